@@ -344,8 +344,7 @@ def _workers(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[in
     launch = Launch(spec=spec, run=run, workload=context.workload, world=world, wrapper=wrapper)
     if not context.is_for_slurm or spec.launcher == "agent":
         argv = step_of_agents(launch) if context.is_for_slurm else agent_argv(launch)
-        stop_by_file = run if context.workload.nsys else None
-        return ByAgents(argv, num_nodes=world.num_nodes, lock_fds=lock_fds, stop_by_file=stop_by_file)
+        return ByAgents(argv, num_nodes=world.num_nodes, lock_fds=lock_fds)
 
     def argv_of(attempt: int, meeting: Meeting) -> list[str]:
         return STEPS[spec.launcher](Start(launch=launch, attempt=attempt, meeting=meeting))

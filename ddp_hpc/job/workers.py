@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from ddp_hpc import exit_codes
@@ -16,7 +15,7 @@ from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.run_dir import ownership
 from ddp_hpc.run_dir.failure_reports import first_failure
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import ask_to_stop, take_rank_zero_exit
+from ddp_hpc.run_dir.records import take_rank_zero_exit
 
 LEAVE_S = 15.0
 """How long other nodes may take to report, after one has reported a failure or the agents were ordered to end."""
@@ -66,10 +65,7 @@ class ByAgents:
         num_nodes: int,
         lock_fds: Sequence[int],
         leave_s: float = LEAVE_S,
-        stop_by_file: RunDir | None = None,
     ) -> None:
-        """`stop_by_file` is the run whose rank zero also looks for the file that asks to stop, as nsys may keep signals to itself."""
-        self._stop_by_file = stop_by_file
         self._argv = argv
         self._num_nodes = num_nodes
         self._lock_fds = lock_fds
@@ -94,8 +90,6 @@ class ByAgents:
 
     def stop(self) -> None:
         """Order all agents to ask their workers to stop."""
-        if self._stop_by_file:
-            _ask_by_file(self._stop_by_file, self._attempt)
         if self._step:
             self._step.line.send(do="stop")
 
@@ -190,12 +184,6 @@ class _Step:
                 self.end()
 
 
-def _ask_by_file(run: RunDir, attempt: int) -> None:
-    with suppress(OSError):  # the disk may be full; the signal reaches them all the same
-        if not ownership.is_fenced(run, attempt):  # else the file would stop a newer attempt
-            ask_to_stop(run, by="supervisor")
-
-
 class ByTasks:
     """Workers that srun or torchrun start, as a step of its own for each attempt."""
 
@@ -225,7 +213,7 @@ class ByTasks:
 
     def stop(self) -> None:
         """Ask by the signal that srun passes on, and by the file that rank zero looks for."""
-        _ask_by_file(self._run, self._attempt)
+        ownership.ask_by_file(self._run, self._attempt)
         processes.request_stop([self._process.pid])
 
     def end(self) -> None:

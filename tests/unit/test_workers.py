@@ -43,23 +43,13 @@ def _signals() -> Iterator[None]:
 class Step:
     """A step of agents with a plan, and what it noted."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        num_nodes: int = 2,
-        leave_s: float = PATIENCE_S,
-        stop_by_file: RunDir | None = None,
-        **plan: Any,
-    ) -> None:
+    def __init__(self, folder: Path, *, num_nodes: int = 2, leave_s: float = PATIENCE_S, **plan: Any) -> None:
         self._note = folder / "note"
         self.lock = folder / "lock"
         lock_fd = processes.take_lock(self.lock)
         assert lock_fd is not None
         argv = [sys.executable, "-S", "-E", str(FAKE_STEP), json.dumps({"note": str(self._note), **plan})]
-        self.workers = ByAgents(
-            argv, num_nodes=num_nodes, lock_fds=[lock_fd], leave_s=leave_s, stop_by_file=stop_by_file
-        )
+        self.workers = ByAgents(argv, num_nodes=num_nodes, lock_fds=[lock_fd], leave_s=leave_s)
         self._lock_fd = lock_fd
 
     @property
@@ -277,19 +267,6 @@ def test_told_to_stop_agents_pass_it_on(make_step: Callable[..., Step]) -> None:
     assert step.orders == ["start", "stop"]
 
 
-def test_where_nsys_may_keep_the_signal_agents_are_told_to_stop_by_file_too(
-    make_step: Callable[..., Step], run: RunDir
-) -> None:
-    step = make_step(stop=[(0, STOPPED), (1, STOPPED)], stop_by_file=run)
-
-    step.workers.begin(0, MEETING)
-    step.workers.stop()
-
-    assert await_news(step.workers) == STOPPED
-    assert run.stop_request.exists()
-    assert read_stop_request(run) is None, "the user has not asked"
-
-
 def test_told_to_end_they_are_ordered_once(make_step: Callable[..., Step]) -> None:
     step = make_step(end=[(0, FAILED), (1, FAILED)])
 
@@ -503,7 +480,7 @@ def test_a_full_disk_keeps_tasks_from_nothing(run: RunDir, monkeypatch: pytest.M
     def no_room(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ddp_hpc.job.workers.ask_to_stop", no_room)
+    monkeypatch.setattr("ddp_hpc.run_dir.ownership.ask_to_stop", no_room)
     tasks = Tasks(run, "wait")
     tasks.workers.begin(0, MEETING)
     until(lambda: tasks.notes)

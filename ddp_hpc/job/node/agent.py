@@ -60,6 +60,7 @@ from ddp_hpc.rendezvous.worker_env import (
     settled,
 )
 from ddp_hpc.run_dir.failure_reports import report, report_killed
+from ddp_hpc.run_dir.ownership import ask_by_file
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.rank_ends import write_rank_end
 from ddp_hpc.slurm.allocation import step_task
@@ -185,6 +186,8 @@ class Agent:
         self._is_stop_pending = self._group is None
         if self._group:
             processes.send(self._group.alive, self._arguments.stop_signal)
+            if self._arguments.nsys:  # which may keep the signal to itself
+                ask_by_file(self._run, self._group.node_workers.attempt)
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; return the error, which is reported once an attempt is known."""
@@ -231,7 +234,7 @@ class Agent:
                 meeting = Meeting.parse(str(rest["meet"])) if "meet" in rest else ALONE
                 self._start(self._crew(attempt, meeting), failure)
             case {"do": "stop"} if self._group:
-                processes.send(self._group.alive, self._arguments.stop_signal)
+                self._ask_workers_to_stop()
             case {"do": "end"} if self._group:
                 self._group.end_within(GRACE_S)
 
