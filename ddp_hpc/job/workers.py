@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from ddp_hpc import exit_codes
@@ -15,7 +16,7 @@ from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.run_dir import ownership
 from ddp_hpc.run_dir.failure_reports import first_failure
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import take_rank_zero_exit
+from ddp_hpc.run_dir.records import ask_to_stop, take_rank_zero_exit
 
 LEAVE_S = 15.0
 """How long other nodes may take to report, after one has reported a failure or the agents were ordered to end."""
@@ -184,6 +185,13 @@ class _Step:
                 self.end()
 
 
+def ask_by_file(run: RunDir, attempt: int) -> None:
+    """Ask the ranks to stop by the file that rank zero looks for; not where a newer attempt owns the run, which it would stop."""
+    with suppress(OSError):  # the disk may be full; the signal reaches most ranks all the same
+        if not ownership.is_fenced(run, attempt):
+            ask_to_stop(run, by="supervisor")
+
+
 class ByTasks:
     """Workers that srun or torchrun start, as a step of its own for each attempt."""
 
@@ -213,7 +221,7 @@ class ByTasks:
 
     def stop(self) -> None:
         """Ask by the signal that srun passes on, and by the file that rank zero looks for."""
-        ownership.ask_by_file(self._run, self._attempt)
+        ask_by_file(self._run, self._attempt)
         processes.request_stop([self._process.pid])
 
     def end(self) -> None:

@@ -17,7 +17,6 @@ from ddp_hpc.base.patience import known
 from ddp_hpc.errors import FencedError
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import ask_to_stop
 
 _CLAIM = re.compile(r"attempt-(\d+)\.writing")
 
@@ -75,13 +74,6 @@ def is_fenced(run: RunDir, attempt: int) -> bool:
     # not show it at the moment: then no other attempt owns the run.
     path = claim_path(run, attempt)
     return known(path, lambda: not path.is_dir() and not _is_newest(run, attempt), unknown=False)
-
-
-def ask_by_file(run: RunDir, attempt: int) -> None:
-    """Ask the ranks to stop by the file that rank zero looks for; not where a newer attempt owns the run, which it would stop."""
-    with suppress(OSError):  # the disk may be full; the signal reaches most ranks all the same
-        if not is_fenced(run, attempt):
-            ask_to_stop(run, by="supervisor")
 
 
 def has_claim(run: RunDir, attempt: int) -> bool:

@@ -480,7 +480,7 @@ def test_a_full_disk_keeps_tasks_from_nothing(run: RunDir, monkeypatch: pytest.M
     def no_room(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ddp_hpc.run_dir.ownership.ask_to_stop", no_room)
+    monkeypatch.setattr("ddp_hpc.job.workers.ask_to_stop", no_room)
     tasks = Tasks(run, "wait")
     tasks.workers.begin(0, MEETING)
     until(lambda: tasks.notes)

@@ -42,6 +42,7 @@ from ddp_hpc.job.node.python_environ import (
 )
 from ddp_hpc.job.wire.control_channel import Line
 from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting, PortTakenError, listen
+from ddp_hpc.job.workers import ask_by_file
 from ddp_hpc.rank_probe.beside import in_child, in_thread
 from ddp_hpc.rank_probe.deadlines import HangCollector
 from ddp_hpc.rank_probe.folder import make_folder
@@ -60,7 +61,6 @@ from ddp_hpc.rendezvous.worker_env import (
     settled,
 )
 from ddp_hpc.run_dir.failure_reports import report, report_killed
-from ddp_hpc.run_dir.ownership import ask_by_file
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.rank_ends import write_rank_end
 from ddp_hpc.slurm.allocation import step_task
