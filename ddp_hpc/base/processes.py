@@ -508,64 +508,21 @@ _STARTED_AGAIN_AFTER_FORK = frozenset({"jemalloc_bg_thd"})
 """Threads that their library starts again in a forked process: those of jemalloc, which pyarrow (and so pandas) loads."""
 
 
-_NOT_FATAL = frozenset(
-    {
-        signal.SIGCHLD,
-        signal.SIGCONT,
-        signal.SIGURG,
-        signal.SIGWINCH,
-        signal.SIGSTOP,
-        signal.SIGTSTP,
-        signal.SIGTTIN,
-        signal.SIGTTOU,
-    }
-)
-"""Signals that are ignored or stop a process where it has no handler (signal(7))."""
+def die_after(pid: int) -> None:
+    """Kill this process once another process of this host has ended, whichever process is its parent."""
+    import threading  # late: no command needs it (cli/quick_start.py)
 
-_F_SETSIG = 10
-"""Of fcntl(2), for Linux; Python's `fcntl` does not have it."""
+    started = start_ticks(pid)
 
+    def watch() -> None:
+        while started is not None and start_ticks(pid) == started:
+            await_exit(pid, started, 1.0)
+        kill([os.getpid()])
 
-def die_with_pipe(fd: int) -> None:
-    """Have the kernel kill this process when the other end of a pipe is closed, whichever process is its parent.
-
-    `fd` is the end to read from. Nothing must ever be written to the pipe.
-    """
-    # By a signal for input (fcntl(2), F_SETSIG), not by a thread, which would wait where another one keeps the interpreter (GIL).
-    fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    other_end = select.poll()
-    other_end.register(fd, select.POLLIN)
-    if other_end.poll(0):  # it was closed before
-        os._exit(128 + signal.SIGKILL)
+    with all_signals_blocked():
+        threading.Thread(target=watch, name=f"end of {pid}", daemon=True).start()
 
 
 def block_no_news() -> None:
     """Receive SIGCHLD and SIGIO again, and no stop signal; to be called between fork and exec of a program that must outlive those."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGIO})
-
-
-def forget_input() -> None:
-    """Drop a signal of `wake_on_input` that has come and was not taken: once it is unblocked, it would kill this process."""
-    signal.sigtimedwait({signal.SIGIO}, 0)
-
-
-def of_shell(code: int) -> int:
-    """Return a shell's `$?` as a process's exit code: -N where it stands for the signal N, which is 128 + N.
-
-    No signal that would not end a process: such a number is an exit code, as is one above all signals (`exit(-1)` is 255).
-    """
-    ends = code - 128 in signal.valid_signals() and code - 128 not in _NOT_FATAL
-    return 128 - code if ends else code
-
-
-def die_of(number: int) -> None:
-    """End this process by a signal, as another one has ended that it stands for."""
-    import resource  # late: no command needs it (cli/quick_start.py)
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the other one has left the core dump that says something
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    os.kill(os.getpid(), number)

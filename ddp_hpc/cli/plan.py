@@ -23,8 +23,9 @@ from ddp_hpc.containers import (
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting
+from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.rendezvous.address import this_host
+from ddp_hpc.rendezvous.choice import LOOPBACK
 from ddp_hpc.rendezvous.worker_env import (
     ENDPOINT,
     OURS,

@@ -40,6 +40,11 @@ REMOVED: Mapping[str, Removed] = {
         instead="`ddp-hpc submit CONFIG --after RUN` submits a run that waits for another one; on one machine, use "
         "`ddp-hpc submit A --wait && ddp-hpc submit B`.",
     ),
+    "profile.command": Removed(
+        since="2026-11-26",
+        default="nsys",
+        instead="have `nsys` on the PATH of the nodes, by `slurm.modules`, `slurm.setup` or `env.PATH`.",
+    ),
 }
 """By name."""
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting
+from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.wire.subprocesses import ask_nodes
-from ddp_hpc.rendezvous.address import addresses_of
-from ddp_hpc.rendezvous.choice import Choice, choose_fabric, is_routable, refusal
+from ddp_hpc.rendezvous.address import addresses_of, this_host
+from ddp_hpc.rendezvous.choice import LOOPBACK, ONE_NODE, Choice, choose_fabric, refusal
 from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces, parse_interfaces
 from ddp_hpc.rendezvous.ports import candidate_ports, is_free
 from ddp_hpc.slurm.allocation import Allocation
@@ -47,7 +47,7 @@ def address_of(allocation: Allocation, *, environ: Mapping[str, str], preferred:
     if given:
         return _numeric(given), "from MASTER_ADDR in the environment"
     if len(allocation.node_names) == 1 and not preferred:
-        return LOOPBACK, "the job has one node, and no other host has to reach it"
+        return LOOPBACK, ONE_NODE
     choice = _choice(allocation, environ, preferred)
     refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
     return choice.address, f"{choice.interface}, {choice.rule}{refused and f' ({refused})'}"
@@ -103,13 +103,10 @@ def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str,
 
 def _by_name(first: str) -> Choice:
     """Resolve the name of rank zero's node, where the node itself did not answer."""
-    for address in addresses_of(first):
-        if is_routable(ipaddress.ip_address(address.partition("%")[0])):
-            return Choice(
-                interface=first,
-                address=address,
-                rule="the address that this host resolves its name to, because the node did not answer",
-            )
+    address = this_host().address_of(first)
+    if address is not None:
+        rule = "the address that this host resolves its name to, because the node did not answer"
+        return Choice(interface=first, address=address, rule=rule)
     raise WorkerError(
         f"{first}, the node of rank zero, did not answer which networks it has, and this host resolves its name to no address "
         f"that other nodes can reach. Set MASTER_ADDR to an IP address of {first}, or submit again."

@@ -96,8 +96,8 @@ def _stop_signal(launch: Launch) -> list[str]:
 
 
 def _nsys(launch: Launch) -> list[str]:
-    profiler = launch.workload.nsys
-    return [f"--nsys={profiler}"] if profiler else []
+    ranks = launch.workload.nsys
+    return [f"--nsys={','.join(map(str, ranks))}"] if ranks else []
 
 
 STEPS: Mapping[str, Callable[[Start], list[str]]] = {

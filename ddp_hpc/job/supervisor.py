@@ -342,10 +342,9 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
 def _workers(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> Workers:
     spec, run, world = context.spec, context.run, context.world
     launch = Launch(spec=spec, run=run, workload=context.workload, world=world, wrapper=wrapper)
-    if not context.is_for_slurm:
-        return ByAgents(agent_argv(launch), num_nodes=world.num_nodes, lock_fds=lock_fds)
-    if spec.launcher == "agent":
-        return ByAgents(step_of_agents(launch), num_nodes=world.num_nodes, lock_fds=lock_fds)
+    if not context.is_for_slurm or spec.launcher == "agent":
+        argv = step_of_agents(launch) if context.is_for_slurm else agent_argv(launch)
+        return ByAgents(argv, num_nodes=world.num_nodes, lock_fds=lock_fds)
 
     def argv_of(attempt: int, meeting: Meeting) -> list[str]:
         return STEPS[spec.launcher](Start(launch=launch, attempt=attempt, meeting=meeting))

@@ -60,7 +60,12 @@ class ByAgents:
     """Workers that an agent on each node forks, and forks again for the next attempt."""
 
     def __init__(
-        self, argv: Sequence[str], *, num_nodes: int, lock_fds: Sequence[int], leave_s: float = LEAVE_S
+        self,
+        argv: Sequence[str],
+        *,
+        num_nodes: int,
+        lock_fds: Sequence[int],
+        leave_s: float = LEAVE_S,
     ) -> None:
         self._argv = argv
         self._num_nodes = num_nodes
@@ -180,6 +185,13 @@ class _Step:
                 self.end()
 
 
+def ask_by_file(run: RunDir, attempt: int) -> None:
+    """Ask the ranks to stop by the file that rank zero looks for; not where a newer attempt owns the run, which it would stop."""
+    with suppress(OSError):  # the disk may be full; the signal reaches most ranks all the same
+        if not ownership.is_fenced(run, attempt):
+            ask_to_stop(run, by="supervisor")
+
+
 class ByTasks:
     """Workers that srun or torchrun start, as a step of its own for each attempt."""
 
@@ -209,9 +221,7 @@ class ByTasks:
 
     def stop(self) -> None:
         """Ask by the signal that srun passes on, and by the file that rank zero looks for."""
-        with suppress(OSError):  # the disk may be full; the signal reaches them all the same
-            if not ownership.is_fenced(self._run, self._attempt):  # else the file would stop a newer attempt
-                ask_to_stop(self._run, by="supervisor")
+        ask_by_file(self._run, self._attempt)
         processes.request_stop([self._process.pid])
 
     def end(self) -> None:

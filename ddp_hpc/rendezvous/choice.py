@@ -13,6 +13,9 @@ from typing import NamedTuple
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.rendezvous.interfaces import Address, Interface, Network
 
+LOOPBACK = "127.0.0.1"
+ONE_NODE = "the ranks are on one node, and no other host has to reach it"
+"""Why ranks meet on loopback."""
 _DISCARD_PORT = 9
 
 

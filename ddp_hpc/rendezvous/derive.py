@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from ddp_hpc.rendezvous.address import Host, find_address
-from ddp_hpc.rendezvous.choice import Refused, is_routable
+from ddp_hpc.rendezvous.choice import LOOPBACK, Refused, is_routable
 from ddp_hpc.rendezvous.ports import MOST_TRIES, candidate_ports
 from ddp_hpc.rendezvous.worker_env import (
     COMPILER_CACHE,
@@ -29,8 +29,6 @@ from ddp_hpc.rendezvous.worker_env import (
     threads,
 )
 from ddp_hpc.slurm.allocation import Allocation, cpu_grant
-
-LOOPBACK = "127.0.0.1"
 
 
 def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> WorkerEnv:

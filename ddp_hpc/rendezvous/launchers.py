@@ -17,6 +17,7 @@ from typing import Literal
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.rendezvous.address import Host, find_address
+from ddp_hpc.rendezvous.choice import LOOPBACK
 from ddp_hpc.rendezvous.ports import LOWEST, candidate_ports
 from ddp_hpc.rendezvous.worker_env import (
     OURS,
@@ -33,7 +34,6 @@ from ddp_hpc.slurm.allocation import Allocation
 
 Scope = Literal["worker", "node"]
 """Whether a launcher starts one process for each worker, or one for each node."""
-LOOPBACK = "127.0.0.1"
 _LOWEST_EPHEMERAL = 32_768
 """Of Linux by default. Nodes may have set another, and all of them have to compute the same ports."""
 

@@ -346,15 +346,6 @@ class RunDir:
         """What Nsight Systems has recorded of a rank; where nsys lacks its importer, `.qdstrm` stands in the place of `.nsys-rep`."""
         return self.profile / f"attempt-{attempt}.rank-{rank}.nsys-rep"
 
-    def nsys_log(self, attempt: int, rank: int) -> Path:
-        """What nsys has printed."""
-        return self.profile / f"attempt-{attempt}.rank-{rank}.nsys.txt"
-
-    def nsys_written(self, attempt: int, rank: int) -> Path | None:
-        """The report that nsys has left of a rank, if any."""
-        report = self.nsys_report(attempt, rank)
-        return next((path for path in (report, report.with_suffix(".qdstrm")) if path.exists()), None)
-
     def nsys_reports(self) -> list[Path]:
         """All reports, of all attempts."""
         return sorted(path for end in ("nsys-rep", "qdstrm") for path in self.profile.glob(f"attempt-*.rank-*.{end}"))

@@ -287,8 +287,6 @@ class ProfileSpec(Checked, section="profile"):
     """The first and the last step to record, counted from 1. Steps that lie before a resume are not repeated for it."""
     ranks: tuple[int, ...] = (0,)
     """The ranks that record."""
-    command: str = "nsys"
-    """With `kind=nsys`: the name of Nsight Systems' program on the nodes' PATH, or its path there."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -301,7 +299,6 @@ class ProfileSpec(Checked, section="profile"):
             bool(self.ranks) and min(self.ranks) >= 0,
             f"`profile.ranks` is {list(self.ranks)}, but it must name one rank or more, from 0 on.",
         )
-        require(bool(self.command), "`profile.command` is empty, but it must name a program, such as `nsys`.")
 
 
 @dataclass(frozen=True, kw_only=True)

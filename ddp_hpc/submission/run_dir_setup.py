@@ -71,12 +71,11 @@ def refuse_missing_nsys(spec: RunSpec, environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: where that is so; nothing is known of an image.
     """
-    asked = spec.profile
     path = spec.env.get("PATH", environ.get("PATH"))
-    if asked.kind == "nsys" and not spec.container.image and shutil.which(asked.command, path=path) is None:
+    if spec.profile.kind == "nsys" and not spec.container.image and shutil.which("nsys", path=path) is None:
         raise ConfigError(
-            f"`profile.kind` is 'nsys', but there is no program {asked.command!r} on this machine's PATH. Install Nsight Systems, set "
-            "`profile.command` to its path, or use `profile.kind=torch`."
+            "`profile.kind` is 'nsys', but there is no program 'nsys' on this machine's PATH. Install Nsight Systems, set PATH by "
+            "`env.PATH`, or use `profile.kind=torch`."
         )
 
 

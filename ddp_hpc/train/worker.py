@@ -17,7 +17,6 @@ from ddp_hpc.base.processes import host_name, unclaimed_stop_signals
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, exit_code_of
 from ddp_hpc.exit_codes import FINISHED, STOPPED
-from ddp_hpc.nsys import capture_from
 from ddp_hpc.rank_probe.client import RankProbe
 from ddp_hpc.rank_probe.deadlines import Deadline, HangCollector, deadline_file
 from ddp_hpc.rank_probe.folder import socket_of
@@ -103,9 +102,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         group.barrier_through_store("built", silence_s=spec.restart.build_timeout_s)
         watchdog.feed()
         phase = "training"
-        training = prepare(
-            spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog, nsys=capture_from(environ)
-        )
+        training = prepare(spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog)
         if rank_info.is_rank_zero:
             _record_environment(run, attempt, environ)
             _record_inputs(run, attempt, environ, rank_info.world_size)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
-    from ddp_hpc.nsys import Profiler
     from ddp_hpc.run_dir.ledger import Ledger
     from ddp_hpc.run_dir.paths import RunDir
 
@@ -60,8 +59,8 @@ class Workload(Protocol):
         """Whether a NaN in a gradient means that the run has diverged, so that it may be searched for."""
 
     @property
-    def nsys(self) -> Profiler | None:
-        """Which ranks are to run under Nsight Systems, if any. Their workers are new processes, whatever `WorkerModule.preload` returns."""
+    def nsys(self) -> Sequence[int]:
+        """Which ranks are to run under Nsight Systems. If any, workers are new processes, whatever `WorkerModule.preload` returns."""
 
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return a number that grows whenever an attempt has achieved something that the next one builds on; 0 at first.

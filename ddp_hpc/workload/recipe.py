@@ -12,7 +12,6 @@ from typing import Any
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import UnreadableError
-from ddp_hpc.nsys import Profiler
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import newest_committed
@@ -55,10 +54,9 @@ class RecipeWorkload:
         return self.spec.train.on_nonfinite == "stop" and self.spec.train.precision != "fp16"
 
     @property
-    def nsys(self) -> Profiler | None:
+    def nsys(self) -> Sequence[int]:
         """Return the ranks of `profile.ranks`, where nsys is to record them."""
-        asked = self.spec.profile
-        return Profiler(frozenset(asked.ranks), asked.command) if asked.kind == "nsys" else None
+        return self.spec.profile.ranks if self.spec.profile.kind == "nsys" else ()
 
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say."""

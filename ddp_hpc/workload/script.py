@@ -53,8 +53,9 @@ class ScriptWorkload:
         return False
 
     @property
-    def nsys(self) -> None:
-        """`profile.kind` is refused for a script."""
+    def nsys(self) -> Sequence[int]:
+        """None: `profile.kind` is refused for a script."""
+        return ()
 
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return how often the files of `script.progress` have changed, plus the newest step that the script has committed."""

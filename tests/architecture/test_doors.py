@@ -44,7 +44,6 @@ DOORS: dict[str, set[str]] = {
         "job/node/join_node.py",
         "job/node/machine_use.py",
         "job/node/torchrun_node.py",
-        "job/node/under_nsys.py",
         "job/node/unpack.py",
         "job/notifier.py",
         "job/notify.py",

@@ -38,8 +38,8 @@ class CountingWorkload:
         return {"count": self.spec.recipe.args["to"]}
 
     @property
-    def nsys(self) -> None:
-        return None
+    def nsys(self) -> Sequence[int]:
+        return ()
 
     @property
     def ends_at_nan(self) -> bool:

@@ -103,13 +103,13 @@ def test_a_job_of_one_node_knows_its_interface_in_the_script_already() -> None:
     environ = batch("node1", "4", SLURM_CPUS_PER_TASK="2")
 
     names = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "RANK"]
-    assert values(environ, lab(1), names) == ["4", "4", "=ib0", "2", None]
+    assert values(environ, lab(1), names) == ["4", "4", "=lo", "2", None]
 
 
-def test_a_step_on_one_node_takes_its_fastest_network() -> None:
+def test_a_step_on_one_node_meets_on_loopback_which_no_other_host_reaches() -> None:
     environ = task(0, 0, 0, on="node2", nodes="node2", tasks="2")
 
-    assert values(environ, lab(2), ["MASTER_ADDR", "NCCL_SOCKET_IFNAME"]) == ["10.78.0.12", "=ib0"]
+    assert values(environ, lab(2), ["MASTER_ADDR", "NCCL_SOCKET_IFNAME"]) == ["127.0.0.1", "=lo"]
 
 
 def test_a_step_on_some_nodes_meets_on_the_first_of_them() -> None:
@@ -203,7 +203,6 @@ def test_loopback_is_never_rank_zeros_address() -> None:
 
     assert address.value is None
     assert "set MASTER_ADDR with `export` in the job script" in address.rule
-    assert address.refused == (Refused("127.0.1.1", "loopback or link-local: other nodes cannot reach it"),)
 
 
 def test_of_several_addresses_the_one_on_the_fastest_network_is_taken_by_all() -> None:
@@ -217,10 +216,6 @@ def test_of_several_addresses_the_one_on_the_fastest_network_is_taken_by_all() -
     told = row(task(4, 1, 0, on="node2"), two, "MASTER_ADDR")
 
     assert (own.value, told.value) == ("10.78.0.11", "10.78.0.11")
-    assert told.refused == (
-        Refused("172.17.0.1", "an address of this host itself"),
-        Refused("10.77.0.11", "slower: Ethernet"),
-    )
 
 
 def test_an_address_without_a_route_is_passed_over() -> None:
@@ -229,7 +224,6 @@ def test_an_address_without_a_route_is_passed_over() -> None:
     address = row(task(4, 1, 0, on="node2"), two, "MASTER_ADDR")
 
     assert address.value == "10.77.0.11"
-    assert address.refused == (Refused("203.0.113.9", "this host has no route to it"),)
 
 
 def test_ipv6_alone_will_do() -> None:

@@ -1,35 +1,37 @@
-"""Which steps a rank has nsys record, and that the training goes on where that fails."""
+"""At which steps a rank tells nsys to begin and to end its record."""
 
 from __future__ import annotations
 
 import logging
-import socket
-from pathlib import Path
 
 import pytest
 import torch
 
-from ddp_hpc.nsys import BEGIN, BEGUN, CONTROL, END, WHY_NOT, Capture, capture_from
+from ddp_hpc.train.recording import nsys_profile
 from ddp_hpc.train.recording.nsys_profile import NsysProfile
 
 
 class Loop:
-    """The phases of the loop around a timer, and the other end of its socket."""
+    """The phases of the loop around a timer, and what the timer calls."""
 
-    def __init__(self, steps: tuple[int, int], *, done: int = 0, answer: bytes = BEGUN) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, int], *, done: int = 0) -> None:
         self.done = done
-        self.ranges: list[str] = []
+        self.calls: list[str] = []
         self.depth = 0
-        mine, self.front = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.front.send(answer)  # the answer to the only question that there is
-        device = torch.device("cpu")
-        self.timer = NsysProfile(steps, Capture(mine), Path("report"), device, lambda: self.done + 1, ranges=self)
+        self.notes: list[str] = []
+        monkeypatch.setattr(nsys_profile, "why_not_by_nsys", lambda _: "")
+        monkeypatch.setattr(torch.cuda.profiler, "start", lambda: self.calls.append(f"start at {self.done + 1}"))
+        monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: self.calls.append(f"stop after {self.done}"))
+        monkeypatch.setattr(torch.cuda.nvtx, "range_push", self._push)
+        monkeypatch.setattr(torch.cuda.nvtx, "range_pop", self._pop)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: self.calls.append("synchronize"))
+        self.timer = NsysProfile(steps, torch.device("cuda"), lambda: self.done + 1, note=self.notes.append)
 
-    def range_push(self, msg: str) -> None:
-        self.ranges.append(msg)
+    def _push(self, name: str) -> None:
+        self.calls.append(name)
         self.depth += 1
 
-    def range_pop(self) -> None:
+    def _pop(self) -> None:
         self.depth -= 1
 
     def run(self, num_steps: int) -> None:
@@ -39,48 +41,47 @@ class Loop:
             self.done += 1
             self.timer.enter("data")
 
-    def asked(self) -> list[bytes]:
-        self.front.setblocking(False)
-        said = []
-        try:
-            while one := self.front.recv(100):
-                said.append(one)
-        except OSError:  # nothing is left, or the timer has left an answer unread
-            pass
-        self.timer.close()
-        self.front.close()
-        return said
+    @property
+    def bounds(self) -> list[str]:
+        return [call for call in self.calls if call.startswith(("start", "stop", "synchronize"))]
 
 
-def test_the_chosen_steps_are_recorded_each_in_a_range_with_its_phases() -> None:
-    loop = Loop((3, 4))
+def test_the_chosen_steps_are_recorded_each_in_a_range_with_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, (3, 4))
 
     loop.run(7)
+    loop.timer.close()
 
-    assert loop.asked() == [BEGIN, END]
-    assert [name for name in loop.ranges if name.startswith("step")] == ["step 3", "step 4"]
-    assert {"forward", "optimizer"} <= set(loop.ranges)
+    assert loop.bounds == ["start at 3", "synchronize", "stop after 4"]
+    assert [name for name in loop.calls if name.startswith("step")] == ["step 3", "step 4"]
+    assert {"forward", "optimizer"} <= set(loop.calls)
     assert loop.depth == 0
+    assert loop.notes == []
 
 
-def test_a_training_that_ends_among_these_steps_ends_the_record() -> None:
-    loop = Loop((3, 9))
+@pytest.mark.parametrize(("done", "bounds"), [(0, "start at 3"), (3, "start at 4")])
+def test_a_training_that_begins_or_ends_among_these_steps_records_its_part(
+    done: int, bounds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(monkeypatch, (3, 9), done=done)
 
     loop.run(4)
     loop.timer.close()
 
-    assert loop.asked() == [BEGIN, END]
+    assert loop.bounds == [bounds, "synchronize", f"stop after {done + 4}"]
     assert loop.depth == 0
 
 
-def test_a_save_after_a_step_begins_no_record_and_no_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_after_a_step_begins_no_record_and_no_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    loop = Loop((3, 9), done=1)
+    loop = Loop(monkeypatch, (3, 9), done=1)
 
     loop.timer.enter("forward")
     loop.done += 1
     loop.timer.enter("checkpoint")
-    before = list(loop.ranges)
+    before = list(loop.calls)
     loop.timer.enter("data")
     loop.timer.enter("forward")
     loop.done += 1
@@ -88,72 +89,62 @@ def test_a_save_after_a_step_begins_no_record_and_no_step(caplog: pytest.LogCapt
     loop.timer.close()
 
     assert before == []
-    assert loop.ranges == ["step 3", "data", "forward", "checkpoint"]
-    assert "nsys has recorded steps 3 to 3, and writes report" in caplog.text
-    assert loop.asked() == [BEGIN, END]
+    assert loop.calls == [
+        "start at 3",
+        "step 3",
+        "data",
+        "forward",
+        "checkpoint",
+        "synchronize",
+        "stop after 3",
+    ]
+    assert "nsys has recorded steps 3 to 3" in caplog.text
 
 
-@pytest.mark.parametrize(("done", "num_steps"), [(4, 3), (0, 1)])
-def test_a_training_without_these_steps_asks_for_nothing(done: int, num_steps: int) -> None:
-    loop = Loop((3, 4), done=done)
+@pytest.mark.parametrize(
+    ("done", "num_steps", "why"),
+    [(4, 3, "the attempt began behind these steps"), (0, 1, "the attempt ended before step 3")],
+)
+def test_a_training_without_these_steps_records_nothing_and_says_why(
+    done: int, num_steps: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(monkeypatch, (3, 4), done=done)
 
     loop.run(num_steps)
     loop.timer.close()
 
-    assert loop.asked() == []
+    assert loop.calls == []
+    [note] = loop.notes
+    assert note.startswith(why)
 
 
-def test_a_record_that_does_not_begin_is_said_once_and_the_phases_are_timed(caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop((2, 3), answer=b"nsys ended with exit code 1")
+def test_a_failure_of_cuda_that_ends_the_training_is_no_second_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, (3, 9))
+    loop.run(4)
 
-    with caplog.at_level(logging.WARNING):
-        loop.run(5)
-        loop.timer.close()
+    def fail(_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    assert caplog.text.count("cannot be recorded: nsys ended with exit code 1") == 1
-    assert loop.asked() == [BEGIN]
-    assert loop.timer.so_far().seconds["forward"] > 0
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    loop.timer.close()
 
-
-def test_a_front_that_is_gone_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop((2, 3))
-    loop.front.close()
-
-    with caplog.at_level(logging.WARNING):
-        loop.run(5)
-        loop.timer.close()
-
-    assert "cannot be recorded" in caplog.text
-    assert loop.done == 5
+    assert loop.depth == 0
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
-    [({WHY_NOT: "there is no program 'nsys'"}, "there is no program 'nsys'"), ({}, "was not started by nsys")],
+    ("program", "why"), [(None, "there is no program 'nsys' on the PATH of"), ("/opt/nsys", "which takes a GPU")]
 )
-def test_a_rank_that_does_not_run_under_nsys_says_why(
-    environ: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+def test_a_rank_without_nsys_or_without_a_gpu_trains_on_and_says_why(
+    program: str | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    capture = capture_from(environ)
+    monkeypatch.setattr("shutil.which", lambda _: program)
+    notes: list[str] = []
 
-    with caplog.at_level(logging.WARNING):
-        timer = NsysProfile((2, 3), capture, Path("report"), torch.device("cpu"), lambda: 2)
-        timer.enter("forward")
-        timer.close()
+    timer = NsysProfile((2, 3), torch.device("cpu"), lambda: 2, note=notes.append)
+    timer.enter("forward")
+    timer.close()
 
-    assert said in caplog.text
-    assert caplog.text.count("cannot be recorded") == 1
-
-
-def test_a_rank_under_nsys_speaks_by_the_socket_that_its_environment_names() -> None:
-    mine, front = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    front.send(BEGUN)
-
-    capture = capture_from({CONTROL: str(mine.detach())})
-
-    assert isinstance(capture, Capture)
-    assert capture.begin() == ""
-    assert front.recv(100) == BEGIN
-    capture.close()
-    assert front.recv(100) == b""
-    front.close()
+    assert why in caplog.text
+    [note] = notes
+    assert why in note
+    assert timer.so_far().seconds["other"] > 0

@@ -360,11 +360,3 @@ def test_a_signal_that_is_held_back_takes_effect_at_the_end_of_the_block() -> No
         was_done = True
 
     assert was_done
-
-
-@pytest.mark.parametrize(
-    ("said", "code"),
-    [(0, 0), (1, 1), (128, 128), (137, -9), (139, -11), (192, -64), (193, 193), (255, 255), (160, 160), (148, 148)],
-)
-def test_what_a_shell_says_is_a_signal_only_where_that_signal_ends_processes(said: int, code: int) -> None:
-    assert processes.of_shell(said) == code

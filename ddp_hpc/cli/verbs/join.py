@@ -208,7 +208,8 @@ def _worker_argv(run_dir: RunDir, options: Sequence[str]) -> list[str]:
 
 def _node_argv(run_dir: RunDir, resolved: Resolved, place: Place, options: Sequence[str]) -> list[str]:
     """Return the command that starts torchrun on this node."""
-    from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting
+    from ddp_hpc.job.wire.endpoint import Meeting
+    from ddp_hpc.rendezvous.choice import LOOPBACK
     from ddp_hpc.workload.table import workload_of
 
     meeting = Meeting(LOOPBACK, 0)

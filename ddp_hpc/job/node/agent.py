@@ -40,14 +40,14 @@ from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
     python_environ,
 )
-from ddp_hpc.job.node.under_nsys import Worker, run_under
 from ddp_hpc.job.wire.control_channel import Line
-from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting, PortTakenError, listen
-from ddp_hpc.nsys import Profiler
+from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.job.workers import ask_by_file
 from ddp_hpc.rank_probe.beside import in_child, in_thread
 from ddp_hpc.rank_probe.deadlines import HangCollector
 from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
+from ddp_hpc.rendezvous.choice import LOOPBACK
 from ddp_hpc.rendezvous.worker_env import (
     PROBE_FOLDER,
     PROBES_ITSELF,
@@ -94,9 +94,6 @@ class NodeWorkers:
     num_nodes: int = 1
     probe_folder: Path | None = None
     """Where the workers open their sockets for questions."""
-    nsys: Profiler | None = None
-    python: Mapping[str, str] = field(default_factory=dict)
-    """Variables that decide where a new process of a worker imports from."""
 
 
 @dataclass
@@ -190,6 +187,8 @@ class Agent:
         self._is_stop_pending = self._group is None
         if self._group:
             processes.send(self._group.alive, self._arguments.stop_signal)
+            if self._arguments.nsys:  # which may keep the signal to itself
+                ask_by_file(self._run, self._group.node_workers.attempt)
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; return the error, which is reported once an attempt is known."""
@@ -200,6 +199,7 @@ class Agent:
             with imports_for_good():
                 self._worker = load_worker(self._arguments.worker)
                 reason = self._worker.preload(str(self._run.path))
+                reason = reason or (self._arguments.nsys and "nsys starts some of them (`profile.kind`)")
         except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
             return error
         self._must_not_fork = bool(reason)
@@ -227,8 +227,6 @@ class Agent:
             node_rank=self._node_rank,
             num_nodes=self._num_nodes,
             probe_folder=self._probes.path if self._probes else None,
-            nsys=self._arguments.nsys,
-            python=self._python,
         )
 
     def _obey(self, order: Mapping[str, Any], failure: BaseException | None) -> None:
@@ -237,7 +235,7 @@ class Agent:
                 meeting = Meeting.parse(str(rest["meet"])) if "meet" in rest else ALONE
                 self._start(self._crew(attempt, meeting), failure)
             case {"do": "stop"} if self._group:
-                processes.send(self._group.alive, self._arguments.stop_signal)
+                self._ask_workers_to_stop()
             case {"do": "end"} if self._group:
                 self._group.end_within(GRACE_S)
 
@@ -255,7 +253,7 @@ class Agent:
                 if self._must_not_fork:
                     ranks = self._spawn(node_workers, meeting_point)
                 else:
-                    ranks = _fork(node_workers, self._arguments.worker, self._worker, meeting_point)
+                    ranks = _fork(node_workers, self._worker, meeting_point)
                 self._group = WorkerGroup(node_workers, ranks, collector=collector)
             if self._is_stop_pending:
                 self._ask_workers_to_stop()
@@ -278,7 +276,7 @@ class Agent:
                 f"--agent={os.getpid()}",
             ]
             options.append(f"--cpus={cpus}")
-            options += [f"--nsys={node_workers.nsys}"] if node_workers.nsys else []
+            options += [f"--nsys={self._arguments.nsys}"] if self._arguments.nsys else []
             if meeting_point and rank == 0:
                 meeting_point.set_inheritable(True)
                 options.append(f"--listen-fd={meeting_point.fileno()}")
@@ -378,13 +376,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cpus-per-worker", type=int)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--in-step", action="store_true")
-    parser.add_argument("--nsys", type=Profiler.parse)
+    parser.add_argument("--nsys", metavar="RANKS")
     return parser.parse_args(argv)
 
 
-def _fork(
-    node_workers: NodeWorkers, name: str, worker: WorkerModule, meeting_point: socket.socket | None
-) -> dict[int, int]:
+def _fork(node_workers: NodeWorkers, worker: WorkerModule, meeting_point: socket.socket | None) -> dict[int, int]:
     """Fork the workers; return their ranks by pid."""
     gc.freeze()  # the workers share these pages: a garbage collection in one of them would write to them, and so copy them
     sys.stdout.flush()  # fork copies the buffer too, and each worker would print it again
@@ -408,7 +404,7 @@ def _fork(
                 "user or the job has too many processes: raise `ulimit -u`, or the limit of the job's cgroup (pids.max)",
             ) from error
         if pid == 0:
-            _become_worker(node_workers, name, worker, rank, environ, meeting_point, agent_pid)
+            _become_worker(node_workers, worker, rank, environ, meeting_point, agent_pid)
         ranks[pid] = rank
     return ranks
 
@@ -429,7 +425,6 @@ def _collector(node_workers: NodeWorkers, *, may_fork: bool) -> HangCollector | 
 
 def _become_worker(  # noqa: PLR0913, PLR0917  what the fork has copied
     node_workers: NodeWorkers,
-    name: str,
     worker: WorkerModule,
     rank: int,
     environ: Mapping[str, str],
@@ -441,25 +436,13 @@ def _become_worker(  # noqa: PLR0913, PLR0917  what the fork has copied
     try:
         processes.die_with_parent(agent_pid)
         os.environ.update({**environ, **for_probe(node_workers.probe_folder)})
-        itself = Worker(
-            run=node_workers.run,
-            module=name,
-            attempt=node_workers.attempt,
-            rank=rank,
-            environ={**os.environ, **node_workers.python},
-            listen_fd=os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None,
-        )
+        fd = os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None
         os.sched_setaffinity(0, node_workers.share.cpu_sets[rank % node_workers.num_workers])
         if meeting_point:
             # Each worker has inherited the socket. The port stays bound while any process holds it, so all but rank zero
             # close it, and rank zero keeps the duplicate that its store listens on.
             meeting_point.close()
-        under_nsys = run_under(node_workers.nsys, itself, os.environ)
-        if under_nsys is None:
-            fd = itself.listen_fd
-            code = worker.main(str(itself.run.path), os.environ, attempt=itself.attempt, listen_fd=fd)
-        else:
-            code = under_nsys
+        code = worker.main(str(node_workers.run.path), os.environ, attempt=node_workers.attempt, listen_fd=fd)
     except BaseException:  # noqa: BLE001  nothing may return into the agent's own code
         traceback.print_exc()
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,7 @@ from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.errors import exit_code_of
 from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
-from ddp_hpc.job.node.under_nsys import MARK, Worker, run_under, settle
-from ddp_hpc.nsys import CONTROL, Profiler
+from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
 from ddp_hpc.run_dir.failure_reports import report
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.workload.protocol import load_worker
@@ -30,35 +30,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--worker", required=True)
     parser.add_argument("--attempt", type=int, required=True)
-    started_by = parser.add_mutually_exclusive_group(required=True)
-    started_by.add_argument("--agent", type=int, help="its process id")
-    started_by.add_argument("--under-nsys", metavar="FDS", help="nsys has started it: see `under_nsys.settle`")
+    parser.add_argument("--agent", type=int, required=True, help="its process id")
     parser.add_argument("--cpus")
-    parser.add_argument("--nsys", type=Profiler.parse)
+    parser.add_argument("--nsys", type=parse_ranks, default=frozenset())
+    parser.add_argument("--under-nsys", type=int, metavar="PID", help="nsys has started it, which has this process id")
     parser.add_argument("--listen-fd", type=int)
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
-    if arguments.under_nsys:
-        os.environ[CONTROL] = str(settle(arguments.under_nsys))
-        os.environ.pop(MARK, None)  # what the user's code starts is not of nsys
+    run, rank = RunDir(arguments.run), int(os.environ["RANK"])
+    if arguments.under_nsys is None:
+        processes.die_with_parent(arguments.agent)  # across exec, too
     else:
-        processes.die_with_parent(arguments.agent)
+        processes.die_after(arguments.under_nsys)
     # Until the worker has installed its handlers: what comes earlier stays pending.
     processes.block_awaited_signals()
     processes.block_interruptions()
+    if rank in arguments.nsys and arguments.under_nsys is None:
+        start_under_nsys("ddp_hpc.job.node.spawned", argv, run=run, attempt=arguments.attempt, rank=rank)
     if arguments.cpus:
         os.sched_setaffinity(0, [int(number) for number in arguments.cpus.split(",")])
-    run, rank = RunDir(arguments.run), int(os.environ["RANK"])
-    itself = Worker(
-        run=run,
-        module=arguments.worker,
-        attempt=arguments.attempt,
-        rank=rank,
-        environ={**os.environ},
-        listen_fd=arguments.listen_fd,
-    )
-    code = run_under(arguments.nsys, itself, os.environ)
-    if code is not None:
-        return code
     make_users_code_importable(os.environ)
     try:
         with imports_for_good():

@@ -27,9 +27,8 @@ from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
     python_environ,
 )
-from ddp_hpc.job.node.under_nsys import Worker, run_under
+from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
-from ddp_hpc.nsys import Profiler
 from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
@@ -59,16 +58,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--meet", type=Meeting.parse, metavar="'ADDRESS PORT'")
     parser.add_argument("--gpus", type=int, default=0)
-    parser.add_argument("--nsys", type=Profiler.parse)
+    parser.add_argument("--nsys", type=parse_ranks, default=frozenset())
+    parser.add_argument("--under-nsys", type=int, metavar="PID", help="nsys has started it, which has this process id")
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     # A signal that comes during the imports stays pending until the worker has handlers.
     processes.block_awaited_signals()
     processes.block_interruptions()
     run, meeting, python = RunDir(arguments.run), arguments.meet, python_environ(os.environ)
-    import_paths = make_users_code_importable(os.environ)
-    if meeting is None:
+    if arguments.under_nsys is not None:
+        processes.die_after(arguments.under_nsys)
+    elif meeting is None:
         processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
-    else:
+    rank = int(os.environ["RANK"]) if meeting is None else step_task(os.environ).rank
+    if rank in arguments.nsys and arguments.under_nsys is None:
+        start_under_nsys("ddp_hpc.job.node.task", argv, run=run, attempt=arguments.attempt, rank=rank)
+    import_paths = make_users_code_importable(os.environ)
+    if meeting is not None:
         for name in (PROBE_FOLDER, PROBES_ITSELF):  # of a rank from whose script this run was submitted
             os.environ.pop(name, None)
     worker_env = _by_torchrun(import_paths) if meeting is None else _by_srun(meeting, import_paths)
@@ -79,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torchrun's node samples for all its workers, and of srun's tasks on a node, the first one does.
     sampler = _sampler(run, arguments, {**os.environ, **python}) if meeting is not None else None
     try:
-        code = _work(run, arguments, python)
+        code = _work(run, arguments)
     finally:
         if probes:
             probes.close()
@@ -121,24 +127,13 @@ def _by_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
     return launched("torchrun", made, environ, import_paths)
 
 
-def _work(run: RunDir, arguments: argparse.Namespace, python: Mapping[str, str]) -> int:
+def _work(run: RunDir, arguments: argparse.Namespace) -> int:
     meeting, attempt, rank = arguments.meet, arguments.attempt, int(os.environ["RANK"])
     try:
         with ExitStack() as resources:
             listen_fd = None
             if meeting is not None and rank == 0:
                 listen_fd = os.dup(resources.enter_context(listen(meeting)).fileno())
-            itself = Worker(
-                run=run,
-                module=arguments.worker,
-                attempt=attempt,
-                rank=rank,
-                environ={**os.environ, **python},
-                listen_fd=listen_fd,
-            )
-            under_nsys = run_under(arguments.nsys, itself, os.environ)
-            if under_nsys is not None:
-                return under_nsys
             with imports_for_good():
                 worker = load_worker(arguments.worker)
                 worker.preload(str(run.path))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from ddp_hpc.rendezvous.choice import source_address
 
-LOOPBACK = "127.0.0.1"
 _BACKLOG = 4096
 """All ranks may connect before rank zero accepts; the kernel lowers it to net.core.somaxconn (listen(2))."""
 

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from ddp_hpc.checkpoints.save_interval import Bounds
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.nsys import Capture
 from ddp_hpc.run_dir import ownership
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
@@ -137,9 +136,8 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     attempt: int,
     stop: StopFlag,
     watchdog: Watchdog | None = None,
-    nsys: Capture | str = "",
 ) -> Training:
-    """Assemble the parts; nothing is restored yet. `nsys` is how this rank records with Nsight Systems, or why it cannot.
+    """Assemble the parts; nothing is restored yet.
 
     Raises:
         ConfigError: if the recipe and the spec do not fit together.
@@ -152,9 +150,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     log.info("precision %s; %s", precision.name, describe())
     state = _initial_state(spec, recipe, group, order, precision)
     bare, optimizer, on_nonfinite = state.model, state.optimizer, spec.train.on_nonfinite
-    phases = phase_timer(
-        spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1, nsys=nsys
-    )
+    phases = phase_timer(spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1)
     rank = _Rank(spec, recipe, run, group, attempt, stop, watchdog or Watchdog(None), precision, state, phases)
     recorder, save_plan = _recording(rank, order, total_steps)
     checkpointer = _checkpointer(rank, recorder, save_plan)

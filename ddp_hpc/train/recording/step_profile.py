@@ -17,7 +17,6 @@ from torch.autograd.profiler import profile as AnyProfiler  # noqa: N812  a clas
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_hpc.base.durable import make_directories, private_mode, replace_text
-from ddp_hpc.nsys import Capture
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.profile_notes import note_profile
 from ddp_hpc.spec.training import ProfileSpec
@@ -31,19 +30,15 @@ _MOST_ROWS = 40
 """Rows of the table of operators."""
 
 
-def phase_timer(  # noqa: PLR0913  what each of the timers needs
+def phase_timer(
     spec: ProfileSpec,
     run: RunDir,
     group: Group,
     *,
     attempt: int,
     next_step: Callable[[], int],
-    nsys: Capture | str = "",
 ) -> PhaseTimes:
-    """Return what times the phases of this rank; `next_step` says which step the loop is at, from 1 on.
-
-    `nsys` is how this rank records with Nsight Systems, or why it cannot.
-    """
+    """Return what times the phases of this rank; `next_step` says which step the loop is at, from 1 on."""
     rank = group.rank_info.rank
     if spec.kind == "off" or rank not in spec.ranks:
         return PhaseTimes()
@@ -53,7 +48,7 @@ def phase_timer(  # noqa: PLR0913  what each of the timers needs
 
     note()
     if spec.kind == "nsys":
-        return NsysProfile(spec.steps, nsys, run.nsys_report(attempt, rank), group.device, next_step, note=note)
+        return NsysProfile(spec.steps, group.device, next_step, note=note)
     trace = run.profile_trace(attempt, rank)
     return StepProfile(spec.steps, trace, run.profile_table(attempt, rank), group.device, next_step, note=note)
 
