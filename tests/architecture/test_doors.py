@@ -33,7 +33,6 @@ DOORS: dict[str, set[str]] = {
         "rendezvous/links/node.py",
         "script/interpreter.py",  # it makes this process what a new Python would be
         "script/worker.py",
-        "sweep/local.py",
         "sweep/task.py",
         "train/all_reduce_check.py",
         "train/recording/follower.py",
@@ -56,7 +55,6 @@ DOORS: dict[str, set[str]] = {
         "diagnose/import_cost.py",
         "submission/snapshot.py",
         "submission/local.py",
-        "sweep/local.py",
         "train/recording/beside.py",
     },
     # One reads them, one drops what is inherited, and one refuses that a run sets them.
