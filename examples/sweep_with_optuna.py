@@ -89,15 +89,18 @@ def write_points(running: dict[str, FrozenTrial]) -> None:
 
 def points_of(sweep: str, lock: TextIO) -> list[dict[str, Any]]:
     """Return the state of each point of a sweep, which is submitted if it is not yet."""
-    if not (RUNS / sweep / "sweep.jsonl").exists():
-        ddp_hpc("submit", f"name={sweep}", "--points", f"{sweep}.yaml", *sys.argv[1:], lock=lock).check_returncode()
+    ledger = RUNS / sweep / "sweep.jsonl"
+    if not ledger.exists():  # without Slurm, this runs the points, and its exit code says how they have ended
+        done = ddp_hpc("submit", f"name={sweep}", "--points", f"{sweep}.yaml", *sys.argv[1:], lock=lock)
+        if not ledger.exists():
+            done.check_returncode()
     listed = ddp_hpc("list", sweep, "--json", lock=lock)
     if listed.returncode:  # the file system or Slurm does not answer now: ask again later
         return []
     points: list[dict[str, Any]] = json.loads(listed.stdout)
-    if any(point["state"] == "not submitted" for point in points):
-        # A limit of Slurm's has left them, or this script was killed before it had sent them. Refused where a process of this
-        # machine runs them one after another.
+    if any(point["state"] in {"not submitted", "interrupted", "stopped"} for point in points):
+        # A limit of Slurm's has left them, or this script was killed, or Ctrl-C has stopped it. A point that the user has stopped alone is
+        # not started.
         ddp_hpc("sweep", "continue", sweep, lock=lock, stderr=subprocess.DEVNULL)
     return points
 

@@ -1,4 +1,4 @@
-"""Show how the points of a sweep go until all have ended."""
+"""Show how the points of a sweep go until all have ended; on this machine, run them meanwhile."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TextIO
 
 from ddp_hpc import exit_codes
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.sweep.follow import Look, PointState, follow
+from ddp_hpc.sweep.follow import Look, follow
+from ddp_hpc.sweep.point_states import PointState
 from ddp_hpc.sweep.points import Point
+from ddp_hpc.sweep.start import Started
 from ddp_hpc.sweep.sweep_dir import SweepDir
 
 INTERRUPTED = 130
@@ -24,16 +26,38 @@ def follow_sweep(
 
     `is_quiet`: print no line for a point. `is_json`: print these lines on standard error, and the counts at the end as JSON.
     """
-    out = sys.stderr if is_json else sys.stdout
     try:
-        last = show(follow(sweep_dir, environment), out, name=sweep_dir.name, is_quiet=is_quiet)
+        return _follow(sweep_dir, environment, word=word, is_json=is_json, is_quiet=is_quiet)
     except KeyboardInterrupt:
         print(
-            f"\n{sweep_dir.name} continues without this command, but points that are not submitted yet stay unsubmitted. Follow it again: "
-            f"ddp-hpc sweep follow {word}; cancel it: ddp-hpc sweep cancel {word}",
+            f"\n{sweep_dir.name} continues without this command. Follow it again: ddp-hpc sweep follow {word}; cancel it: ddp-hpc sweep cancel {word}",
             file=sys.stderr,
         )
         return INTERRUPTED
+
+
+def run_sweep(
+    started: Started, environment: Mapping[str, str], *, word: str, is_json: bool = False, is_quiet: bool = False
+) -> int:
+    """Run points on this machine, and show how they go; otherwise like `follow_sweep`. Ctrl-C stops the points that run."""
+    from ddp_hpc.sweep.local import running  # late: a sweep on Slurm needs none
+
+    sweep_dir = started.sweep_dir
+    with running(sweep_dir, started.numbers, environment) as stop:
+        try:
+            return _follow(sweep_dir, environment, word=word, is_json=is_json, is_quiet=is_quiet)
+        except KeyboardInterrupt:
+            print(
+                f"\n{sweep_dir.name}: no other point starts, and those that run write a checkpoint and stop. To go on: ddp-hpc sweep continue {word}",
+                file=sys.stderr,
+            )
+            stop()
+            return INTERRUPTED
+
+
+def _follow(sweep_dir: SweepDir, environment: Mapping[str, str], *, word: str, is_json: bool, is_quiet: bool) -> int:
+    out = sys.stderr if is_json else sys.stdout
+    last = show(follow(sweep_dir, environment), out, is_quiet=is_quiet)
     counts = _counts(last.states.values())
     if is_json:
         print(as_json({"sweep": sweep_dir.name, "points": len(last.points), "states": counts}))
@@ -44,14 +68,13 @@ def follow_sweep(
     return exit_codes.FINISHED if set(counts) == {"finished"} else exit_codes.FAILED
 
 
-def show(looks: Iterable[Look], out: TextIO, *, name: str, is_quiet: bool) -> Look:
+def show(looks: Iterable[Look], out: TextIO, *, is_quiet: bool) -> Look:
     """Print a line for each point whose state changes, and then the counts; return the last look."""
     before: Look | None = None
     for look in looks:
         if look.problem and (before is None or before.problem != look.problem):
             print(f"note: {look.problem}", file=sys.stderr, flush=True)
         lines = [] if before is None else _changes(before, look)
-        lines += [f"{name}: {_more(look.num_sent)} sent"] if look.num_sent else []
         is_news = before is None or _counts(before.states.values()) != _counts(look.states.values())
         if not is_quiet and (lines or is_news):
             print("\n".join([*lines, _counts_line(look)]), file=out, flush=True)
@@ -90,17 +113,13 @@ def _counts_line(look: Look) -> str:
     return f"{_points(look.points)}: {', '.join(f'{count} {word}' for word, count in counts.items())}"
 
 
-def _more(number: int) -> str:
-    return "1 more point" if number == 1 else f"{number} more points"
-
-
 def _points(points: Sequence[Point]) -> str:
     return "1 point" if len(points) == 1 else f"{len(points)} points"
 
 
 def _next_steps(counts: Mapping[str, int], word: str, *, is_cancelled: bool) -> list[str]:
     steps = [f"list the points: ddp-hpc list {word}"]
-    startable = {"not submitted", "not started", "interrupted", "unknown", "prepared"}
+    startable = {"not submitted", "interrupted", "unknown", "prepared"}
     if counts.keys() & (startable | {"cancelled"} if is_cancelled else startable):
         steps.append(f"start the rest: ddp-hpc sweep continue {word}")
     if counts.keys() & {"failed", "refused"}:

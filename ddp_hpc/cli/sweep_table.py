@@ -15,12 +15,14 @@ from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import slurm_asker
 from ddp_hpc.cli.status_text import steps
-from ddp_hpc.errors import ConfigError, UnreadableError
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.sweep.point_states import PointReader
 from ddp_hpc.sweep.points import Point, labels_of
-from ddp_hpc.sweep.states import has_begun, unbegun_points
+from ddp_hpc.sweep.states import is_being_sent
 from ddp_hpc.sweep.sweep_dir import SweepDir, find_sweep, read_sweep
 from ddp_hpc.watch.compare import ListedRun, sort_runs
-from ddp_hpc.watch.status import RunStatus, read_status
+from ddp_hpc.watch.queue import Queue, queue_now
+from ddp_hpc.watch.status import RunStatus
 
 HEADER = ("POINT", "STATE", "STEP", "LOSS", "EVALUATION", "ATTEMPT", "AGE")
 _FAILED = frozenset({"failed", "refused"})
@@ -62,18 +64,10 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
 
 
 def _rows(sweep_dir: SweepDir, environment: Mapping[str, str]) -> list[Row]:
-    sweep, ask, now = read_sweep(sweep_dir), slurm_asker(environment), time.time()
-    unbegun = unbegun_points(sweep_dir, sweep, environment)
-    rows = []
-    for point in sweep.points:
-        run = sweep_dir.run(point)
-        try:
-            status = read_status(run, now=now, ask=ask) if point.number not in unbegun and has_begun(run) else None
-        except (OSError, UnreadableError):
-            status = None  # its file system does not answer; the other points are shown all the same
-        state = unbegun.get(point.number, "unknown") if status is None else status.state
-        rows.append(Row(point, state, status))
-    return rows
+    sweep = read_sweep(sweep_dir)
+    queue = queue_now(environment, time.time()) if sweep.arrays else Queue(jobs={}, at=0.0)
+    states = PointReader(sweep_dir, slurm_asker(environment)).read(sweep, queue, is_being_sent=is_being_sent(sweep_dir))
+    return [Row(point, states[point.number].word, states[point.number].status) for point in sweep.points]
 
 
 def _sorted(rows: Sequence[Row], by: str, *, is_reversed: bool) -> list[Row]:

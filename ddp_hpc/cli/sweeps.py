@@ -93,7 +93,7 @@ def submit_sweep(
     import_paths: Sequence[Path],
     environment: Mapping[str, str],
 ) -> int:
-    """Start the sweep, or with `--dry-run` print what would be started."""
+    """Start the sweep, on this machine until its points have ended; or with `--dry-run` print what would be started."""
     points = asked_points(args)
     if args.dry_run:
         print(_dry_run(base, points, backend, environment, is_json=args.json), end="")
@@ -114,19 +114,21 @@ def submit_sweep(
     except KeyboardInterrupt:
         print(f"\n{_interrupted(SweepDir(base.spec.path), environment)}", file=sys.stderr)
         raise
-    code = report(started, is_json=args.json, is_followed=args.wait or args.follow)
-    if not (args.wait or args.follow):
+    is_followed = args.wait or args.follow
+    code = report(started, is_json=args.json, is_followed=is_followed)
+    if not (is_followed or started.runs_here):
         return code
-    from ddp_hpc.cli.sweep_follow import follow_sweep
+    from ddp_hpc.cli.sweep_follow import follow_sweep, run_sweep
 
     word = word_for(started.sweep_dir.files, environment)
+    if started.runs_here:
+        return run_sweep(started, environment, word=word, is_json=args.json, is_quiet=args.wait)
     return follow_sweep(started.sweep_dir, environment, word=word, is_json=args.json, is_quiet=args.wait)
 
 
 def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
     """Return what a submission that the user has interrupted has left, and how to go on."""
     from ddp_hpc.run_dir.paths import holds_sweep
-    from ddp_hpc.submission.backend import load_backend
     from ddp_hpc.sweep.sweep_dir import read_sweep
 
     name = sweep_dir.name
@@ -134,11 +136,9 @@ def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
         return f"{name}: nothing was submitted"
     sweep, word = read_sweep(sweep_dir), word_for(sweep_dir.files, environment)
     parts = [f"job {array.job_id} ({_points(len(array.numbers))}) submitted" for array in sweep.arrays]
-    if sweep.unanswered:
+    if sweep.unanswered is not None:
         parts.append(f"{_points(len(sweep.unanswered_numbers))} may have been submitted")
-    if not load_backend(sweep.backend).HAS_QUEUE:
-        parts.append(f"{_points(len(sweep.points))} may have been started on this machine")
-    elif sweep.never_sent:
+    if sweep.never_sent:
         parts.append(f"{_points(len(sweep.never_sent))} not submitted")
     return (
         f"{name}: {', '.join(parts)}. To find out and start the rest: ddp-hpc sweep continue {word}; to end it: "
@@ -169,43 +169,41 @@ def _dry_run(
 def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int:
     """Print what became of the points; return 0, also where Slurm's limit leaves some, and 1 where it has accepted none.
 
-    `is_followed`: this command sends those itself. Then JSON is left to its end.
+    `is_followed`: this command goes on, and JSON is left to its end.
     """
     sent = started.sent
-    code = exit_codes.FAILED if sent is not None and started.num_points and not sent.jobs else exit_codes.FINISHED
-    if is_json and not is_followed:
+    code = exit_codes.FAILED if sent is not None and started.numbers and not sent.jobs else exit_codes.FINISHED
+    if is_json and not (is_followed or started.runs_here):
         print(
             as_json(
                 {
                     "sweep": started.sweep_dir.name,
                     "path": str(started.sweep_dir.path),
-                    "points": started.num_points,
+                    "points": len(started.numbers),
                     "jobs": {} if sent is None else sent.jobs,
                     "not_submitted": 0 if sent is None else sent.num_left,
                 }
             )
         )
         return code
-    lines = _said(started, is_followed=is_followed)
-    print("\n".join(lines), file=sys.stderr if is_json else sys.stdout, flush=True)
+    print("\n".join(_said(started)), file=sys.stderr if is_json else sys.stdout, flush=True)
     for note in started.notes:
         print(note, file=sys.stderr)
     return code
 
 
-def _said(started: Started, *, is_followed: bool) -> list[str]:
+def _said(started: Started) -> list[str]:
     name, sent = started.sweep_dir.name, started.sent
-    if not started.num_points:
+    if not started.numbers:
         return [f"{name}: no point is left to start"]
     see = f"See them: ddp-hpc list {name}"
     if sent is None:
-        return [f"{name}: {_points(started.num_points)} started on this machine. {see}"]
+        return [f"{name}: {_points(len(started.numbers))} to run on this machine while this command lives. {see}"]
     jobs = ", ".join(f"job {job} ({_points(number)})" for job, number in sent.jobs.items()) or "no job"
     lines = [f"{name}: {jobs} submitted. {see}"]
     if sent.num_left:
         lines.append(f"{_points(sent.num_left)} not submitted: {sent.refusal}")
-        hint = "this command submits them" if is_followed else f"submit them: ddp-hpc sweep continue {name}"
-        lines.append(f"Once other jobs have ended, {hint}")
+        lines.append(f"Once other jobs have ended, submit them: ddp-hpc sweep continue {name}")
     return lines
 
 

@@ -193,21 +193,13 @@ def queue(user: str, environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
     return queries.parse_queue(_stdout(queries.queue_argv(user), environ))
 
 
-def commands(user: str, script: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return, for each of a user's jobs that is pending or running, its number (an array's is one) and a text that ends with its script's arguments.
-
-    `script` is the name of the script's file: squeue of Slurm 26.05 leaves the arguments out, so scontrol is asked for each job of such a script.
+def commands(user: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return, for each of a user's jobs that is pending or running, its number (an array's is one) and its script.
 
     Raises:
         SlurmUnavailableError: if Slurm does not answer.
     """
-    found = dict(queries.parse_commands(_stdout(queries.commands_argv(user), environ)))
-    return {
-        job: queries.parse_submit_line(_stdout(queries.job_argv(job), environ))
-        if Path(command).name == script
-        else command
-        for job, command in found.items()
-    }
+    return dict(queries.parse_commands(_stdout(queries.commands_argv(user), environ)))
 
 
 def job(job_id: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.JobRecord | None:

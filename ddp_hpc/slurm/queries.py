@@ -97,20 +97,14 @@ def _queued_entry(row: Mapping[str, str]) -> QueuedEntry:
 
 
 def commands_argv(user: str) -> list[str]:
-    """List the job scripts of all pending and running jobs of a user, with their arguments."""
+    """List the job scripts of all pending and running jobs of a user."""
     return ["squeue", "--noheader", f"--user={user}", f"--Format=ArrayJobID:{_FIELD},Command:{_RECORD}"]
 
 
 def parse_commands(text: str) -> list[tuple[str, str]]:
-    """Return pairs: the number of a job, or of the array that a task belongs to; its script and arguments."""
+    """Return pairs: the number of a job, or of the array that a task belongs to; its script, with arguments before Slurm 26.05."""
     records = (record.lstrip("\n").split(_FIELD) for record in text.split(_RECORD))
     return [(record[0].strip(), record[1].strip()) for record in records if len(record) == 2]
-
-
-def parse_submit_line(text: str) -> str:
-    """Return the sbatch command of a job, by what `job_argv` prints; empty where it does not say: before Slurm 26.05."""
-    found = re.search(r" SubmitLine=(.*) WorkDir=", text, re.DOTALL)
-    return found[1] if found else ""
 
 
 @dataclass(frozen=True, kw_only=True)

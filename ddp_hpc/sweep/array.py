@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -152,13 +151,10 @@ def send_first(made: Made, environ: Mapping[str, str]) -> Sent:
     return _send(_Order(made.sweep_dir, made.sweep, numbers, size, chain), environ)
 
 
-def send(
-    sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], environ: Mapping[str, str], *, first: int | None = None
-) -> Sent:
+def send(sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], environ: Mapping[str, str]) -> Sent:
     """Send points to Slurm, in as few arrays as it accepts; record each array. The caller has locked the sweep's ledger.
 
-    With `sweep.at_most`, each array starts when those before it have ended, so that all together keep the limit. `first`: how many
-    points to send at first, where Slurm has refused more before.
+    With `sweep.at_most`, each array starts when those before it have ended, so that all together keep the limit.
 
     Raises:
         ConfigError: where Slurm refuses for another reason than a limit of submitted jobs.
@@ -167,7 +163,7 @@ def send(
     if not numbers:
         return Sent(jobs={})
     size, chain = _most_tasks(client.config(environ)), _chain(sweep_dir, sweep, environ)
-    return _send(_Order(sweep_dir, sweep, numbers, size, chain), environ, first=first)
+    return _send(_Order(sweep_dir, sweep, numbers, size, chain), environ)
 
 
 def _most_tasks(cluster: ClusterConfig) -> int:
@@ -185,16 +181,16 @@ class _Order:
     chain: _Chain
 
 
-def _send(order: _Order, environ: Mapping[str, str], *, first: int | None = None) -> Sent:
+def _send(order: _Order, environ: Mapping[str, str]) -> Sent:
     sweep_dir, sweep, numbers, chain = order.sweep_dir, order.sweep, order.numbers, order.chain
     jobs: dict[str, int] = {}
     for offset, group in _groups(numbers, order.size):
-        count, rest, is_limited = first or len(group), group, False
+        count, rest, is_limited = len(group), group, False
         while rest:
             # A small array would hold back those after it below the limit of points at once.
             fewest = sweep.at_most if sweep.at_most and chain.is_begun else 1
             count = min(max(count, fewest), len(rest))
-            sending = Sending(token=os.urandom(4).hex(), numbers=tuple(rest[:count]), offset=offset)
+            sending = Sending(numbers=tuple(rest[:count]), offset=offset)
             try:
                 job_id = _send_array(sweep_dir, sending, chain.options(), environ, at_most=sweep.at_most)
             except (SlurmRefusalError, SlurmBusyError) as error:
@@ -277,23 +273,35 @@ def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
         SlurmUnavailableError: where Slurm does not answer, so that a point that is sent now might be sent twice.
     """
     sweep = read_sweep(sweep_dir)
-    if not sweep.unanswered:
+    if sweep.unanswered is None:
         return sweep
+    job_id = _lost_array(sweep_dir, sweep, environ)
+    if job_id is None:
+        record_refusal(sweep_dir)
+    else:
+        record_array(sweep_dir, job_id)
+    return read_sweep(sweep_dir)
+
+
+def _lost_array(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> str | None:
+    """Return the newest array in the queue that has this sweep's script and that its ledger does not have; None where there is none.
+
+    Raises:
+        SlurmUnavailableError: where Slurm does not answer.
+    """
     try:
-        commands = client.commands(client.user_name(), sweep_dir.files.job_script.name, environ)
+        commands = client.commands(client.user_name(), environ)
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
             f"An earlier sbatch for points of {sweep_dir.name} got no answer, so ddp-hpc must ask Slurm whether their jobs exist before it submits "
             f"any. Nothing was submitted now. {error}"
         ) from error
-    for sending in sweep.unanswered:
-        job_id = next((job for job, command in commands.items() if command.split()[-1:] == [sending.token]), None)
-        if job_id is not None:
-            record_array(sweep_dir, job_id, sending)
-        else:
-            # Slurm may still work on the request. Where such tasks start after all, they see that their points were sent again.
-            record_refusal(sweep_dir, sending, is_certain=False)
-    return read_sweep(sweep_dir)
+    # By the script's directory, as another sweep or run may have the same name.
+    here, known = sweep_dir.path.resolve(), {array.job_id for array in sweep.arrays}
+    folders = {job: command.rpartition("/job.sbatch")[0] for job, command in commands.items() if job not in known}
+    return max(
+        (job for job, folder in folders.items() if folder and Path(folder).resolve() == here), key=int, default=None
+    )
 
 
 def throttle_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
@@ -333,27 +341,30 @@ def _groups(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]
 def _send_array(
     sweep_dir: SweepDir, sending: Sending, options: Sequence[str], environ: Mapping[str, str], *, at_most: int | None
 ) -> str:
-    """Send one array. Its line is written first, so that an array whose answer is lost can be found."""
+    """Send one array. A line is written first, so that the next command asks Slurm for an array whose answer is lost."""
     tasks = as_ranges(number - sending.offset for number in sending.numbers)
     throttle = "" if at_most is None else f"%{at_most}"
-    script, arguments = sweep_dir.files.job_script, [str(sending.offset), sending.token]
+    script, name, count = sweep_dir.files.job_script, sweep_dir.name, len(sending.numbers)
     record_sending(sweep_dir, sending)
     try:
-        job_id = allocate_array(script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=arguments)
+        job_id = allocate_array(
+            script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=[str(sending.offset)]
+        )
     except ConfigError:
         with suppress(OSError):  # a full disk; what Slurm has said is worth more
-            record_refusal(sweep_dir, sending)
+            record_refusal(sweep_dir)
         raise
     except SlurmBusyError:
         # sbatch was ended while it waited or while it asked again, so Slurm may have accepted the array.
-        accepted = next((one for one in settled(sweep_dir, environ).arrays if one.token == sending.token), None)
-        if accepted is None:
+        found = _lost_array(sweep_dir, read_sweep(sweep_dir), environ)
+        if found is None:
+            record_refusal(sweep_dir)
             raise
-        return accepted.job_id
+        job_id = found
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
-            f"It is not known whether Slurm accepted {len(sending.numbers)} points of {sweep_dir.name}: {error} Then `ddp-hpc sweep "
-            f"continue {sweep_dir.name}` finds out, and submits those that Slurm has not accepted."
+            f"The answer of sbatch was lost, so Slurm may have accepted {count} points of {name}. Look for jobs of this name: `squeue --me "
+            f"--name={name}`. `ddp-hpc sweep continue {name}` asks Slurm for them before it submits any again. {error}"
         ) from error
-    record_array(sweep_dir, job_id, sending)
+    record_array(sweep_dir, job_id)
     return job_id

@@ -10,8 +10,7 @@ from ddp_hpc.run_dir.records import When
 from ddp_hpc.slurm import client
 from ddp_hpc.submission.chain import after_job
 from ddp_hpc.sweep import array
-from ddp_hpc.sweep.start import sending_alone
-from ddp_hpc.sweep.states import points_in_queue
+from ddp_hpc.sweep.states import points_in_queue, sending_alone
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep
 
 
@@ -41,8 +40,7 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
     if unsent:
         raise ConfigError(
             f"`--after {name}` waits for the jobs of all points, but {len(unsent)} of {len(sweep.points)} points have none (the first: {unsent[0].name}). "
-            f"Send them with `ddp-hpc sweep continue {name}`, or wait for the whole sweep on this host: `ddp-hpc sweep follow {name} && ddp-hpc "
-            "submit ...`."
+            f"Send them first: `ddp-hpc sweep continue {name}`."
         )
     others = [number for number, ending in ended.items() if ending != Ending.FINISHED]
     if when == "ok" and others:

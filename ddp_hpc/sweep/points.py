@@ -24,9 +24,7 @@ _LONGEST_VALUE = 24
 _LONGEST_NAME = 96
 _FEWEST_DIGITS = 3
 _SCALARS = frozenset({bool, int, float, str, type(None)})
-_OF_THE_SWEEP = frozenset(
-    {"base.yaml", "job.sbatch", "logs", "runner.lock", "runner.stop", "snapshot", "snapshots", "sweep.jsonl"}
-)
+_OF_THE_SWEEP = frozenset({"base.yaml", "job.sbatch", "logs", "snapshot", "snapshots", "sweep.jsonl"})
 """What a sweep's directory holds beside the runs of its points."""
 
 

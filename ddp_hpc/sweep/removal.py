@@ -10,9 +10,8 @@ from ddp_hpc.slurm import client, states
 from ddp_hpc.submission.local import works_here
 from ddp_hpc.submission.other_cluster import knows
 from ddp_hpc.submission.removal import delete_renamed, renamed_away
-from ddp_hpc.sweep import array, local
-from ddp_hpc.sweep.start import sending_alone
-from ddp_hpc.sweep.states import has_begun, points_in_queue
+from ddp_hpc.sweep import array
+from ddp_hpc.sweep.states import has_begun, points_in_queue, sending_alone
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep
 
 
@@ -38,7 +37,7 @@ def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
             f"{sweep_dir.path} is a symbolic link, so nothing was deleted. Give the path of its target directory, or remove the link."
         )
     with sending_alone(sweep_dir) as is_alone:
-        problem = next(_reasons(sweep_dir, environ), None) if is_alone else "another process is submitting its points"
+        problem = next(_reasons(sweep_dir, environ), None) if is_alone else "another process submits or runs its points"
         if problem is not None:
             raise RunBusyError(
                 f"The sweep {sweep_dir.name} cannot be deleted: {problem}. Cancel it first, and wait until its runs have ended: `ddp-hpc sweep "
@@ -50,8 +49,6 @@ def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
 
 def _reasons(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield why the sweep must not be deleted."""
-    if local.is_running(sweep_dir):
-        yield "a process on this machine runs its points"
     sweep = read_sweep(sweep_dir)
     if sweep.backend == "slurm":
         yield from _jobs(sweep_dir, array.settled(sweep_dir, environ), environ)

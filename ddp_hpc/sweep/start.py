@@ -5,36 +5,29 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddp_hpc.base import processes
 from ddp_hpc.config import Resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError, RunBusyError, SlurmUnavailableError, UnreadableError
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm import client
-from ddp_hpc.submission.backend import Backend, load_backend
+from ddp_hpc.run_dir.records import read_queued_job
+from ddp_hpc.submission.backend import Backend, find_job_elsewhere, load_backend
+from ddp_hpc.submission.other_cluster import knows
 from ddp_hpc.submission.preflight.capacity import Questions
 from ddp_hpc.sweep import array, local
 from ddp_hpc.sweep.array import Sent
 from ddp_hpc.sweep.resolving import check_points
-from ddp_hpc.sweep.states import (
-    cancelled_points,
-    failed_attempts,
-    failed_points,
-    has_begun,
-    has_ended,
-    num_failed,
-    unbegun_points,
-)
+from ddp_hpc.sweep.states import failed_attempts, has_begun, has_ended, is_being_sent, sending_alone
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_cancelled, record_continued
 
 _SENDING_PATIENCE_S = 120.0
 """How long `cancel` waits for another process that sends points: each sbatch may take `client.TIMEOUT_S`."""
 _RUNNER_PATIENCE_S = 30.0
-"""How long `cancel` waits, on this machine, for the process that runs the points to end."""
+"""How long `cancel` waits, on this machine, for the command that runs the points to end."""
 _POLL_S = 0.2
+_FAILED = frozenset({"failed", "refused"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +35,22 @@ class Started:
     """What became of a sweep's points."""
 
     sweep_dir: SweepDir
-    num_points: int
-    """That were to be started."""
+    numbers: Sequence[int]
+    """Of the points that were to be started."""
     sent: Sent | None
-    """None on this machine."""
+    """None on this machine, where the caller runs them: `local.running`."""
     notes: Sequence[str] = ()
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether points are to be run by the caller."""
+        return self.sent is None and bool(self.numbers)
 
 
 def start_sweep(
     base: Resolved, sweep: Sweep, backend: Backend, *, import_paths: Sequence[Path], environ: Mapping[str, str]
 ) -> Started:
-    """Check each point, make the sweep's directory, and start its points.
+    """Check each point, make the sweep's directory, and send its points; on this machine, the caller runs them.
 
     Raises:
         ConfigError: where a point or the sweep's name cannot be used; nothing is left then.
@@ -63,12 +61,7 @@ def start_sweep(
     if not backend.HAS_QUEUE:
         check_points(base, sweep.points, environ, is_array=False)
         local.make_for_this_machine(base, replace(sweep, import_paths=tuple(import_paths)))
-        try:
-            local.start_runner(sweep_dir, numbers, environ)
-        except OSError:  # such as a full disk: nothing runs, so the user may submit it again elsewhere
-            shutil.rmtree(sweep_dir.path, ignore_errors=True)
-            raise
-        return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
+        return Started(sweep_dir=sweep_dir, numbers=numbers, sent=None)
     questions = Questions(environ)  # Slurm answers while this process checks the points
     check_points(base, sweep.points, environ, is_array=True)
     with ExitStack() as until_sent:
@@ -77,14 +70,12 @@ def start_sweep(
             sent = array.send_first(made, environ)
         except (ConfigError, OSError) as error:
             there = read_sweep(sweep_dir)
-            if not there.arrays and (isinstance(error, ConfigError) or not there.unanswered):
+            if not there.arrays and (isinstance(error, ConfigError) or there.unanswered is None):
                 # No job knows it, so the user may correct and submit it again.
-                with suppress(OSError):  # a full disk
-                    record_cancelled(sweep_dir, is_cancelled=True)  # who follows it already sends nothing
                 until_sent.close()  # NFS keeps a directory with an open file
                 shutil.rmtree(sweep_dir.path, ignore_errors=True)
             raise
-    return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent, notes=made.notes)
+    return Started(sweep_dir=sweep_dir, numbers=numbers, sent=sent, notes=made.notes)
 
 
 def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
@@ -101,20 +92,18 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     backend = load_backend(sweep.backend)
     troubles: list[DdpHpcError | OSError] = []
     with _kept_in(troubles):
-        record_cancelled(sweep_dir, is_cancelled=True)  # first: who follows the sweep sends no point any more
+        record_cancelled(sweep_dir)  # first: no other point starts any more
     if not backend.HAS_QUEUE:
-        with _kept_in(troubles):
-            local.end_runner(sweep_dir)
         begun = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
-        # The process that runs the points may be starting one now, of which no lock says so yet.
+        # The command that runs the points may be starting one now, of which no lock says so yet.
         end = time.monotonic() + _RUNNER_PATIENCE_S
-        while local.is_running(sweep_dir) and not troubles and time.monotonic() < end:
+        while is_being_sent(sweep_dir) and not troubles and time.monotonic() < end:
             time.sleep(_POLL_S)
             begun |= _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
         _raise_first(troubles, sweep_dir)
-        if local.is_running(sweep_dir):
+        if is_being_sent(sweep_dir):
             raise RunBusyError(
-                f"{sweep_dir.name} was cancelled, but the process that runs its points has not ended within {_RUNNER_PATIENCE_S:.0f} s, so a "
+                f"{sweep_dir.name} was cancelled, but the command that runs its points has not ended within {_RUNNER_PATIENCE_S:.0f} s, so a "
                 f"point may still start or run. Run `ddp-hpc sweep cancel {sweep_dir.name}` again."
             )
         return len(begun)
@@ -213,107 +202,90 @@ def continue_sweep(
         ConfigError: where Slurm refuses them.
         SlurmUnavailableError: where Slurm does not answer, so that what waits cannot be known.
     """
-    sweep = read_sweep(sweep_dir)
-    if sweep.backend == "slurm":
-        with sending_alone(sweep_dir) as is_alone:
-            if not is_alone:
-                raise RunBusyError(
-                    f"Another process is submitting points of {sweep_dir.name} at this moment. Try again when it has ended."
-                )
-            sweep = array.settled(sweep_dir, environ)
-            return _continue(sweep_dir, sweep, environ, is_failed=is_failed, limits=limits)
-    return _continue(sweep_dir, sweep, environ, is_failed=is_failed, limits=limits)
-
-
-def send_left(sweep_dir: SweepDir, environ: Mapping[str, str], *, first: int) -> Sent | None:
-    """Send the points that no job of Slurm has, at first `first` of them; None where another process sends points now.
-
-    Points whose job has left the queue are not sent: a user may have cancelled it.
-
-    Raises:
-        ConfigError: where Slurm refuses them for another reason than a limit of submitted jobs.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
     with sending_alone(sweep_dir) as is_alone:
         if not is_alone:
-            return None
+            raise RunBusyError(
+                f"Another process is submitting points of {sweep_dir.name}, or runs them on this machine, at this moment. Try again when it has ended."
+            )
         sweep = array.settled(sweep_dir, environ)
-        most = sweep.stop_after_failures
-        if sweep.is_cancelled or (most is not None and num_failed(sweep_dir, sweep) >= most):
-            return None
-        left = [number for number in sweep.never_sent if not has_begun(sweep_dir.run(sweep.points[number]))]
-        return array.send(sweep_dir, sweep, left, environ, first=first)
+        is_array = sweep.backend == "slurm"
+        numbers, notes = _points_left(sweep_dir, sweep, environ, is_failed=is_failed)
+        with _continued(sweep_dir, sweep, is_failed=is_failed, limits=limits):
+            sweep = read_sweep(sweep_dir)
+            if is_array and "at_most" in limits and sweep.arrays:
+                array.throttle_waiting(sweep, environ)
+            sent = array.send(sweep_dir, sweep, numbers, environ) if is_array and numbers else None
+            return Started(sweep_dir=sweep_dir, numbers=numbers, sent=sent, notes=notes)
 
 
-@contextmanager
-def sending_alone(sweep_dir: SweepDir, *, patience_s: float = 0.0) -> Iterator[bool]:
-    """Keep other processes from sending points in the `with` block; yield False where one does so already."""
-    lock_fd = processes.take_lock(sweep_dir.ledger, patience_s=patience_s)
-    try:
-        yield lock_fd is not None
-    finally:
-        if lock_fd is not None:
-            processes.release_lock(lock_fd)
-
-
-def _continue(
-    sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool, limits: Mapping[str, int]
-) -> Started:
-    notes: list[str] = []
-    if sweep.backend == "slurm":
-        numbers, notes = _left_on_slurm(sweep_dir, sweep, environ, is_failed=is_failed)
-    elif is_failed:
-        numbers = failed_points(sweep_dir, sweep)
-    else:
-        unbegun = unbegun_points(sweep_dir, sweep, environ)
-        cancelled = cancelled_points(sweep_dir, sweep) if sweep.is_cancelled else []
-        numbers = sorted({*unbegun, *cancelled, *local.interrupted_points(sweep_dir, sweep)})
-    with _continued(sweep_dir, sweep, is_failed=is_failed, limits=limits):
-        sweep = read_sweep(sweep_dir)
-        if sweep.backend == "slurm" and "at_most" in limits and sweep.arrays:
-            array.throttle_waiting(sweep, environ)
-        if not numbers:
-            return Started(sweep_dir=sweep_dir, num_points=0, sent=None, notes=notes)
-        if sweep.backend != "slurm":
-            local.start_runner(sweep_dir, numbers, environ)
-            return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
-        sent = array.send(sweep_dir, sweep, numbers, environ)
-        return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent, notes=notes)
-
-
-def _left_on_slurm(
+def _points_left(
     sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool
 ) -> tuple[list[int], list[str]]:
-    """Return the points that are to be sent, and notes on points whose place in Slurm is unknown."""
-    from ddp_hpc.sweep.left import failed_by_slurm, points_left  # late: a new sweep has no past
+    """Return the points that are to be started, and a note on those whose files cannot be read."""
+    from ddp_hpc.sweep.point_states import PointReader  # late: a new sweep has no past
+    from ddp_hpc.watch.queue import Queue, QueueStatus, asker, queue_now
 
-    try:
-        queued = client.queue(client.user_name(), environ)
-    except SlurmUnavailableError as error:
+    queue = queue_now(environ, time.time()) if sweep.backend == "slurm" else Queue(jobs={}, at=0.0)
+    if queue.problem:
         raise ConfigError(
             "Slurm does not answer, so ddp-hpc cannot find out which points have a job in its queue. Try again later; nothing was submitted."
-        ) from error
-    left = points_left(sweep_dir, sweep, queued, environ)
-    numbers = left.startable(sweep)
-    if is_failed:
-        numbers = sorted([*left.failed, *failed_by_slurm(sweep_dir, sweep, left, environ)])
-    names = ", ".join(sweep.points[number].name for number in left.unreadable)
-    return numbers, [
+        )
+
+    def no_job(job_id: str, _submitted_at: float) -> QueueStatus:
+        return QueueStatus(job_id=job_id)
+
+    # Slurm's word on jobs that have left the queue counts for failed points alone, and takes a question for each.
+    ask = asker(environ, clock=time.time) if is_failed else no_job
+    states = PointReader(sweep_dir, ask).read(sweep, queue)
+    runs = {number: sweep_dir.run(sweep.points[number]) for number in states}
+    if sweep.backend != "slurm":
+        busy = next((runs[number] for number, state in states.items() if state.status and state.status.is_alive), None)
+        if busy is not None:
+            raise RunBusyError(
+                f"{busy.name} of {sweep_dir.name} still runs on this machine, without the command that started it. Wait until it has ended "
+                f"(`ddp-hpc sweep follow {sweep_dir.name}`), or stop it: `ddp-hpc stop {busy.word}`."
+            )
+    if is_failed:  # of a lost point, Slurm may say that its job has failed
+        numbers = [
+            number for number, state in states.items() if state.left in {"failed", "lost"} and state.word in _FAILED
+        ]
+    else:
+        cancelled = sweep.cancelled_numbers
+        numbers = [
+            number
+            for number, state in states.items()
+            if state.left in {"not begun", "lost"} or (state.left == "ended by the user" and number in cancelled)
+        ]
+    names = ", ".join(runs[number].name for number, state in states.items() if state.left == "unreadable")
+    return [number for number in numbers if not _is_elsewhere(runs[number], sweep.backend, environ)], [
         f"note: the files of {names} cannot be read now, so these points were not submitted; `ddp-hpc sweep continue` tries again"
     ] if names else []
+
+
+def _is_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) -> bool:
+    """Return whether another back end has a job of a point.
+
+    Raises:
+        ConfigError: where another cluster than this host's may have one.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    job = read_queued_job(run)
+    if job is not None:
+        knows(run, job, environ)
+    return find_job_elsewhere(run, backend, environ) is not None
 
 
 @contextmanager
 def _continued(sweep_dir: SweepDir, before: Sweep, *, is_failed: bool, limits: Mapping[str, int]) -> Iterator[None]:
     """Record that the user continues the sweep, as tasks that start read it; take it back where nothing could be sent."""
-    # With `--failed`, who follows a cancelled sweep still sends no point.
+    # With `--failed`, the other points of a cancelled sweep stay cancelled.
     is_cancelled, forgiven = before.is_cancelled and is_failed, failed_attempts(sweep_dir, before)
     record_continued(sweep_dir, is_cancelled=is_cancelled, forgiven=forgiven, limits=limits)
     try:
         yield
     except (ConfigError, SlurmUnavailableError):
         now = read_sweep(sweep_dir)
-        if len(now.arrays) == len(before.arrays) and not now.unanswered:
+        if len(now.arrays) == len(before.arrays) and now.unanswered is None:
             former = {"at_most": before.at_most, "stop_after_failures": before.stop_after_failures}
             record_continued(sweep_dir, is_cancelled=before.is_cancelled, forgiven=before.forgiven, limits=former)
         raise

@@ -1,19 +1,19 @@
-"""Which points of a sweep wait, run, have failed, or are not submitted."""
+"""Which points of a sweep have begun, have failed, or have a task in Slurm's queue; and who sends points."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
+from ddp_hpc.base import processes
 from ddp_hpc.base.patience import known
-from ddp_hpc.errors import SlurmUnavailableError, UnreadableError
+from ddp_hpc.errors import UnreadableError
 from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm import states
 from ddp_hpc.sweep.sweep_dir import SentArray, Sweep, SweepDir, from_ranges
 
-Unbegun = Literal["not submitted", "waiting", "unknown"]
-"""What a point without a run is: no job has it; a task of an array waits; or Slurm does not answer."""
 _FAILED = frozenset({Ending.FAILED, Ending.REFUSED})
 
 
@@ -50,33 +50,23 @@ def failed_attempts(sweep_dir: SweepDir, sweep: Sweep) -> dict[int, int]:
     }
 
 
-def failed_points(sweep_dir: SweepDir, sweep: Sweep) -> list[int]:
-    """Return the numbers of the points that have failed."""
-    return list(failed_attempts(sweep_dir, sweep))
-
-
-def cancelled_points(sweep_dir: SweepDir, sweep: Sweep) -> list[int]:
-    """Return the numbers of the points whose newest attempt was cancelled."""
-    newest = {point.number: _newest(sweep_dir.run(point)) for point in sweep.points}
-    return [number for number, one in newest.items() if one is not None and one.ending == Ending.CANCELLED]
-
-
-def unbegun_points(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> dict[int, Unbegun]:
-    """Return what the points are that have no run yet, by their numbers."""
-    numbers = [point.number for point in sweep.points if not has_begun(sweep_dir.run(point))]
-    unknown = sweep.unanswered_numbers
-    sent = {number for array in sweep.arrays for number in array.numbers} | unknown
-    if sent.isdisjoint(numbers) or sweep.backend != "slurm":
-        return dict.fromkeys(numbers, "not submitted")
+@contextmanager
+def sending_alone(sweep_dir: SweepDir, *, patience_s: float = 0.0) -> Iterator[bool]:
+    """Keep other processes from sending points, or running them here, in the `with` block; yield False where one does so already."""
+    lock_fd = processes.take_lock(sweep_dir.ledger, patience_s=patience_s)
     try:
-        queued = client.queue(client.user_name(), environ)
-    except SlurmUnavailableError:
-        return {number: "unknown" if number in sent else "not submitted" for number in numbers}
-    waiting = {number for array in sweep.arrays for number in points_in_queue(array, queued)}
-    return {
-        number: "waiting" if number in waiting else "unknown" if number in unknown else "not submitted"
-        for number in numbers
-    }
+        yield lock_fd is not None
+    finally:
+        if lock_fd is not None:
+            processes.release_lock(lock_fd)
+
+
+def is_being_sent(sweep_dir: SweepDir) -> bool:
+    """Return whether a process of this host sends points, or runs them here; False where the file system has no locks."""
+    try:
+        return processes.is_locked(sweep_dir.ledger)
+    except OSError:
+        return False
 
 
 class Listed(Protocol):

@@ -45,27 +45,13 @@ class SweepDir:
 
     @property
     def ledger(self) -> Path:
-        """The points, and the arrays of them that were sent; locked (flock) by the process that sends some."""
+        """The points, and the arrays of them that were sent; locked (flock) by the process that sends some, or runs them here."""
         return self.path / "sweep.jsonl"
 
     @property
     def logs(self) -> Path:
         """What tasks print before they find their run."""
         return self.path / "logs"
-
-    @property
-    def runner_lock(self) -> Path:
-        """Locked (flock) by the process that runs the points on this machine."""
-        return self.path / "runner.lock"
-
-    @property
-    def runner_stop(self) -> Path:
-        """If it exists, that process starts no other point."""
-        return self.path / "runner.stop"
-
-    @property
-    def runner_log(self) -> Path:
-        return self.logs / "runner.log"
 
     @property
     def files(self) -> RunDir:
@@ -80,25 +66,19 @@ class SweepDir:
 class Sending:
     """Points that were sent to Slurm as one array, whether or not its answer is known."""
 
-    token: str
-    """An argument of the array's script, by which its tasks, and the array in the queue, are recognised."""
     numbers: tuple[int, ...]
+    """Of the points."""
     offset: int = 0
+    """The number of the point of task 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SentArray:
+class SentArray(Sending):
     """A job array that Slurm has accepted."""
 
     job_id: str
-    numbers: tuple[int, ...]
-    """Of its points."""
-    offset: int = 0
-    """The number of the point of task 0."""
     at: float = 0.0
     """When Slurm accepted it."""
-    token: str = ""
-    """Of its sending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +88,8 @@ class Sweep:
     points: Sequence[Point]
     arrays: Sequence[SentArray] = ()
     """Oldest first."""
-    sendings: Sequence[Sending] = ()
-    """All that Slurm may have accepted, oldest first."""
-    unanswered: Sequence[Sending] = ()
-    """Those of which it is not known whether Slurm has accepted them."""
+    unanswered: Sending | None = None
+    """What was sent last, where it is not known whether Slurm has accepted it."""
     backend: str = "slurm"
     work_dir: Path = field(default_factory=Path.cwd)
     """Where the sweep was submitted: relative paths of its configuration and its script are looked for there."""
@@ -125,8 +103,8 @@ class Sweep:
     """Points that had failed when the user continued the sweep -> the attempt that had; `stop_after_failures` does not count them."""
     is_cancelled: bool = False
     """Whether the user has cancelled it, and has not continued it since."""
-    sent_before_cancel: frozenset[str] | None = None
-    """The tokens of what was sent before the user has cancelled the sweep for the last time; None where nobody has."""
+    sent_since_cancel: frozenset[int] | None = None
+    """Numbers of the points that were sent after the user has cancelled the sweep for the last time; None where nobody has."""
 
     @property
     def never_sent(self) -> list[int]:
@@ -137,21 +115,13 @@ class Sweep:
     @property
     def unanswered_numbers(self) -> set[int]:
         """Numbers of the points of which it is not known whether Slurm has them."""
-        return {number for sending in self.unanswered for number in sending.numbers}
+        return set() if self.unanswered is None else set(self.unanswered.numbers)
 
     @property
     def cancelled_numbers(self) -> set[int]:
         """Numbers of the points that the user has cancelled with the whole sweep, and that were not sent since."""
-        before = self.sent_before_cancel
-        if before is None:
-            return set()
-        since = {number for one in self.sendings if one.token not in before for number in one.numbers}
-        return {point.number for point in self.points} - since
-
-    def is_sent_again(self, number: int, token: str) -> bool:
-        """Return whether a point was sent after the sending of this token."""
-        newest = next((one for one in reversed(self.sendings) if number in one.numbers), None)
-        return newest is not None and newest.token != token
+        since = self.sent_since_cancel
+        return set() if since is None else {point.number for point in self.points} - since
 
 
 def sweep_named(text: str, runs_dir: Path) -> SweepDir | None:
@@ -249,23 +219,18 @@ def _line(record: Mapping[str, Any]) -> str:
 
 def record_sending(sweep: SweepDir, sending: Sending) -> None:
     """Record that an array is about to be sent."""
-    record = {
-        "sending": sending.token,
-        "at": time.time(),
-        "points": as_ranges(sending.numbers),
-        "offset": sending.offset,
-    }
+    record = {"sending": as_ranges(sending.numbers), "offset": sending.offset, "at": time.time()}
     append_json_line(sweep.ledger, record)
 
 
-def record_array(sweep: SweepDir, job_id: str, sending: Sending) -> None:
-    """Record that Slurm has accepted an array."""
-    append_json_line(sweep.ledger, {"array": job_id, "of": sending.token, "at": time.time()})
+def record_array(sweep: SweepDir, job_id: str) -> None:
+    """Record that Slurm has accepted the array that was sent last."""
+    append_json_line(sweep.ledger, {"array": job_id, "at": time.time()})
 
 
-def record_refusal(sweep: SweepDir, sending: Sending, *, is_certain: bool = True) -> None:
-    """Record that Slurm has not accepted an array; where that is not `is_certain`, its tasks may still start."""
-    append_json_line(sweep.ledger, {"refused": sending.token, "is_certain": is_certain, "at": time.time()})
+def record_refusal(sweep: SweepDir) -> None:
+    """Record that Slurm has not accepted the array that was sent last."""
+    append_json_line(sweep.ledger, {"refused": True, "at": time.time()})
 
 
 def as_ranges(numbers: Iterable[int]) -> str:
@@ -290,10 +255,9 @@ class _Found:
     header: Mapping[str, Any] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     arrays: list[SentArray] = field(default_factory=list)
-    sendings: dict[str, Sending] = field(default_factory=dict)
-    unanswered: dict[str, Sending] = field(default_factory=dict)
+    unanswered: Sending | None = None
     is_cancelled: bool = False
-    sent_before_cancel: frozenset[str] | None = None
+    since_cancel: set[int] | None = None
     forgiven: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -314,8 +278,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
         return Sweep(
             points=found.points,
             arrays=found.arrays,
-            sendings=list(found.sendings.values()),
-            unanswered=list(found.unanswered.values()),
+            unanswered=found.unanswered,
             backend=str(found.header["backend"]),
             import_paths=tuple(map(Path, found.header["import_paths"])),
             work_dir=Path(found.header["work_dir"]),
@@ -323,7 +286,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
             stop_after_failures=found.header["stop_after_failures"],
             forgiven=found.forgiven,
             is_cancelled=found.is_cancelled,
-            sent_before_cancel=found.sent_before_cancel,
+            sent_since_cancel=None if found.since_cancel is None else frozenset(found.since_cancel),
         )
     except OSError as error:
         raise UnreadableError(
@@ -341,17 +304,20 @@ def _read_record(record: Mapping[str, Any], found: _Found) -> None:
     elif "point" in record:
         found.points.append(Point(record["point"], record["name"], record["set"]))
     elif "sending" in record:
-        token, numbers = record["sending"], from_ranges(record["points"])
-        found.sendings[token] = found.unanswered[token] = Sending(token=token, numbers=numbers, offset=record["offset"])
+        # Older versions wrote the points beside a token, and the token into the lines that follow.
+        numbers = from_ranges(record.get("points", record["sending"]))
+        found.unanswered = Sending(numbers=numbers, offset=record["offset"])
+        if found.since_cancel is not None:
+            found.since_cancel.update(numbers)
     elif "array" in record:
-        of = found.sendings[record["of"]]
-        found.unanswered.pop(of.token, None)
-        sent = SentArray(job_id=record["array"], numbers=of.numbers, offset=of.offset, at=record["at"], token=of.token)
-        found.arrays.append(sent)
+        of, found.unanswered = found.unanswered, None
+        if of is None:
+            raise ValueError(f"array {record['array']} has no points")
+        found.arrays.append(SentArray(job_id=record["array"], numbers=of.numbers, offset=of.offset, at=record["at"]))
     elif "refused" in record:
-        found.unanswered.pop(record["refused"], None)
-        if record["is_certain"]:
-            found.sendings.pop(record["refused"], None)
+        of, found.unanswered = found.unanswered, None
+        if of is not None and found.since_cancel is not None:
+            found.since_cancel.difference_update(of.numbers)
     else:
         _read_decision(record, found)
 
@@ -361,23 +327,16 @@ def _read_decision(record: Mapping[str, Any], found: _Found) -> None:
     if "cancelled" in record:
         found.is_cancelled = bool(record["cancelled"])
         if found.is_cancelled:
-            found.sent_before_cancel = frozenset(found.sendings)
+            found.since_cancel = set()
     elif "continued" in record:
         found.is_cancelled = bool(record["is_cancelled"])
         found.forgiven = {int(number): attempt for number, attempt in record["forgiven"].items()}
         found.header = {**found.header, **record["limits"]}
-    elif "limits" in record:
-        found.header = {**found.header, **record["limits"]}
 
 
-def record_limits(sweep: SweepDir, **limits: int | None) -> None:
-    """Record how many points may run at once, or fail, from now on."""
-    append_json_line(sweep.ledger, {"limits": limits})
-
-
-def record_cancelled(sweep: SweepDir, *, is_cancelled: bool) -> None:
-    """Record that the user has cancelled the sweep, or goes on with it: a command that follows it sends no point meanwhile."""
-    append_json_line(sweep.ledger, {"cancelled": is_cancelled, "at": time.time()})
+def record_cancelled(sweep: SweepDir) -> None:
+    """Record that the user has cancelled the sweep: no other point starts until the user continues it."""
+    append_json_line(sweep.ledger, {"cancelled": True, "at": time.time()})
 
 
 def record_continued(

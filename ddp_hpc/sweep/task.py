@@ -38,10 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp_hpc.sweep.task", description=__doc__)
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--offset", type=int, default=0, help="the number of the point of task 0")
-    parser.add_argument("--sending", default="", help="the token of the sending that this task belongs to")
+    parser.add_argument("--sending", help=argparse.SUPPRESS)  # scripts of older versions, whose jobs may wait, give it
     arguments = parser.parse_args(argv)
     try:
-        run = prepare_task(SweepDir(arguments.sweep), arguments.offset, os.environ, token=arguments.sending)
+        run = prepare_task(SweepDir(arguments.sweep), arguments.offset, os.environ)
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str], *, token: str = "") -> RunDir | None:
+def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -> RunDir | None:
     """Make the run of this task's point, or find it after a requeue; None where the task has nothing to do.
 
     Raises:
@@ -87,12 +87,6 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str], *
         return None
     if has_it:
         return run  # Slurm has started the task again
-    if token and sweep.is_sent_again(number, token):
-        # The answer to this task's sbatch was lost or came late, and the point was sent again meanwhile: the newer task has it.
-        sys.stderr.write(
-            f"note: {point} of {sweep_dir.name} is not started by this task: a later job of the sweep has the point; you need do nothing\n"
-        )
-        return None
     why_not = _why_not(sweep_dir, sweep, run, before, environ)
     if why_not is not None:
         sys.stderr.write(f"note: {point} of {sweep_dir.name} is not started: {why_not}\n")

@@ -104,6 +104,12 @@ def queue_reader(environ: Mapping[str, str], *, clock: Callable[[], float]) -> C
     return read
 
 
+def queue_now(environ: Mapping[str, str], now: float) -> Queue:
+    """Return the whole queue as squeue lists it now, without the cache."""
+    known = _asked(environ, _Cache(0.0, {}, {}), now)
+    return Queue(jobs=known.jobs, at=known.at, problem=known.problem)
+
+
 def _cache_file(environ: Mapping[str, str]) -> Path:
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/nonexistent')}/.cache"
     # A file for each host: hosts that share a home directory may belong to several clusters.

@@ -34,7 +34,6 @@ DOORS: dict[str, set[str]] = {
         "script/sealed_objects.py",  # the script may change where it meets others
         "script/interpreter.py",  # it makes this process what a new Python would be
         "script/worker.py",
-        "sweep/local.py",
         "sweep/task.py",
         "train/recording/follower.py",
     },
@@ -55,7 +54,6 @@ DOORS: dict[str, set[str]] = {
         "diagnose/import_cost.py",
         "submission/snapshot.py",
         "submission/local.py",
-        "sweep/local.py",
         "train/recording/beside.py",
     },
     # One reads them, one drops what is inherited, and one refuses that a run sets them.

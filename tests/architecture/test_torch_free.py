@@ -175,7 +175,7 @@ def test_a_sweep_for_slurm_imports_nothing_that_only_a_look_at_runs_or_another_b
 
     loaded = loaded_by(alone, *OF_A_SWEEP, "--dry-run", "--", "python", "train.py", cwd=directory)
 
-    needless = {"msgspec", "concurrent", "ddp_hpc.sweep.left", "ddp_hpc.submission.local"}
+    needless = {"msgspec", "concurrent", "ddp_hpc.sweep.point_states", "ddp_hpc.submission.local"}
     assert "ddp_hpc.sweep.array" in loaded
     assert loaded & (needless | OF_RUNS | {"ddp_hpc.watch"}) == set()
 

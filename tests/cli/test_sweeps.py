@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +16,15 @@ import ddp_hpc
 from ddp_hpc.base import processes
 from ddp_hpc.cli import main
 from ddp_hpc.config import resolve
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.sweep.local import interrupted_points, is_running, run_points
+from ddp_hpc.sweep.local import run_points, running
 from ddp_hpc.sweep.points import points_of
-from ddp_hpc.sweep.states import failed_points
-from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep, record_limits
+from ddp_hpc.sweep.removal import delete_sweep
+from ddp_hpc.sweep.start import continue_sweep
+from ddp_hpc.sweep.states import failed_attempts, is_being_sent, sending_alone
+from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep, record_cancelled, record_continued
 from ddp_hpc.sweep.values import parse_axis
 from tests.made_run import add_attempt, add_progress
 
@@ -58,72 +58,71 @@ def sweep_dir(tmp_path: Path) -> SweepDir:
 def test_points_run_one_after_another_and_the_one_that_failed_runs_again_alone(
     sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit("--sweep", "number=1..3", "--follow") == 1
+    assert submit("--sweep", "number=1..3") == 1
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("grid: 3 points to run on this machine")
     assert [line.partition(" failed")[0] for line in lines if "002" not in line and " failed:" in line] == [
         "001-number-2"
     ]
     assert "3 points: 1 failed, 2 finished" in lines
     assert lines[-1] == "start failed points again: ddp-hpc sweep continue grid --failed"
     sweep = read_sweep(sweep_dir)
-    assert failed_points(sweep_dir, sweep) == [1]
-    assert Path("out/order").read_text().split()[0] == "1"
+    assert list(failed_attempts(sweep_dir, sweep)) == [1]
+    assert Path("out/order").read_text().split() == ["1", "2", "3"]
     Path("mended").touch()
 
-    assert main(["sweep", "continue", "grid", "--failed"]) == 0
-    assert main(["sweep", "follow", "grid", "--json"]) == 0
+    assert main(["sweep", "continue", "grid", "--failed", "--json"]) == 0
 
-    assert json.loads(capsys.readouterr().out.split("\n", 1)[1])["states"] == {"finished": 3}
+    assert json.loads(capsys.readouterr().out)["states"] == {"finished": 3}
     assert Path("out/order").read_text().split()[-1] == "2"
     assert len(Ledger.read(sweep_dir.run(sweep.points[0])).attempts) == 1
     assert main(["sweep", "continue", "grid"]) == 0
     assert "no point is left" in capsys.readouterr().out
+    assert main(["sweep", "follow", "grid"]) == 0
 
 
 STAMPS = """
-import sys, time
-begun = time.time()
-time.sleep(3)
+import pathlib, signal, sys, time
+begun, is_first = time.time(), not pathlib.Path("interrupted").exists()
+for _ in range(300 if is_first else 30):
+    time.sleep(0.1)
+    if is_first and pathlib.Path("asked").exists():
+        sys.exit(99)
 open(f"stamps-{sys.argv[1]}", "w").write(f"{begun} {time.time()}")
 """
 
 
 @pytest.mark.long
-def test_a_sweep_that_nobody_follows_any_more_goes_on_with_no_more_points_at_once_than_asked_for(
+def test_ctrl_c_stops_the_points_that_run_and_continue_goes_on_with_no_more_at_once_than_asked_for(
     sweep_dir: SweepDir, tmp_path: Path
 ) -> None:
-    Path("train.py").write_text(STAMPS)
-    words = [*WORDS, "--cluster", "local", "--sweep", "number=1..4", "--at-most", "2", "--follow", *COMMAND]
+    Path("train.py").write_text(
+        STAMPS.replace(
+            "begun, is_first", 'signal.signal(signal.SIGTERM, lambda *_: open("asked", "w"))\nbegun, is_first'
+        )
+    )
+    words = [*WORDS, "--cluster", "local", "--sweep", "number=1..4", "--at-most", "2", *COMMAND]
     argv = [sys.executable, "-m", "ddp_hpc", "submit", *words]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        while "begun" not in process.stdout.readline():
+        while "2 running" not in process.stdout.readline():
             assert process.poll() is None
+        assert is_being_sent(sweep_dir)
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
     assert process.returncode == 130
-    assert "grid continues without this command" in said
+    assert "To go on: ddp-hpc sweep continue grid" in said
+    assert not is_being_sent(sweep_dir)
+    newest = [Ledger.read(sweep_dir.run(point)).newest for point in read_sweep(sweep_dir).points]
+    assert [one is not None and one.is_last and one.ending for one in newest] == ["stopped", "stopped", False, False]
+    Path("interrupted").touch()
 
-    assert main(["sweep", "follow", "grid"]) == 0
+    assert main(["sweep", "continue", "grid"]) == 0
 
     spans = [tuple(map(float, path.read_text().split())) for path in tmp_path.glob("stamps-*")]
     assert len(spans) == 4
     assert max(sum(begun <= moment < ended for begun, ended in spans) for moment, _ in spans) == 2
-    assert not is_running(sweep_dir)
-
-
-def await_end(sweep_dir: SweepDir, num_points: int, *, is_over: Callable[[], bool] = lambda: True) -> None:
-    """Wait until as many points have ended, and the process that ran them is gone."""
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        runs = [sweep_dir.run(point) for point in read_sweep(sweep_dir).points]
-        newest = [Ledger.read(run).newest for run in runs]
-        num_ended = sum(one is not None and one.is_last for one in newest)
-        if num_ended == num_points and is_over() and not is_running(sweep_dir):
-            return
-        time.sleep(0.2)
-    raise AssertionError(sweep_dir.runner_log.read_text())
 
 
 def test_a_dry_run_prints_the_points_and_makes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,12 +218,28 @@ def test_a_point_that_was_running_when_its_machine_went_down_is_started_again_bu
     lost.path.mkdir()
     add_attempt(lost)
 
-    assert interrupted_points(sweep_dir, sweep) == [3]
+    assert continue_sweep(sweep_dir, {}, limits={}).numbers == [0, 3]
 
     lock_fd = processes.take_lock(lost.lock)
     assert lock_fd is not None
-    assert interrupted_points(sweep_dir, sweep) == []
+    with pytest.raises(RunBusyError, match=r"003-number-2-lr-0\.2 of grid still runs on this machine"):
+        continue_sweep(sweep_dir, {}, limits={})
     processes.release_lock(lock_fd)
+
+
+def test_of_two_commands_one_runs_the_points_of_a_sweep(sweep_dir: SweepDir) -> None:
+    made_sweep(sweep_dir)
+
+    with sending_alone(sweep_dir), pytest.raises(RunBusyError, match="runs them on this machine"):
+        continue_sweep(sweep_dir, {}, limits={})
+    with (
+        sending_alone(sweep_dir),
+        pytest.raises(RunBusyError, match="Another command runs"),
+        running(sweep_dir, [0], {}),
+    ):
+        pass
+    with sending_alone(sweep_dir), pytest.raises(RunBusyError, match="submits or runs its points"):
+        delete_sweep(sweep_dir, {})
 
 
 @pytest.mark.long
@@ -232,8 +247,8 @@ def test_points_that_are_refused_on_this_machine_have_a_record_that_says_why(
     sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("train.py").unlink()
-    assert submit("--sweep", "number=1..2") == 0
-    await_end(sweep_dir, 2)
+    assert submit("--sweep", "number=1..2", "--wait") == 1
+    capsys.readouterr()
 
     assert main(["list", "grid", "--failed"]) == 0
 
@@ -246,56 +261,29 @@ def test_no_other_point_starts_on_this_machine_once_enough_have_failed_or_the_sw
 ) -> None:
     made_sweep(sweep_dir)
     if is_cancelled:
-        sweep_dir.runner_stop.touch()
+        record_cancelled(sweep_dir)
     else:
-        record_limits(sweep_dir, stop_after_failures=1)
+        record_continued(sweep_dir, is_cancelled=False, forgiven={}, limits={"stop_after_failures": 1})
 
-    run_points(sweep_dir, [0, 3], {})
+    run_points(sweep_dir, [0, 3], {}, threading.Event())
 
     assert not sweep_dir.run(read_sweep(sweep_dir).points[0]).path.exists()
 
 
-def test_a_point_that_cannot_be_made_is_named_in_the_runners_log_and_the_others_are_started(
+def test_a_point_that_cannot_be_made_is_named_and_the_others_are_started(
     sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_words: object, **_named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ddp_hpc.sweep.local.make_run_dir", fail)
+    monkeypatch.setattr("ddp_hpc.submission.run_dir_setup.make_run_dir", fail)
     base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
     points = points_of([], [{"number": 1}, {"number": 2, "seed": "no number"}, {"number": 3}])
     make_sweep(sweep_dir, base, Sweep(points=points, backend="local"))
 
-    run_points(sweep_dir, [0, 1, 2], {})
+    run_points(sweep_dir, [0, 1, 2], {}, threading.Event())
 
     log = capsys.readouterr().err
     assert [f"point {number} (number={number + 1}" in log for number in range(3)] == [True] * 3
     assert "No space left on device" in log
     assert "`seed` is 'no number'" in log
-
-
-def make_unusable(sweep_dir: SweepDir, number: int) -> None:
-    """Have each access to a point's directory be an error of the file system."""
-    path = sweep_dir.run(read_sweep(sweep_dir).points[number]).path
-    path.symlink_to(path)
-
-
-def test_a_point_that_runs_on_without_the_process_that_began_it_counts_among_those_that_run_at_once(
-    sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made_sweep(sweep_dir)
-    make_unusable(sweep_dir, 0)
-    live = sweep_dir.run(read_sweep(sweep_dir).points[3])
-    live.path.mkdir()
-    lock_fd = processes.take_lock(live.lock)
-    assert lock_fd is not None
-    runner = threading.Thread(target=run_points, args=(sweep_dir, [0], {}))
-
-    runner.start()
-    time.sleep(1)  # enough to see it start, if it does not wait
-    before = capsys.readouterr().err
-    processes.release_lock(lock_fd)
-    runner.join()
-
-    assert before == ""
-    assert "point 0" in capsys.readouterr().err

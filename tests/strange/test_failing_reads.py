@@ -177,7 +177,7 @@ def sweep_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepDir:
 def test_cancelling_a_sweep_waits_for_the_point_that_is_just_being_started(
     sweep_dir: SweepDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner_fd = processes.take_lock(sweep_dir.runner_lock)
+    runner_fd = processes.take_lock(sweep_dir.ledger)
     assert runner_fd is not None
     run = sweep_dir.run(read_sweep(sweep_dir).points[0])
     run.path.mkdir()
@@ -189,7 +189,7 @@ def test_cancelling_a_sweep_waits_for_the_point_that_is_just_being_started(
         return object() if len(looks) == 3 else None
 
     def cancel(one: RunDir, _environ: object) -> str:
-        processes.release_lock(runner_fd)  # the process that runs the points sees the end of its point, and ends
+        processes.release_lock(runner_fd)  # the command that runs the points sees the end of its point, and ends
         return one.name
 
     monkeypatch.setattr(local, "find_job", find_job)
@@ -198,15 +198,15 @@ def test_cancelling_a_sweep_waits_for_the_point_that_is_just_being_started(
     assert main(["sweep", "cancel", "grid"]) == 0
 
     assert len(looks) == 3
-    assert sweep_dir.runner_stop.exists()
+    assert read_sweep(sweep_dir).is_cancelled
     assert "1 " in capsys.readouterr().out
 
 
-def test_cancelling_a_sweep_says_so_where_the_process_that_runs_its_points_does_not_end(
+def test_cancelling_a_sweep_says_so_where_the_command_that_runs_its_points_does_not_end(
     sweep_dir: SweepDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ddp_hpc.sweep.start._RUNNER_PATIENCE_S", 0.3)
-    runner_fd = processes.take_lock(sweep_dir.runner_lock)
+    runner_fd = processes.take_lock(sweep_dir.ledger)
     assert runner_fd is not None
 
     assert main(["sweep", "cancel", "grid"]) != 0
@@ -253,7 +253,6 @@ def test_without_locks_a_sweep_whose_points_have_ended_is_deleted_and_one_that_r
     run.path.mkdir()
     run.config.write_text(f"name: {run.name}\n")
     run.lock.touch()
-    sweep_dir.runner_lock.touch()
     durable.append_json_line(run.attempts, begun_by(sleeper))
 
     assert main(["delete", "grid", "--yes"]) != 0

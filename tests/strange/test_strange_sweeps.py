@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ from ddp_hpc.base.processes import host_name, take_lock
 from ddp_hpc.cli import main
 from ddp_hpc.config import resolve
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission import local
 from ddp_hpc.sweep.points import points_of, read_points
 from ddp_hpc.sweep.resolving import Points
-from ddp_hpc.sweep.states import unbegun_points
-from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, load_base, make_sweep, read_sweep, record_limits
+from ddp_hpc.sweep.start import continue_sweep
+from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, load_base, make_sweep, read_sweep, record_continued
 from ddp_hpc.sweep.values import parse_axis
 from tests.full_disk import no_file_larger_than
 from tests.made_run import add_attempt
@@ -204,7 +202,7 @@ def test_a_line_that_was_cut_off_while_it_was_written_hides_nothing_before_and_n
         file.write('{"array":"12')
 
     assert read_sweep(sweep_dir) == before
-    record_limits(sweep_dir, at_most=7)
+    record_continued(sweep_dir, is_cancelled=False, forgiven={}, limits={"at_most": 7})
 
     after = read_sweep(sweep_dir)
     assert (after.points, after.at_most) == (before.points, 7)
@@ -231,17 +229,16 @@ def test_a_point_whose_directory_a_user_has_deleted_is_to_be_sent_again_alone(
     assert main(["list", "grid"]) == 0
 
     assert "3 points: 2 finished, 1 not submitted" in capsys.readouterr().out
-    assert unbegun_points(sweep_dir, sweep, {}) == {1: "not submitted"}
+    assert continue_sweep(sweep_dir, {}, limits={}).numbers == [1]
 
 
 def test_a_sweep_is_cancelled_twice_and_continued_where_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    sweep_dir = made_sweep(("a=1",))
+    made_sweep(("a=1",))
 
     assert main(["sweep", "cancel", "grid"]) == main(["sweep", "cancel", "grid"]) == 0
     assert main(["sweep", "continue", "grid"]) == main(["sweep", "continue", "grid", "--failed"]) == 0
 
     assert capsys.readouterr().out.count("no point is left") == 2
-    assert not sweep_dir.runner_lock.exists()
 
 
 def test_a_sweep_runs_in_a_directory_with_spaces_and_its_script_gets_hostile_text_as_it_is() -> None:
@@ -251,12 +248,7 @@ def test_a_sweep_runs_in_a_directory_with_spaces_and_its_script_gets_hostile_tex
     assert submit(f"runs_dir={runs_dir}", "script.start=exec", "--points", "points.yaml") == 0
     sweep_dir = SweepDir(runs_dir / "grid")
     (point,) = read_sweep(sweep_dir).points
-    deadline = time.monotonic() + 240
-    while (newest := Ledger.read(sweep_dir.run(point)).newest) is None or not newest.is_last:
-        assert time.monotonic() < deadline, sweep_dir.runner_log.read_text()
-        time.sleep(0.1)
 
-    assert newest.ending == "finished"
     assert ast.literal_eval(Path("argv").read_text()) == [HOSTILE, '{"k": 1}', "{nothing}", f"--at={point.name}"]
     assert load_base(sweep_dir).spec.runs_dir == str(runs_dir)
 
@@ -299,20 +291,13 @@ def test_a_text_with_control_characters_stays_in_its_row(capsys: pytest.CaptureF
     assert "2 points: 2 not submitted" in out
 
 
-def test_a_point_that_was_interrupted_is_started_again(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_point_that_was_interrupted_is_started_again() -> None:
     sweep_dir = made_sweep(("a=1",))
     run = sweep_dir.run(read_sweep(sweep_dir).points[0])
     run.attempts.unlink()
     add_attempt(run, ending=None)
-    started: list[tuple[int, ...]] = []
-    monkeypatch.setattr(
-        "ddp_hpc.sweep.local.start_runner", lambda _dir, numbers, _environ: started.append(tuple(numbers))
-    )
 
-    assert main(["sweep", "continue", "grid"]) == 0
-    assert started == [(0,)]
+    assert continue_sweep(sweep_dir, {}, limits={}).numbers == [0]
 
 
 def test_a_sweep_that_was_renamed_and_is_continued_from_elsewhere_makes_its_points_where_it_is_now(
@@ -327,7 +312,7 @@ def test_a_sweep_that_was_renamed_and_is_continued_from_elsewhere_makes_its_poin
     run = Points(load_base(moved), {}).resolved(sweep.points[1]).spec.path
 
     assert run == moved.run(sweep.points[1]).path
-    assert sweep.work_dir == tmp_path  # where the runner looks for the script
+    assert sweep.work_dir == tmp_path  # where the points' scripts are looked for
 
 
 # --- secrets -----------------------------------------------------------------------------------------------------------

@@ -421,14 +421,3 @@ def test_the_states_of_nodes_are_understood() -> None:
 )
 def test_a_node_is_lost_that_can_run_nothing(state: str, lost: bool) -> None:
     assert queries.is_lost(state) is lost
-
-
-def test_the_arguments_of_a_script_are_in_the_line_by_which_its_job_was_submitted() -> None:
-    """As Slurm 26.05.5 prints it, whose squeue shows the script alone."""
-    shown = (
-        "JobId=505 ArrayJobId=505 ArrayTaskId=0-3 JobName=grid UserId=hpc(1001) GroupId=hpc(1001) JobState=PENDING "
-        "Command=/share/runs/grid/job.sbatch SubmitLine=sbatch --parsable /share/runs/grid/job.sbatch 5 1a2b3c4d WorkDir=/share StdErr= StdOut=/dev/null"
-    )
-
-    assert queries.parse_submit_line(shown).split()[-2:] == ["5", "1a2b3c4d"]
-    assert queries.parse_submit_line(shown.partition(" SubmitLine")[0] + " WorkDir=/share") == ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,13 @@ from ddp_hpc.slurm.queries import QueuedEntry
 from ddp_hpc.submission import slurm as slurm_backend
 from ddp_hpc.sweep.array import array_script, send
 from ddp_hpc.sweep.chain import after_sweep
+from ddp_hpc.sweep.point_states import PointReader
 from ddp_hpc.sweep.points import points_of
 from ddp_hpc.sweep.removal import delete_sweep
-from ddp_hpc.sweep.start import Started, cancel_sweep, continue_sweep, send_left, sending_alone, start_sweep
-from ddp_hpc.sweep.states import points_in_queue, unbegun_points
+from ddp_hpc.sweep.start import Started, cancel_sweep, continue_sweep, start_sweep
+from ddp_hpc.sweep.states import points_in_queue, sending_alone
 from ddp_hpc.sweep.sweep_dir import (
+    Sending,
     SentArray,
     Sweep,
     SweepDir,
@@ -34,11 +38,12 @@ from ddp_hpc.sweep.sweep_dir import (
     from_ranges,
     read_sweep,
     record_cancelled,
-    record_limits,
+    record_continued,
 )
 from ddp_hpc.sweep.task import main as task_main
 from ddp_hpc.sweep.task import prepare_task
 from ddp_hpc.sweep.values import parse_axis
+from ddp_hpc.watch.queue import asker, queue_now
 from tests.full_disk import no_file_larger_than
 from tests.unit.fake_slurm import FakeSlurm
 
@@ -77,13 +82,9 @@ class Lab(FakeSlurm):
 
     @property
     def arrays(self) -> list[str]:
-        """Return what was asked of sbatch, accepted or not, without the script's path and the token."""
+        """Return what was asked of sbatch, accepted or not, without the script's path."""
         orders = [line.split() for line in self.orders("sbatch --parsable")]
-        return [" ".join([*words[2:-3], words[-2]]) for words in orders]
-
-    @property
-    def tokens(self) -> list[str]:
-        return [line.split()[-1] for line in self.orders("sbatch --parsable")]
+        return [" ".join([*words[2:-2], words[-1]]) for words in orders]
 
     def lists(self, *arrays: SentArray, state: str = "PENDING", commands: str = "", alone: str = "") -> None:
         """Have squeue list the tasks of arrays and a job outside of them, and, where it is asked for commands, that text."""
@@ -222,7 +223,7 @@ def test_points_beyond_a_limit_stay_not_submitted_until_continue_sends_them(tmp_
     lab.lists(*read_sweep(started.sweep_dir).arrays)
     again = continue_sweep(started.sweep_dir, lab.environ, limits={})
 
-    assert (again.num_points, lab.arrays[-1]) == (10, "--array=20-29 0")
+    assert (len(again.numbers), lab.arrays[-1]) == (10, "--array=20-29 0")
     assert read_sweep(started.sweep_dir).never_sent == []
 
 
@@ -263,19 +264,16 @@ def test_a_controller_that_is_full_and_lets_sbatch_wait_gets_fewer_points_and_th
     assert (started.sent.jobs, started.sent.num_left) == ({"14": 2}, 14)
     assert "sleeping and retrying" in started.sent.refusal
     sweep = read_sweep(started.sweep_dir)
-    assert (sweep.never_sent, sweep.unanswered) == (list(range(2, 16)), [])
+    assert (sweep.never_sent, sweep.unanswered) == (list(range(2, 16)), None)
 
 
-def test_an_array_that_a_full_controller_has_accepted_after_all_is_found_by_its_token(
+def test_an_array_that_a_full_controller_has_accepted_after_all_is_found_by_its_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "TIMEOUT_S", 3.0)
     lab = Lab(tmp_path)
     lab.has("sbatch", FULL.format())
-    lab.has(
-        "squeue",
-        f"printf '77\\x1fjob.sbatch 0 %s\\x1e\\n' $(tail -n 2 {tmp_path}/called | awk '/^sbatch/ {{print $NF}}')",
-    )
+    lab.has("squeue", f"printf '77\\x1f{tmp_path}/runs/grid/job.sbatch 0\\x1e\\n'")
 
     started = start(lab, tmp_path, "seed=0..15")
 
@@ -306,18 +304,30 @@ def _listed(array: SentArray, state: str) -> str:
     return "\x1f".join(fields) + "\x1e\n"
 
 
-def test_an_array_whose_answer_was_lost_is_found_in_the_queue_and_its_points_are_not_sent_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [" 0", ""], ids=["before Slurm 26.05", "Slurm 26.05"])
+def test_an_array_whose_answer_was_lost_is_found_in_the_queue_and_its_points_are_not_sent_again(
+    tmp_path: Path, arguments: str
+) -> None:
     lab = Lab(tmp_path)
     sweep_dir = lose_answer(lab, tmp_path)
     pending = SentArray(job_id="77", numbers=(0, 1, 2, 3))
-    lab.lists(pending, commands=f"77\x1f{sweep_dir.files.job_script} 0 {lab.tokens[-1]}\x1e\n")
+    others = "".join(f"{job}\x1f/other/runs/{name}/job.sbatch 0\x1e\n" for job, name in (("78", "grid"), ("79", "x")))
+    lab.lists(pending, commands=f"{others}77\x1f{sweep_dir.files.job_script}{arguments}\x1e\n")
     accepts(lab, tmp_path)
 
     again = continue_sweep(sweep_dir, lab.environ, limits={})
 
     (array,) = read_sweep(sweep_dir).arrays
     assert (array.job_id, array.numbers) == ("77", (0, 1, 2, 3))
-    assert again.num_points == 0
+    assert not again.numbers
+
+
+def test_a_lost_answer_is_said_with_the_name_of_the_jobs_to_look_for(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.has("sbatch", LOSES_ANSWER)
+
+    with pytest.raises(SlurmUnavailableError, match=r"may have accepted 4 points of grid.*`squeue --me --name=grid`"):
+        start(lab, tmp_path, "seed=0..3")
 
 
 def test_nothing_is_sent_while_slurm_does_not_say_whether_it_has_an_array_whose_answer_was_lost(tmp_path: Path) -> None:
@@ -331,49 +341,50 @@ def test_nothing_is_sent_while_slurm_does_not_say_whether_it_has_an_array_whose_
         continue_sweep(sweep_dir, lab.environ, limits={})
 
     assert len(lab.arrays) == num_orders
-    assert set(unbegun_points(sweep_dir, read_sweep(sweep_dir), lab.environ).values()) == {"unknown"}
+    assert words_of(sweep_dir, lab) == ["unknown"] * 4
 
 
-def test_a_task_of_an_array_that_came_late_leaves_its_point_to_the_array_that_was_sent_after_it(
+def test_a_task_of_an_array_that_came_late_does_not_start_a_point_that_has_finished_or_that_another_job_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lab = Lab(tmp_path)
     sweep_dir = lose_answer(lab, tmp_path)
-    late = lab.tokens[-1]
     lab.lists()
     accepts(lab, tmp_path)
-
     again = continue_sweep(sweep_dir, lab.environ, limits={})
+    assert (len(again.numbers), lab.arrays[-1]) == (4, "--array=0-3 0")
 
-    assert (again.num_points, lab.arrays[-1]) == (4, "--array=0-3 0")
-    assert prepare_task(sweep_dir, 0, task(lab, array="77", number=2, job="80"), token=late) is None
-    assert "a later job of the sweep has the point" in capsys.readouterr().err
-    run = prepare_task(sweep_dir, 0, task(lab, array="14", number=2, job="20"), token=lab.tokens[-1])
+    run = prepare_task(sweep_dir, 0, task(lab, array="14", number=2, job="20"))
     assert run is not None
-
-
-def test_a_late_task_of_a_point_that_was_not_sent_again_starts_it_but_not_a_second_time(tmp_path: Path) -> None:
-    lab = Lab(tmp_path)
-    sweep_dir = lose_answer(lab, tmp_path)
-    late = lab.tokens[-1]
-
-    run = prepare_task(sweep_dir, 0, task(lab, array="77", number=2, job="80"), token=late)
-
-    assert run is not None
-    record_start(run, attempt=0, job_id="77_2")
+    running = "JobId=20 ArrayJobId=14 ArrayTaskId=2 JobName=x UserId=ada(1) JobState=RUNNING Reason=None Command=x"
+    lab.has("scontrol", f'[ "$2" = config ] || echo "{running}"')
+    assert prepare_task(sweep_dir, 0, task(lab, array="77", number=2, job="80")) is None
+    assert "job 14_2 has the point already" in capsys.readouterr().err
+    record_start(run, attempt=0, job_id="14_2")
     record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0, reason="")
-    assert prepare_task(sweep_dir, 0, task(lab, array="78", number=2, job="90"), token=late) is None
+    lab.has("scontrol", "true")
+    assert prepare_task(sweep_dir, 0, task(lab, array="77", number=2, job="80")) is None
+    assert "the run has finished" in capsys.readouterr().err
 
 
+def words_of(sweep_dir: SweepDir, lab: Lab) -> list[str]:
+    """Return the points' states as `list` shows them."""
+    sweep = read_sweep(sweep_dir)
+    states = PointReader(sweep_dir, asker(lab.environ, clock=time.time)).read(
+        sweep, queue_now(lab.environ, time.time())
+    )
+    return [str(states[point.number].word) for point in sweep.points]
+
+
+LOSES_ANSWER = (
+    '[ "$1" = --test-only ] || { echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1; }'
+)
 DOWN = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
 
 def lose_answer(lab: Lab, tmp_path: Path) -> SweepDir:
     """Send four points to a Slurm whose answer does not come."""
-    lab.has(
-        "sbatch",
-        '[ "$1" = --test-only ] || { echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1; }',
-    )
+    lab.has("sbatch", LOSES_ANSWER)
     with pytest.raises(SlurmUnavailableError, match="ddp-hpc sweep continue grid"):
         start(lab, tmp_path, "seed=0..3")
     return SweepDir(tmp_path / "runs" / "grid")
@@ -480,7 +491,7 @@ def test_no_other_point_starts_once_as_many_have_failed_as_the_sweep_allows(
     assert not sweep_dir.run(read_sweep(sweep_dir).points[1]).path.exists()
     lab.has("squeue", "true")
     again = continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={})
-    assert (again.num_points, lab.arrays[-1]) == (1, "--array=0 0")
+    assert (len(again.numbers), lab.arrays[-1]) == (1, "--array=0 0")
 
 
 def test_a_task_of_a_cancelled_sweep_starts_nothing_also_after_a_requeue_until_the_sweep_is_continued(
@@ -491,7 +502,7 @@ def test_a_task_of_a_cancelled_sweep_starts_nothing_also_after_a_requeue_until_t
     first = task(lab, array="14", number=0, job="20")
     run = prepare_task(sweep_dir, 0, first)
     assert run is not None
-    record_cancelled(sweep_dir, is_cancelled=True)
+    record_cancelled(sweep_dir)
 
     assert prepare_task(sweep_dir, 0, {**first, "SLURM_RESTART_COUNT": "1"}) is None
     assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
@@ -512,14 +523,14 @@ def test_failures_are_counted_since_the_sweep_was_continued_so_that_a_retry_is_n
     lab = Lab(tmp_path)
     sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
     points = read_sweep(sweep_dir).points
-    record_limits(sweep_dir, stop_after_failures=1)
+    record_continued(sweep_dir, is_cancelled=False, forgiven={}, limits={"stop_after_failures": 1})
     finish(sweep_dir.run(points[0]), Ending.FAILED)
     lab.lists()
     assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
 
     again = continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={})
 
-    assert again.num_points == 1
+    assert len(again.numbers) == 1
     run = prepare_task(sweep_dir, 0, task(lab, array="15", number=0, job="30"))
     assert run is not None
     record_start(run, attempt=1, job_id="15_0")
@@ -532,7 +543,7 @@ def test_failures_are_counted_since_the_sweep_was_continued_so_that_a_retry_is_n
 def test_a_continue_that_is_refused_changes_no_limit_and_leaves_the_sweep_cancelled(tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
-    record_cancelled(sweep_dir, is_cancelled=True)
+    record_cancelled(sweep_dir)
     lab.lists()
     before = read_sweep(sweep_dir)
     with sending_alone(sweep_dir), pytest.raises(RunBusyError):
@@ -547,19 +558,56 @@ def test_a_continue_that_is_refused_changes_no_limit_and_leaves_the_sweep_cancel
     assert (after.at_most, after.is_cancelled) == (None, True)
 
 
-def test_failed_points_of_a_cancelled_sweep_run_again_while_who_follows_it_sends_no_other(tmp_path: Path) -> None:
+def test_failed_points_of_a_cancelled_sweep_run_again_and_no_other(tmp_path: Path) -> None:
     lab = Lab(tmp_path, limit=3)
     sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
     finish(sweep_dir.run(read_sweep(sweep_dir).points[0]), Ending.FAILED)
-    record_cancelled(sweep_dir, is_cancelled=True)
+    record_cancelled(sweep_dir)
     lab.lists()
     lab.raise_limit(100)
 
-    continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={})
+    assert continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={}).numbers == [0]
 
-    assert send_left(sweep_dir, lab.environ, first=1) is None
     assert prepare_task(sweep_dir, 0, task(lab, array="15", number=0, job="30")) is not None
     assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
+
+
+OLD = [
+    {"sending": "1a2b3c4d", "at": 1.0, "points": "0-2", "offset": 0},
+    {"refused": "1a2b3c4d", "is_certain": True, "at": 1.0},
+    {"sending": "5e6f7a8b", "at": 2.0, "points": "0-1", "offset": 0},
+    {"array": "14", "of": "5e6f7a8b", "at": 3.0},
+    {"cancelled": True, "at": 4.0},
+    {"sending": "9c0d1e2f", "at": 5.0, "points": "2-3", "offset": 0},
+]
+
+
+def test_the_list_of_points_that_an_older_version_wrote_is_read(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..4").sweep_dir
+    lines = [
+        line for line in sweep_dir.ledger.read_text().splitlines() if "sending" not in line and "array" not in line
+    ]
+    sweep_dir.ledger.write_text("".join(f"{line}\n" for line in [*lines, *map(json.dumps, OLD)]))
+
+    sweep = read_sweep(sweep_dir)
+
+    assert [(one.job_id, one.numbers) for one in sweep.arrays] == [("14", (0, 1))]
+    assert sweep.unanswered == Sending(numbers=(2, 3))
+    assert (sweep.never_sent, sweep.cancelled_numbers) == ([4], {0, 1, 4})
+
+
+def test_a_task_whose_script_an_older_version_wrote_starts_its_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..4").sweep_dir
+    for name, value in task(lab, array="14", number=3, job="20").items():
+        monkeypatch.setenv(name, value)
+
+    assert task_main([str(sweep_dir.path), "--offset", "0", "--sending", "1a2b3c4d"]) == 0
+
+    assert capsys.readouterr().out == f"{sweep_dir.path}/003-seed-3\n"
 
 
 def test_continue_starts_what_has_begun_and_lost_its_job_but_nothing_that_slurm_may_still_have(tmp_path: Path) -> None:
@@ -582,8 +630,8 @@ def test_continue_starts_what_has_begun_and_lost_its_job_but_nothing_that_slurm_
     finish(finished, Ending.FINISHED)
     lab.lists(SentArray(job_id="14", numbers=(4,)), alone="88")
 
-    assert continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={}).num_points == 1
-    assert continue_sweep(sweep_dir, lab.environ, limits={}).num_points == 3
+    assert continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={}).numbers == [6]
+    assert continue_sweep(sweep_dir, lab.environ, limits={}).numbers == [0, 1, 2]
     assert lab.arrays[-2:] == ["--array=6 0", "--array=0-2 0"]
 
     cancel_sweep(sweep_dir, lab.environ)

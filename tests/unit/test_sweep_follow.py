@@ -1,4 +1,4 @@
-"""Following a sweep: what is said of each point, what is sent meanwhile, and when it is over. Slurm is shell scripts here."""
+"""Following a sweep: what is said of each point, and when it is over. It changes nothing. Slurm is shell scripts here."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.cli.sweep_follow import show
+from ddp_hpc.cli.sweep_follow import _next_steps, show
 from ddp_hpc.errors import RunBusyError
 from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.submission.allocate import allocate_array
 from ddp_hpc.sweep import array
-from ddp_hpc.sweep.array import Sent
-from ddp_hpc.sweep.follow import LONGEST_PAUSE_S, Look, follow
-from ddp_hpc.sweep.start import cancel_sweep, send_left, sending_alone
+from ddp_hpc.sweep.follow import Look, follow
+from ddp_hpc.sweep.start import cancel_sweep, continue_sweep
+from ddp_hpc.sweep.states import sending_alone
 from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
 from ddp_hpc.watch.queue import FRESH_S
 from tests.unit.test_sweep_array import DOWN, Lab, accepts, lose_answer, start
@@ -72,47 +72,27 @@ def end(run: RunDir, ending: Ending, *, attempt: int = 0, follows: Next = Next.N
     record_end(run, attempt=attempt, ending=ending, exit_code=0, reason=reason, end=End(next=follows))
 
 
-def test_points_that_slurm_refuses_for_a_limit_are_sent_as_others_end_and_the_end_is_the_end_of_all(
-    tmp_path: Path,
-) -> None:
+def test_points_beyond_a_limit_are_not_sent_by_who_follows_and_the_end_is_the_end_of_the_others(tmp_path: Path) -> None:
     lab = Lab(tmp_path, limit=2)
     watched = Watched(lab, start(lab, tmp_path, "seed=0..3").sweep_dir)
-    first, second, third, fourth = watched.runs
+    first, second, *_ = watched.runs
     lab.lists(*read_sweep(watched.sweep_dir).arrays)
+    num_orders = len(lab.arrays)
     assert watched.words() == ["waiting", "waiting", "not submitted", "not submitted"]
 
     for number, run in enumerate((first, second)):
         begin(run, f"14_{number}", at=watched.now)
         end(run, Ending.FINISHED)
     lab.lists()
-    lab.raise_limit(3)
-    look = watched.look()
+    lab.raise_limit(10)
+    last = watched.look(later_s=10 * FRESH_S)
 
-    assert look.num_sent == 1
-    assert lab.arrays[-3:] == ["--array=2-3 0", "--array=2 0", "--array=3 0"]
-    lab.lists(*read_sweep(watched.sweep_dir).arrays)
-    assert watched.words(later_s=1) == ["finished", "finished", "waiting", "not submitted"]
-    lab.raise_limit(4)
-    assert watched.look(later_s=10 * FRESH_S).num_sent == 1
-    for number, run in enumerate((third, fourth)):
-        begin(run, f"1{5 + number}_{2 + number}", at=watched.now)
-        end(run, Ending.FINISHED)
-    last = watched.look()
+    assert [state.word for state in last.states.values()] == [*["finished"] * 2, *["not submitted"] * 2]
     assert last.is_over
-    assert [state.word for state in last.states.values()] == ["finished"] * 4
-
-
-def test_slurm_is_asked_to_take_more_points_ever_more_seldom_while_nothing_ends(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, limit=2)
-    watched = Watched(lab, start(lab, tmp_path, "seed=0..9").sweep_dir)
-    lab.lists(*read_sweep(watched.sweep_dir).arrays)
-    watched.look()
-    num_orders = len(lab.arrays)
-
-    for _ in range(100):
-        watched.look(later_s=LONGEST_PAUSE_S / 50)
-
-    assert len(lab.arrays) - num_orders <= 4, "after 60, 120 and 240 s, within ten minutes"
+    assert len(lab.arrays) == num_orders
+    assert _next_steps({"finished": 2, "not submitted": 2}, "grid", is_cancelled=False)[1] == (
+        "start the rest: ddp-hpc sweep continue grid"
+    )
 
 
 def test_a_point_that_a_user_has_cancelled_is_not_sent_and_its_sweep_ends(tmp_path: Path) -> None:
@@ -123,39 +103,9 @@ def test_a_point_that_a_user_has_cancelled_is_not_sent_and_its_sweep_ends(tmp_pa
     assert watched.words() == ["waiting", "waiting"], "one answer of squeue may be older than the array"
     last = watched.look()
 
-    assert [state.word for state in last.states.values()] == ["not started", "not started"]
+    assert [state.word for state in last.states.values()] == ["not submitted", "not submitted"]
     assert last.is_over
     assert len(lab.arrays) == 1
-
-
-def test_who_follows_a_sweep_sends_nothing_once_it_is_cancelled(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, limit=1)
-    watched = Watched(lab, start(lab, tmp_path, "seed=0..1").sweep_dir)
-    lab.lists(*read_sweep(watched.sweep_dir).arrays)
-    watched.look()
-    num_orders = len(lab.arrays)
-
-    cancel_sweep(watched.sweep_dir, lab.environ)
-    lab.raise_limit(10)
-    lab.lists()
-    looks = [watched.look(later_s=LONGEST_PAUSE_S) for _ in range(2)]
-
-    assert len(lab.arrays) == num_orders
-    assert [state.word for state in looks[-1].states.values()] == ["not started", "not submitted"]
-    assert looks[-1].is_over
-
-
-def test_who_follows_a_sweep_does_not_send_a_point_that_has_a_run(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, limit=1)
-    sweep_dir = start(lab, tmp_path, "seed=0..2").sweep_dir
-    begin(sweep_dir.run(read_sweep(sweep_dir).points[1]), "70", at=1.0)  # the user has submitted it alone
-    lab.lists(*read_sweep(sweep_dir).arrays)
-    lab.raise_limit(10)
-
-    sent = send_left(sweep_dir, lab.environ, first=2)
-
-    assert sent is not None
-    assert lab.arrays[-1] == "--array=2 0"
 
 
 def test_cancelling_a_sweep_counts_and_records_the_points_that_wait_after_a_requeue(tmp_path: Path) -> None:
@@ -180,22 +130,32 @@ def test_cancelling_a_sweep_counts_and_records_the_points_that_wait_after_a_requ
     assert len(lab.orders("scancel")) == 2
 
 
+def test_a_point_that_the_user_has_submitted_alone_is_not_sent_again(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=1)
+    sweep_dir = start(lab, tmp_path, "seed=0..2").sweep_dir
+    begin(sweep_dir.run(read_sweep(sweep_dir).points[1]), "70", at=1.0)
+    lab.lists(*read_sweep(sweep_dir).arrays, alone="70")
+    lab.raise_limit(10)
+
+    assert continue_sweep(sweep_dir, lab.environ, limits={}).numbers == [2]
+
+
 def test_nobody_else_sends_points_of_a_sweep_while_it_is_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = Lab(tmp_path)
-    sent: list[Sent | None] = []
     submit = allocate_array
 
     def another_process_sends_first(script: Path, *args: Any, **more: Any) -> str:
-        sent.append(send_left(SweepDir(script.parent), lab.environ, first=1))
+        with pytest.raises(RunBusyError, match="Another process is submitting points"):
+            continue_sweep(SweepDir(script.parent), lab.environ, limits={})
         return submit(script, *args, **more)
 
     monkeypatch.setattr(array, "allocate_array", another_process_sends_first)
 
     sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
 
-    assert (sent, lab.arrays) == ([None], ["--array=0-1 0"])
+    assert lab.arrays == ["--array=0-1 0"]
     assert not processes.is_locked(sweep_dir.ledger)
 
 
@@ -212,34 +172,33 @@ def test_a_cancellation_says_so_where_another_process_goes_on_sending(
     assert read_sweep(sweep_dir).is_cancelled
 
 
-def test_of_two_commands_that_follow_a_sweep_one_sends_its_points(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, limit=1)
+def test_who_follows_a_sweep_that_another_process_submits_does_not_take_it_for_over(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=0)
     watched = Watched(lab, start(lab, tmp_path, "seed=0..1").sweep_dir)
-    lab.lists(*read_sweep(watched.sweep_dir).arrays)
-    lab.raise_limit(10)
-    lock_fd = processes.take_lock(watched.sweep_dir.ledger)
-    assert lock_fd is not None
 
-    assert watched.look().num_sent == 0
+    with sending_alone(watched.sweep_dir):
+        assert not watched.look().is_over
 
-    processes.release_lock(lock_fd)
-    assert watched.look(later_s=LONGEST_PAUSE_S).num_sent == 1
+    assert watched.look().is_over
 
 
-def test_a_slurm_that_does_not_answer_ends_nothing_and_a_lost_answer_is_asked_for(tmp_path: Path) -> None:
+def test_a_slurm_that_does_not_answer_ends_nothing(tmp_path: Path) -> None:
     lab = Lab(tmp_path)
-    watched = Watched(lab, lose_answer(lab, tmp_path))
-    lab.has("squeue", DOWN)
-    looks = [watched.look(later_s=LONGEST_PAUSE_S) for _ in range(3)]
-    assert {state.word for look in looks for state in look.states.values()} == {"unknown"}
-    assert "Nothing was submitted now" in looks[0].problem
-    assert not looks[-1].is_over
-
+    lost = Watched(lab, lose_answer(lab, tmp_path))
+    look = lost.look()
+    assert [state.word for state in look.states.values()] == ["unknown"] * 4
+    assert look.is_over, "`sweep continue` finds out"
+    lost = Watched(lab, lost.sweep_dir)
     accepts(lab, tmp_path)
     lab.lists()
-    look = watched.look(later_s=2 * LONGEST_PAUSE_S)
+    continue_sweep(lost.sweep_dir, lab.environ, limits={})
+    lab.has("squeue", DOWN)
 
-    assert look.num_sent == 4
+    looks = [lost.look(later_s=300.0) for _ in range(3)]
+
+    assert {state.word for look in looks for state in look.states.values()} == {"unknown"}
+    assert looks[0].problem
+    assert not looks[-1].is_over
 
 
 def test_each_change_of_a_point_is_a_line_and_the_counts_follow(tmp_path: Path) -> None:
@@ -266,7 +225,7 @@ def test_each_change_of_a_point_is_a_line_and_the_counts_follow(tmp_path: Path) 
         yield watched.look()
         yield watched.look()
 
-    last = show(steps(), watched.out, name="grid", is_quiet=False)
+    last = show(steps(), watched.out, is_quiet=False)
 
     assert last.is_over
     assert watched.out.getvalue().splitlines() == [
@@ -281,7 +240,7 @@ def test_each_change_of_a_point_is_a_line_and_the_counts_follow(tmp_path: Path) 
         "3 points: 1 failed, 1 starting, 1 waiting",
         "000-seed-0 finished",
         "3 points: 1 failed, 1 finished, 1 waiting",
-        "002-seed-2 not started: its job left the queue before it began",
-        "3 points: 1 failed, 1 finished, 1 not started",
+        "002-seed-2 not submitted: its job left the queue before it began",
+        "3 points: 1 failed, 1 finished, 1 not submitted",
     ]
     assert not third.path.exists()

@@ -1,5 +1,7 @@
 """Start the points of a sweep that are not submitted yet, or those that have failed; follow a sweep to its end; or cancel it.
 
+Without Slurm, `continue` runs the points itself and returns when they have ended.
+
 ddp-hpc submit CONFIG --sweep KEY=VALUES makes a sweep; ddp-hpc list NAME lists its points.
 """
 
@@ -22,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         choices=("continue", "follow", "cancel"),
-        help="continue: start the points that have not finished and that no job has; follow: print what becomes of each point, and send those that are not "
-        "submitted once Slurm accepts them; cancel: cancel all that wait or run",
+        help="continue: start the points that have not finished and that no job has; follow: print what becomes of each point until none waits or runs; "
+        "cancel: cancel all that wait or run",
     )
     parser.add_argument("sweep", metavar="NAME", help="a sweep's name, or its directory")
     parser.add_argument("--failed", action="store_true", help="start the points that have failed again, and no others")
@@ -45,7 +47,12 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     asked = {"at_most": args.at_most, "stop_after_failures": args.stop_after_failures}
     limits = {key: value for key, value in asked.items() if value is not None}
     started = continue_sweep(sweep_dir, environment, is_failed=args.failed, limits=limits)
-    return report(started, is_json=args.json)
+    code = report(started, is_json=args.json)
+    if not started.runs_here:
+        return code
+    from ddp_hpc.cli.sweep_follow import run_sweep
+
+    return run_sweep(started, environment, word=args.sweep, is_json=args.json)
 
 
 def _follow(args: argparse.Namespace, sweep_dir: SweepDir, environment: Mapping[str, str]) -> int:
