@@ -194,8 +194,8 @@ PRECISION = (
     ),
 )
 RESUME = (
-    Check("resume, bf16", "resume", lambda p: runs.resume(p, "data.num_workers=2", *MODEL), EXACT, is_sample=True),
-    Check("resume, fp16", "resume", lambda p: runs.resume(p, "train.precision=fp16"), EXACT),
+    Check("resume, bf16", "resume", lambda p: runs.resume(p, "data.num_workers=2", *MODEL), EXACT),
+    Check("resume, fp16", "resume", lambda p: runs.resume(p, "train.precision=fp16"), EXACT, is_sample=True),
     Check(
         "resume, compiled",
         "resume",
