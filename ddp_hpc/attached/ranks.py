@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,8 @@ _STORE_TIMEOUT = timedelta(minutes=10)
 _GROUP_TIMEOUT = timedelta(days=2)
 """How long ranks wait for each other in our group: longer than any evaluation or checksum of one rank alone. PyTorch's default for
 gloo is 30 minutes, whatever timeout the script gives its own group. Real hangs end by `restart.hang_timeout_s`."""
+
+_Reference = Callable[[], Any]
 
 
 def rank_info_of_script(environ: Mapping[str, str]) -> RankInfo:
@@ -48,9 +51,10 @@ class ScriptRanks:
         self._launched = rank_info
         self._token = token
         self._info = rank_info
-        self._info_of: object = None
-        self._world: object = None
-        self._group: Any = None
+        # By weak references: what `destroy_process_group` lets go of must end there, with its threads, not with the process.
+        self._info_of: _Reference = _nothing
+        self._world: _Reference = _nothing
+        self._group: _Reference = _nothing
         self._store: SealedStore | None = None
         self._num_shared = 0
 
@@ -60,9 +64,9 @@ class ScriptRanks:
         if not _has_group():
             return self._launched
         world = dist.group.WORLD
-        if self._info_of is not world:  # asked at each step
+        if self._info_of() is not world:  # asked at each step
             self._info = replace(self._launched, rank=dist.get_rank(), world_size=dist.get_world_size())
-            self._info_of = world
+            self._info_of = weakref.ref(world)
         return self._info
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -83,10 +87,11 @@ class ScriptRanks:
                 f"This is rank {self._launched.rank} of {self._launched.world_size}, but the script has not called "
                 "`torch.distributed.init_process_group` yet, so its ranks cannot agree. Call it first."
             )
-        if self._group is None or self._world is not dist.group.WORLD:
-            self._world = dist.group.WORLD
-            self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
-        return self._group
+        group = self._group()
+        if group is None or self._world() is not dist.group.WORLD:
+            group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+            self._world, self._group = weakref.ref(dist.group.WORLD), weakref.ref(group)
+        return group
 
     def from_rank_zero(self, value: int) -> int:
         """Return rank zero's number on every rank; all ranks call this in the same order.
@@ -126,6 +131,10 @@ class ScriptRanks:
             prefix = f"{prefix_of(self._token)}/attach-{info.restart}"
             self._store = SealedStore(dist.PrefixStore(prefix, store), self._token)
         return self._store
+
+
+def _nothing() -> None:
+    """Refer to no object, as a weak reference does whose object is gone."""
 
 
 def _has_group() -> bool:

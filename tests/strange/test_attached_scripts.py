@@ -68,6 +68,26 @@ if __name__ == "__main__":
 """
 
 
+LEAVES_ITS_GROUP = """
+import os, subprocess
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ddp_hpc import attach
+
+def work(rank):
+    run = attach()
+    for name in ("first", "second"):
+        dist.init_process_group("gloo", init_method="file://" + os.path.abspath(name), rank=rank, world_size=2)
+        assert run.latest() is None
+        dist.destroy_process_group()
+        left = subprocess.run(f"cat /proc/{os.getpid()}/task/*/comm", shell=True, capture_output=True, text=True).stdout
+        assert "python" in left and "gloo" not in left, left
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=2)
+"""
+
+
 @pytest.fixture(autouse=True)
 def _as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -116,6 +136,23 @@ def test_all_ranks_hear_that_a_manifest_of_the_scripts_own_is_refused(tmp_path: 
     assert "ConfigError: `commit` was asked to commit" in (tmp_path / "error-0").read_text()
     assert "CheckpointError: The checkpoint of step 1 was not committed" in (tmp_path / "error-1").read_text()
     assert (tmp_path / "mine" / "manifest.json").read_text() == '["shard-0"]'
+
+
+def test_a_script_that_leaves_its_process_group_has_none_of_the_groups_threads_left(tmp_path: Path) -> None:
+    """Threads of gloo that live on to the process's end may end it with SIGABRT there."""
+    (tmp_path / "script.py").write_text(LEAVES_ITS_GROUP)
+
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_training_that_starts_over_among_later_checkpoints_loses_none_and_is_noted(
