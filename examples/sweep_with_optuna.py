@@ -94,21 +94,21 @@ def points_of(sweep: str, lock: TextIO) -> list[dict[str, Any]]:
         done = ddp_hpc("submit", f"name={sweep}", "--points", f"{sweep}.yaml", *sys.argv[1:], lock=lock)
         if not ledger.exists():
             done.check_returncode()
-    listed = ddp_hpc("list", sweep, "--json", lock=lock)
+    listed = ddp_hpc("list", sweep, "--json", lock=lock, stdout=subprocess.PIPE)
     if listed.returncode:  # the file system or Slurm does not answer now: ask again later
         return []
     points: list[dict[str, Any]] = json.loads(listed.stdout)
     if any(point["state"] in {"not submitted", "interrupted", "stopped"} for point in points):
         # A limit of Slurm's has left them, or this script was killed, or Ctrl-C has stopped it. A point that the user has stopped alone is
         # not started.
-        ddp_hpc("sweep", "continue", sweep, lock=lock, stderr=subprocess.DEVNULL)
+        ddp_hpc("sweep", "continue", sweep, lock=lock, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return points
 
 
 def ddp_hpc(verb: str, *words: str, lock: TextIO, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command. It has the lock, too: if this script is killed meanwhile, the next one waits for the command's end."""
     argv = ["ddp-hpc", verb, "--runs-dir", str(RUNS), *words]
-    return subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False, pass_fds=[lock.fileno()], **options)
+    return subprocess.run(argv, text=True, check=False, pass_fds=[lock.fileno()], **options)
 
 
 def tell(study: optuna.Study, running: dict[str, FrozenTrial], points: list[dict[str, Any]]) -> None:
