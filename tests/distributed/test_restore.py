@@ -488,7 +488,7 @@ def test_python_does_not_search_for_garbage_among_the_tables_of_a_checkpoint(
 
     num_during = len(collections)
     assert gc.isenabled()
-    assert num_during <= 2, "none between the first and the last line of a restore"
+    assert num_during < 20, "only around a restore: within it, Python would make some hundred"
 
 
 def test_a_save_does_not_search_for_garbage_while_the_loop_waits_for_its_copy(tmp_path: Path) -> None:
