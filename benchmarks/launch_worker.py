@@ -37,6 +37,7 @@ def training() -> None:
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()
     _all_reduce_and_stamp()
+    del model, optimizer  # what still uses a group keeps its threads alive, which may end the process with SIGABRT
     dist.destroy_process_group()
 
 

@@ -208,6 +208,7 @@ for _ in range(3):
     optimizer.step()
 was_imported = "torch._" + "dynamo.eval_frame" in sys.modules
 print([value.hex() for weight in model.parameters() for value in weight.flatten().tolist()], was_imported, flush=True)
+del model, optimizer  # what still uses a group keeps its threads alive, which may end torchrun's process with SIGABRT
 dist.destroy_process_group()
 """
 NETS = """
