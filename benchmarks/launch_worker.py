@@ -6,6 +6,7 @@ a recipe of `ddp-hpc submit`. It imports nothing that a training would not.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -37,7 +38,10 @@ def training() -> None:
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()
     _all_reduce_and_stamp()
-    del model, optimizer  # what still uses a group keeps its threads alive, which may end the process with SIGABRT
+    # What still uses a group keeps its threads alive, also as garbage (DDP has cycles). A thread of gloo that lets go of a tensor while
+    # Python ends then ends the process with SIGABRT (PyTorch 2.15, Python 3.11: in `AsyncWork`'s destructor, by the interpreter's lock).
+    del model, optimizer
+    gc.collect()
     dist.destroy_process_group()
 
 

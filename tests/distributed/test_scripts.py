@@ -196,6 +196,7 @@ def test_a_script_that_must_come_before_torch_starts_as_a_new_process_and_the_lo
 
 
 COMPILED = """
+import gc
 import sys, torch, torch.distributed as dist
 import nets
 dist.init_process_group("gloo")
@@ -208,7 +209,8 @@ for _ in range(3):
     optimizer.step()
 was_imported = "torch._" + "dynamo.eval_frame" in sys.modules
 print([value.hex() for weight in model.parameters() for value in weight.flatten().tolist()], was_imported, flush=True)
-del model, optimizer  # what still uses a group keeps its threads alive, which may end torchrun's process with SIGABRT
+del model, optimizer
+gc.collect()  # what still uses a group keeps its threads alive, which may end torchrun's process with SIGABRT
 dist.destroy_process_group()
 """
 NETS = """
