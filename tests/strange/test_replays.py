@@ -97,7 +97,7 @@ def test_data_that_is_gone_is_named_and_the_log_stays(workplace: Workplace) -> N
     assert f"No such file or directory: '{data}'" in done.stderr
     log = Path(done.stderr.split("The replay's log is ")[1].partition(".\n")[0])
     assert log.is_file()
-    assert f"{log.parents[2]} stays" in done.stderr
+    assert f"{log.parents[2]} is kept" in done.stderr
 
 
 def test_a_run_that_was_moved_to_a_path_that_no_run_may_have_is_computed_again(workplace: Workplace) -> None:
