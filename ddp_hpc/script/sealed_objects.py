@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import io
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -33,12 +33,16 @@ def seal_at_rendezvous(environ: Mapping[str, str], token: Callable[[], str]) -> 
     if c10d is None or not isinstance(handlers, dict):
         return
 
+    sealed: list[ModuleType] = []
+
     def sealing(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def meet(*args: object, **options: object) -> Iterator[Any]:
             if any(os.environ.get(name) != environ.get(name) for name in _MEETING):
                 return handler(*args, **options)
             key = token().encode()
-            seal_objects(c10d, key)
+            if not sealed:  # a script may leave its group and meet again
+                seal_objects(c10d, key)
+                sealed.append(c10d)
             prefix = hmac.new(key, b"keys of scripts", hashlib.sha256).hexdigest()
             return ((c10d.PrefixStore(prefix, store), *ranks) for store, *ranks in handler(*args, **options))
 
@@ -52,13 +56,16 @@ def seal_objects(c10d: ModuleType, key: bytes) -> None:
 
     What it unpickles then raises `WorkerError` where the seal is missing or another one.
     """
+    own_pickler, own_unpickler = c10d._pickler, c10d._unpickler  # noqa: SLF001  pickle's, or what the script has put there
 
     class SealedPickler:
         def __init__(self, file: IO[bytes]) -> None:
             self._file = file
 
         def dump(self, value: object) -> None:
-            plain = pickle.dumps(value)
+            buffer = io.BytesIO()
+            own_pickler(buffer).dump(value)
+            plain = buffer.getvalue()
             self._file.write(hmac.digest(key, plain, "sha256") + plain)
 
     class SealedUnpickler:
@@ -72,6 +79,7 @@ def seal_objects(c10d: ModuleType, key: bytes) -> None:
                     "An object that another rank has sent does not carry this attempt's seal, so it is not unpickled. Either a process "
                     "of another user has joined in a rank's place, or a rank is a program that `ddp-hpc` does not start itself."
                 )
-            return pickle.loads(plain)  # noqa: S301  a rank of this attempt has made it
+            result: object = own_unpickler(io.BytesIO(plain)).load()
+            return result
 
     c10d._pickler, c10d._unpickler = SealedPickler, SealedUnpickler  # type: ignore[attr-defined]  # noqa: SLF001

@@ -10,12 +10,29 @@ import torch.distributed as dist
 from tests.distributed.test_scripts import TWO, Place
 
 SENDS_OBJECTS = """
+import pickle
 import torch.distributed as dist
 
 class Mine:
     def __eq__(self, other):
         return isinstance(other, Mine)
 
+class Odd(pickle.Pickler):
+    # As libraries do that send what pickle cannot.
+    def persistent_id(self, value):
+        return "a function" if value is SENT_BY_NAME else None
+
+class OddBack(pickle.Unpickler):
+    def persistent_load(self, name):
+        return name
+
+SENT_BY_NAME = lambda: None
+dist.distributed_c10d._pickler, dist.distributed_c10d._unpickler = Odd, OddBack
+dist.init_process_group("gloo")
+found = [None, None]
+dist.all_gather_object(found, SENT_BY_NAME)
+assert found == ["a function"] * 2, found
+dist.destroy_process_group()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 for group in (None, dist.new_group([0, 1])):
