@@ -44,9 +44,10 @@ def meetings(
 def address_of(allocation: Allocation, *, environ: Mapping[str, str], preferred: Sequence[str] = ()) -> tuple[str, str]:
     """Return the address of rank zero's node at which the ranks meet, and why it is this one; raise as `meetings` does."""
     given = environ.get("MASTER_ADDR")
+    is_one_node = len(allocation.node_names) == 1
     if given:
-        return _numeric(given), "from MASTER_ADDR in the environment"
-    if len(allocation.node_names) == 1 and not preferred:
+        return _numeric(given, is_one_node=is_one_node), "from MASTER_ADDR in the environment"
+    if is_one_node and not preferred:
         return LOOPBACK, ONE_NODE
     choice = _choice(allocation, environ, preferred)
     refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
@@ -64,11 +65,12 @@ def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[
     return iter([int(given)])
 
 
-def _numeric(text: str) -> str:
-    """Return an address of that host that other nodes reach: a node may resolve its own name to 127.0.1.1 (/etc/hosts)."""
-    for address in addresses_of(text):
-        if not ipaddress.ip_address(address).is_loopback:
-            return address
+def _numeric(text: str, *, is_one_node: bool) -> str:
+    """Return an address of that host that all nodes reach: a node may resolve its own name to 127.0.1.1 (/etc/hosts)."""
+    addresses = addresses_of(text)
+    others_reach = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+    for address in others_reach or (addresses if is_one_node else []):
+        return address
     raise ConfigError(
         f"MASTER_ADDR is {text!r} in the environment, but this node resolves it to no address that other nodes can "
         "reach. Set it to an IP address of the first node, or unset it to have one chosen."

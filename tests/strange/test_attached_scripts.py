@@ -104,13 +104,23 @@ def write(folder: Path) -> Path:
     return folder
 
 
+def run_script(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script as a plain Python does."""
+    (folder / "script.py").write_text(text)
+    return subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
 @pytest.mark.long
 def test_ranks_that_the_script_spawns_itself_without_any_variable_agree(tmp_path: Path) -> None:
-    (tmp_path / "spawns.py").write_text(SPAWNS_ITS_RANKS)
-
-    done = subprocess.run(
-        [sys.executable, "spawns.py"], cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, check=False
-    )
+    done = run_script(SPAWNS_ITS_RANKS, tmp_path)
 
     assert done.returncode == 0, done.stderr
     steps = {path.read_text() for path in (tmp_path / "checkpoints" / "step-00000005").glob("rank-*")}
@@ -119,18 +129,9 @@ def test_ranks_that_the_script_spawns_itself_without_any_variable_agree(tmp_path
 
 @pytest.mark.long
 def test_all_ranks_hear_that_a_manifest_of_the_scripts_own_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(HAS_A_MANIFEST_OF_ITS_OWN)
     (write(tmp_path / "mine") / "manifest.json").write_text('["shard-0"]')
 
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=ENVIRON,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_script(HAS_A_MANIFEST_OF_ITS_OWN, tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert "ConfigError: `commit` was asked to commit" in (tmp_path / "error-0").read_text()
@@ -140,17 +141,7 @@ def test_all_ranks_hear_that_a_manifest_of_the_scripts_own_is_refused(tmp_path: 
 
 def test_a_script_that_leaves_its_process_group_has_none_of_the_groups_threads_left(tmp_path: Path) -> None:
     """Threads of gloo that live on to the process's end may end it with SIGABRT there."""
-    (tmp_path / "script.py").write_text(LEAVES_ITS_GROUP)
-
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=ENVIRON,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_script(LEAVES_ITS_GROUP, tmp_path)
 
     assert done.returncode == 0, done.stderr
 

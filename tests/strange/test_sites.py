@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.errors import WorkerError
+from ddp_hpc.errors import ConfigError, WorkerError
 from ddp_hpc.job.choose_endpoint import meetings
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
 from tests.unit.made_network import batch
@@ -80,6 +80,16 @@ def test_where_nobody_knows_an_address_of_rank_zeros_node_the_attempt_fails_with
 
     with pytest.raises(WorkerError, match="Set MASTER_ADDR"):
         first_place(found)
+
+
+def test_a_profile_that_exports_localhost_as_master_addr_is_right_for_one_node_and_refused_for_two() -> None:
+    environ = {**os.environ, "MASTER_ADDR": "localhost"}
+    alone = read_allocation(batch("node1", "4"))
+    assert alone is not None
+
+    assert next(iter(meetings(alone, attempt=0, environ=environ))).address in {"127.0.0.1", "::1"}
+    with pytest.raises(ConfigError, match="no address that other nodes can reach"):
+        next(iter(meetings(allocation(), attempt=0, environ=environ)))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces")
