@@ -23,10 +23,13 @@ _MEETING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 _NUM_SEAL_BYTES = hashlib.sha256().digest_size
 
 
-def seal_at_rendezvous(environ: Mapping[str, str], token: Callable[[], str]) -> None:
+def seal_at_rendezvous(
+    environ: Mapping[str, str], token: Callable[[], str], *, on_refusal: Callable[[], object] = lambda: None
+) -> None:
     """Seal this process's objects, and hide its keys, from the moment at which it meets the other ranks where `environ` says.
 
-    A world that the script makes elsewhere stays as it is, because programs without a seal may belong to it.
+    A world that the script makes elsewhere stays as it is, because programs without a seal may belong to it. `on_refusal` is called where
+    this PyTorch pickles objects in another way.
     """
     rendezvous, c10d = (sys.modules.get(f"torch.distributed.{name}") for name in ("rendezvous", "distributed_c10d"))
     handlers = getattr(rendezvous, "_rendezvous_handlers", None)
@@ -41,8 +44,9 @@ def seal_at_rendezvous(environ: Mapping[str, str], token: Callable[[], str]) -> 
                 return handler(*args, **options)
             key = token().encode()
             if not sealed:  # a script may leave its group and meet again
-                seal_objects(c10d, key)
                 sealed.append(c10d)
+                if not seal_objects(c10d, key):
+                    on_refusal()
             prefix = hmac.new(key, b"keys of scripts", hashlib.sha256).hexdigest()
             return ((c10d.PrefixStore(prefix, store), *ranks) for store, *ranks in handler(*args, **options))
 
@@ -51,12 +55,15 @@ def seal_at_rendezvous(environ: Mapping[str, str], token: Callable[[], str]) -> 
     handlers.update({scheme: sealing(handler) for scheme, handler in handlers.items()})
 
 
-def seal_objects(c10d: ModuleType, key: bytes) -> None:
-    """Have PyTorch's module of collectives send objects with a seal, and unpickle none without it.
+def seal_objects(c10d: ModuleType, key: bytes) -> bool:
+    """Have PyTorch's module of collectives send objects with a seal, and unpickle none without it; return False where it cannot be had.
 
     What it unpickles then raises `WorkerError` where the seal is missing or another one.
     """
-    own_pickler, own_unpickler = c10d._pickler, c10d._unpickler  # noqa: SLF001  pickle's, or what the script has put there
+    own_pickler: Any = getattr(c10d, "_pickler", None)  # pickle's, or what the script has put there
+    own_unpickler: Any = getattr(c10d, "_unpickler", None)
+    if own_pickler is None or own_unpickler is None:
+        return False
 
     class SealedPickler:
         def __init__(self, file: IO[bytes]) -> None:
@@ -83,3 +90,4 @@ def seal_objects(c10d: ModuleType, key: bytes) -> None:
             return result
 
     c10d._pickler, c10d._unpickler = SealedPickler, SealedUnpickler  # type: ignore[attr-defined]  # noqa: SLF001
+    return True

@@ -26,6 +26,11 @@ from ddp_hpc.slurm.allocation import is_in_job
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 """Exit codes of shells for a program that they cannot start."""
+_NO_STACKS = "a hang is reported without the ranks' stacks and collectives, because "
+_NO_SEAL = (
+    "the Python objects that this script's ranks send each other carry no seal, because ddp-hpc does not know how this PyTorch "
+    "pickles them: another user who reaches the ranks' port may run code as you (docs/security.md)"
+)
 
 
 def start(
@@ -102,19 +107,22 @@ def _exec(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
 
 
 def _run_here(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
+    is_noted = script_rank.rank == 0
     if folder := environ.get(PROBE_FOLDER):
         serve_at_rendezvous(
             socket_of(Path(folder), script_rank.rank),
             num_ranks=int(environ.get("LOCAL_WORLD_SIZE", "1")),
-            on_refusal=_note_refusal if script_rank.rank == 0 else lambda _: None,
+            on_refusal=partial(_note, _NO_STACKS) if is_noted else lambda _: None,
         )
     if environ["WORLD_SIZE"] != "1":
         seal_at_rendezvous(
-            environ, lambda: read_rendezvous_token(script_rank.run.rendezvous_token(script_rank.attempt))
+            environ,
+            lambda: read_rendezvous_token(script_rank.run.rendezvous_token(script_rank.attempt)),
+            on_refusal=partial(_note, _NO_SEAL) if is_noted else lambda: None,
         )
     return run_as_main(script_rank.plan, environ, users_python_path(environ), partial(report_exception, script_rank))
 
 
-def _note_refusal(why_not: str) -> None:
+def _note(text: str, why_not: str = "") -> None:
     with suppress(OSError):
-        os.write(2, f"note: a hang is reported without the ranks' stacks and collectives, because {why_not}\n".encode())
+        os.write(2, f"note: {text}{why_not}\n".encode())
