@@ -98,7 +98,7 @@ if os.environ["RANK"] == "0":
         port = taken.getsockname()[1]
     os.environ.update(MASTER_PORT=str(port), WORLD_SIZE="2")
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    code = "import torch.distributed as d; d.init_process_group('gloo'); f = [0, 0]; d.all_gather_object(f, 'other'); print(f)"
+    code = "import torch.distributed as d; d.init_process_group('gloo'); f = [0, 0]; d.all_gather_object(f, 'other'); d.destroy_process_group()"
     other = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": "1"})
     dist.init_process_group("gloo")
     found = [None, None]
