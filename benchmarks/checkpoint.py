@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, compared, judge, run_rounds, shown
 from ddp_hpc.base.durable import fsync_path
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.state import training_state

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 
 from benchmarks import report
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, compared, judge, run_rounds, shown, surroundings
-from ddp_hpc.slurm.hostlist import expand_hostlist
+from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
 
 NODES = 10_000
 TARGET_MS = 2.0

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorD
 from torchvision.transforms import v2  # type: ignore[import-untyped]  # it has no types
 
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_rounds, shown
-from ddp_hpc.spec import DataSpec
+from ddp_hpc.run.spec import DataSpec
 from ddp_hpc.train.data.loader import load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 

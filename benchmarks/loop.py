@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from benchmarks.counters import count
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, added, compared, judge, run_rounds, shown
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import CheckpointSpec, LogSpec, LrScheduleSpec, RunSpec, TrainSpec
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec, LogSpec, LrScheduleSpec, RunSpec, TrainSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder

@@ -22,7 +22,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout will do
 
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.machine.fake_nvml import build
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--parent={os.getpid()}",
             f"--root={os.getpid()}",
         ]
-        command = [sys.executable, "-m", "ddp_hpc.machine.node", str(run.path), *where]
+        command = [sys.executable, "-m", "ddp_hpc.cluster.machine.node", str(run.path), *where]
         sampler = subprocess.Popen(command, env={**os.environ, **fake}, stdin=subprocess.PIPE)
         try:
             process = psutil.Process(sampler.pid)

@@ -17,10 +17,10 @@ import torch
 
 from benchmarks import checkpoint
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_rounds, shown
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.checkpoint import Checkpointer

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from benchmarks import counters
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_rounds, shown
-from ddp_hpc.rank_probe.client import RankProbe
-from ddp_hpc.rank_probe.server import serve
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slow_ranks.reporter import Reporter, pause_s
+from ddp_hpc.cluster.rank_probe.client import RankProbe
+from ddp_hpc.cluster.rank_probe.server import serve
+from ddp_hpc.cluster.slow_ranks.reporter import Reporter, pause_s
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.recording.phase_times import PHASES, PhaseTimes
 
 STEP_S = 0.005

@@ -20,10 +20,10 @@ from pathlib import Path
 import psutil
 
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_rounds, shown
-from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
-from ddp_hpc.drill import injector, scenario
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_queued_job
+from ddp_hpc.prove.drill import injector, scenario
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_queued_job
 from tests.slurm.cluster import USER, Cluster, booted, why_not
 from tests.slurm.runs import LoginNode
 

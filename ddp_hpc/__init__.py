@@ -10,6 +10,10 @@ _words = {word.partition(".")[0] for word in sys.orig_argv} if sys.argv[:1] == [
 if "ddp_hpc" in _words and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
+from ddp_hpc.moved import Forward  # noqa: E402  after the line above
+
+sys.meta_path.insert(0, Forward)
+
 __version__ = "0.1.0"
 
 TYPE_CHECKING = False
@@ -17,10 +21,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from ddp_hpc.api import Job, load, submit
-    from ddp_hpc.attached.run import attach
-    from ddp_hpc.errors import ConfigError, DdpHpcError
-    from ddp_hpc.spec import (
+    from ddp_hpc.base.errors import ConfigError, DdpHpcError
+    from ddp_hpc.launch.api import Job, load, submit
+    from ddp_hpc.run.spec import (
         CheckpointSpec,
         ContainerSpec,
         DataSpec,
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
         TorchrunSpec,
         TrainSpec,
     )
+    from ddp_hpc.train.attached.run import attach
     from ddp_hpc.train.recipe import Recipe
     from ddp_hpc.train.state.loading import Checkpoint, load_checkpoint
 
@@ -84,13 +88,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Job", "load", "submit"), "ddp_hpc.api"),
-    **dict.fromkeys(("ConfigError", "DdpHpcError"), "ddp_hpc.errors"),
+    **dict.fromkeys(("Job", "load", "submit"), "ddp_hpc.launch.api"),
+    **dict.fromkeys(("ConfigError", "DdpHpcError"), "ddp_hpc.base.errors"),
     "Recipe": "ddp_hpc.train.recipe",
     **dict.fromkeys(("Checkpoint", "load_checkpoint"), "ddp_hpc.train.state.loading"),
-    "attach": "ddp_hpc.attached.run",
+    "attach": "ddp_hpc.train.attached.run",
 }
-"""Name -> its module, where that is not `ddp_hpc.spec`."""
+"""Name -> its module, where that is not `ddp_hpc.run.spec`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -99,7 +103,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES.get(name, "ddp_hpc.spec")), name)
+    return getattr(import_module(_HOMES.get(name, "ddp_hpc.run.spec")), name)
 
 
 def __dir__() -> list[str]:

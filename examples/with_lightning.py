@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_hpc import attach  # ddp_hpc
-from ddp_hpc.adapters.lightning import AgreedStop, cluster_environment  # ddp_hpc
+from ddp_hpc.train.adapters.lightning import AgreedStop, cluster_environment  # ddp_hpc
 
 EPOCHS, BATCH_SIZE = 6, 4
 

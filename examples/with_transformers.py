@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from ddp_hpc import attach  # ddp_hpc
-from ddp_hpc.adapters.transformers import AgreedStop  # ddp_hpc
+from ddp_hpc.train.adapters.transformers import AgreedStop  # ddp_hpc
 
 
 class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

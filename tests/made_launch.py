@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddp_hpc.containers import BARE, CommandWrapper, HostPaths
+from ddp_hpc.cluster.containers import BARE, CommandWrapper, HostPaths
+from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.launcher import Launch
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.spec import RunSpec
-from ddp_hpc.workload.table import workload_of
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.table import workload_of
 
 
 def launch_of(spec: RunSpec, run: RunDir | None = None, wrapper: CommandWrapper = BARE) -> Launch:

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.checkpoints import checkpoint_store, shards
-from ddp_hpc.checkpoints.checkpoint_store import Manifest
-from ddp_hpc.checkpoints.shards import TensorEntry
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run_dir.ledger import record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, write_progress
+from ddp_hpc.run.checkpoints import checkpoint_store, shards
+from ddp_hpc.run.checkpoints.checkpoint_store import Manifest
+from ddp_hpc.run.checkpoints.shards import TensorEntry
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.ledger import record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, write_progress
 
 CONFIG = "name: {name}\n"
 

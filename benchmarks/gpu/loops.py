@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.gpu.place import ROOT, Figures, Place
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import CheckpointSpec, DataSpec, LogSpec, LrScheduleSpec, OptimizerSpec, RunSpec, TrainSpec
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec, DataSpec, LogSpec, LrScheduleSpec, OptimizerSpec, RunSpec, TrainSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch
 from ddp_hpc.train.data.sample_order import RankSampler

@@ -18,10 +18,10 @@ import psutil
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import read_json_lines
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.rendezvous.worker_env import SHARED_GPU
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.cluster.rendezvous.worker_env import SHARED_GPU
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE_S = 150.0

@@ -30,7 +30,7 @@ from benchmarks.gpu.place import (
 )
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.processes import is_locked, kill, kill_all_below
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 
 SMALL = ("recipe.args.model=mini_resnet", "recipe.args.image_size=16")
 

@@ -1,1 +1,4 @@
-"""What every other package may use: files, signals, locks, patience with file systems, types of fields."""
+"""What every wing may use: files, signals, locks, patience with file systems, types of fields, exit codes.
+
+Public: `errors`.
+"""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from ddp_hpc.errors import ConfigError, NotARecordError
+from ddp_hpc.base.errors import ConfigError, NotARecordError
 
 MOST_BYTES = 64 << 20
 """Of a record that is read at once: ours are smaller."""

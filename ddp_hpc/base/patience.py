@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ddp_hpc.errors import NotARecordError, UnreadableError
+from ddp_hpc.base.errors import NotARecordError, UnreadableError
 
 PATIENCE_S = 60.0
 """How long to try again."""

@@ -1,4 +1,4 @@
-"""The command line: it reads flags and calls the functions that do the work."""
+"""The command line: it reads flags and calls the functions that do the work. Public: the commands, and `--json`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from contextlib import nullcontext
 from typing import Protocol, cast
 
 from ddp_hpc import __version__
+from ddp_hpc.base.errors import DdpHpcError
+from ddp_hpc.base.exit_codes import FAILED
 from ddp_hpc.cli.quick_start import quick_start
 from ddp_hpc.cli.terminal import drop_output, guarded_terminal, open_closed_streams
-from ddp_hpc.errors import DdpHpcError
-from ddp_hpc.exit_codes import FAILED
 
 VERBS = {
     "init": "write a small example, my_recipe.py and my_run.yaml, that runs as it is",
@@ -168,7 +168,7 @@ def _plain_setting(word: str) -> str:
     match = _DASHED_SETTING.match(word)
     if match is None:
         return word
-    from ddp_hpc.spec import RunSpec  # late: only such a word waits for it
+    from ddp_hpc.run.spec import RunSpec  # late: only such a word waits for it
 
     is_key = "." in match["key"] or match["key"] in RunSpec.__dataclass_fields__
     return word[2:] if is_key else word

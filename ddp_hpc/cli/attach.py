@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
 from ddp_hpc.cli.status_text import evaluation_line, progress_line
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.rereading import await_news
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.rereading import await_news
 from ddp_hpc.watch.follow import FollowUpdate, follow
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus

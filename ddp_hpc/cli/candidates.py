@@ -66,14 +66,14 @@ def _positional(
 
 
 def _keys() -> list[str]:
-    from ddp_hpc.config.keys import all_keys  # late: the spec's classes take 30 ms to make
+    from ddp_hpc.run.config.keys import all_keys  # late: the spec's classes take 30 ms to make
 
     return list(all_keys())
 
 
 def _values(name: str) -> list[str]:
     from ddp_hpc.base.field_types import without_none
-    from ddp_hpc.config.keys import key_of
+    from ddp_hpc.run.config.keys import key_of
 
     key = key_of(name)
     wanted = None if key is None else without_none(key.annotation)

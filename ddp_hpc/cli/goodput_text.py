@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import DASH
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import read_marks
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import read_marks
 from ddp_hpc.watch.attempt_times import KINDS, read_times
 from ddp_hpc.watch.goodput import Goodput, goodput_of
 from ddp_hpc.watch.status import RunStatus

@@ -8,9 +8,9 @@ from typing import Any
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import duration
-from ddp_hpc.run_dir.machine_use import MachineUse, newest_uses, recent_uses, summary_of
-from ddp_hpc.run_dir.machine_words import sentence
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.machine_use import MachineUse, newest_uses, recent_uses, summary_of
+from ddp_hpc.run.run_dir.machine_words import sentence
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus
 
 

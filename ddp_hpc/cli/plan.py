@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known
-from ddp_hpc.checkpoints.save_interval import Bounds
-from ddp_hpc.containers import (
+from ddp_hpc.cluster.containers import (
     BARE,
     CommandWrapper,
     HostPaths,
@@ -20,13 +20,9 @@ from ddp_hpc.containers import (
     container_setup,
     find_runtime,
 )
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
-from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.wire.endpoint import Meeting
-from ddp_hpc.rendezvous.address import this_host
-from ddp_hpc.rendezvous.choice import LOOPBACK
-from ddp_hpc.rendezvous.worker_env import (
+from ddp_hpc.cluster.rendezvous.address import this_host
+from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
+from ddp_hpc.cluster.rendezvous.worker_env import (
     ENDPOINT,
     OURS,
     Fact,
@@ -37,11 +33,15 @@ from ddp_hpc.rendezvous.worker_env import (
     settled,
     threads,
 )
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.steps import probe_argv
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.cluster.slurm.steps import probe_argv
+from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
+from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.wire.endpoint import Meeting
+from ddp_hpc.run.checkpoints.save_interval import Bounds
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.watch.save_outlook import outlook
-from ddp_hpc.workload.table import workload_of
 
 _IN_JOB = Meeting("ADDRESS", 0)
 """Stands for a value that only the job can determine."""

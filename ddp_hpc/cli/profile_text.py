@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_hpc.run_dir.profile_notes import Profile
+from ddp_hpc.run.run_dir.profile_notes import Profile
 
 
 def as_line(profiles: Sequence[Profile], *, word: str) -> str:

@@ -7,11 +7,11 @@ from pathlib import PurePath
 from textwrap import shorten
 
 from ddp_hpc.cli.formatting import table
-from ddp_hpc.replay.auditing import AuditReport
-from ddp_hpc.replay.bisecting import BisectReport
-from ddp_hpc.replay.circumstances import Circumstances
-from ddp_hpc.replay.first_difference import Parting, Value
-from ddp_hpc.replay.replaying import Report
+from ddp_hpc.prove.replay.auditing import AuditReport
+from ddp_hpc.prove.replay.bisecting import BisectReport
+from ddp_hpc.prove.replay.circumstances import Circumstances
+from ddp_hpc.prove.replay.first_difference import Parting, Value
+from ddp_hpc.prove.replay.replaying import Report
 
 _MOST_LETTERS = 100
 """Of an option, or of the ids of a batch."""

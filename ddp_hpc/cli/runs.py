@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_hpc.run_dir.paths import DEFAULT_RUNS_DIR, RunDir, is_folder, settings_dirs
+from ddp_hpc.run.run_dir.paths import DEFAULT_RUNS_DIR, RunDir, is_folder, settings_dirs
 
 if TYPE_CHECKING:
     from ddp_hpc.watch.queue import Ask, QueueStatus
@@ -54,7 +54,7 @@ def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunD
 
 def runs_dir_setting(option: Path | None) -> list[str]:
     """Return `--runs-dir` as a setting; the shell has filled in its variables."""
-    from ddp_hpc.config.paths import literal  # late: the spec's classes take 30 ms to make
+    from ddp_hpc.run.config.paths import literal  # late: the spec's classes take 30 ms to make
 
     return [] if option is None else [f"runs_dir={literal(option)}"]
 
@@ -66,7 +66,7 @@ def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path
     is_set = any(name.startswith(ENVIRONMENT_PREFIX) for name in environment)
     if not is_set and not any(map(is_folder, settings_dirs(environment))):
         return Path(DEFAULT_RUNS_DIR)
-    from ddp_hpc.config import resolve_key  # late: the spec's classes take 30 ms to make
+    from ddp_hpc.run.config import resolve_key  # late: the spec's classes take 30 ms to make
 
     return Path(resolve_key("runs_dir", environment))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
 from ddp_hpc.cli.formatting import number, numbers
 from ddp_hpc.cli.status_text import knows_steps, saved, steps
-from ddp_hpc.run_dir.failure_reports import WorkerFailure, first_failure
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, first_failure
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.failure import last_lines, log_of
 from ddp_hpc.watch.status import RunStatus
 

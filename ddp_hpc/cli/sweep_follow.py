@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.sweep.follow import Look, follow
-from ddp_hpc.sweep.point_states import PointState
-from ddp_hpc.sweep.points import Point
-from ddp_hpc.sweep.start import Started
-from ddp_hpc.sweep.sweep_dir import SweepDir
+from ddp_hpc.launch.sweep.follow import Look, follow
+from ddp_hpc.launch.sweep.point_states import PointState
+from ddp_hpc.launch.sweep.points import Point
+from ddp_hpc.launch.sweep.start import Started
+from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
 INTERRUPTED = 130
 _BEGUN = frozenset({"starting", "running", "stopping"})
@@ -40,7 +40,7 @@ def run_sweep(
     started: Started, environment: Mapping[str, str], *, word: str, is_json: bool = False, is_quiet: bool = False
 ) -> int:
     """Run points on this machine, and show how they go; otherwise like `follow_sweep`. Ctrl-C stops the points that run."""
-    from ddp_hpc.sweep.local import running  # late: a sweep on Slurm needs none
+    from ddp_hpc.launch.sweep.local import running  # late: a sweep on Slurm needs none
 
     sweep_dir = started.sweep_dir
     with running(sweep_dir, started.numbers, environment) as stop:

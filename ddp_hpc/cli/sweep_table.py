@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import slurm_asker
 from ddp_hpc.cli.status_text import steps
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.sweep.point_states import PointReader
-from ddp_hpc.sweep.points import Point, labels_of
-from ddp_hpc.sweep.states import is_being_sent
-from ddp_hpc.sweep.sweep_dir import SweepDir, find_sweep, read_sweep
+from ddp_hpc.launch.sweep.point_states import PointReader
+from ddp_hpc.launch.sweep.points import Point, labels_of
+from ddp_hpc.launch.sweep.states import is_being_sent
+from ddp_hpc.launch.sweep.sweep_dir import SweepDir, find_sweep, read_sweep
 from ddp_hpc.watch.compare import ListedRun, sort_runs
 from ddp_hpc.watch.queue import Queue, queue_now
 from ddp_hpc.watch.status import RunStatus

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.cli.arguments import count
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import word_for
-from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ddp_hpc.config import Resolved
-    from ddp_hpc.submission.backend import Backend
-    from ddp_hpc.sweep.points import Point
-    from ddp_hpc.sweep.start import Started
-    from ddp_hpc.sweep.sweep_dir import SweepDir
+    from ddp_hpc.launch.submission.backend import Backend
+    from ddp_hpc.launch.sweep.points import Point
+    from ddp_hpc.launch.sweep.start import Started
+    from ddp_hpc.launch.sweep.sweep_dir import SweepDir
+    from ddp_hpc.run.config import Resolved
 
 _MOST_SHOWN = 20
 
@@ -79,8 +79,8 @@ def asked_points(args: argparse.Namespace) -> list[Point]:
     Raises:
         ConfigError: where they cannot be read.
     """
-    from ddp_hpc.sweep.points import points_of, read_points  # late: most submissions are of one run
-    from ddp_hpc.sweep.values import parse_axis
+    from ddp_hpc.launch.sweep.points import points_of, read_points  # late: most submissions are of one run
+    from ddp_hpc.launch.sweep.values import parse_axis
 
     listed = [] if args.points is None else read_points(args.points)
     return points_of([parse_axis(word) for word in args.sweep], listed, is_zipped=args.zip)
@@ -98,8 +98,8 @@ def submit_sweep(
     if args.dry_run:
         print(_dry_run(base, points, backend, environment, is_json=args.json), end="")
         return 0
-    from ddp_hpc.sweep.start import start_sweep
-    from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, refuse_existing
+    from ddp_hpc.launch.sweep.start import start_sweep
+    from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, refuse_existing
 
     remove_leftovers(base.spec.path.parent)
     refuse_existing(SweepDir(base.spec.path))  # first: what is found there after Ctrl-C is of this submission
@@ -128,8 +128,8 @@ def submit_sweep(
 
 def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
     """Return what a submission that the user has interrupted has left, and how to go on."""
-    from ddp_hpc.run_dir.paths import holds_sweep
-    from ddp_hpc.sweep.sweep_dir import read_sweep
+    from ddp_hpc.launch.sweep.sweep_dir import read_sweep
+    from ddp_hpc.run.run_dir.paths import holds_sweep
 
     name = sweep_dir.name
     if not holds_sweep(sweep_dir.path):
@@ -149,9 +149,9 @@ def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
 def _dry_run(
     base: Resolved, points: Sequence[Point], backend: Backend, environment: Mapping[str, str], *, is_json: bool
 ) -> str:
-    from ddp_hpc.sweep.array import array_script
-    from ddp_hpc.sweep.resolving import check_points
-    from ddp_hpc.sweep.sweep_dir import SweepDir
+    from ddp_hpc.launch.sweep.array import array_script
+    from ddp_hpc.launch.sweep.resolving import check_points
+    from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
     check_points(base, points, environment, is_array=backend.HAS_QUEUE)
     script = array_script(base.spec, SweepDir(base.spec.path)) if backend.HAS_QUEUE else None

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.run_dir.ledger import Attempt, Ledger, Next
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.why.findings import Evidence, Verdict
-from ddp_hpc.why.lines import number_of
-from ddp_hpc.why.signatures import BY_NAME, Role
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, Next
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.why.findings import Evidence, Verdict
+from ddp_hpc.watch.why.lines import number_of
+from ddp_hpc.watch.why.signatures import BY_NAME, Role
 
 _WIDTH = 110
 _LONGEST = 300

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.base.errors import ConfigError, WorkerError
+from ddp_hpc.cluster.rendezvous.address import addresses_of, this_host
+from ddp_hpc.cluster.rendezvous.choice import LOOPBACK, ONE_NODE, Choice, choose_fabric, refusal
+from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces, parse_interfaces
+from ddp_hpc.cluster.rendezvous.ports import candidate_ports, is_free
+from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.wire.subprocesses import ask_nodes
-from ddp_hpc.rendezvous.address import addresses_of, this_host
-from ddp_hpc.rendezvous.choice import LOOPBACK, ONE_NODE, Choice, choose_fabric, refusal
-from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces, parse_interfaces
-from ddp_hpc.rendezvous.ports import candidate_ports, is_free
-from ddp_hpc.slurm.allocation import Allocation
 
 PROBE_TIMEOUT_S = 60.0
 MOST_PORTS = 20
@@ -92,7 +92,7 @@ def _choice(allocation: Allocation, environ: Mapping[str, str], preferred: Seque
 
 def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str, Sequence[Interface]]:
     """Return the interfaces of every node that answers; log which do not, as the choice is made without them."""
-    command = [sys.executable, "-m", "ddp_hpc.rendezvous.interfaces"]
+    command = [sys.executable, "-m", "ddp_hpc.cluster.rendezvous.interfaces"]
     answers = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=PROBE_TIMEOUT_S)
     if answers.silent:
         why = f" ({answers.last_error})" if answers.last_error else ""

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_hpc.containers import (
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.containers import (
     BARE,
     CommandWrapper,
     HostPaths,
@@ -20,11 +21,10 @@ from ddp_hpc.containers import (
     missing_sources,
     refuse_misplaced,
 )
-from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.staging import Staged
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec.launch import LaunchSpec
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec.launch import LaunchSpec
 
 
 def wrapper_of(

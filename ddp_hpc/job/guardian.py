@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, Ledger, record_end
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, record_end
+from ddp_hpc.run.run_dir.paths import RunDir
 
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to exit."""

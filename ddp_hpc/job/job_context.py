@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddp_hpc.cluster.slurm.allocation import Allocation, shape_problem
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.run_dir.network import NetworkFindings
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.allocation import Allocation, shape_problem
-from ddp_hpc.spec.launch import LaunchSpec
-from ddp_hpc.workload.protocol import Workload
-from ddp_hpc.world import World
+from ddp_hpc.run.run_dir.network import NetworkFindings
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec.launch import LaunchSpec
+from ddp_hpc.run.workload.protocol import Workload
+from ddp_hpc.run.world import World
 
 
 @dataclass(frozen=True, kw_only=True)

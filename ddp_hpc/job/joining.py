@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.errors import UnreadableError
+from ddp_hpc.base.errors import UnreadableError
+from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.rendezvous.links.rounds import ALL_PAIRS_UP_TO
-from ddp_hpc.run_dir.joining import read_missing, started_ranks, write_missing
-from ddp_hpc.run_dir.network import NetworkFindings, write_network
-from ddp_hpc.run_dir.records import read_progress
+from ddp_hpc.run.run_dir.joining import read_missing, started_ranks, write_missing
+from ddp_hpc.run.run_dir.network import NetworkFindings, write_network
+from ddp_hpc.run.run_dir.records import read_progress
 
 WAIT_S = 30.0
 """How long the first rank may wait for the others before they are named."""

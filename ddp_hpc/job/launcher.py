@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ddp_hpc.containers import BARE, CommandWrapper
+from ddp_hpc.cluster.containers import BARE, CommandWrapper
+from ddp_hpc.cluster.slurm.steps import step_argv
 from ddp_hpc.job.wire.endpoint import Meeting
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.steps import step_argv
-from ddp_hpc.spec.launch import LaunchSpec
-from ddp_hpc.workload.protocol import Workload
-from ddp_hpc.world import World
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec.launch import LaunchSpec
+from ddp_hpc.run.workload.protocol import Workload
+from ddp_hpc.run.world import World
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from ddp_hpc.run_dir.machine_use import recent_uses, summary_of
-from ddp_hpc.run_dir.machine_words import sentence
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.machine_use import recent_uses, summary_of
+from ddp_hpc.run.run_dir.machine_words import sentence
+from ddp_hpc.run.run_dir.paths import RunDir
 
 
 def note_machine_use(run: RunDir, attempt: int) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.processes import STOP_SIGNALS
-from ddp_hpc.requeue import reserve_s
+from ddp_hpc.run.requeue import reserve_s
 
 LOOK_S = 5.0
 """The longest time between two looks."""

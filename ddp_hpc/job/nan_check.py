@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ddp_hpc.run_dir.ledger import Attempt, Cause
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause
 
 
 def nan_check_rule(asked: Literal["auto", "always", "never"], newest: Attempt | None, *, ends_at_nan: bool) -> str:

@@ -14,9 +14,9 @@ from ddp_hpc.base.durable import append_json_line, read_json_lines
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.notifier import TIMEOUT_S
-from ddp_hpc.run_dir.ledger import Ending
-from ddp_hpc.run_dir.records import read_progress
-from ddp_hpc.spec.launch import NotifyEvent
+from ddp_hpc.run.run_dir.ledger import Ending
+from ddp_hpc.run.run_dir.records import read_progress
+from ddp_hpc.run.spec.launch import NotifyEvent
 
 PATIENCE_S = 5.0
 """How long a job that goes back into the queue waits for the command: Slurm ends the job, and so the command, when it is requeued."""

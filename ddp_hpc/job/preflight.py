@@ -18,25 +18,24 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
+from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import make_directories
-from ddp_hpc.containers import CommandWrapper
-from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.base.errors import ConfigError, DdpHpcError
+from ddp_hpc.cluster.containers import CommandWrapper
+from ddp_hpc.cluster.node_checks.answers import Answers, Asked
+from ddp_hpc.cluster.node_checks.facts import facts_of
+from ddp_hpc.cluster.node_checks.verdict import findings_of
+from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
+from ddp_hpc.cluster.slurm.steps import beside_argv
 from ddp_hpc.job.choose_endpoint import address_of
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import ask_nodes
-from ddp_hpc.node_checks.answers import Answers, Asked
-from ddp_hpc.node_checks.facts import facts_of
-from ddp_hpc.node_checks.verdict import findings_of
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.network import NetworkFindings
-from ddp_hpc.run_dir.preflight import Preflight, write_preflight
-from ddp_hpc.slurm.allocation import Allocation, read_allocation
-from ddp_hpc.slurm.hostlist import expand_hostlist
-from ddp_hpc.slurm.steps import beside_argv
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.network import NetworkFindings
+from ddp_hpc.run.run_dir.preflight import Preflight, write_preflight
 
 ANSWER_S = 30.0
 """How long the nodes may take to start Python and to answer."""
@@ -66,7 +65,7 @@ def examine(question: Question) -> Preflight:
     make_directories(question.folder)
     options = [*(f"--node={node}" for node in nodes), *(f"--path={path}" for path in question.paths)]
     answered = ask_nodes(
-        [*question.python, "-m", "ddp_hpc.node_checks.node", f"--folder={question.folder}", *options],
+        [*question.python, "-m", "ddp_hpc.cluster.node_checks.node", f"--folder={question.folder}", *options],
         nodes,
         environ=question.environ,
         timeout_s=ANSWER_S,

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.differences import Difference, read_differences
-from ddp_hpc.run_dir.failure_reports import WorkerFailure, read_failures
-from ddp_hpc.run_dir.ledger import End, Ending, JobFacts, Ledger, record_end, record_failed_nodes, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import (
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.differences import Difference, read_differences
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, read_failures
+from ddp_hpc.run.run_dir.ledger import End, Ending, JobFacts, Ledger, record_end, record_failed_nodes, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import (
     QueuedJob,
     is_done,
     read_queued_job,

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_progress
-from ddp_hpc.run_dir.slow_ranks import Alarm, record
-from ddp_hpc.slow_ranks.alarms import Alarms
-from ddp_hpc.slow_ranks.history import WaitHistory
-from ddp_hpc.slow_ranks.summary import Summary, read_summary, remove_summaries
-from ddp_hpc.slow_ranks.verdict import judge
+from ddp_hpc.cluster.slow_ranks.alarms import Alarms
+from ddp_hpc.cluster.slow_ranks.history import WaitHistory
+from ddp_hpc.cluster.slow_ranks.summary import Summary, read_summary, remove_summaries
+from ddp_hpc.cluster.slow_ranks.verdict import judge
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
+from ddp_hpc.run.run_dir.slow_ranks import Alarm, record
 
 POLL_S = 1.0
 """How often to look whether rank zero has reported again."""

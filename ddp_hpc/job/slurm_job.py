@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
-from ddp_hpc.run_dir.ledger import JobFacts, Ledger
-from ddp_hpc.slurm import client, states
-from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.slurm.nodes import nodes_to_exclude
-from ddp_hpc.slurm.queries import JobRecord, is_lost
-from ddp_hpc.spec.launch import LaunchSpec
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError
+from ddp_hpc.cluster.slurm import client, states
+from ddp_hpc.cluster.slurm.allocation import Allocation
+from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude
+from ddp_hpc.cluster.slurm.queries import JobRecord, is_lost
+from ddp_hpc.run.run_dir.ledger import JobFacts, Ledger
+from ddp_hpc.run.spec.launch import LaunchSpec
 
 SLURM_PAUSE_S = 5.0
 """How long to wait before the next try to reach Slurm."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from ddp_hpc.containers import PACKAGE_DIR, is_packed, staged_source
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.containers import PACKAGE_DIR, is_packed, staged_source
+from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.wire.subprocesses import ask_nodes
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.spec.launch import LaunchSpec
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec.launch import LaunchSpec
 
 STAGE_TIMEOUT_S = 1800.0
 _REMOVE_TIMEOUT_S = 5.0

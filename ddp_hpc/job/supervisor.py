@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
+from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.discretion import is_shown
 from ddp_hpc.base.durable import make_directories, private_mode
-from ddp_hpc.config import dropped_from, load_resolved
-from ddp_hpc.containers import CommandWrapper, HostPaths
-from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, WorkerError
+from ddp_hpc.cluster.containers import CommandWrapper, HostPaths
+from ddp_hpc.cluster.rendezvous.worker_env import NAN_CHECK, for_debug, for_nan_check
+from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.job import preflight
 from ddp_hpc.job.choose_endpoint import meetings
 from ddp_hpc.job.container_launch import moved, wrapper_of
@@ -46,18 +46,17 @@ from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
-from ddp_hpc.rendezvous.worker_env import NAN_CHECK, for_debug, for_nan_check
-from ddp_hpc.requeue import TABLE
-from ddp_hpc.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
-from ddp_hpc.run_dir.meeting import write_meeting
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import (
+from ddp_hpc.run.config import dropped_from, load_resolved
+from ddp_hpc.run.requeue import TABLE
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
+from ddp_hpc.run.run_dir.meeting import write_meeting
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import (
     QueuedJob,
     since_submission,
 )
-from ddp_hpc.slurm.allocation import Allocation, read_allocation
-from ddp_hpc.spec.launch import LaunchSpec
-from ddp_hpc.workload.table import workload_of
+from ddp_hpc.run.spec.launch import LaunchSpec
+from ddp_hpc.run.workload.table import workload_of
 
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to exit."""

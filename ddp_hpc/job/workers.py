@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
+from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import Line
 from ddp_hpc.job.wire.endpoint import Meeting
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.failure_reports import first_failure
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import ask_to_stop, take_rank_zero_exit
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.failure_reports import first_failure
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import ask_to_stop, take_rank_zero_exit
 
 LEAVE_S = 15.0
 """How long other nodes may take to report, after one has reported a failure or the agents were ordered to end."""

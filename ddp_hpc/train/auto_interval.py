@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from ddp_hpc.base.patience import known
-from ddp_hpc.checkpoints import interval_text
-from ddp_hpc.checkpoints.failure_rate import between_failures_s
-from ddp_hpc.checkpoints.past_saves import Past, read_past
-from ddp_hpc.checkpoints.save_interval import (
+from ddp_hpc.cluster.slow_ranks.summary import Phases
+from ddp_hpc.run.checkpoints import interval_text
+from ddp_hpc.run.checkpoints.failure_rate import between_failures_s
+from ddp_hpc.run.checkpoints.past_saves import Past, read_past
+from ddp_hpc.run.checkpoints.save_interval import (
     ASSUMED_STALL_S,
     Bounds,
     Interval,
@@ -23,9 +24,8 @@ from ddp_hpc.checkpoints.save_interval import (
     is_worth_changing,
     within,
 )
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slow_ranks.summary import Phases
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.rendezvous.store import listening_on
-from ddp_hpc.rendezvous.worker_env import SHARED_GPU
+from ddp_hpc.base.errors import ConfigError, WorkerError
+from ddp_hpc.cluster.rendezvous.store import listening_on
+from ddp_hpc.cluster.rendezvous.worker_env import SHARED_GPU
 from ddp_hpc.train.joining import Report, announce, missing_reported
 from ddp_hpc.train.sealed_store import SealedStore, prefix_of
 

@@ -19,8 +19,8 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.records import LINE_FIELDS
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.run_dir.records import LINE_FIELDS
 
 BUILT_IN = {
     "image_classification": "ddp_hpc.train.recipes.image_classification:build",

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_hpc.base.errors import RanksDifferError
 from ddp_hpc.base.processes import host_name
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.errors import RanksDifferError
-from ddp_hpc.run_dir.differences import (
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.run_dir.differences import (
     Difference,
     Repetition,
     Sample,
@@ -30,8 +30,8 @@ from ddp_hpc.run_dir.differences import (
     read_differences,
     write_difference,
 )
-from ddp_hpc.run_dir.digests import record_digest
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.digests import record_digest
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.comparable import not_comparable, processor_of
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import digests, training_state

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from ddp_hpc.errors import WorkerError
+from ddp_hpc.base.errors import WorkerError
 
 HEARTBEAT_INTERVAL_S = 2.0
 """How often a rank that others wait for reports that it is at work."""

@@ -23,9 +23,9 @@ from typing import Protocol
 
 import torch
 
+from ddp_hpc.base.errors import FencedError, StopAskedError
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.processes import STOP_SIGNALS, unblock_signals
-from ddp_hpc.errors import FencedError, StopAskedError
 from ddp_hpc.train.process_group import Group, RankInfo
 
 CONSENSUS_INTERVAL_S = 0.5

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.base.durable import open_private
-from ddp_hpc.rank_probe.deadlines import Deadline
-from ddp_hpc.run_dir.failure_reports import Phase
+from ddp_hpc.cluster.rank_probe.deadlines import Deadline
+from ddp_hpc.run.run_dir.failure_reports import Phase
 
 FEED_INTERVAL_S = 0.5
 """Feeding starts a thread, which takes about 50 us, so it is not done more often."""

@@ -13,24 +13,24 @@ from pathlib import Path
 
 import torch
 
+from ddp_hpc.base.errors import ConfigError, exit_code_of
+from ddp_hpc.base.exit_codes import FINISHED, STOPPED
 from ddp_hpc.base.processes import host_name, unclaimed_stop_signals
-from ddp_hpc.config import load_resolved
-from ddp_hpc.errors import ConfigError, exit_code_of
-from ddp_hpc.exit_codes import FINISHED, STOPPED
-from ddp_hpc.rank_probe.client import RankProbe
-from ddp_hpc.rank_probe.deadlines import Deadline, HangCollector, deadline_file
-from ddp_hpc.rank_probe.folder import socket_of
-from ddp_hpc.rank_probe.server import serve
-from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, USERS_CODE
-from ddp_hpc.run_dir.environment import capture, differences, newest_environment, write_environment
-from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, failure_of, is_lost_connection, write_failure
-from ddp_hpc.run_dir.inputs import AttemptInputs, write_inputs
-from ddp_hpc.run_dir.joining import forget_missing, write_missing
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_rendezvous_token
-from ddp_hpc.slow_ranks.clocks import ClockComparison
-from ddp_hpc.slow_ranks.reporter import Reporter
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.cluster.rank_probe.client import RankProbe
+from ddp_hpc.cluster.rank_probe.deadlines import Deadline, HangCollector, deadline_file
+from ddp_hpc.cluster.rank_probe.folder import socket_of
+from ddp_hpc.cluster.rank_probe.server import serve
+from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, USERS_CODE
+from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
+from ddp_hpc.cluster.slow_ranks.reporter import Reporter
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.environment import capture, differences, newest_environment, write_environment
+from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, failure_of, is_lost_connection, write_failure
+from ddp_hpc.run.run_dir.inputs import AttemptInputs, write_inputs
+from ddp_hpc.run.run_dir.joining import forget_missing, write_missing
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_rendezvous_token
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.engine.divergence import of_nan_check
 from ddp_hpc.train.engine.loop import train

@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Any
 
 from ddp_hpc.base.durable import json_line
-from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger, Next
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
-from ddp_hpc.run_dir.rereading import Tail
-from ddp_hpc.run_dir.timeline import Mark, read_marks
+from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
+from ddp_hpc.run.run_dir.rereading import Tail
+from ddp_hpc.run.run_dir.timeline import Mark, read_marks
 
 CHECKPOINT = "checkpoint"
 """The phase of the loop in which it waits for a save."""

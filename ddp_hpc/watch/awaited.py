@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Awaited, When, read_awaited, read_queued_job
+from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Awaited, When, read_awaited, read_queued_job
 
 _UNTIL: Mapping[When, str] = {"ok": "has finished", "notok": "has ended without finishing", "any": "has ended"}
 """How a run has to end -> what the job waits for."""

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
+from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
+from ddp_hpc.run.run_dir.paths import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

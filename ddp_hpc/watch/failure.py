@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from ddp_hpc.base.durable import open_record
-from ddp_hpc.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.paths import RunDir
 
 _TAIL_BYTES = 16 << 10
 

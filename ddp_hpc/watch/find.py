@@ -8,10 +8,10 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc.errors import RunNotFoundError
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir, holds_sweep
-from ddp_hpc.run_dir.records import read_queued_job
+from ddp_hpc.base.errors import RunNotFoundError
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
+from ddp_hpc.run.run_dir.records import read_queued_job
 
 _JOB = re.compile(r"\d+(_\d+)?")
 """The number of a job, or of a task of a job array."""

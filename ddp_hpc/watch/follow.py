@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_hpc.base.patience import patiently
-from ddp_hpc.run_dir.ledger import Attempt, Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.rereading import LastRead, Tail, newest_attempt
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.rereading import LastRead, Tail, newest_attempt
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus, read_status
 

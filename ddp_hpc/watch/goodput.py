@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.checkpoints.save_interval import SaveCosts, best_interval_s
+from ddp_hpc.run.checkpoints.save_interval import SaveCosts, best_interval_s
 from ddp_hpc.watch.attempt_times import KINDS, AttemptTime
 
 HOUR = 3600.0

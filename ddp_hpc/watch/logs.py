@@ -10,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 
 from ddp_hpc.base.durable import named, open_record
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import patiently
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 
 _MOST_LINES = 1000
 """How many lines one read returns."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ddp_hpc.run_dir.records import LINE_FIELDS
+from ddp_hpc.run.run_dir.records import LINE_FIELDS
 
 
 def numbers_of(line: dict[str, Any]) -> dict[str, float]:

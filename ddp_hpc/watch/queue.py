@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddp_hpc.base.durable import read_json, replace_text
+from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.base.processes import host_name
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.slurm import states
+from ddp_hpc.cluster.slurm import states
 
 FRESH_S = 30.0
 """An older answer is not used."""
@@ -170,7 +170,7 @@ class _Cache:
 
 def _asked(environ: Mapping[str, str], known: _Cache, now: float) -> _Cache:
     """Ask squeue about all jobs of the user."""
-    from ddp_hpc.slurm import client  # imported here because only a question to Slurm needs it
+    from ddp_hpc.cluster.slurm import client  # imported here because only a question to Slurm needs it
 
     try:
         entries = client.queue(client.user_name(), environ)
@@ -187,7 +187,7 @@ def _asked(environ: Mapping[str, str], known: _Cache, now: float) -> _Cache:
 
 def _of_ended(job_id: str, environ: Mapping[str, str], now: float) -> QueueStatus:
     """Ask about a job that squeue does not list."""
-    from ddp_hpc.slurm import client  # imported here because only a question to Slurm needs it
+    from ddp_hpc.cluster.slurm import client  # imported here because only a question to Slurm needs it
 
     # The controller keeps an ended job for `MinJobAge` seconds, the accounting database for longer:
     # https://slurm.schedmd.com/slurm.conf.html#OPT_MinJobAge

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.base.durable import read_json_lines
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from statistics import median
 
-from ddp_hpc.checkpoints import interval_text
-from ddp_hpc.checkpoints.failure_rate import between_failures_s
-from ddp_hpc.checkpoints.past_saves import read_past
-from ddp_hpc.checkpoints.save_interval import ASSUMED_STALL_S, Bounds, SaveCosts, choose
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.checkpoints import interval_text
+from ddp_hpc.run.checkpoints.failure_rate import between_failures_s
+from ddp_hpc.run.checkpoints.past_saves import read_past
+from ddp_hpc.run.checkpoints.save_interval import ASSUMED_STALL_S, Bounds, SaveCosts, choose
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.goodput import measured_cost
 

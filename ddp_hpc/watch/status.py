@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.patience import known
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.run_dir.ledger import Attempt, Ledger, Next
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Awaited, Progress, QueuedJob, read_awaited, read_progress, read_queued_job
-from ddp_hpc.run_dir.rereading import LastRead
-from ddp_hpc.run_dir.slow_ranks import Alarm, read_alarms
-from ddp_hpc.slurm import states
+from ddp_hpc.cluster.slurm import states
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, Next
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Awaited, Progress, QueuedJob, read_awaited, read_progress, read_queued_job
+from ddp_hpc.run.run_dir.rereading import LastRead
+from ddp_hpc.run.run_dir.slow_ranks import Alarm, read_alarms
 from ddp_hpc.watch.awaited import what_for, why_never_started
 
 if TYPE_CHECKING:

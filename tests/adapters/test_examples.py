@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.failure_reports import first_failure
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.failure_reports import first_failure
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.test_scripts import TWO, Place, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

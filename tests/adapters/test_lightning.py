@@ -15,9 +15,9 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_hpc import attach
-from ddp_hpc.adapters.lightning import AgreedStop, cluster_environment
-from ddp_hpc.attached import run as attached_run
 from ddp_hpc.base.processes import STOP_SIGNALS
+from ddp_hpc.train.adapters.lightning import AgreedStop, cluster_environment
+from ddp_hpc.train.attached import run as attached_run
 
 JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 

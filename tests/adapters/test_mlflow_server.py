@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.adapters.test_recorders import (
     SLOW,
     followers_of,

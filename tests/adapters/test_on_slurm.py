@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.adapters.test_examples import EXAMPLES, FILES_OF_RANKS, LOSS, committed
 from tests.slurm.disturbed_scripts import SCRIPTS, Script, assert_came_back_once_each, preempt_and_kill
 from tests.slurm.faulty_runs import attempts

@@ -21,8 +21,8 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState
 
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.test_scripts import ENVIRON, Place, until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sweep_with_optuna.py"

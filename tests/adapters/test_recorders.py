@@ -20,9 +20,9 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import read_json_lines
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from ddp_hpc.train.recording.recorders import identity_of
 from ddp_hpc.train.recording.to_mlflow import TAG, accepted_name

@@ -9,20 +9,22 @@ from pathlib import Path
 import pytest
 
 import ddp_hpc
-from ddp_hpc.submission.backend import BACKENDS
+from ddp_hpc.launch.submission.backend import BACKENDS
 
 PACKAGE = Path(ddp_hpc.__file__).parent
 HOMES = {place.module for place in BACKENDS.values()}
-TABLE = "ddp_hpc.submission.backend"
+TABLE = "ddp_hpc.launch.submission.backend"
 SLURMS_OWN = {
-    "drill/scenario.py",  # a fault is made by a step of a Slurm job
+    "prove/drill/scenario.py",  # a fault is made by a step of a Slurm job
     "cli/verbs/render.py",  # makes a script for plain sbatch
 }
 """Who asks for Slurm's back end by its name."""
 CALLERS = sorted(
-    path.relative_to(PACKAGE).as_posix()
-    for room in ("api.py", "certify", "cli", "drill", "submission")
-    for path in ([PACKAGE / room] if room.endswith(".py") else (PACKAGE / room).rglob("*.py"))
+    {
+        path.relative_to(PACKAGE).as_posix()
+        for room in ("cli", "launch/submission", "prove/certify", "prove/drill")
+        for path in [PACKAGE / "launch" / "api.py", *(PACKAGE / room).rglob("*.py")]
+    }
 )
 
 
@@ -71,9 +73,9 @@ def test_each_exception_is_needed(room: str) -> None:
         "x = 1 if 'local' != where else 2",
         "y = run.backend in {'slurm', 'pbs'}",
         "match cluster:\n    case 'slurm':\n        pass",
-        "from ddp_hpc.submission import local",
-        "from ddp_hpc.submission.slurm import wait",
-        "def f():\n    import ddp_hpc.submission.slurm",
+        "from ddp_hpc.launch.submission import local",
+        "from ddp_hpc.launch.submission.slurm import wait",
+        "def f():\n    import ddp_hpc.launch.submission.slurm",
         "load_backend('slurm').cancel(run, {})",
     ],
 )
@@ -86,8 +88,8 @@ def test_the_guard_sees_each_kind_of_knowledge(source: str) -> None:
     "source",
     [
         "backend_of(run).cancel(run, environ)",
-        "from ddp_hpc.submission.backend import load_backend",
-        "from ddp_hpc.slurm import client",
+        "from ddp_hpc.launch.submission.backend import load_backend",
+        "from ddp_hpc.cluster.slurm import client",
         "load_backend(submission.backend)",
         "if state == 'waiting': pass",
         "spec.slurm.partition == 'gpu'",
@@ -106,5 +108,7 @@ def test_only_a_running_job_submits_without_submitit() -> None:
     ]
 
     assert callers
-    assert {caller.partition("/")[0] for caller in callers} == {"job", "submission"}
-    assert [caller for caller in callers if caller.startswith("submission")] == ["submission/allocate.py"], "its arrays"
+    assert {caller.partition("/")[0] for caller in callers} == {"job", "launch"}
+    assert [caller for caller in callers if caller.startswith("launch")] == ["launch/submission/allocate.py"], (
+        "its arrays"
+    )

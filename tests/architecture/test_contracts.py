@@ -42,19 +42,20 @@ def test_the_contracts_hold(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("world.py", "import ddp_hpc.spec", "Floors"),
-        ("watch/status.py", "import ddp_hpc.job.supervisor", "Floors"),
-        ("spec/run.py", "def late():\n    import ddp_hpc.cli", "Floors"),
-        ("attic.py", "", "Floors"),  # a new room must be given its floor
+        ("base/mounts.py", "import ddp_hpc.run.world", "Wings"),
+        ("run/run_dir/paths.py", "import ddp_hpc.run.spec", "Inside of a wing"),
+        ("watch/status.py", "import ddp_hpc.job.supervisor", "Wings"),
+        ("run/spec/run.py", "def late():\n    import ddp_hpc.cli", "Wings"),
+        ("attic.py", "", "Wings"),  # a new room must be given its floor
         ("job/supervisor.py", "import torch", "Only the train wing"),
-        ("checkpoints/checkpoint_store.py", "from numpy import array", "Only the train wing"),
+        ("run/checkpoints/checkpoint_store.py", "from numpy import array", "Only the train wing"),
         ("train/engine/loop.py", "import submitit", "Submitit"),
         ("watch/status.py", "import jinja2", "Jinja2"),
-        ("job/supervisor.py", "from ddp_hpc.spec.training import TrainSpec", "Launching knows no workload"),
-        ("job/launcher.py", "from ddp_hpc.spec.run import RunSpec", "Launching knows no workload"),
+        ("job/supervisor.py", "from ddp_hpc.run.spec.training import TrainSpec", "Launching knows no workload"),
+        ("job/launcher.py", "from ddp_hpc.run.spec.run import RunSpec", "Launching knows no workload"),
         (
             "job/ending/takeover.py",
-            "def late():\n    import ddp_hpc.checkpoints.checkpoint_store",
+            "def late():\n    import ddp_hpc.run.checkpoints.checkpoint_store",
             "Launching knows no workload",
         ),
     ],

@@ -11,7 +11,7 @@ import pytest
 import ddp_hpc
 
 PACKAGE = Path(ddp_hpc.__file__).parent
-DECIDING = [PACKAGE / "requeue.py", *sorted((PACKAGE / "job").rglob("*.py"))]
+DECIDING = [PACKAGE / "run" / "requeue.py", *sorted((PACKAGE / "job").rglob("*.py"))]
 
 PROSE = {"exception", "traceback", "stacks", "reason"}
 """Fields of our records that hold text for people. `job.reason` is none: there Slurm gives one of its codes."""

@@ -14,10 +14,9 @@ ROOMS = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 
 DOORS: dict[str, set[str]] = {
     "os.environ": {
-        "api.py",
-        "attached/run.py",  # it is called in the user's own process
+        "train/attached/run.py",  # it is called in the user's own process
         "cli/__init__.py",
-        "drill/injector.py",
+        "prove/drill/injector.py",
         "job/node/agent.py",
         "job/node/join.py",
         "job/node/join_node.py",
@@ -27,18 +26,19 @@ DOORS: dict[str, set[str]] = {
         "job/node/torchrun_node.py",
         "job/node/unpack.py",
         "job/preflight.py",
-        "machine/node.py",
-        "node_checks/node.py",
-        "rendezvous/interfaces.py",
-        "rendezvous/links/node.py",
-        "script/sealed_objects.py",  # the script may change where it meets others
-        "script/interpreter.py",  # it makes this process what a new Python would be
-        "script/worker.py",
-        "sweep/task.py",
+        "cluster/machine/node.py",
+        "cluster/node_checks/node.py",
+        "cluster/rendezvous/interfaces.py",
+        "cluster/rendezvous/links/node.py",
+        "job/script/sealed_objects.py",  # the script may change where it meets others
+        "job/script/interpreter.py",  # it makes this process what a new Python would be
+        "job/script/worker.py",
+        "launch/api.py",
+        "launch/sweep/task.py",
         "train/recording/follower.py",
     },
     "subprocess": {
-        "certify/trial.py",
+        "prove/certify/trial.py",
         "job/wire/subprocesses.py",
         "job/node/join_node.py",
         "job/node/machine_use.py",
@@ -46,25 +46,25 @@ DOORS: dict[str, set[str]] = {
         "job/node/unpack.py",
         "job/notifier.py",
         "job/notify.py",
-        "replay/private_run.py",
-        "slurm/client.py",
-        "submission/image_build.py",
-        "diagnose/image_probe.py",
-        "diagnose/doctor/quota.py",
-        "diagnose/import_cost.py",
-        "submission/snapshot.py",
-        "submission/local.py",
+        "prove/replay/private_run.py",
+        "cluster/slurm/client.py",
+        "launch/submission/image_build.py",
+        "watch/diagnose/image_probe.py",
+        "watch/diagnose/doctor/quota.py",
+        "watch/diagnose/import_cost.py",
+        "launch/submission/snapshot.py",
+        "launch/submission/local.py",
         "train/recording/beside.py",
     },
     # One reads them, one drops what is inherited, and one refuses that a run sets them.
-    "SLURM_": {"slurm/allocation.py", "slurm/client.py", "spec/launch.py"},
+    "SLURM_": {"cluster/slurm/allocation.py", "cluster/slurm/client.py", "run/spec/launch.py"},
     "signal": {
         "base/processes.py",
-        "drill/injector.py",
-        "exit_codes.py",
-        "run_dir/failure_reports.py",
+        "prove/drill/injector.py",
+        "base/exit_codes.py",
+        "run/run_dir/failure_reports.py",
         "job/node/agent.py",
-        "submission/local.py",
+        "launch/submission/local.py",
         "train/stop.py",
     },
 }
@@ -151,12 +151,13 @@ def test_the_guard_lets_other_things_pass(source: str) -> None:
     assert uses(source) == set()
 
 
-READERS_OF_RUNS = ("report", "replay", "run_dir", "watch", "why")
+READERS_OF_RUNS = ("prove/replay", "run/run_dir", "watch")
 """Packages that read what a run has written. At any path there may be something else than a file."""
 NO_RECORDS = {
-    ("replay/circumstances.py", "read_bytes"),  # the user's code
-    ("replay/history.py", "read_bytes"),  # likewise
-    ("run_dir/environment.py", "read_text"),  # /proc, PyTorch's version
+    ("watch/diagnose/doctor/nccl_log.py", "open"),  # a log of NCCL
+    ("prove/replay/circumstances.py", "read_bytes"),  # the user's code
+    ("prove/replay/history.py", "read_bytes"),  # likewise
+    ("run/run_dir/environment.py", "read_text"),  # /proc, PyTorch's version
 }
 
 

@@ -14,11 +14,16 @@ from pathlib import Path
 import pytest
 
 import ddp_hpc
-from ddp_hpc.spec import LaunchSpec, RunSpec
-from ddp_hpc.workload.table import WORKLOADS, workload_of
+from ddp_hpc.run.spec import LaunchSpec, RunSpec
+from ddp_hpc.run.workload.table import WORKLOADS, workload_of
 
 PACKAGE = Path(ddp_hpc.__file__).parent
-LAUNCHING = sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "job").rglob("*.py"))
+LAUNCHING = sorted(
+    name
+    for path in (PACKAGE / "job").rglob("*.py")
+    if not (name := path.relative_to(PACKAGE).as_posix()).startswith("job/script/")
+)
+"""What runs beside a user's script belongs to that workload."""
 OF_WORKLOAD = {field.name for field in dataclasses.fields(RunSpec)} - {
     field.name for field in dataclasses.fields(LaunchSpec)
 }
@@ -28,7 +33,7 @@ OF_WORLD = {"nodes", "workers_per_node", "local_world_size", "world_size", "worl
 MAKES_THE_WORLD = "job/job_context.py"
 HOMES = {kind.module for kind in WORKLOADS.values()} | {workload_of(RunSpec(name="any")).worker}
 """Modules of workloads, which launching must not name."""
-WITH_ALL_KEYS = {"ddp_hpc.spec", "ddp_hpc.spec.run", "ddp_hpc.spec.training"}
+WITH_ALL_KEYS = {"ddp_hpc.run.spec", "ddp_hpc.run.spec.run", "ddp_hpc.run.spec.training"}
 
 
 def breaches(source: str) -> list[str]:
@@ -88,10 +93,10 @@ def test_one_module_compares_the_world_that_was_asked_for_with_the_one_that_was_
         "start.spec.resources.world_size",
         "spec.resources.world",
         "getattr(spec.resources, 'nodes')",
-        "from ddp_hpc.spec import LaunchSpec",  # it has RunSpec, too
-        "from ddp_hpc.spec.training import TrainSpec",
-        "def late():\n    import ddp_hpc.spec.run",
-        "from ddp_hpc.workload import recipe",
+        "from ddp_hpc.run.spec import LaunchSpec",  # it has RunSpec, too
+        "from ddp_hpc.run.spec.training import TrainSpec",
+        "def late():\n    import ddp_hpc.run.spec.run",
+        "from ddp_hpc.run.workload import recipe",
         "from ddp_hpc.train import worker",
         "WORKER = 'ddp_hpc.train.worker'",
     ],
@@ -108,8 +113,8 @@ def test_the_guard_sees_each_kind_of_knowledge(source: str) -> None:
         "context.spec.resources.cpus_per_worker",
         "context.world.num_nodes",
         "context.workload.progress(run, ledger)",
-        "from ddp_hpc.spec.launch import LaunchSpec",
-        "from ddp_hpc.workload.table import workload_of",
+        "from ddp_hpc.run.spec.launch import LaunchSpec",
+        "from ddp_hpc.run.workload.table import workload_of",
         "sys.stderr.log",
     ],
 )

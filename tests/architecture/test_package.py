@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import ddp_hpc
-from ddp_hpc.submission import allocate
-from ddp_hpc.submission.image_build import FILES
+from ddp_hpc.launch.submission import allocate
+from ddp_hpc.launch.submission.image_build import FILES
 
 ROOT = Path(ddp_hpc.__file__).parents[1]
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_hpc").rglob("*.py"))
@@ -50,7 +50,7 @@ def test_the_wheel_holds_every_module_the_digits_and_the_job_script(wheel: zipfi
 
 def test_what_was_installed_finds_its_own_template(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
-    program = "from ddp_hpc import RunSpec, render; sys.stdout.write(str(render._template(RunSpec(name='x'))))"
+    program = "from ddp_hpc import RunSpec; from ddp_hpc.launch import render; sys.stdout.write(str(render._template(RunSpec(name='x'))))"
     argv = [sys.executable, "-c", f"import sys; {program}"]
 
     done = subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -61,7 +61,7 @@ def test_what_was_installed_finds_its_own_template(wheel: zipfile.ZipFile, tmp_p
 def test_what_was_installed_finds_its_own_sites_and_recipes_of_images(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
     program = (
-        "from ddp_hpc.config.site import examples_dir; from ddp_hpc.submission.image_build import FILES, files_dir; "
+        "from ddp_hpc.run.config.site import examples_dir; from ddp_hpc.launch.submission.image_build import FILES, files_dir; "
         "print(len(list(examples_dir().glob('*.yaml'))), all((files_dir() / name).exists() for name in FILES))"
     )
 

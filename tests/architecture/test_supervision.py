@@ -11,17 +11,18 @@ import ddp_hpc
 
 JOB = Path(ddp_hpc.__file__).parent / "job"
 
-SLURM = ("ddp_hpc.slurm.client", "ddp_hpc.slurm.nodes")
+SLURM = ("ddp_hpc.cluster.slurm.client", "ddp_hpc.cluster.slurm.nodes")
 """What runs Slurm's commands."""
 LEDGER = (
-    "ddp_hpc.run_dir.ownership",
-    "ddp_hpc.run_dir.ledger.record_",
-    "ddp_hpc.run_dir.records.write_queued",
-    "ddp_hpc.run_dir.records.write_done",
+    "ddp_hpc.run.run_dir.ownership",
+    "ddp_hpc.run.run_dir.ledger.record_",
+    "ddp_hpc.run.run_dir.records.write_queued",
+    "ddp_hpc.run.run_dir.records.write_done",
 )
 """What writes down whose the run is, and how attempts began and ended."""
 WITHOUT_SUPERVISOR = {
     "guardian.py",  # imports little, and writes where no supervisor could
+    "script/worker.py",  # asks only whether the attempt was fenced
     "workers.py",  # asks only whether the attempt was fenced
 }
 
@@ -49,11 +50,11 @@ def test_supervision_has_one_object_for_slurm_and_one_for_its_records(doors: tup
 @pytest.mark.parametrize(
     "source",
     [
-        "from ddp_hpc.slurm import client",
-        "def late():\n    from ddp_hpc.slurm.client import job",
-        "from ddp_hpc.slurm.nodes import nodes_to_exclude",
-        "from ddp_hpc.run_dir import ownership",
-        "from ddp_hpc.run_dir.ledger import Ledger, record_end",
+        "from ddp_hpc.cluster.slurm import client",
+        "def late():\n    from ddp_hpc.cluster.slurm.client import job",
+        "from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude",
+        "from ddp_hpc.run.run_dir import ownership",
+        "from ddp_hpc.run.run_dir.ledger import Ledger, record_end",
     ],
 )
 def test_the_guard_sees_each_kind_of_import(source: str) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.config import render_resolved, resolve
-from ddp_hpc.run_dir.ledger import record_start
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.config import render_resolved, resolve
+from ddp_hpc.run.run_dir.ledger import record_start
+from ddp_hpc.run.run_dir.paths import RunDir
 
 HEAVY = {"numpy", "submitit", "torch", "torchvision"}
 
@@ -109,23 +109,23 @@ SLOW = {
 if sys.version_info >= (3, 12):
     SLOW -= {"inspect", "threading"}  # `dataclasses` uses `inspect` for each class, and `importlib.util` locks
 SLOW_OF_OURS = {
-    "ddp_hpc.api",
-    "ddp_hpc.checkpoints.checkpoint_store",
-    "ddp_hpc.config",
-    "ddp_hpc.containers",
-    "ddp_hpc.run_dir.environment",
-    "ddp_hpc.run_dir.failure_reports",
-    "ddp_hpc.render",
-    "ddp_hpc.requeue",
-    "ddp_hpc.checkpoints.shards",
-    "ddp_hpc.slurm.client",
-    "ddp_hpc.slurm.queries",
-    "ddp_hpc.spec",
-    "ddp_hpc.submission",
+    "ddp_hpc.launch.api",
+    "ddp_hpc.run.checkpoints.checkpoint_store",
+    "ddp_hpc.run.config",
+    "ddp_hpc.cluster.containers",
+    "ddp_hpc.run.run_dir.environment",
+    "ddp_hpc.run.run_dir.failure_reports",
+    "ddp_hpc.launch.render",
+    "ddp_hpc.run.requeue",
+    "ddp_hpc.run.checkpoints.shards",
+    "ddp_hpc.cluster.slurm.client",
+    "ddp_hpc.cluster.slurm.queries",
+    "ddp_hpc.run.spec",
+    "ddp_hpc.launch.submission",
     "ddp_hpc.watch.queue",
 }
 """Modules of ours that answer other questions: what to submit, what Slurm says, what a checkpoint holds."""
-NEEDED_BY_A_DRY_RUN = {"ddp_hpc.config", "ddp_hpc.spec", "ddp_hpc.submission", "shlex", "yaml"}
+NEEDED_BY_A_DRY_RUN = {"ddp_hpc.run.config", "ddp_hpc.run.spec", "ddp_hpc.launch.submission", "shlex", "yaml"}
 """It reads a configuration, and describes what the back end would start."""
 OF_RUNS = {"ddp_hpc.cli.attach", "ddp_hpc.cli.summary", "ddp_hpc.watch.follow", "ddp_hpc.watch.status"}
 
@@ -139,7 +139,7 @@ def _nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_nothing_set")
-@pytest.mark.parametrize(("verb", "most"), [("--help", 85), ("list", 130), ("status", 130), ("submit --dry-run", 185)])
+@pytest.mark.parametrize(("verb", "most"), [("--help", 86), ("list", 134), ("status", 134), ("submit --dry-run", 189)])
 def test_what_is_asked_often_imports_little(verb: str, most: int, directory: Path) -> None:
     """Imports are nearly all that an answer takes; `make bench ARGS=commands` measures it, and a clock here would be wrong."""
     loaded = loaded_by(THEN_SAY_WHAT_IS_LOADED, *VERBS[verb], cwd=directory)
@@ -177,8 +177,8 @@ def test_a_sweep_for_slurm_imports_nothing_that_only_a_look_at_runs_or_another_b
 
     loaded = loaded_by(alone, *OF_A_SWEEP, "--dry-run", "--", "python", "train.py", cwd=directory)
 
-    needless = {"msgspec", "concurrent", "ddp_hpc.sweep.point_states", "ddp_hpc.submission.local"}
-    assert "ddp_hpc.sweep.array" in loaded
+    needless = {"msgspec", "concurrent", "ddp_hpc.launch.sweep.point_states", "ddp_hpc.launch.submission.local"}
+    assert "ddp_hpc.launch.sweep.array" in loaded
     assert loaded & (needless | OF_RUNS | {"ddp_hpc.watch"}) == set()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from ddp_hpc.run_dir.network import NetworkFindings
+from ddp_hpc.run.run_dir.network import NetworkFindings
 from tests.campaigns.command_line import parser_of
 from tests.campaigns.written import RESULTS, stamp
 from tests.distributed.node_networks import Nodes, call, made, pull, put_back, why_not

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 
 from ddp_hpc.base import processes
-from ddp_hpc.checkpoints.save_interval import SaveCosts, best_interval_s
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import Mark, read_marks
+from ddp_hpc.run.checkpoints.save_interval import SaveCosts, best_interval_s
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import Mark, read_marks
 from ddp_hpc.watch.attempt_times import AttemptTime, read_times
 from tests.campaigns.command_line import parser_of
 from tests.campaigns.save_intervals import JSON, TABLE, as_text

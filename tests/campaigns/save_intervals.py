@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from ddp_hpc.checkpoints.past_saves import PastAttempt, summary
-from ddp_hpc.checkpoints.save_interval import Bounds, SaveCosts, best_interval_s
-from ddp_hpc.slow_ranks.summary import Phases
+from ddp_hpc.cluster.slow_ranks.summary import Phases
+from ddp_hpc.run.checkpoints.past_saves import PastAttempt, summary
+from ddp_hpc.run.checkpoints.save_interval import Bounds, SaveCosts, best_interval_s
 from ddp_hpc.train.auto_interval import AutoInterval, Job
 from tests.campaigns.command_line import parser_of
 from tests.campaigns.written import RESULTS, stamp

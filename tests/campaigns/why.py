@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.durable import replace_text
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.why.reading import chosen_attempt, read_facts
-from ddp_hpc.why.verdict import verdict_of
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.why.reading import chosen_attempt, read_facts
+from ddp_hpc.watch.why.verdict import verdict_of
 from tests.campaigns.command_line import folder_that_exists, parser_of
 from tests.campaigns.deaths.blind import BLIND
 from tests.campaigns.deaths.on_machine import WHOLE

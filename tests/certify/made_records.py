@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddp_hpc.certify.baseline import Baseline
-from ddp_hpc.certify.output_lines import Line, parse
-from ddp_hpc.certify.records import AttemptRecord, RunRecord, Save, Strike
-from ddp_hpc.certify.saved_files import Contents
-from ddp_hpc.certify.source_reading import SourceFacts
+from ddp_hpc.prove.certify.baseline import Baseline
+from ddp_hpc.prove.certify.output_lines import Line, parse
+from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, Save, Strike
+from ddp_hpc.prove.certify.saved_files import Contents
+from ddp_hpc.prove.certify.source_reading import SourceFacts
 
 WHOLE = {
     "model.weight": "tensor FloatStorage [1] x",

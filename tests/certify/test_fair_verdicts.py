@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_hpc.certify.baseline import Baseline
-from ddp_hpc.certify.evidence import evidence_of
-from ddp_hpc.certify.faults import FAULTS
-from ddp_hpc.certify.output_lines import Line, parse
-from ddp_hpc.certify.records import RunRecord, Save
-from ddp_hpc.certify.saved_files import MOST_BYTES, Contents, is_saved_state, read
-from ddp_hpc.certify.source_reading import SourceFacts, facts_of
-from ddp_hpc.certify.verdicts import Finding, are_good, judge, needs_second_run
+from ddp_hpc.prove.certify.baseline import Baseline
+from ddp_hpc.prove.certify.evidence import evidence_of
+from ddp_hpc.prove.certify.faults import FAULTS
+from ddp_hpc.prove.certify.output_lines import Line, parse
+from ddp_hpc.prove.certify.records import RunRecord, Save
+from ddp_hpc.prove.certify.saved_files import MOST_BYTES, Contents, is_saved_state, read
+from ddp_hpc.prove.certify.source_reading import SourceFacts, facts_of
+from ddp_hpc.prove.certify.verdicts import Finding, are_good, judge, needs_second_run
 from tests.certify.made_records import lines_of, struck, text, undisturbed, values
 
 OTHER = {"step_10.pt": values({"model.weight": "tensor FloatStorage [1] other"})}

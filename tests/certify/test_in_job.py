@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.certify.certificate import Plan
-from ddp_hpc.certify.in_job import plan_text, read_plan, unproven
 from ddp_hpc.cli import main
-from ddp_hpc.slurm.queries import JobRecord
-from ddp_hpc.spec import ResourcesSpec, RunSpec, ScriptSpec
+from ddp_hpc.cluster.slurm.queries import JobRecord
+from ddp_hpc.prove.certify.certificate import Plan
+from ddp_hpc.prove.certify.in_job import plan_text, read_plan, unproven
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec
 from tests.unit.fake_slurm import FakeSlurm
 
 SBATCH = """
@@ -39,7 +39,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", slurm.environ["PATH"])
-    monkeypatch.setattr("ddp_hpc.submission.preflight.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.preflight.capacity.PRIVATE_PLACES", ())
     return slurm
 
 

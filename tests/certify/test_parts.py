@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ddp_hpc.certify.faults import FAULTS, Trigger, trigger_of
-from ddp_hpc.certify.file_events import FileEvents
-from ddp_hpc.certify.output_lines import Scale, losses, parse, positions, scale_of
-from ddp_hpc.certify.saved_files import is_half_written, read
-from ddp_hpc.certify.source_reading import facts_of, sources_of
-from ddp_hpc.spec.script import program_of
+from ddp_hpc.prove.certify.faults import FAULTS, Trigger, trigger_of
+from ddp_hpc.prove.certify.file_events import FileEvents
+from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
+from ddp_hpc.prove.certify.saved_files import is_half_written, read
+from ddp_hpc.prove.certify.source_reading import facts_of, sources_of
+from ddp_hpc.run.spec.script import program_of
 from tests.certify.made_records import lines_of, undisturbed
 from tests.certify.planted import PLANTED, SCRIPTS
 

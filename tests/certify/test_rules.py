@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.certify.baseline import Baseline
-from ddp_hpc.certify.evidence import evidence_of
-from ddp_hpc.certify.faults import FAULTS
-from ddp_hpc.certify.records import RunRecord, Save
-from ddp_hpc.certify.rules import RULES
-from ddp_hpc.certify.saved_files import Contents
-from ddp_hpc.certify.source_reading import SourceFacts
-from ddp_hpc.certify.verdicts import Finding, judge, needs_second_run
+from ddp_hpc.prove.certify.baseline import Baseline
+from ddp_hpc.prove.certify.evidence import evidence_of
+from ddp_hpc.prove.certify.faults import FAULTS
+from ddp_hpc.prove.certify.records import RunRecord, Save
+from ddp_hpc.prove.certify.rules import RULES
+from ddp_hpc.prove.certify.saved_files import Contents
+from ddp_hpc.prove.certify.source_reading import SourceFacts
+from ddp_hpc.prove.certify.verdicts import Finding, judge, needs_second_run
 from tests.certify.made_records import lines_of, struck, text, undisturbed, values
 
 OTHER = {"step_10.pt": values({"model.weight": "tensor FloatStorage [1] other"})}

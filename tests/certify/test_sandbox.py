@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.certify.certificate import earlier_states, shown
-from ddp_hpc.certify.file_events import FileEvents
-from ddp_hpc.certify.outside import command_in, named_paths, refuse_saved_states
-from ddp_hpc.certify.records import AttemptRecord, RunRecord, Save
-from ddp_hpc.certify.sandbox import MOST_BYTES, MOST_FILES, copy_of, files_in
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.prove.certify.certificate import earlier_states, shown
+from ddp_hpc.prove.certify.file_events import FileEvents
+from ddp_hpc.prove.certify.outside import command_in, named_paths, refuse_saved_states
+from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, Save
+from ddp_hpc.prove.certify.sandbox import MOST_BYTES, MOST_FILES, copy_of, files_in
 
 
 def a_large_file(path: Path, size: int = MOST_BYTES + 1) -> Path:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.run_dir.ledger import Ending, Ledger, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
-from ddp_hpc.submission.preflight import capacity
+from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from tests.unit.fake_slurm import FakeSlurm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc import cli
-from ddp_hpc.diagnose.image_probe import judge
+from ddp_hpc.watch.diagnose.image_probe import judge
 
 ANSWER: dict[str, Any] = {
     "python": [3, 11, 2],

@@ -8,10 +8,10 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.cli.summary import print_summary
-from ddp_hpc.requeue import Situation, decide
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, Next, Root, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import RestartSpec
+from ddp_hpc.run.requeue import Situation, decide
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, Root, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RestartSpec
 from ddp_hpc.watch.status import read_status
 from tests.made_run import add_failure, make_run
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.rendezvous.worker_env import TABLE
+from ddp_hpc.cluster.rendezvous.worker_env import TABLE
 from tests.unit.made_network import task
 
 NAMES = [

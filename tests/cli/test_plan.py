@@ -11,8 +11,8 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.job.launcher import step_of_agents
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec, SlurmSpec
 from tests.made_launch import launch_of
 
 CONFIG = """

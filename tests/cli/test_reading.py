@@ -13,8 +13,8 @@ import pytest
 
 from ddp_hpc import __version__
 from ddp_hpc.cli import VERBS, main
-from ddp_hpc.config.keys import all_keys
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.config.keys import all_keys
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_attempt, add_checkpoint, add_log, add_progress, make_run
 
 

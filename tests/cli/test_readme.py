@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import VERBS
-from ddp_hpc.config.keys import all_keys, is_section, key_of
-from ddp_hpc.config.removed import REMOVED
+from ddp_hpc.run.config.keys import all_keys, is_section, key_of
+from ddp_hpc.run.config.removed import REMOVED
 from tests.consoles import Shown, not_printed, shown_in
 
 ROOT = Path(__file__).parents[2]

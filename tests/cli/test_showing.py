@@ -15,8 +15,8 @@ from ddp_hpc.cli.formatting import duration, number, size, table
 from ddp_hpc.cli.live import show_live, view
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.cli.summary import cause, exit_code, headline, next_steps
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.slow_ranks import Alarm
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.slow_ranks import Alarm
 from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.status import RunStatus, State
 from tests.made_run import add_failure, add_log, make_run

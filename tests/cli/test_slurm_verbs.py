@@ -14,9 +14,9 @@ import pytest
 
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.cli import main
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
-from ddp_hpc.submission.preflight import capacity
+from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from tests.full_disk import no_file_larger_than
 from tests.made_run import add_progress, make_run
 from tests.unit.fake_slurm import JOB

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base import processes
+from ddp_hpc.base.errors import RunBusyError
 from ddp_hpc.cli import main
-from ddp_hpc.errors import RunBusyError
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
-from ddp_hpc.submission import removal
-from ddp_hpc.submission.removal import delete, put_aside
+from ddp_hpc.launch.submission import removal
+from ddp_hpc.launch.submission.removal import delete, put_aside
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 
 NO_SLURM = {"PATH": "/nowhere"}
 

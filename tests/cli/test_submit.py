@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.api import load as ddp_hpc_load
-from ddp_hpc.api import submit as ddp_hpc_submit
 from ddp_hpc.cli import main
-from ddp_hpc.config import load_resolved
-from ddp_hpc.run_dir.environment import read_environment, write_environment
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.launch.api import load as ddp_hpc_load
+from ddp_hpc.launch.api import submit as ddp_hpc_submit
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.environment import read_environment, write_environment
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.status import read_status
 
 RECIPE = """
@@ -249,7 +249,7 @@ def test_ctrl_c_while_a_submission_works_says_that_the_run_may_have_been_started
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ddp_hpc.submission.local.subprocess.Popen", interrupted)
+    monkeypatch.setattr("ddp_hpc.launch.submission.local.subprocess.Popen", interrupted)
 
     assert main(["submit", "run.yaml", "name=mine", "--cluster", "local"]) == 130
 

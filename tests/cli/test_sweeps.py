@@ -14,18 +14,18 @@ import pytest
 
 import ddp_hpc
 from ddp_hpc.base import processes
+from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.cli import main
-from ddp_hpc.config import resolve
-from ddp_hpc.errors import ConfigError, RunBusyError
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.spec import RunSpec
-from ddp_hpc.sweep.local import run_points, running
-from ddp_hpc.sweep.points import points_of
-from ddp_hpc.sweep.removal import delete_sweep
-from ddp_hpc.sweep.start import continue_sweep
-from ddp_hpc.sweep.states import failed_attempts, is_being_sent, sending_alone
-from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep, record_cancelled, record_continued
-from ddp_hpc.sweep.values import parse_axis
+from ddp_hpc.launch.sweep.local import run_points, running
+from ddp_hpc.launch.sweep.points import points_of
+from ddp_hpc.launch.sweep.removal import delete_sweep
+from ddp_hpc.launch.sweep.start import continue_sweep
+from ddp_hpc.launch.sweep.states import failed_attempts, is_being_sent, sending_alone
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep, record_cancelled, record_continued
+from ddp_hpc.launch.sweep.values import parse_axis
+from ddp_hpc.run.config import resolve
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.spec import RunSpec
 from tests.made_run import add_attempt, add_progress
 
 SCRIPT = """
@@ -276,7 +276,7 @@ def test_a_point_that_cannot_be_made_is_named_and_the_others_are_started(
     def fail(*_words: object, **_named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ddp_hpc.submission.run_dir_setup.make_run_dir", fail)
+    monkeypatch.setattr("ddp_hpc.launch.submission.run_dir_setup.make_run_dir", fail)
     base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
     points = points_of([], [{"number": 1}, {"number": 2, "seed": "no number"}, {"number": 3}])
     make_sweep(sweep_dir, base, Sweep(points=points, backend="local"))

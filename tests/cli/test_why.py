@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_attempt, add_failure, add_log, make_run
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/model.py", line 31, in forward\n    x\nKeyError: 7\n'

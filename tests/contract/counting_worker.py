@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.processes import unblock_signals
-from ddp_hpc.config import load_resolved
-from ddp_hpc.run_dir.failure_reports import report
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.contract.counting_workload import counted
 
 PAUSE_S = 0.01

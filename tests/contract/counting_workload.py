@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import RunSpec
-from ddp_hpc.workload.protocol import UsersCode, Workload
-from ddp_hpc.workload.table import Kind
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.protocol import UsersCode, Workload
+from ddp_hpc.run.workload.table import Kind
 
 LINE = Kind("tests.contract.counting_workload", is_asked_for=lambda spec: spec.recipe.target == "counting:count")
 """What stands in the table of workloads."""

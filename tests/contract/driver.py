@@ -13,11 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.config import render_resolved, resolve
-from ddp_hpc.errors import DdpHpcError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.submission import removal
-from ddp_hpc.submission.backend import Backend, Submission, load_backend
+from ddp_hpc.base.errors import DdpHpcError
+from ddp_hpc.launch.submission import removal
+from ddp_hpc.launch.submission.backend import Backend, Submission, load_backend
+from ddp_hpc.run.config import render_resolved, resolve
+from ddp_hpc.run.run_dir.paths import RunDir
 
 
 def perform(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:

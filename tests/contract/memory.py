@@ -1,6 +1,6 @@
 """A back end of the tests: a queue in this process's memory, whose jobs take as many steps as a test waits for.
 
-It shows what a back end needs: the functions of `ddp_hpc.submission.backend.Backend` and a line in the table. It keeps
+It shows what a back end needs: the functions of `ddp_hpc.launch.submission.backend.Backend` and a line in the table. It keeps
 a run's records as the others do, so the command line and the Python interface work on its runs without a training.
 """
 
@@ -14,10 +14,12 @@ from typing import Literal
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.run_dir.ledger import Attempt, End, Ending, Ledger, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import (
+from ddp_hpc.base.errors import ConfigError, WorkerError
+from ddp_hpc.launch.submission.backend import Description, Submission
+from ddp_hpc.launch.submission.run_dir_setup import is_finished, make_run_dir
+from ddp_hpc.run.run_dir.ledger import Attempt, End, Ending, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import (
     Progress,
     QueuedJob,
     newest_committed,
@@ -26,10 +28,8 @@ from ddp_hpc.run_dir.records import (
     write_progress,
     write_queued_job,
 )
-from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission.backend import Description, Submission
-from ddp_hpc.submission.run_dir_setup import is_finished, make_run_dir
-from ddp_hpc.workload.table import workload_of
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.table import workload_of
 
 NAME = "memory"
 HAS_QUEUE = True

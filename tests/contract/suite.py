@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import pytest
 
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_progress
-from ddp_hpc.submission.backend import backend_of
+from ddp_hpc.launch.submission.backend import backend_of
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
 from tests.distributed import trial_recipe
 
 CONFIG = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ddp_hpc.job import supervisor
-from ddp_hpc.workload.table import WORKLOADS
+from ddp_hpc.run.workload.table import WORKLOADS
 from tests.contract import counting_workload
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddp_hpc.submission import local
+from ddp_hpc.launch.submission import local
 from tests.contract.suite import BackendContract
 from tests.contract.test_memory import InThisProcess
 

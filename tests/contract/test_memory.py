@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import ddp_hpc
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.submission import local, slurm
-from ddp_hpc.submission.backend import BACKENDS, Backend, Place, backend_of, choose_backend, load_backend
+from ddp_hpc.launch.submission import local, slurm
+from ddp_hpc.launch.submission.backend import BACKENDS, Backend, Place, backend_of, choose_backend, load_backend
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.contract import driver, memory
 from tests.contract.suite import Answer, BackendContract, furnished
 

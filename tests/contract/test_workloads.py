@@ -19,16 +19,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.config import load_resolved
-from ddp_hpc.run_dir.ledger import Attempt, Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import is_done, write_done
-from ddp_hpc.spec import RecipeSpec, RunSpec, ScriptSpec, TrainSpec
-from ddp_hpc.submission.run_dir_setup import is_finished
-from ddp_hpc.workload.protocol import Workload, load_worker
-from ddp_hpc.workload.recipe import RecipeWorkload
-from ddp_hpc.workload.table import WORKLOADS, workload_of
+from ddp_hpc.base import exit_codes
+from ddp_hpc.launch.submission.run_dir_setup import is_finished
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import is_done, write_done
+from ddp_hpc.run.spec import RecipeSpec, RunSpec, ScriptSpec, TrainSpec
+from ddp_hpc.run.workload.protocol import Workload, load_worker
+from ddp_hpc.run.workload.recipe import RecipeWorkload
+from ddp_hpc.run.workload.table import WORKLOADS, workload_of
 from tests.contract.supervise import add_counting
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.fake_slurm import FakeSlurm

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
-from ddp_hpc.checkpoints.checkpoint_store import digest
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
+from ddp_hpc.run.checkpoints.checkpoint_store import digest
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe

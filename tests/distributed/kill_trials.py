@@ -15,10 +15,10 @@ from functools import cached_property
 import psutil
 
 from ddp_hpc.base import processes
-from ddp_hpc.run_dir.hang_records import read_hang_records
-from ddp_hpc.run_dir.ledger import Cause, Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_progress
+from ddp_hpc.run.run_dir.hang_records import read_hang_records
+from ddp_hpc.run.run_dir.ledger import Cause, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
 from tests.distributed.whole_runs import Workplace, live_processes
 
 NUM_SAMPLES = 480

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.job.ending.network_probe import probe
-from ddp_hpc.run_dir.network import NetworkFindings
+from ddp_hpc.run.run_dir.network import NetworkFindings
 from tests.distributed import stands_for_srun
 
 TOWARD = "10.213.0.1"

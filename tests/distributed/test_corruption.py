@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.checkpoints.checkpoint_store import shard_name, verify
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import shard_name, verify
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.whole_runs import Workplace, make_workplace
 
 SOUND = 2

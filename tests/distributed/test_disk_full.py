@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.durable import read_json_lines
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.run_dir.failure_reports import first_failure
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, read_progress
-from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission import local
+from ddp_hpc.launch.submission import local
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.failure_reports import first_failure
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, read_progress
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.data.sample_order import Position, SampleOrder
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from tests.distributed.whole_runs import Workplace, make_workplace

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.spec import DataSpec, EvalSpec, RunSpec
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.spec import DataSpec, EvalSpec, RunSpec
 from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.precision import Precision
 from ddp_hpc.train.process_group import Group

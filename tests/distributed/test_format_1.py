@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
-from ddp_hpc.checkpoints.checkpoint_store import digest, read_manifest, verify
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
+from ddp_hpc.run.checkpoints.checkpoint_store import digest, read_manifest, verify
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.exact_training import LAST, SAVED, finish
 from tests.distributed.processes import in_group
 

@@ -17,8 +17,8 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import TensorDataset
 
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data.loader import LoadedGlobalBatch
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, Position, SampleOrder, global_batch_at
 from ddp_hpc.train.engine.loop import accumulate_gradients, warmed_up, without_sync

@@ -11,12 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.records import read_progress
-from ddp_hpc.submission import local
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.launch.submission import local
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.records import read_progress
 from tests.distributed.kill_trials import CONFIG
 from tests.distributed.whole_runs import Workplace, live_processes, make_workplace
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_hpc.rank_probe.client import NoAnswerError, RankProbe
-from ddp_hpc.rank_probe.collect import keep_hang_records
-from ddp_hpc.rank_probe.compare import HangVerdict, Kind, verdict_of
-from ddp_hpc.rank_probe.folder import ProbeFolder, make_folder
-from ddp_hpc.rank_probe.server import serve
-from ddp_hpc.run_dir.hang_records import HangRecord, read_hang_records
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
+from ddp_hpc.cluster.rank_probe.collect import keep_hang_records
+from ddp_hpc.cluster.rank_probe.compare import HangVerdict, Kind, verdict_of
+from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder
+from ddp_hpc.cluster.rank_probe.server import serve
+from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.processes import has_record_of_gloo
 
 WORLD_SIZE = 3

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ddp_hpc.errors import ConfigError, UnreadableError
-from ddp_hpc.spec import RunSpec, TrainSpec
+from ddp_hpc.base.errors import ConfigError, UnreadableError
+from ddp_hpc.run.spec import RunSpec, TrainSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 from tests.distributed.processes import in_group

@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.run_dir.failure_reports import first_failure
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.ownership import claim, claims
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_progress
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.failure_reports import first_failure
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.ownership import claim, claims
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.watch.status import read_status
 from tests.distributed.whole_runs import Workplace, cases_of, live_processes, make_workplace
 

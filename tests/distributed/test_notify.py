@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.ledger import Ledger
 from tests.distributed.whole_runs import Workplace, make_workplace
 
 TEXT = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.whole_runs import Workplace, make_workplace
 from tests.fake_nsys import on_path
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
 from tests.contract.test_workloads import SRUN, Case, Job
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm

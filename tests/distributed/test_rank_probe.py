@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 
 from ddp_hpc.base.thread_room import ThreadRoom
-from ddp_hpc.rank_probe.client import NoAnswerError, RankProbe
-from ddp_hpc.rank_probe.collect import flight_record_of_all
-from ddp_hpc.rank_probe.deadlines import Deadline, deadline_file
-from ddp_hpc.rank_probe.folder import ProbeFolder, make_folder
-from ddp_hpc.rank_probe.server import serve, serve_at_rendezvous
-from ddp_hpc.run_dir.hang_records import read_hang_records
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
+from ddp_hpc.cluster.rank_probe.collect import flight_record_of_all
+from ddp_hpc.cluster.rank_probe.deadlines import Deadline, deadline_file
+from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder
+from ddp_hpc.cluster.rank_probe.server import serve, serve_at_rendezvous
+from ddp_hpc.run.run_dir.hang_records import read_hang_records
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.processes import has_record_of_gloo
 from tests.unit.test_worker_env import free_port
 
@@ -171,7 +171,7 @@ def test_a_script_that_forks_before_and_after_it_meets_others_answers_itself_and
         "import os, sys\n"
         "from pathlib import Path\n"
         "import torch.distributed as dist\n"
-        "from ddp_hpc.rank_probe.server import serve_at_rendezvous\n"
+        "from ddp_hpc.cluster.rank_probe.server import serve_at_rendezvous\n"
         "assert serve_at_rendezvous(Path(sys.argv[1])) == ''\n"
         "def fork():\n"
         "    pid = os.fork()\n"
@@ -319,7 +319,7 @@ import os, resource, sys, time
 from pathlib import Path
 import torch
 import torch.distributed
-from ddp_hpc.rank_probe.server import serve
+from ddp_hpc.cluster.rank_probe.server import serve
 
 resource.setrlimit(resource.RLIMIT_NPROC, (6, 6))
 os.setgid(54321)
@@ -386,8 +386,8 @@ def test_while_the_server_starts_standard_error_stays_what_it_is(
 ALONE = """
 import os, sys, time
 from pathlib import Path
-from ddp_hpc.rendezvous.worker_env import for_probe
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.cluster.rendezvous.worker_env import for_probe
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.watchdog import Watchdog
 from ddp_hpc.train.worker import _answer_questions
 

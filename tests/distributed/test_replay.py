@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.checkpoints import checkpoint_store
-from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path
-from ddp_hpc.checkpoints.shards import parse_header
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.checkpoints import checkpoint_store
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path
+from ddp_hpc.run.checkpoints.shards import parse_header
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.planted import PLANTED, Planted, bisected, command, is_right, make_code, train
 from tests.distributed.whole_runs import Workplace, make_workplace
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import TensorDataset
 
-from ddp_hpc.errors import RanksDifferError
-from ddp_hpc.run_dir.differences import read_difference
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.base.errors import RanksDifferError
+from ddp_hpc.run.run_dir.differences import read_difference
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train import replicas
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group

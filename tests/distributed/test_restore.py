@@ -21,14 +21,14 @@ import torch
 from safetensors import safe_open
 
 from ddp_hpc.base import patience
-from ddp_hpc.checkpoints import checkpoint_store
-from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.checkpoints.checkpoint_store import Manifest, shard_name
-from ddp_hpc.checkpoints.shards import RawTensor, TensorEntry, deal_stretches, shard_header
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError, StopAskedError, UnreadableError
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NewerFormatError, StopAskedError, UnreadableError
+from ddp_hpc.run.checkpoints import checkpoint_store
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import Manifest, shard_name
+from ddp_hpc.run.checkpoints.shards import RawTensor, TensorEntry, deal_stretches, shard_header
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train import stop
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import restore

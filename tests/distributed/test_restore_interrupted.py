@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
-from ddp_hpc.checkpoints.checkpoint_store import shard_name
-from ddp_hpc.exit_codes import STOPPED
-from ddp_hpc.run_dir.failure_reports import first_failure
-from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.base.exit_codes import STOPPED
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import shard_name
+from ddp_hpc.run.run_dir.failure_reports import first_failure
+from ddp_hpc.run.run_dir.ledger import Ledger
 from tests.distributed.test_leaving import CONFIG, until
 from tests.distributed.whole_runs import live_processes, make_workplace
 

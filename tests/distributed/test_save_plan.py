@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
-from ddp_hpc.checkpoints.checkpoint_store import digest
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import Mark, encode, read_marks
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import digest
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import Mark, encode, read_marks
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe

@@ -17,9 +17,9 @@ import psutil
 import pytest
 import torch
 
-from ddp_hpc.run_dir.failure_reports import first_failure
-from ddp_hpc.run_dir.ledger import Attempt, Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.failure_reports import first_failure
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PATIENCE_S = 90.0

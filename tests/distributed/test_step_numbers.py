@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from ddp_hpc.base.durable import read_json_lines
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_progress
-from ddp_hpc.spec import LogSpec, ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
+from ddp_hpc.run.spec import LogSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.training import Training, prepare
 from ddp_hpc.train.process_group import Group

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.submission import local
+from ddp_hpc.launch.submission import local
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.trial_recipe import Net
 from tests.distributed.whole_runs import Workplace, live_processes, make_workplace
 

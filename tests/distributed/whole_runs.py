@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 
 HERE = Path(__file__).parent
 

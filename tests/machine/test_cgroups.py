@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.machine.cgroups import Cgroups, CpuLimit, MemoryUse
+from ddp_hpc.cluster.machine.cgroups import Cgroups, CpuLimit, MemoryUse
 
 GIB = 2**30
 STEP = "system.slice/slurmstepd.scope/job_7/step_0"

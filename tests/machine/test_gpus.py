@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.machine.gpus import RETRY_S, GpuReader, visible_gpus
-from ddp_hpc.run_dir.machine_use import GpuUse
+from ddp_hpc.cluster.machine.gpus import RETRY_S, GpuReader, visible_gpus
+from ddp_hpc.run.run_dir.machine_use import GpuUse
 from tests.machine.fake_nvml import build
 
 STATE = """
@@ -29,7 +29,7 @@ gpu GPU-eeee6666 20 92160 81920
 READS = """
 import json, sys
 from dataclasses import asdict
-from ddp_hpc.machine.gpus import GpuReader, visible_gpus
+from ddp_hpc.cluster.machine.gpus import GpuReader, visible_gpus
 answers = []
 for visible in json.loads(sys.argv[1]):
     uses, problem = GpuReader(visible_gpus(visible, 4)).read()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.machine_use import read_uses
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.machine_use import read_uses
+from ddp_hpc.run.run_dir.paths import RunDir
 
 NODE = """
 import errno, os, sys
@@ -22,7 +22,7 @@ if sys.argv[1] == "ABSENT":
         del os.pidfd_open
 else:
     os.pidfd_open = refuse
-from ddp_hpc.machine import node
+from ddp_hpc.cluster.machine import node
 node.line_s = lambda *_: 0.0
 node.pause_s = lambda _: 0.2
 raise SystemExit(node.main(sys.argv[2:]))
@@ -50,9 +50,11 @@ def test_without_pidfd_open_a_node_is_sampled_and_the_parents_end_is_seen(missin
 
 
 def test_an_error_of_the_process_that_samples_is_seen(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "ddp_hpc.machine.node", *arguments(RunDir(tmp_path), os.getpid())]
+    argv = [sys.executable, "-m", "ddp_hpc.cluster.machine.node", *arguments(RunDir(tmp_path), os.getpid())]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    (tmp_path / "sitecustomize.py").write_text("from ddp_hpc.slurm import allocation\ndel allocation.cpu_grant\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "from ddp_hpc.cluster.slurm import allocation\ndel allocation.cpu_grant\n"
+    )
 
     done = subprocess.run(argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 

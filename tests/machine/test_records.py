@@ -10,9 +10,9 @@ from typing import NoReturn
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.run_dir import machine_use
-from ddp_hpc.run_dir.ledger import record_start
-from ddp_hpc.run_dir.machine_use import (
+from ddp_hpc.run.run_dir import machine_use
+from ddp_hpc.run.run_dir.ledger import record_start
+from ddp_hpc.run.run_dir.machine_use import (
     GpuUse,
     MachineUse,
     append_use,
@@ -21,9 +21,9 @@ from ddp_hpc.run_dir.machine_use import (
     recent_uses,
     summary_of,
 )
-from ddp_hpc.run_dir.machine_words import gpus as gpus_in_words
-from ddp_hpc.run_dir.machine_words import sentence
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.machine_words import gpus as gpus_in_words
+from ddp_hpc.run.run_dir.machine_words import sentence
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import make_run
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from ddp_hpc.run_dir.machine_use import read_uses
+from ddp_hpc.run.run_dir.machine_use import read_uses
 from tests.distributed.whole_runs import Workplace
 from tests.machine.fake_nvml import build
 
@@ -17,7 +17,7 @@ import psutil, time
 deadline = time.time() + 120
 def is_sampled():
     agents = [f"--parent={one.pid}" for one in psutil.Process().parents()]
-    samplers = [one for one in psutil.process_iter() if "ddp_hpc.machine.node" in arguments(one)]
+    samplers = [one for one in psutil.process_iter() if "ddp_hpc.cluster.machine.node" in arguments(one)]
     return any(set(agents) & set(arguments(one)) and time.time() - one.create_time() > 2.5 for one in samplers)
 def arguments(process):
     try:

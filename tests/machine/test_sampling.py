@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc.machine.cgroups import Cgroups
-from ddp_hpc.machine.gpus import GIB, GpuReader
-from ddp_hpc.machine.processes import SCAN_SHARE, ProcessTree
-from ddp_hpc.machine.sampler import COST_SHARE, MOST_LINE_S, SAMPLE_S, Sampler, line_s, pause_s
-from ddp_hpc.run_dir.machine_use import GpuUse
+from ddp_hpc.cluster.machine.cgroups import Cgroups
+from ddp_hpc.cluster.machine.gpus import GIB, GpuReader
+from ddp_hpc.cluster.machine.processes import SCAN_SHARE, ProcessTree
+from ddp_hpc.cluster.machine.sampler import COST_SHARE, MOST_LINE_S, SAMPLE_S, Sampler, line_s, pause_s
+from ddp_hpc.run.run_dir.machine_use import GpuUse
 from tests.machine.test_cgroups import cgroups
 
 BUSY = "import time\nend = time.process_time() + {seconds}\nwhile time.process_time() < end: pass\n"
@@ -177,7 +177,7 @@ TASK = """
 import os, sys
 from pathlib import Path
 from ddp_hpc.job.node.machine_use import MachineSampler, Node
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 run = RunDir(Path(sys.argv[1]))
 sampler = MachineSampler(Node(run=run, attempt=0, node_rank=0, num_nodes=1, num_gpus=0, is_of_step=True), os.environ)
 [argv] = [one for one in map(lambda path: path.read_bytes().split(b"\\0"), Path("/proc").glob("[0-9]*/cmdline"))

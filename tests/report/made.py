@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.run_dir.meeting import write_meeting
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, write_progress
-from ddp_hpc.run_dir.timeline import Look, Mark, encode
+from ddp_hpc.run.run_dir.meeting import write_meeting
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, write_progress
+from ddp_hpc.run.run_dir.timeline import Look, Mark, encode
 
 BEGIN = 1_750_000_000.0
 """15 June 2025."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.report.timeline import rows_of
-from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next
-from ddp_hpc.run_dir.records import Progress
-from ddp_hpc.run_dir.timeline import Mark
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next
+from ddp_hpc.run.run_dir.records import Progress
+from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import AttemptTime, attempt_times, read_times
 from ddp_hpc.watch.goodput import goodput_of
+from ddp_hpc.watch.report.timeline import rows_of
 from tests.report.made import Plan, large_run, made_run
 
 PROGRESS = Progress(attempt=0, step=10, at=150.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.report.axes import clock_times, compact, linear, logarithmic
+from ddp_hpc.watch.report.axes import clock_times, compact, linear, logarithmic
 
 
 @pytest.mark.parametrize(

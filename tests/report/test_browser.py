@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.report.page import page_of
-from ddp_hpc.report.reading import read_run
-from ddp_hpc.report.sweep import sweep_page
+from ddp_hpc.watch.report.page import page_of
+from ddp_hpc.watch.report.reading import read_run
+from ddp_hpc.watch.report.sweep import sweep_page
 from tests.report.browser import framed, visit
 from tests.report.made import BEGIN, large_run, large_sweep
 from tests.report.test_sweep_page import runs_of

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.report.notes import MOST_NOTES, NOTHING, RULES, Facts, Note, Rule, facts_of, notes_of, read_rules
-from ddp_hpc.report.reading import read_run
-from ddp_hpc.run_dir.slow_ranks import Alarm, read_alarms, record
+from ddp_hpc.run.run_dir.slow_ranks import Alarm, read_alarms, record
+from ddp_hpc.watch.report.notes import MOST_NOTES, NOTHING, RULES, Facts, Note, Rule, facts_of, notes_of, read_rules
+from ddp_hpc.watch.report.reading import read_run
 from tests.report.made import BEGIN, Plan, large_run, line_of, made_run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "report.md"

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.report.page import page_of
-from ddp_hpc.report.reading import read_run
-from ddp_hpc.report.trace import trace_of
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, record_end, record_start
-from ddp_hpc.run_dir.machine_use import GpuUse, MachineUse, append_use
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, QueuedJob, write_progress, write_queued_job
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
+from ddp_hpc.run.run_dir.machine_use import GpuUse, MachineUse, append_use
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, QueuedJob, write_progress, write_queued_job
+from ddp_hpc.watch.report.page import page_of
+from ddp_hpc.watch.report.reading import read_run
+from ddp_hpc.watch.report.trace import trace_of
 from tests.made_run import add_checkpoint, add_failure, add_log, make_run
 from tests.report.made import BEGIN, Plan, large_run, line_of, made_run
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.report.charts import loss_chart, metric_charts, other_charts, wait_map
-from ddp_hpc.report.series import NUM_BINS, Point, read_series, thinned
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import Look
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import Look
+from ddp_hpc.watch.report.charts import loss_chart, metric_charts, other_charts, wait_map
+from ddp_hpc.watch.report.series import NUM_BINS, Point, read_series, thinned
 from tests.made_run import make_run
 
 

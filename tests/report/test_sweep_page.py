@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from ddp_hpc.cli.verbs.report import _progress
-from ddp_hpc.report.scatter import key_chart
-from ddp_hpc.report.sweep import sweep_page
-from ddp_hpc.report.sweep_points import Goal, best_first, goal_of, read_points
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_progress, write_progress
-from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
+from ddp_hpc.launch.sweep.sweep_dir import SweepDir, read_sweep
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress, write_progress
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.goodput import goodput_of
+from ddp_hpc.watch.report.scatter import key_chart
+from ddp_hpc.watch.report.sweep import sweep_page
+from ddp_hpc.watch.report.sweep_points import Goal, best_first, goal_of, read_points
 from tests.report.made import BEGIN, large_sweep
 from tests.report.test_page import Outline
 

@@ -20,13 +20,13 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.cli.verbs.top import size_of
-from ddp_hpc.report.looking import Looker
-from ddp_hpc.report.series import Point
-from ddp_hpc.report.top import PLAIN_LEVELS, Seen, screen, sparkline
-from ddp_hpc.run_dir.ledger import record_start
-from ddp_hpc.run_dir.machine_use import MachineUse, append_use
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
+from ddp_hpc.run.run_dir.ledger import record_start
+from ddp_hpc.run.run_dir.machine_use import MachineUse, append_use
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
+from ddp_hpc.watch.report.looking import Looker
+from ddp_hpc.watch.report.series import Point
+from ddp_hpc.watch.report.top import PLAIN_LEVELS, Seen, screen, sparkline
 from tests.made_run import make_run
 from tests.report.made import BEGIN, Plan, large_run, line_of, made_run
 

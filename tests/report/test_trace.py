@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.report.reading import read_run
-from ddp_hpc.report.trace import COLLECTIVES, MACHINES, RANKS, RUN, SAVES, trace_of
-from ddp_hpc.run_dir.hang_records import HangRecord, write_hang_record
-from ddp_hpc.run_dir.machine_use import GpuUse, MachineUse, append_use
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.hang_records import HangRecord, write_hang_record
+from ddp_hpc.run.run_dir.machine_use import GpuUse, MachineUse, append_use
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.report.reading import read_run
+from ddp_hpc.watch.report.trace import COLLECTIVES, MACHINES, RANKS, RUN, SAVES, trace_of
 from tests.made_run import add_failure, make_run
 from tests.report.made import BEGIN, Plan, large_run, made_run
 

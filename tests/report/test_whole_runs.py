@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import read_marks
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import read_marks
 from tests.report.test_page import Outline
 from tests.report.test_trace import check
 

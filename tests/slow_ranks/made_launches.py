@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ddp_hpc.slow_ranks.launches import Launches
-from ddp_hpc.slow_ranks.summary import Clock, Phases, Summary
+from ddp_hpc.cluster.slow_ranks.launches import Launches
+from ddp_hpc.cluster.slow_ranks.summary import Clock, Phases, Summary
 
 STEP_S = 0.1
 Delay = Callable[[int, int], float]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import write_rendezvous_token
-from ddp_hpc.slow_ranks import clocks
-from ddp_hpc.slow_ranks.clocks import ClockComparison
+from ddp_hpc.cluster.slow_ranks import clocks
+from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import write_rendezvous_token
 
 
 def environ(store: dist.TCPStore, *, rank: int, num_nodes: int = 2) -> dict[str, str]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from ddp_hpc.run_dir.ledger import Attempt, Ledger
-from ddp_hpc.run_dir.network import read_network
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run.run_dir.network import read_network
 from tests.campaigns.written import RESULTS, stamp
 from tests.slurm.cluster import USER, Cluster, booted
 from tests.slurm.lab.settings import IB, address

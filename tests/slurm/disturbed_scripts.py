@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_hpc.run_dir.ledger import Attempt
+from ddp_hpc.run.run_dir.ledger import Attempt
 from tests.slurm import strike
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.faulty_runs import attempts, await_done, await_first_end, job_id

@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.run_dir.ledger import Attempt, Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import LoginNode, world
 

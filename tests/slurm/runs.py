@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.lab.settings import ROOT
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc.rendezvous.worker_env import TABLE
+from ddp_hpc.cluster.rendezvous.worker_env import TABLE
 from ddp_hpc.train.recipe import Recipe
 
 

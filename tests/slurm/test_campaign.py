@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.drill import scenario
-from ddp_hpc.drill.faults import FAULTS as DRILLED
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_queued_job
+from ddp_hpc.prove.drill import scenario
+from ddp_hpc.prove.drill.faults import FAULTS as DRILLED
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_queued_job
 from ddp_hpc.watch.samples import read_steps_taken, used_twice
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.faulty_runs import node_is_down
@@ -86,7 +86,7 @@ def test_a_run_survives(
 
 def hand(deed: str, kind: str) -> Callable[[LoginNode, RunDir, str], None]:
     def act(login: LoginNode, run: RunDir, node: str) -> None:
-        argv = [sys.executable, "-m", "ddp_hpc.drill.injector", str(run.path), deed, kind]
+        argv = [sys.executable, "-m", "ddp_hpc.prove.drill.injector", str(run.path), deed, kind]
         login.cluster.run(*argv, node=node, check=False)  # it may be gone already
 
     return act

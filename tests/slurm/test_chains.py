@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.records import read_progress, read_queued_job
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.records import read_progress, read_queued_job
 from tests.slurm.lab.settings import ROOT
 from tests.slurm.runs import SMALL, LoginNode
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.containers import Bind, CommandWrapper, ContainerSetup, command_wrapper, identity_of
-from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.cluster.containers import Bind, CommandWrapper, ContainerSetup, command_wrapper, identity_of
+from ddp_hpc.run.run_dir.ledger import Ledger
 from tests.slurm import apptainer
 from tests.slurm.apptainer import PYTHON_INSIDE, Apptainer, NoApptainerError
 from tests.slurm.cluster import USER, Cluster

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
+from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import (
     FAULTY,

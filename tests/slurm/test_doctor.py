@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.preflight import read_preflight
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.preflight import read_preflight
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.lab.tools import attempt, sh
 from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
@@ -202,7 +202,7 @@ def test_a_clock_that_is_a_minute_ahead_is_named(cluster: Cluster, login: LoginN
     assert "node3's clock is 60.0 s ahead" in told
 
 
-ASKING, PROBING = "ddp_hpc.node_checks.node", "ddp_hpc.rendezvous.links.node"
+ASKING, PROBING = "ddp_hpc.cluster.node_checks.node", "ddp_hpc.cluster.rendezvous.links.node"
 """What runs on a node in each part of a check."""
 
 

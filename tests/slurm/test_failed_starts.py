@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.slurm.queries import JobRecord, parse_job
+from ddp_hpc.cluster.slurm.queries import JobRecord, parse_job
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import FAULTY, assert_unbroken, attempts, await_done, job_id
 from tests.slurm.runs import LoginNode, world

@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.slurm.hostlist import expand_hostlist
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
 from tests.hostlist_expressions import expression
 
 NUM_EXPRESSIONS = 10_000

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.ledger import Ledger
 from tests.slurm.runs import SMALL, LoginNode
 
 pytestmark = pytest.mark.long

@@ -10,9 +10,9 @@ from functools import partial
 
 import pytest
 
-from ddp_hpc.run_dir.records import QueuedJob
-from ddp_hpc.slurm.queries import JobRecord, parse_job, update_argv
-from ddp_hpc.submission.release_hold import hastening
+from ddp_hpc.cluster.slurm.queries import JobRecord, parse_job, update_argv
+from ddp_hpc.launch.submission.release_hold import hastening
+from ddp_hpc.run.run_dir.records import QueuedJob
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import (
     FAULTY,

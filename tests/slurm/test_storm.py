@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.drill.injector import NodeProcess
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.prove.drill.injector import NodeProcess
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_checkpoint, add_metrics, make_run
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import LoginNode

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_progress, read_queued_job
-from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
+from ddp_hpc.launch.sweep.sweep_dir import SweepDir, read_sweep
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress, read_queued_job
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import LoginNode
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from ddp_hpc.rendezvous.ports import candidate_ports
+from ddp_hpc.cluster.rendezvous.ports import candidate_ports
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import FAULTY, RECIPE, assert_unbroken, await_done, await_first_end, await_step, slow_file
 from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world

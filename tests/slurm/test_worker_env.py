@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, TABLE, USERS_CODE
+from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, TABLE, USERS_CODE
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.lab.settings import ROOT
 from tests.slurm.runs import LoginNode, world

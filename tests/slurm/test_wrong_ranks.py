@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.differences import read_difference
-from ddp_hpc.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run.run_dir.differences import read_difference
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from tests.slurm.cluster import USER
 from tests.slurm.lab.settings import ROOT
 from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world

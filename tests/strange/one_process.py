@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import CheckpointSpec, DataSpec, EvalSpec, LogSpec, RunSpec, TrainSpec
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec, DataSpec, EvalSpec, LogSpec, RunSpec, TrainSpec
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.training import Training, prepare
 from ddp_hpc.train.recipe import Recipe

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import attach
-from ddp_hpc.attached import run as attached_run
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.processes import STOP_SIGNALS
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_progress
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
+from ddp_hpc.train.attached import run as attached_run
 from tests.distributed.test_scripts import ENVIRON, Place
 
 SPAWNS_ITS_RANKS = """
@@ -50,7 +50,7 @@ import os
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ddp_hpc import attach
-from ddp_hpc.errors import DdpHpcError
+from ddp_hpc.base.errors import DdpHpcError
 
 def work(rank):
     dist.init_process_group("gloo", init_method="file://" + os.path.abspath("meet"), rank=rank, world_size=2)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.ledger import JobFacts, record_start
-from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
-from ddp_hpc.slurm import client
-from ddp_hpc.submission.allocate import allocate
-from ddp_hpc.submission.backend import backend_of, backends_of
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.slurm import client
+from ddp_hpc.launch.submission.allocate import allocate
+from ddp_hpc.launch.submission.backend import backend_of, backends_of
+from ddp_hpc.run.run_dir.ledger import JobFacts, record_start
+from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 

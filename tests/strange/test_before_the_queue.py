@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.submission.preflight import capacity
+from ddp_hpc.launch.submission.preflight import capacity
 
 HOME_RUN = Path("/home/ada/runs/net")
 

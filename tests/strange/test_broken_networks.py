@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import processes
+from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS, NodeProbe, Place, Sockets
+from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
+from ddp_hpc.cluster.rendezvous.links.verdict import Answer, findings_of
 from ddp_hpc.job.ending import network_probe
-from ddp_hpc.rendezvous.links.node import NUM_DATAGRAMS, NodeProbe, Place, Sockets
-from ddp_hpc.rendezvous.links.rounds import rounds_of
-from ddp_hpc.rendezvous.links.verdict import Answer, findings_of
 from tests.distributed.node_networks import step_argv
 
 ALL = (NUM_DATAGRAMS, NUM_DATAGRAMS)

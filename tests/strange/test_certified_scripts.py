@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc.certify.certificate import hint_on, time_needed
+from ddp_hpc.prove.certify.certificate import hint_on, time_needed
 
 DASHBOARD = """
 import os, subprocess, time, torch

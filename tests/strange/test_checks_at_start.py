@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_hpc.base.durable import read_json_lines
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.recipe import Recipe
 from tests.strange.one_process import trained
 

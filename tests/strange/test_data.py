@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.data.loader import SampleError
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.recipe import Recipe

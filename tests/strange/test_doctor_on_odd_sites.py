@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
+from ddp_hpc.cluster.node_checks.answers import Answers, Asked
+from ddp_hpc.cluster.node_checks.facts import Disk, NodeFacts, Shared
+from ddp_hpc.cluster.node_checks.node import gather
+from ddp_hpc.cluster.node_checks.verdict import findings_of
 from ddp_hpc.job.preflight import outcome_of
-from ddp_hpc.node_checks.answers import Answers, Asked
-from ddp_hpc.node_checks.facts import Disk, NodeFacts, Shared
-from ddp_hpc.node_checks.node import gather
-from ddp_hpc.node_checks.verdict import findings_of
-from ddp_hpc.run_dir.network import NetworkFindings, Pace
-from ddp_hpc.run_dir.preflight import Finding, Preflight
+from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
+from ddp_hpc.run.run_dir.preflight import Finding, Preflight
+from ddp_hpc.watch.diagnose.doctor.slurm_versions import known_holes
 from tests.unit.test_doctor import a_slurm, found_by
 from tests.unit.test_node_verdict import GOOD, network
 

@@ -18,14 +18,14 @@ import pytest
 from ddp_hpc.base import durable, patience, processes
 from ddp_hpc.base.durable import open_record, read_json_lines, record_bytes
 from ddp_hpc.cli import main
-from ddp_hpc.config import resolve
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
-from ddp_hpc.submission import local
-from ddp_hpc.sweep.points import points_of
-from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep
-from ddp_hpc.sweep.values import parse_axis
+from ddp_hpc.launch.submission import local
+from ddp_hpc.launch.sweep.points import points_of
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep
+from ddp_hpc.launch.sweep.values import parse_axis
+from ddp_hpc.run.config import resolve
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.watch import logs
 from ddp_hpc.watch.logs import LogSelection, read_lines
 from tests.made_run import add_attempt, add_progress, make_run
@@ -205,7 +205,7 @@ def test_cancelling_a_sweep_waits_for_the_point_that_is_just_being_started(
 def test_cancelling_a_sweep_says_so_where_the_command_that_runs_its_points_does_not_end(
     sweep_dir: SweepDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ddp_hpc.sweep.start._RUNNER_PATIENCE_S", 0.3)
+    monkeypatch.setattr("ddp_hpc.launch.sweep.start._RUNNER_PATIENCE_S", 0.3)
     runner_fd = processes.take_lock(sweep_dir.ledger)
     assert runner_fd is not None
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.spec import LrScheduleSpec
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
+from ddp_hpc.run.spec import LrScheduleSpec
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.recipe import Recipe
 from tests.strange.one_process import trained

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.failure_reports import first_failure
+from ddp_hpc.run.run_dir.failure_reports import first_failure
 from tests.distributed.test_scripts import ENVIRON, Place
 
 BEGIN = """

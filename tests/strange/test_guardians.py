@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.errors import WorkerError
+from ddp_hpc.base import exit_codes
+from ddp_hpc.base.errors import WorkerError
 from ddp_hpc.job import guardian
-from ddp_hpc.render import JobScript, render
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end
-from ddp_hpc.spec import RunSpec, SlurmSpec
-from ddp_hpc.submission import local
+from ddp_hpc.launch.render import JobScript, render
+from ddp_hpc.launch.submission import local
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end
+from ddp_hpc.run.spec import RunSpec, SlurmSpec
 from tests.made_run import add_attempt, make_run
 
 IGNORING = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.ledger import Ending, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
 from tests.made_run import make_run
 
 ODD = {

@@ -15,13 +15,13 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.cli.plan import plan_of
-from ddp_hpc.config import load_resolved
 from ddp_hpc.job.ending import attempt_end
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByTasks
-from ddp_hpc.run_dir.ledger import Cause, Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.ledger import Cause, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.cli.test_submit import CONFIG, RECIPE, submit, until
 from tests.made_run import make_run
 

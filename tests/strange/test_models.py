@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe

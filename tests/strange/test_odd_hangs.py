@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.processes import kill
-from ddp_hpc.rank_probe.client import NoAnswerError, RankProbe
-from ddp_hpc.rank_probe.collect import process_state
-from ddp_hpc.rank_probe.compare import verdict_of
-from ddp_hpc.rank_probe.folder import make_folder
-from ddp_hpc.run_dir.hang_records import DUMPING, HangRecord, read_hang_records, write_hang_record
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.script.life import cpu_seconds
+from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
+from ddp_hpc.cluster.rank_probe.collect import process_state
+from ddp_hpc.cluster.rank_probe.compare import verdict_of
+from ddp_hpc.cluster.rank_probe.folder import make_folder
+from ddp_hpc.job.script.life import cpu_seconds
+from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, read_hang_records, write_hang_record
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.unit.test_compare_ranks import LOADS, OPEN, launched, rank
 
 SCRIPT = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from ddp_hpc.rank_probe.client import RankProbe
-from ddp_hpc.rank_probe.server import serve_at_rendezvous
+from ddp_hpc.cluster.rank_probe.client import RankProbe
+from ddp_hpc.cluster.rank_probe.server import serve_at_rendezvous
 
 path = Path(sys.argv[1])
 assert serve_at_rendezvous(path) == ""

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.config import load_resolved, render_resolved, resolve, resolve_key
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.directives import directives
-from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
+from ddp_hpc.cluster.slurm.directives import directives
+from ddp_hpc.run.config import load_resolved, render_resolved, resolve, resolve_key
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec, SlurmSpec
 
 ADA = {"DDP_HPC_SITE_PROFILE": "", "USER": "ada", "HOME": "/home/ada"}
 

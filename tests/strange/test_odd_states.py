@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.state import training_state

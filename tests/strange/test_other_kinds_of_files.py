@@ -13,10 +13,10 @@ import pytest
 
 from ddp_hpc.base import patience
 from ddp_hpc.base.durable import MOST_BYTES, MOST_BYTES_OF_LINES, read_json, read_json_lines
+from ddp_hpc.base.errors import NotARecordError
 from ddp_hpc.cli import main
-from ddp_hpc.errors import NotARecordError
-from ddp_hpc.report.looking import Looker
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.report.looking import Looker
 from tests.report.made import BEGIN, Plan, made_run
 
 COMMANDS = (

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc.errors import WorkerError
+from ddp_hpc.base.errors import WorkerError
+from ddp_hpc.cluster.rendezvous.launchers import Place, find_place
+from ddp_hpc.cluster.rendezvous.ports import candidate_ports, is_free
 from ddp_hpc.job.node.gather import Gathering, gather_at_port
-from ddp_hpc.rendezvous.launchers import Place, find_place
-from ddp_hpc.rendezvous.ports import candidate_ports, is_free
-from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.ledger import Ledger
 from tests.distributed.whole_runs import make_workplace
 from tests.unit.made_network import LO, host
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ddp_hpc.base.durable import read_json_lines
-from ddp_hpc.run_dir.records import read_progress
+from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.recipe import Recipe
 from tests.strange.one_process import trained

@@ -16,25 +16,25 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddp_hpc.base import patience
-from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.checkpoints.checkpoint_store import prune, shard_name, verify
-from ddp_hpc.config import load_resolved
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.job.ending import takeover
 from ddp_hpc.job.monitor import Monitor
-from ddp_hpc.run_dir.failure_reports import read_failures
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end, record_start
-from ddp_hpc.run_dir.ownership import claim, claim_path, has_claim, is_fenced
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_stop_request
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import prune, shard_name, verify
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.failure_reports import read_failures
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end, record_start
+from ddp_hpc.run.run_dir.ownership import claim, claim_path, has_claim, is_fenced
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_stop_request
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload import recipe
+from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.train.data.sample_order import Position, SampleOrder
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.stop import StopFlag
-from ddp_hpc.workload import recipe
-from ddp_hpc.workload.table import workload_of
 from tests.distributed.whole_runs import make_workplace
 from tests.made_run import add_metrics, add_progress, make_run
 from tests.pauses import in_pauses_of

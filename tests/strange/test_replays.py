@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from tests.distributed.whole_runs import Workplace
 
 HERE = Path(__file__).parent

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.submission.snapshot import take_snapshot
+from ddp_hpc.launch.submission.snapshot import take_snapshot
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_attempt, make_run
 from tests.unit.made_repository import git
 

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.job.ending.attempt_end import conclude
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.affected import affected_by
-from ddp_hpc.run_dir.failure_reports import WorkerFailure, failure_of, write_failure
-from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.affected import affected_by
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, failure_of, write_failure
+from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.train.data.loader import SampleError, SeededFetch, received
 from ddp_hpc.train.data.sample_order import MicroBatch
 from tests.made_run import add_checkpoint, add_failure, make_run

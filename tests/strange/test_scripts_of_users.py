@@ -16,19 +16,19 @@ from typing import Literal
 
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.config import render_resolved, resolve
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.failure_reports import first_failure
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_remarks
-from ddp_hpc.script.plan import plan_of
-from ddp_hpc.spec import ScriptSpec
+from ddp_hpc.base import exit_codes
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.job.script.plan import plan_of
+from ddp_hpc.run.config import render_resolved, resolve
+from ddp_hpc.run.run_dir.failure_reports import first_failure
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_remarks
+from ddp_hpc.run.spec import ScriptSpec
 
 WORK = """
 import os, sys
 from ddp_hpc.base import processes
-from ddp_hpc.script.worker import main
+from ddp_hpc.job.script.worker import main
 processes.block_awaited_signals()  # as agents do
 processes.block_interruptions()
 os._exit(main(sys.argv[1], os.environ, attempt=0, listen_fd=None))

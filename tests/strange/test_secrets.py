@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.config import load_resolved
-from ddp_hpc.containers import Bind, ContainerSetup, command_wrapper
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.cluster.containers import Bind, ContainerSetup, command_wrapper
+from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, TABLE, USERS_CODE
 from ddp_hpc.job.supervisor import _set_variables
-from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, TABLE, USERS_CODE
-from ddp_hpc.run_dir.environment import capture
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.environment import capture
+from ddp_hpc.run.run_dir.paths import RunDir
 
 HOSTILE = "s3cr3t $(id) `id` $HOME \"quoted\" 'too' \\n\nsecond line"
 RECIPE = """

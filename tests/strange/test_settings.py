@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.errors import CheckpointError, ConfigError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import DataSpec, EvalSpec, ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.base.errors import CheckpointError, ConfigError
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import DataSpec, EvalSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data.loader import make_loader
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.engine.training import configure_torch

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.run_dir.ledger import record_start
-from ddp_hpc.submission.snapshot import _runs_beside
+from ddp_hpc.launch.submission.snapshot import _runs_beside
+from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.watch.find import find_run, list_runs, newest_run
 from tests.made_run import make_run
 
@@ -91,7 +91,7 @@ def test_each_finds_the_own_newest_run_and_that_of_a_job(runs_dir: Path) -> None
 
 
 def test_a_copy_of_the_code_leaves_out_what_is_another_users(runs_dir: Path) -> None:
-    from ddp_hpc.run_dir.paths import RunDir
+    from ddp_hpc.run.run_dir.paths import RunDir
 
     said = as_user(BOB, lambda: sorted(path.name for path in _runs_beside(RunDir(runs_dir / "bobs"))))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.base.errors import ConfigError, WorkerError
+from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.job.choose_endpoint import meetings
-from ddp_hpc.slurm.allocation import Allocation, read_allocation
 from tests.unit.made_network import batch
 
 PutSrun = Callable[[str], None]

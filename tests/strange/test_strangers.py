@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
-from ddp_hpc.checkpoints.checkpoint_store import verify
-from ddp_hpc.errors import WorkerError
-from ddp_hpc.run_dir.ownership import claim
-from ddp_hpc.run_dir.records import read_rendezvous_token, write_rendezvous_token
-from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.base.errors import WorkerError
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
+from ddp_hpc.run.checkpoints.checkpoint_store import verify
+from ddp_hpc.run.run_dir.ownership import claim
+from ddp_hpc.run.run_dir.records import read_rendezvous_token, write_rendezvous_token
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.sealed_store import HEARTBEAT_INTERVAL_S, SealedStore
@@ -139,7 +139,7 @@ def test_the_token_of_an_attempt_can_be_read_by_its_user_alone_and_is_new_each_t
 
 def test_nothing_in_the_package_unpickles_what_came_from_another_process() -> None:
     package = Path(process_group.__file__).parents[1]
-    sealed = package / "script" / "sealed_objects.py"  # unpickles what a seal of the attempt says to be a rank's
+    sealed = package / "job" / "script" / "sealed_objects.py"  # unpickles what a seal of the attempt lets through
     text = "\n".join(path.read_text() for path in package.rglob("*.py") if path != sealed)
 
     for name in ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object", "pickle.load"):

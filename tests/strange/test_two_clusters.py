@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.durable import append_json_line
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.ledger import Ending, record_end
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
-from ddp_hpc.submission import other_cluster, slurm
-from ddp_hpc.sweep.removal import delete_sweep
-from ddp_hpc.sweep.start import continue_sweep
-from ddp_hpc.sweep.sweep_dir import read_sweep
+from ddp_hpc.launch.submission import other_cluster, slurm
+from ddp_hpc.launch.sweep.removal import delete_sweep
+from ddp_hpc.launch.sweep.start import continue_sweep
+from ddp_hpc.launch.sweep.sweep_dir import read_sweep
+from ddp_hpc.run.run_dir.ledger import Ending, record_end
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from tests.made_run import make_run
 from tests.unit.test_sweep_array import Lab, start
 
@@ -25,7 +25,7 @@ from tests.unit.test_sweep_array import Lab, start
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     """Return a login node of the cluster `beta`, whose Slurm knows no job."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_hpc.submission.preflight.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.preflight.capacity.PRIVATE_PLACES", ())
     made = Lab(tmp_path)
     belongs_to(made, "beta")
     monkeypatch.setenv("PATH", made.environ["PATH"] + os.pathsep + os.environ["PATH"])

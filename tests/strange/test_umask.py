@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.durable import make_directories, replace_text
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.errors import ConfigError
 from ddp_hpc.job import supervisor
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.submission.preflight import capacity
-from ddp_hpc.submission.run_dir_setup import make_run_dir, note_on_parents
+from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.launch.submission.run_dir_setup import make_run_dir, note_on_parents
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
 

@@ -6,7 +6,7 @@ from itertools import chain, zip_longest
 
 import pytest
 
-from ddp_hpc.why.verdict import verdict_of
+from ddp_hpc.watch.why.verdict import verdict_of
 from tests.unit.test_why_ends import NODES, SILENT_1, torchrun
 from tests.unit.test_why_verdict import facts, report, reset
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
-from ddp_hpc.why.findings import Facts, Verdict
-from ddp_hpc.why.lines import Line, clean
-from ddp_hpc.why.signatures import match_exception
-from ddp_hpc.why.verdict import verdict_of
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
+from ddp_hpc.watch.why.findings import Facts, Verdict
+from ddp_hpc.watch.why.lines import Line, clean
+from ddp_hpc.watch.why.signatures import match_exception
+from ddp_hpc.watch.why.verdict import verdict_of
 
 
 def verdict_on(text: str, *, exit_code: int = 1) -> Verdict:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
 from ddp_hpc.job.node.python_environ import IMPORT_PATH, SAFE_PATH, make_users_code_importable
-from ddp_hpc.rendezvous.worker_env import USERS_CODE
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.recipe import load_builder
 
 NAMES = ("argparse", "json", "random", "socket", "subprocess", "yaml_of_mine", "ddp_hpc_of_mine")
@@ -57,7 +57,7 @@ def test_a_run_imports_its_recipe_from_there_and_pythons_modules_from_python(her
     assert RunDir(here / "runs/run").done.exists()
 
 
-@pytest.mark.parametrize("words", [["ddp_hpc.job.supervisor"], ["ddp_hpc.job.node.unpack"], ["ddp_hpc.rendezvous.interfaces"], ["ddp_hpc.job.node.torchrun_node"]])  # fmt: skip
+@pytest.mark.parametrize("words", [["ddp_hpc.job.supervisor"], ["ddp_hpc.job.node.unpack"], ["ddp_hpc.cluster.rendezvous.interfaces"], ["ddp_hpc.job.node.torchrun_node"]])  # fmt: skip
 @pytest.mark.parametrize("is_safe", [True, False], ids=["3.11", "3.10"])
 def test_no_entry_point_imports_what_lies_there(words: list[str], is_safe: bool, here: Path) -> None:
     environ = {**os.environ, **(SAFE_PATH if is_safe else {})}

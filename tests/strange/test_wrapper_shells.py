@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.run_dir.failure_reports import first_failure
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.base import exit_codes
+from ddp_hpc.run.run_dir.failure_reports import first_failure
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.strange.test_scripts_of_users import work
 
 TRAIN = """

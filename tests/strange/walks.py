@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import (
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import (
     CheckpointSpec,
     DataSpec,
     EvalSpec,

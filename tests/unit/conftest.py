@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.spec import ResourcesSpec, RestartSpec, RunSpec, SlurmSpec
+from ddp_hpc.cluster.slurm.allocation import Allocation
+from ddp_hpc.run.spec import ResourcesSpec, RestartSpec, RunSpec, SlurmSpec
 from tests.made_launch import context_of
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm

@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch.utils.data import TensorDataset
 
-from ddp_hpc.spec import DataSpec
+from ddp_hpc.run.spec import DataSpec
 from ddp_hpc.train.data import loader
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
 from ddp_hpc.job.ending.attempt_end import Conclusion, conclude
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.ledger import Attempt, JobFacts, Ledger, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.ledger import Attempt, JobFacts, Ledger, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from tests.made_run import add_failure
 from tests.unit.fake_slurm import FakeSlurm
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddp_hpc.rendezvous.address import Host
-from ddp_hpc.rendezvous.interfaces import Interface
+from ddp_hpc.cluster.rendezvous.address import Host
+from ddp_hpc.cluster.rendezvous.interfaces import Interface
 
 LO = Interface(name="lo", kind="loopback", is_up=True, addresses=("127.0.0.1/8", "::1/128"))
 DOCKER = Interface(name="docker0", kind="virtual bridge", is_up=True, addresses=("172.17.0.1/16",))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.sealed_store import SealedStore

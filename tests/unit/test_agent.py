@@ -14,13 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
-from ddp_hpc.drill.injector import NodeProcess
+from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.job.workers import ByAgents
-from ddp_hpc.run_dir.failure_reports import first_failure, read_failures
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_stop_request
+from ddp_hpc.prove.drill.injector import NodeProcess
+from ddp_hpc.run.run_dir.failure_reports import first_failure, read_failures
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_stop_request
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
 
@@ -36,7 +35,7 @@ def note(text):
 
 note(f"imported by {os.getpid()}")
 if (folder / "broken").exists():
-    from ddp_hpc.errors import ConfigError
+    from ddp_hpc.base.errors import ConfigError
     raise (ConfigError if (folder / "broken").read_text() else ImportError)("no such net")
 
 def preload(run):
@@ -370,7 +369,7 @@ def test_a_worker_that_a_real_time_signal_ends_is_reported_and_the_agent_stays(r
 
 
 def test_an_agent_that_an_error_ends_removes_its_directory_of_sockets(run: RunDir, tmp_path: Path) -> None:
-    agent = "import sys, tempfile\nfrom ddp_hpc.job.node import agent\nfrom ddp_hpc.rank_probe import folder\n"
+    agent = "import sys, tempfile\nfrom ddp_hpc.job.node import agent\nfrom ddp_hpc.cluster.rank_probe import folder\n"
     made = (
         f"make = folder.make_folder\nagent.make_folder = lambda: make([{str(tmp_path)!r}])\nagent.main(sys.argv[1:])\n"
     )

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import submitit
 
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.submission.allocate import HOOK, allocate
+from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.launch.submission.allocate import HOOK, allocate
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 

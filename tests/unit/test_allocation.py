@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.slurm.allocation import (
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.slurm.allocation import (
     Allocation,
     block_rank,
     expand_counts,
@@ -15,7 +15,7 @@ from ddp_hpc.slurm.allocation import (
     shape_problem,
     step_task,
 )
-from ddp_hpc.world import World
+from ddp_hpc.run.world import World
 from tests.unit.made_network import batch, shell, task
 
 

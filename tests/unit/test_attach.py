@@ -15,23 +15,23 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_hpc import attach
-from ddp_hpc.attached import run as attached_run
-from ddp_hpc.attached.run import AttachedRun
-from ddp_hpc.attached.step_sampler import StepSampler
+from ddp_hpc.base.errors import ConfigError, FencedError
 from ddp_hpc.base.processes import STOP_SIGNALS
-from ddp_hpc.checkpoints import checkpoint_store
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.cli.status_text import progress_line
-from ddp_hpc.errors import ConfigError, FencedError
-from ddp_hpc.rendezvous.worker_env import for_attach
-from ddp_hpc.run_dir.ledger import Ledger, record_start
-from ddp_hpc.run_dir.ownership import claim
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, ask_to_stop, with_report, write_progress
-from ddp_hpc.spec import RunSpec, ScriptSpec
+from ddp_hpc.cluster.rendezvous.worker_env import for_attach
+from ddp_hpc.run.checkpoints import checkpoint_store
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.ledger import Ledger, record_start
+from ddp_hpc.run.run_dir.ownership import claim
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, ask_to_stop, with_report, write_progress
+from ddp_hpc.run.spec import RunSpec, ScriptSpec
+from ddp_hpc.run.workload.script import ScriptWorkload
+from ddp_hpc.train.attached import run as attached_run
+from ddp_hpc.train.attached.run import AttachedRun
+from ddp_hpc.train.attached.step_sampler import StepSampler
 from ddp_hpc.train.data.sample_order import Position, SampleOrder
 from ddp_hpc.watch.status import read_status
-from ddp_hpc.workload.script import ScriptWorkload
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from ddp_hpc.attached.ranks import ScriptRanks
-from ddp_hpc.errors import WorkerError
+from ddp_hpc.base.errors import WorkerError
 from ddp_hpc.train import sealed_store
+from ddp_hpc.train.attached.ranks import ScriptRanks
 from ddp_hpc.train.process_group import RankInfo
 from ddp_hpc.train.sealed_store import SealedStore
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import durable
+from ddp_hpc.base import durable, exit_codes
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import Outcome
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.differences import Difference, by_vote, write_difference
-from ddp_hpc.run_dir.ledger import JobFacts, Ledger, record_start
-from ddp_hpc.run_dir.records import ask_to_stop
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.differences import Difference, by_vote, write_difference
+from ddp_hpc.run.run_dir.ledger import JobFacts, Ledger, record_start
+from ddp_hpc.run.run_dir.records import ask_to_stop
 from tests.made_run import add_checkpoint, add_failure
 from tests.unit.made_job import CRASHED, NODES, STOPPED, Make, Supervised
 
@@ -153,9 +152,9 @@ def test_an_end_is_decided_on_one_reading_of_each_record(supervised: Make, monke
         reads.append(path.name)
         return read_file(path)
 
-    monkeypatch.setattr("ddp_hpc.run_dir.ledger.read_json_lines", lines)
-    monkeypatch.setattr("ddp_hpc.run_dir.records.read_json", file)
-    monkeypatch.setattr("ddp_hpc.run_dir.failure_reports.read_json", file)
+    monkeypatch.setattr("ddp_hpc.run.run_dir.ledger.read_json_lines", lines)
+    monkeypatch.setattr("ddp_hpc.run.run_dir.records.read_json", file)
+    monkeypatch.setattr("ddp_hpc.run.run_dir.failure_reports.read_json", file)
 
     conclude(one.context, attempt, replace(CRASHED, avoided_nodes=("node2",)))
 

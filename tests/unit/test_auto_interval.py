@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from ddp_hpc.checkpoints.past_saves import Past
-from ddp_hpc.checkpoints.save_interval import Bounds
-from ddp_hpc.slow_ranks.summary import Phases
+from ddp_hpc.cluster.slow_ranks.summary import Phases
+from ddp_hpc.run.checkpoints.past_saves import Past
+from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.train.auto_interval import AutoInterval, Job
 from ddp_hpc.train.save_plan import SavePlan
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
+from ddp_hpc.cluster.slurm.queries import JobRecord, parse_job
 from ddp_hpc.job.ending.causes import Evidence, cause_of
-from ddp_hpc.run_dir.ledger import Cause
-from ddp_hpc.slurm.queries import JobRecord, parse_job
+from ddp_hpc.run.run_dir.ledger import Cause
 
 FINISHED, STOPPED, FAILED = exit_codes.FINISHED, exit_codes.STOPPED, exit_codes.FAILED
 REFUSED, FENCED, STOPPED_EARLY = exit_codes.REFUSED, exit_codes.FENCED, exit_codes.STOPPED_EARLY

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.config import load_resolved
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.ledger import Ending, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import write_done
-from ddp_hpc.submission import slurm
-from ddp_hpc.submission.chain import Before, dependency, split_when
-from ddp_hpc.workload.table import workload_of
+from ddp_hpc.launch.submission import slurm
+from ddp_hpc.launch.submission.chain import Before, dependency, split_when
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.ledger import Ending, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import write_done
+from ddp_hpc.run.workload.table import workload_of
 from tests.made_run import make_run
 
 

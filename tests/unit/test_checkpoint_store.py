@@ -16,9 +16,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ddp_hpc.checkpoints import shards
-from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.checkpoints.checkpoint_store import (
+from ddp_hpc.base.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from ddp_hpc.run.checkpoints import shards
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import (
     Manifest,
     commit,
     digest,
@@ -32,10 +33,9 @@ from ddp_hpc.checkpoints.checkpoint_store import (
     verify,
     write_shard,
 )
-from ddp_hpc.checkpoints.shards import TensorEntry, shard_header
-from ddp_hpc.errors import CheckpointError, ConfigError, CorruptCheckpointError
-from ddp_hpc.run_dir.ownership import claim, remove_leftovers
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.checkpoints.shards import TensorEntry, shard_header
+from ddp_hpc.run.run_dir.ownership import claim, remove_leftovers
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import SaveResult
 from tests.made_run import add_checkpoint, make_run

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.checkpoints import checkpoint_store
-from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
-from ddp_hpc.checkpoints.checkpoint_store import (
+from ddp_hpc.base import exit_codes
+from ddp_hpc.base.errors import FencedError
+from ddp_hpc.run.checkpoints import checkpoint_store
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import (
     Manifest,
     commit,
     make_uncommitted,
@@ -21,10 +22,9 @@ from ddp_hpc.checkpoints.checkpoint_store import (
     verify,
     write_shard,
 )
-from ddp_hpc.errors import FencedError
-from ddp_hpc.run_dir.ledger import record_start
-from ddp_hpc.run_dir.ownership import claim, claims, is_fenced, release
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.ledger import record_start
+from ddp_hpc.run.run_dir.ownership import claim, claims, is_fenced, release
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.state.checkpoint import SaveResult
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.made_state import make_checkpointers, make_state, take_step

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.submission import snapshot
-from ddp_hpc.submission.snapshot import Snapshot, differences, path_in_snapshot, take_snapshot
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.launch.submission import snapshot
+from ddp_hpc.launch.submission.snapshot import Snapshot, differences, path_in_snapshot, take_snapshot
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.unit.made_repository import git
 
 MB = 10**6

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.rank_probe.compare import Kind, main_frames, verdict_of
-from ddp_hpc.run_dir.hang_records import HangRecord
+from ddp_hpc.cluster.rank_probe.compare import Kind, main_frames, verdict_of
+from ddp_hpc.run.run_dir.hang_records import HangRecord
 
 WAITS = ("/v/torch/distributed/distributed_c10d.py:9 in all_reduce", "/home/u/train.py:12 in step")
 LOADS = ("/v/torch/utils/data.py:3 in fetch", "/home/u/data.py:30 in load", "/home/u/train.py:11 in step")

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.field_types import is_union, without_none
-from ddp_hpc.config import Resolved, changes, flat, load_resolved, render_resolved, resolve, resolve_key
-from ddp_hpc.config.keys import Key, all_keys
-from ddp_hpc.config.yaml_text import dump_value
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.run.config import Resolved, changes, flat, load_resolved, render_resolved, resolve, resolve_key
+from ddp_hpc.run.config.keys import Key, all_keys
+from ddp_hpc.run.config.yaml_text import dump_value
+from ddp_hpc.run.spec import RunSpec
 
 NO_SITE = {"DDP_HPC_SITE_PROFILE": ""}
 

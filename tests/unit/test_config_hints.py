@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.config import resolve
-from ddp_hpc.config.foreign import FOREIGN
-from ddp_hpc.config.keys import all_keys, is_free, is_section, key_of, unknown_key
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.config import resolve
+from ddp_hpc.run.config.foreign import FOREIGN
+from ddp_hpc.run.config.keys import all_keys, is_free, is_section, key_of, unknown_key
 
 
 def suggested(name: str) -> list[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import ddp_hpc
-from ddp_hpc.config.keys import all_keys
-from ddp_hpc.config.reference import KeyDoc, as_markdown, reference, rows_of
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.config.keys import all_keys
+from ddp_hpc.run.config.reference import KeyDoc, as_markdown, reference, rows_of
 
 DOCUMENT = Path(ddp_hpc.__file__).parents[1] / "docs/configuration.md"
 

@@ -10,9 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.config import yaml_text
-from ddp_hpc.config.yaml_text import DictWithLines, dump_value, plain_scalar, read_yaml
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.config import yaml_text
+from ddp_hpc.run.config.yaml_text import DictWithLines, dump_value, plain_scalar, read_yaml
 
 SCALARS: list[tuple[str, Any]] = [
     ("1e-3", 1e-3),

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc import containers
-from ddp_hpc.containers import (
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster import containers
+from ddp_hpc.cluster.containers import (
     Bind,
     CommandWrapper,
     HostPaths,
@@ -22,15 +23,14 @@ from ddp_hpc.containers import (
     missing_sources,
     sif_architecture,
 )
-from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.container_launch import wrapper_of
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.wire.endpoint import Meeting
-from ddp_hpc.run_dir.ledger import record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec
-from ddp_hpc.submission.preflight.image import look_at_image
-from ddp_hpc.workload.table import workload_of
+from ddp_hpc.launch.submission.preflight.image import look_at_image
+from ddp_hpc.run.run_dir.ledger import record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.run.workload.table import workload_of
 from tests.made_launch import launch_of, paths_of
 from tests.made_run import make_run
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.cluster.slurm.allocation import CpuGrant, cpu_grant
 from ddp_hpc.job.node.cpus import Cpu, gpu_numa_nodes, read_cpus, share_cpus, share_here
-from ddp_hpc.slurm.allocation import CpuGrant, cpu_grant
 from tests.unit.made_network import batch
 
 PutMachine = Callable[..., None]

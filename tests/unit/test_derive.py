@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.rendezvous.address import Host, addresses_of, this_host
-from ddp_hpc.rendezvous.choice import Refused
-from ddp_hpc.rendezvous.derive import derive
-from ddp_hpc.rendezvous.interfaces import Interface
-from ddp_hpc.rendezvous.worker_env import Fact, WorkerEnv
-from ddp_hpc.slurm.allocation import block_rank, read_allocation
+from ddp_hpc.cluster.rendezvous.address import Host, addresses_of, this_host
+from ddp_hpc.cluster.rendezvous.choice import Refused
+from ddp_hpc.cluster.rendezvous.derive import derive
+from ddp_hpc.cluster.rendezvous.interfaces import Interface
+from ddp_hpc.cluster.rendezvous.worker_env import Fact, WorkerEnv
+from ddp_hpc.cluster.slurm.allocation import block_rank, read_allocation
 from tests.unit.made_network import DOCKER, LO, batch, host, interface, node, shell, task
 
 RANKS = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"]

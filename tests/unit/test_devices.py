@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.process_group import RankInfo, choose_device, device_index, group_options
 
 

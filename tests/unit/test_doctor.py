@@ -15,23 +15,23 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_hpc.config import resolve
-from ddp_hpc.diagnose.doctor import login, nccl_log, questions
-from ddp_hpc.diagnose.doctor.drained import meaning, out_of_service
-from ddp_hpc.diagnose.doctor.login import Site
-from ddp_hpc.diagnose.doctor.on_nodes import options_of, result_of
-from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
+from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE
+from ddp_hpc.cluster.node_checks.node import disk, gather, networks, num_gpus, shared, state_of
+from ddp_hpc.cluster.rendezvous.interfaces import Interface
+from ddp_hpc.cluster.rendezvous.worker_env import for_debug
+from ddp_hpc.cluster.slurm.queries import NodeState, parse_node_reasons
 from ddp_hpc.job import preflight
-from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE
-from ddp_hpc.node_checks.node import disk, gather, networks, num_gpus, shared, state_of
-from ddp_hpc.rendezvous.interfaces import Interface
-from ddp_hpc.rendezvous.worker_env import for_debug
-from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.preflight import Finding, Preflight, preflight_of, read_preflight, write_preflight
-from ddp_hpc.slurm.queries import NodeState, parse_node_reasons
-from ddp_hpc.why.findings import Facts
-from ddp_hpc.why.verdict import verdict_of
+from ddp_hpc.run.config import resolve
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.preflight import Finding, Preflight, preflight_of, read_preflight, write_preflight
+from ddp_hpc.watch.diagnose.doctor import login, nccl_log, questions
+from ddp_hpc.watch.diagnose.doctor.drained import meaning, out_of_service
+from ddp_hpc.watch.diagnose.doctor.login import Site
+from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, result_of
+from ddp_hpc.watch.diagnose.doctor.slurm_versions import known_holes
+from ddp_hpc.watch.why.findings import Facts
+from ddp_hpc.watch.why.verdict import verdict_of
 
 SLURM: dict[str, str] = {
     "scontrol": """case "$*" in
@@ -389,7 +389,7 @@ def test_the_job_of_the_doctor_is_placed_as_the_run_would_be(tmp_path: Path) -> 
 
 def test_a_node_says_what_it_has_without_importing_torch(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from ddp_hpc.node_checks.node import gather;"
+        "import os, sys; from pathlib import Path; from ddp_hpc.cluster.node_checks.node import gather;"
         "found = gather('a', ['a'], folder=Path(sys.argv[1]), paths=[sys.argv[1]], environ=os.environ);"
         "import json; print(json.dumps(found.as_record)); assert 'torch' not in sys.modules"
     )
@@ -432,8 +432,8 @@ def test_a_part_that_does_not_end_in_time_is_named_and_the_others_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
-    monkeypatch.setattr("ddp_hpc.node_checks.node.state_of", lambda _: over.wait())  # as a dead mount does
-    monkeypatch.setattr("ddp_hpc.node_checks.node.PATIENCE_S", 0.5)
+    monkeypatch.setattr("ddp_hpc.cluster.node_checks.node.state_of", lambda _: over.wait())  # as a dead mount does
+    monkeypatch.setattr("ddp_hpc.cluster.node_checks.node.PATIENCE_S", 0.5)
 
     found = gather("a", ["a"], folder=tmp_path, paths=["/data"], environ={})
     over.set()
@@ -460,11 +460,11 @@ def test_names_that_are_not_answered_cost_one_wait_and_are_unknown(
 ) -> None:
     over, names = threading.Event(), [f"n{number}" for number in range(64)]
     monkeypatch.setattr(
-        "ddp_hpc.node_checks.node.socket.getaddrinfo",
+        "ddp_hpc.cluster.node_checks.node.socket.getaddrinfo",
         lambda name, *_, **__: [(0, 0, 0, "", ("10.0.0.1", 0))] if name == "n0" else over.wait() or [],
     )
-    monkeypatch.setattr("ddp_hpc.node_checks.node.socket.getnameinfo", lambda *_: over.wait())
-    monkeypatch.setattr("ddp_hpc.node_checks.node.NAMES_S", 0.4)
+    monkeypatch.setattr("ddp_hpc.cluster.node_checks.node.socket.getnameinfo", lambda *_: over.wait())
+    monkeypatch.setattr("ddp_hpc.cluster.node_checks.node.NAMES_S", 0.4)
 
     found = gather("n0", names, folder=tmp_path, paths=[], environ={})
     over.set()

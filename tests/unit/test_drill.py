@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.config import Resolved, flat
-from ddp_hpc.drill import scenario
-from ddp_hpc.drill.checks import DrillOutcome, check
-from ddp_hpc.drill.faults import FAULTS
-from ddp_hpc.drill.injector import NodeProcess, processes_by_kind
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import Mark, encode
-from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission.backend import Submission
+from ddp_hpc.launch.submission.backend import Submission
+from ddp_hpc.prove.drill import scenario
+from ddp_hpc.prove.drill.checks import DrillOutcome, check
+from ddp_hpc.prove.drill.faults import FAULTS
+from ddp_hpc.prove.drill.injector import NodeProcess, processes_by_kind
+from ddp_hpc.run.config import Resolved, flat
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import Mark, encode
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.samples import Step, StepsTaken, read_steps_taken
 
 RUN = "/share/runs/drill"
@@ -77,7 +77,7 @@ TORCHRUN = [
 TASKS = [python(41, 2, "ddp_hpc.job.node.task", RUN), python(42, 3, "ddp_hpc.job.node.task", RUN)]
 OTHERS = [
     python(50, 2, "ddp_hpc.job.node.agent", "/share/runs/other"),
-    python(51, 2, "ddp_hpc.drill.injector", RUN),
+    python(51, 2, "ddp_hpc.prove.drill.injector", RUN),
     python(52, 2, "ddp_hpc.job.supervisor", RUN),
     NodeProcess(53, 2, ["bash", "-c", RUN]),
     NodeProcess(54, 2, []),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.durable import append_json_line, output_at, read_json, read_json_lines, replace_text
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 
 
 @pytest.mark.parametrize("durable", [True, False])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.environment import (
+from ddp_hpc.run.run_dir.environment import (
     Environment,
     capture,
     differences,

@@ -11,8 +11,8 @@ import torch
 import yaml
 from torch.utils.data import default_collate
 
-from ddp_hpc.config import resolve
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.run.config import resolve
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.recipe import Recipe, build_recipe
 
 ROOT = Path(__file__).parents[2]

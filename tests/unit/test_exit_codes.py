@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.errors import CheckpointError, ConfigError, DivergedError, FencedError, exit_code_of
-from ddp_hpc.exit_codes import (
+from ddp_hpc.base.errors import CheckpointError, ConfigError, DivergedError, FencedError, exit_code_of
+from ddp_hpc.base.exit_codes import (
     DIVERGED,
     FAILED,
     FENCED,

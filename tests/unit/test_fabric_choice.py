@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.rendezvous.choice import Refused, accepted, choose_fabric, fabric, refusal, source_address
-from ddp_hpc.rendezvous.interfaces import Interface, Kind
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.rendezvous.choice import Refused, accepted, choose_fabric, fabric, refusal, source_address
+from ddp_hpc.cluster.rendezvous.interfaces import Interface, Kind
 from tests.unit.made_network import DOCKER, LO, interface, node
 
 NODES = ["node1", "node2", "node3"]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ddp_hpc.job.ending.roots import root_of
-from ddp_hpc.requeue import Situation, decide, fails_again
-from ddp_hpc.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next, Root
-from ddp_hpc.spec import RestartSpec
+from ddp_hpc.run.requeue import Situation, decide, fails_again
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next, Root
+from ddp_hpc.run.spec import RestartSpec
 
 CONTENT = "3 bytes, sha256 1"
 POISONED = Root(fingerprint="f1", entity="train_data[17]", entity_version=CONTENT, may_recover=False, failed_step=5)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ddp_hpc.base.durable import read_json
-from ddp_hpc.errors import ConfigError, DivergedError
-from ddp_hpc.run_dir.failure_reports import (
+from ddp_hpc.base.errors import ConfigError, DivergedError
+from ddp_hpc.run.run_dir.failure_reports import (
     allowed_phase,
     failure_of,
     first_failure,

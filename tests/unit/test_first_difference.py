@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_hpc.replay.bisecting import lines_by_step
-from ddp_hpc.replay.first_difference import Lines, first_difference
+from ddp_hpc.prove.replay.bisecting import lines_by_step
+from ddp_hpc.prove.replay.first_difference import Lines, first_difference
 
 
 def tensor(kind: str, name: str, seal: str = "a", **more: Any) -> dict[str, Any]:

@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import attach
-from ddp_hpc.attached import run as attached_run
-from ddp_hpc.attached.run import AttachedRun
+from ddp_hpc.base.errors import ConfigError, FencedError
 from ddp_hpc.base.processes import STOP_SIGNALS
-from ddp_hpc.checkpoints import checkpoint_store, foreign_files
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.checkpoints.checkpoint_store import CHUNK_BYTES
-from ddp_hpc.checkpoints.foreign_files import commit_files
-from ddp_hpc.checkpoints.shards import FORMAT
-from ddp_hpc.errors import ConfigError, FencedError
-from ddp_hpc.run_dir.ownership import claim
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.checkpoints import checkpoint_store, foreign_files
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import CHUNK_BYTES
+from ddp_hpc.run.checkpoints.foreign_files import commit_files
+from ddp_hpc.run.checkpoints.shards import FORMAT
+from ddp_hpc.run.run_dir.ownership import claim
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.train.attached import run as attached_run
+from ddp_hpc.train.attached.run import AttachedRun
 
 
 @pytest.fixture(autouse=True)

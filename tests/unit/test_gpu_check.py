@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import gpu_check
 from benchmarks.gpu.table import CHECKS, Check, judge
-from ddp_hpc.rendezvous.worker_env import SHARED_GPU
+from ddp_hpc.cluster.rendezvous.worker_env import SHARED_GPU
 from ddp_hpc.train.process_group import choose_device, rank_info_from_environ
 
 Change = dict[str, Any]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.state.training_state import TrainingState, numbers
 from tests.unit.made_state import CPU, put_back
 from tests.unit.test_training_state import saved

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.cluster.rank_probe import collect as collect_module
+from ddp_hpc.cluster.rank_probe.client import RankProbe
+from ddp_hpc.cluster.rank_probe.collect import collect, process_state
+from ddp_hpc.cluster.rank_probe.deadlines import LOOK_S, Deadline, HangCollector, deadline_file
+from ddp_hpc.cluster.rendezvous.worker_env import Fact
 from ddp_hpc.job.node.agent import NodeWorkers, _collector
 from ddp_hpc.job.node.cpus import Share
-from ddp_hpc.rank_probe import collect as collect_module
-from ddp_hpc.rank_probe.client import RankProbe
-from ddp_hpc.rank_probe.collect import collect, process_state
-from ddp_hpc.rank_probe.deadlines import LOOK_S, Deadline, HangCollector, deadline_file
-from ddp_hpc.rendezvous.worker_env import Fact
-from ddp_hpc.run_dir.hang_records import HangRecord, read_hang_records, write_hang_record
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.script.life import cpu_seconds
+from ddp_hpc.job.script.life import cpu_seconds
+from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records, write_hang_record
+from ddp_hpc.run.run_dir.paths import RunDir
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.job_context import Outcome
-from ddp_hpc.run_dir.failure_reports import read_failures
-from ddp_hpc.run_dir.hang_records import DUMPING, HangRecord, write_hang_record
-from ddp_hpc.run_dir.ledger import JobFacts, record_start
-from ddp_hpc.run_dir.network import NetworkFindings, PairFault, read_network
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.world import World
+from ddp_hpc.run.run_dir.failure_reports import read_failures
+from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, write_hang_record
+from ddp_hpc.run.run_dir.ledger import JobFacts, record_start
+from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.world import World
 from tests.distributed import stands_for_srun
 from tests.made_run import add_failure
 from tests.unit.made_job import CRASHED, NODES, Make

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.slurm.hostlist import MAX_RANGE, expand_hostlist
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.slurm.hostlist import MAX_RANGE, expand_hostlist
 from tests.hostlist_expressions import expression, expressions
 
 

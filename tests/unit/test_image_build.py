@@ -14,8 +14,8 @@ import pytest
 
 import ddp_hpc
 from ddp_hpc.cli import main
-from ddp_hpc.diagnose.image_probe import NEEDED, USEFUL
-from ddp_hpc.submission.image_build import FILES, argv_of, files_dir
+from ddp_hpc.launch.submission.image_build import FILES, argv_of, files_dir
+from ddp_hpc.watch.diagnose.image_probe import NEEDED, USEFUL
 
 ROOT = Path(ddp_hpc.__file__).parents[1]
 DEFINITION = (ROOT / "containers/ddp_hpc.def").read_text()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.recipe import Recipe, build_recipe
 from ddp_hpc.train.recipes.image_classification import accuracy, accuracy_top5, build
 from ddp_hpc.train.recipes.mini_resnet import BasicBlock, MiniResNet

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.rendezvous.interfaces import (
+from ddp_hpc.cluster.rendezvous.interfaces import (
     Interface,
     Kind,
     as_plain,
@@ -91,7 +91,7 @@ def test_what_is_written_can_be_read() -> None:
 
 
 def probe(**environ: str) -> tuple[str, tuple[Interface, ...]]:
-    argv = [sys.executable, "-m", "ddp_hpc.rendezvous.interfaces"]
+    argv = [sys.executable, "-m", "ddp_hpc.cluster.rendezvous.interfaces"]
     printed = subprocess.run(argv, env=environ, check=True, capture_output=True, text=True).stdout
     (line,) = printed.splitlines()
     answer = json.loads(line)
@@ -113,10 +113,10 @@ def test_the_probe_calls_a_node_by_slurms_name() -> None:
 
 def test_the_probe_loads_little() -> None:
     """It starts on every node of a job, from a shared disk, before anything else can."""
-    code = "import sys, ddp_hpc.rendezvous.interfaces; print(*sys.modules)"
+    code = "import sys, ddp_hpc.cluster.rendezvous.interfaces; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
 
-    heavy = {"torch", "numpy", "yaml", "rich", "jinja2", "ddp_hpc.spec", "ddp_hpc.config", "ddp_hpc.cli"}
+    heavy = {"torch", "numpy", "yaml", "rich", "jinja2", "ddp_hpc.run.spec", "ddp_hpc.run.config", "ddp_hpc.cli"}
 
     assert "psutil" in loaded
     assert heavy & set(loaded) == set()

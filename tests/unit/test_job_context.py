@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.job_context import JobContext, given_world, misfit
 from ddp_hpc.job.launcher import Launch, step_of_agents
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.spec import ResourcesSpec, RunSpec, TrainSpec
-from ddp_hpc.workload.table import workload_of
-from ddp_hpc.world import World
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.run.workload.table import workload_of
+from ddp_hpc.run.world import World
 
 SPEC = RunSpec(name="net", resources=ResourcesSpec(nodes=2, workers_per_node=3), train=TrainSpec(global_batch_size=24))
 

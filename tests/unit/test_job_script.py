@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc import __version__, exit_codes
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.render import JobScript, quote, quote_for_sbatch, render
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.directives import directives
-from ddp_hpc.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
+from ddp_hpc import __version__
+from ddp_hpc.base import exit_codes
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.slurm.directives import directives
+from ddp_hpc.launch.render import JobScript, quote, quote_for_sbatch, render
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
 from tests.made_run import make_run
 
 TRAIN = TrainSpec(global_batch_size=96)

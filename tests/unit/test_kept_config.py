@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from ddp_hpc.base.durable import replace_text
-from ddp_hpc.config import Resolved, flat, load_resolved, resolve
-from ddp_hpc.config.keys import key_of
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, write_progress
-from ddp_hpc.submission.unset import fill_unset
+from ddp_hpc.launch.submission.unset import fill_unset
+from ddp_hpc.run.config import Resolved, flat, load_resolved, resolve
+from ddp_hpc.run.config.keys import key_of
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, write_progress
 
 KEPT = Path(__file__).parents[1] / "data" / "config" / "every-key.yaml"
 SINCE_THEN = {

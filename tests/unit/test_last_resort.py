@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from ddp_hpc.job.ending import attempt_end, last_resort
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.spec import RestartSpec
-from ddp_hpc.workload import recipe
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.spec import RestartSpec
+from ddp_hpc.run.workload import recipe
 from tests.made_run import add_checkpoint
 from tests.unit.made_job import CRASHED, STOPPED, Make
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.steps import probe_argv
-from ddp_hpc.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TorchrunSpec, TrainSpec
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TorchrunSpec, TrainSpec
 from tests.made_launch import launch_of
 
 RUN = RunDir(Path("/scratch/runs/digits"))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.rendezvous import launchers
-from ddp_hpc.rendezvous.launchers import (
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.rendezvous import launchers
+from ddp_hpc.cluster.rendezvous.launchers import (
     LAUNCHERS,
     Place,
     find_place,
@@ -19,7 +19,7 @@ from ddp_hpc.rendezvous.launchers import (
     variables_of,
     with_workers,
 )
-from ddp_hpc.slurm.allocation import read_allocation
+from ddp_hpc.cluster.slurm.allocation import read_allocation
 from tests.unit.made_network import LO, batch, host, interface, task
 
 HOST = host(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.run_dir import ledger
-from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.run.run_dir import ledger
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
 from tests.made_run import make_run
 
 OLD = (

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS
+from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO, partners, rounds_of
+from ddp_hpc.cluster.rendezvous.links.verdict import Answer, confirmed, findings_of
 from ddp_hpc.job.ending.network_probe import probe
-from ddp_hpc.rendezvous.links.node import NUM_DATAGRAMS
-from ddp_hpc.rendezvous.links.rounds import ALL_PAIRS_UP_TO, partners, rounds_of
-from ddp_hpc.rendezvous.links.verdict import Answer, confirmed, findings_of
-from ddp_hpc.run_dir.network import Fault, NetworkFindings, PairFault, read_network, write_network
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.network import Fault, NetworkFindings, PairFault, read_network, write_network
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.node_networks import step_argv
 
 ALL = (NUM_DATAGRAMS, NUM_DATAGRAMS)

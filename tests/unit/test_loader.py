@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from ddp_hpc.spec import DataSpec
+from ddp_hpc.run.spec import DataSpec
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, load_global_batches, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, Position, RankSampler, SampleOrder
 from ddp_hpc.train.state import rng

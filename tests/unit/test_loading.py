@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import ddp_hpc
-from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
-from ddp_hpc.checkpoints.foreign_files import commit_files
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.foreign_files import commit_files
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.state import loading
 from tests.made_run import make_run
 from tests.unit.made_state import Net, make_checkpointers, make_state, take_step

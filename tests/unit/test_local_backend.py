@@ -16,11 +16,11 @@ import pytest
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
+from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cli import main
-from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.submission import local
+from ddp_hpc.launch.submission import local
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.full_disk import no_file_larger_than
 from tests.made_run import add_progress, make_run
 
@@ -155,7 +155,7 @@ def test_a_submission_waits_for_a_record_that_cannot_be_read_for_a_moment(
 def test_a_guardian_outlives_a_strict_python_without_a_warning() -> None:
     program = """
 import subprocess, sys
-from ddp_hpc.submission import local
+from ddp_hpc.launch.submission import local
 quiet = subprocess.DEVNULL
 process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=int(sys.argv[1]), stdout=quiet, stderr=quiet)
 local.keep(process)

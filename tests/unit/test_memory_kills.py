@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
-from ddp_hpc.run_dir.failure_reports import WorkerFailure, report_killed
-from ddp_hpc.why.verdict import verdict_of
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, report_killed
+from ddp_hpc.watch.why.verdict import verdict_of
 from tests.unit.test_why_verdict import facts
 
 V1 = "12:pids:/job_7\n4:cpu,memory:/slurm/job_7/step_1\n0::/\n"

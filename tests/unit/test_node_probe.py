@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.containers import BARE
+from ddp_hpc.base import exit_codes
+from ddp_hpc.cluster.containers import BARE
 from ddp_hpc.job.ending import node_probe
 from ddp_hpc.job.ending.attempt_end import Conclusion, conclude
 from ddp_hpc.job.job_context import Outcome
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.ledger import JobFacts, Ledger, record_start
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.ledger import JobFacts, Ledger, record_start
 from tests.unit.made_job import CRASHED, NODES, Make
 
 STOPPED_EARLY = Outcome(code=exit_codes.STOPPED_EARLY, step_code=128 + 15)

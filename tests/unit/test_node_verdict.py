@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.node_checks.answers import Answers, Asked, odd_ones
-from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, Disk, NodeFacts, Shared, facts_of, neighbours
-from ddp_hpc.node_checks.verdict import findings_of
-from ddp_hpc.run_dir.network import NetworkFindings, Pace, PairFault
-from ddp_hpc.run_dir.preflight import Finding
+from ddp_hpc.cluster.node_checks.answers import Answers, Asked, odd_ones
+from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, Disk, NodeFacts, Shared, facts_of, neighbours
+from ddp_hpc.cluster.node_checks.verdict import findings_of
+from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault
+from ddp_hpc.run.run_dir.preflight import Finding
 
 NODES = ("node1", "node2", "node3", "node4")
 ADDRESSES = {node: (f"10.0.0.{number}",) for number, node in enumerate(NODES, 1)}

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.notify import Notifier
-from ddp_hpc.requeue import Decision
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, Next, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
-from ddp_hpc.slurm.allocation import read_allocation
-from ddp_hpc.spec import NotifySpec, RunSpec
-from ddp_hpc.workload.table import workload_of
-from ddp_hpc.world import World
+from ddp_hpc.run.requeue import Decision
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
+from ddp_hpc.run.spec import NotifySpec, RunSpec
+from ddp_hpc.run.workload.table import workload_of
+from ddp_hpc.run.world import World
 from tests.unit.made_network import batch
 
 

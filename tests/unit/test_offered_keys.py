@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.config import resolve
 from ddp_hpc.job.launcher import STEPS, Start, step_of_agents
 from ddp_hpc.job.wire.endpoint import Meeting
-from ddp_hpc.render import JobScript, render
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.launch.render import JobScript, render
+from ddp_hpc.run.config import resolve
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec
 from tests.made_launch import launch_of
 
 

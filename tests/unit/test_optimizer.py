@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc.spec import OptimizerSpec
+from ddp_hpc.run.spec import OptimizerSpec
 from ddp_hpc.train.engine.optimizer import begin_momentum, build_optimizer, decay_groups, why_not_fused
 
 

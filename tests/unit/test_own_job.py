@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.slurm.own_job import TO_DO, without_ended_job
+from ddp_hpc.cluster.slurm.own_job import TO_DO, without_ended_job
 from tests.unit.made_network import task
 
 JOB = "echo JobId=7 JobName=x UserId=ada\\(1\\) JobState={state} Reason=None Restarts=0 NodeList={nodes} Command=x"

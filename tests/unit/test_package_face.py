@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import pytest
 
 import ddp_hpc
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.run.spec import RunSpec
 
 
 def test_dir_lists_every_section_and_each_name_leads_somewhere() -> None:
@@ -81,4 +81,4 @@ def test_the_package_itself_imports_next_to_nothing() -> None:
         [sys.executable, "-S", "-c", program, str(package)], capture_output=True, text=True, check=True
     )
 
-    assert set(done.stdout.split()) == {"__future__", "ddp_hpc"}
+    assert set(done.stdout.split()) == {"__future__", "ddp_hpc", "ddp_hpc.moved"}

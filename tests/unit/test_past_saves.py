@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.checkpoints.past_saves import NEWEST, Past, PastAttempt, first_within_s, past_of, read_past, summary
-from ddp_hpc.run_dir.ledger import Attempt, Cause
-from ddp_hpc.run_dir.timeline import Mark
+from ddp_hpc.run.checkpoints.past_saves import NEWEST, Past, PastAttempt, first_within_s, past_of, read_past, summary
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause
+from ddp_hpc.run.run_dir.timeline import Mark
 from tests.report.made import Plan, made_run
 
 LOST = PastAttempt(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.rendezvous.ports import LOWEST, candidate_ports, ephemeral_low, is_free
+from ddp_hpc.cluster.rendezvous.ports import LOWEST, candidate_ports, ephemeral_low, is_free
 
 LOOPBACK = "127.0.0.1"
 

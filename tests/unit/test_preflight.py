@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.cluster.node_checks.facts import NodeFacts
+from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job import preflight
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.preflight import Question, examine, outcome_of
 from ddp_hpc.job.wire.subprocesses import NodesAnswers, ask_nodes
-from ddp_hpc.node_checks.facts import NodeFacts
-from ddp_hpc.run_dir.network import NetworkFindings
-from ddp_hpc.run_dir.preflight import Preflight
-from ddp_hpc.slurm.allocation import Allocation
+from ddp_hpc.run.run_dir.network import NetworkFindings
+from ddp_hpc.run.run_dir.preflight import Preflight
 from tests.unit.test_node_verdict import network
 
 NODES = ("n1", "n2", "n3", "n4")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.private_cache import private_cache
-from ddp_hpc.rendezvous.worker_env import Fact, library_variables, settled
+from ddp_hpc.cluster.rendezvous.worker_env import Fact, library_variables, settled
 
 CPUS = Fact(value="1", rule="")
 

@@ -11,9 +11,9 @@ import torch
 
 from ddp_hpc.cli import main
 from ddp_hpc.cli.profile_text import as_line
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.profile_notes import note_profile, read_profiles
-from ddp_hpc.spec.training import ProfileSpec
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.profile_notes import note_profile, read_profiles
+from ddp_hpc.run.spec.training import ProfileSpec
 from ddp_hpc.train.recording.step_profile import phase_timer
 from tests.full_disk import no_file_larger_than
 from tests.made_run import add_attempt, make_run

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.mounts import Mount, mount_of
-from ddp_hpc.diagnose.doctor.quota import argv_for, findings_of, parse, quotas_of
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.watch.diagnose.doctor.quota import argv_for, findings_of, parse, quotas_of
 
 LUSTRE = Mount(point="/scratch", fs_type="lustre", source="10.0.0.1@o2ib:/scratch")
 NFS = Mount(point="/home", fs_type="nfs4", source="server:/export/home")

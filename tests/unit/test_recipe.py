@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.recipe import Recipe, build_recipe, load_builder, nearest_names
 
 SAMPLES = TensorDataset(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long))

@@ -18,12 +18,12 @@ from typing import Any, cast
 import pytest
 
 from ddp_hpc.base import processes
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.exit_codes import STOPPED
 from ddp_hpc.base.shown_text import secret_values
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.exit_codes import STOPPED
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import LogSpec, RunSpec, SlurmSpec
-from ddp_hpc.submission.run_dir_setup import refuse_missing_recorders
+from ddp_hpc.launch.submission.run_dir_setup import refuse_missing_recorders
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import LogSpec, RunSpec, SlurmSpec
 from ddp_hpc.train import worker
 from ddp_hpc.train.recording import to_tensorboard
 from ddp_hpc.train.recording.follower import follow, shown, take_alone

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.run_dir.ledger import Ending, Ledger, record_end, record_start
-from ddp_hpc.run_dir.records import read_progress, write_progress
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.records import read_progress, write_progress
 from tests.made_run import make_run, progress
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
-from ddp_hpc.run_dir.records import (
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.run.run_dir.records import (
     QueuedJob,
     ask_to_stop,
     read_queued_job,

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
+from ddp_hpc.base.errors import ConfigError, SlurmRefusalError
 from ddp_hpc.cli import main
 from ddp_hpc.cli.verbs import requeue
-from ddp_hpc.config import Resolved, flat, render_resolved
-from ddp_hpc.errors import ConfigError, SlurmRefusalError
+from ddp_hpc.cluster.slurm.allocation import Allocation
+from ddp_hpc.cluster.slurm.queries import JobRecord
 from ddp_hpc.job.ending.stale_attempts import close_stale
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
-from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.slurm.queries import JobRecord
-from ddp_hpc.spec import ResourcesSpec, RunSpec
-from ddp_hpc.submission.release_hold import MOST_RELEASES, call_back, hasten, hasten_job, hastening, letting_in
-from ddp_hpc.submission.slurm import _require_alive
-from ddp_hpc.workload.table import workload_of
+from ddp_hpc.launch.submission.release_hold import MOST_RELEASES, call_back, hasten, hasten_job, hastening, letting_in
+from ddp_hpc.launch.submission.slurm import _require_alive
+from ddp_hpc.run.config import Resolved, flat, render_resolved
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec
+from ddp_hpc.run.workload.table import workload_of
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 

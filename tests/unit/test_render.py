@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.slurm.directives import directives
+from ddp_hpc.cluster.slurm.steps import probe_argv, step_argv
 from ddp_hpc.job.launcher import Launch, step_of_agents
-from ddp_hpc.render import JobScript, quote, quote_for_sbatch, render
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.directives import directives
-from ddp_hpc.slurm.steps import probe_argv, step_argv
-from ddp_hpc.spec import ContainerSpec, DataSpec, ResourcesSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
-from ddp_hpc.workload.table import workload_of
+from ddp_hpc.launch.render import JobScript, quote, quote_for_sbatch, render
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import ContainerSpec, DataSpec, ResourcesSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
+from ddp_hpc.run.workload.table import workload_of
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.sbatch"))
 TRAIN = TrainSpec(global_batch_size=480)

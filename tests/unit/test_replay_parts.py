@@ -16,27 +16,27 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.base.processes import take_lock
 from ddp_hpc.cli import main
 from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.replay_text import audit_text, replay_text
 from ddp_hpc.cli.verbs.replay import or_not_computed
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NotComputedError, UnreadableError
-from ddp_hpc.replay import auditing
-from ddp_hpc.replay.auditing import AuditReport, Segment, audit, chosen, judged, segments_of, verdict_of
-from ddp_hpc.replay.comparison import compare
-from ddp_hpc.replay.history import History, Stretch, environ_of, read_history
-from ddp_hpc.replay.known_states import narrowed
-from ddp_hpc.replay.private_run import Wanted, _run_supervised, compute_again, num_gpus_here, replay_spec
-from ddp_hpc.replay.record import Record, State
-from ddp_hpc.replay.replaying import Asked, Report, check_range
-from ddp_hpc.run_dir.environment import capture, write_environment
-from ddp_hpc.run_dir.inputs import AttemptInputs, read_inputs, write_inputs
-from ddp_hpc.run_dir.ledger import Ending, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.replay_request import ReplayRequest, read_request, write_request
-from ddp_hpc.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
-from ddp_hpc.submission import local
+from ddp_hpc.launch.submission import local
+from ddp_hpc.prove.replay import auditing
+from ddp_hpc.prove.replay.auditing import AuditReport, Segment, audit, chosen, judged, segments_of, verdict_of
+from ddp_hpc.prove.replay.comparison import compare
+from ddp_hpc.prove.replay.history import History, Stretch, environ_of, read_history
+from ddp_hpc.prove.replay.known_states import narrowed
+from ddp_hpc.prove.replay.private_run import Wanted, _run_supervised, compute_again, num_gpus_here, replay_spec
+from ddp_hpc.prove.replay.record import Record, State
+from ddp_hpc.prove.replay.replaying import Asked, Report, check_range
+from ddp_hpc.run.run_dir.environment import capture, write_environment
+from ddp_hpc.run.run_dir.inputs import AttemptInputs, read_inputs, write_inputs
+from ddp_hpc.run.run_dir.ledger import Ending, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.replay_request import ReplayRequest, read_request, write_request
+from ddp_hpc.run.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.engine.replayed import follow_request
 from tests.made_run import add_attempt, add_checkpoint, add_metrics, make_run

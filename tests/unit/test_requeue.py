@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.requeue import (
+from ddp_hpc.cluster.slurm.nodes import dispensable
+from ddp_hpc.run.requeue import (
     TABLE,
     Decision,
     Situation,
@@ -18,9 +19,8 @@ from ddp_hpc.requeue import (
     lead_problem,
     num_without_progress,
 )
-from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next
-from ddp_hpc.slurm.nodes import dispensable
-from ddp_hpc.spec import RestartSpec
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next
+from ddp_hpc.run.spec import RestartSpec
 
 POLICY = RestartSpec()
 CAUSES = tuple(Cause)

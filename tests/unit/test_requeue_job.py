@@ -15,9 +15,9 @@ from ddp_hpc.job.ending import requeue_job, stale_attempts
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.records import ask_to_stop, read_queued_job, write_queued_job
-from ddp_hpc.spec import RestartSpec, SlurmSpec
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.records import ask_to_stop, read_queued_job, write_queued_job
+from ddp_hpc.run.spec import RestartSpec, SlurmSpec
 from tests.unit.made_job import CRASHED, SLURM_IS_AWAY, STOPPED, Make, Supervised
 
 

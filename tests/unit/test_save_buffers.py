@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.checkpoints.checkpoint_store import CHUNK_BYTES
-from ddp_hpc.errors import DivergedError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.base.errors import DivergedError
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import CHUNK_BYTES
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.state.save_buffers import NotFiniteError, SaveBuffers
 from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
 from tests.unit.made_state import CPU, make_checkpointers

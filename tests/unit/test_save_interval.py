@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from ddp_hpc.checkpoints.failure_rate import DAY, NODE_RATE, between_failures_s
-from ddp_hpc.checkpoints.interval_text import every, reason, roughly
-from ddp_hpc.checkpoints.save_interval import (
+from ddp_hpc.run.checkpoints.failure_rate import DAY, NODE_RATE, between_failures_s
+from ddp_hpc.run.checkpoints.interval_text import every, reason, roughly
+from ddp_hpc.run.checkpoints.save_interval import (
     FIRST_S,
     Bounds,
     Interval,

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_hpc.checkpoints import shards
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.run.checkpoints import shards
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.checkpoint import Checkpointer, partition_tensors
 from ddp_hpc.train.state.save_buffers import SaveBuffers, block_sizes

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import psutil
 import pytest
 
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.queries import JobRecord, Partition
-from ddp_hpc.spec import CheckpointSpec, ResourcesSpec, RestartSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
-from ddp_hpc.submission.preflight import capacity
-from ddp_hpc.submission.preflight.sbatch_errors import Cluster, chosen_partition, explain
+from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.cluster.slurm.queries import JobRecord, Partition
+from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, chosen_partition, explain
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec, ResourcesSpec, RestartSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
 
 TRAIN = TrainSpec(global_batch_size=1440)
 

@@ -13,26 +13,26 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.cli.summary import headline
-from ddp_hpc.config import load_resolved, render_resolved, resolve
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.rendezvous.worker_env import USERS_CODE
-from ddp_hpc.requeue import Situation, decide
-from ddp_hpc.run_dir.failure_reports import first_failure
-from ddp_hpc.run_dir.ledger import Cause, Ledger, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, write_progress
-from ddp_hpc.script.ending import meaning
-from ddp_hpc.script.life import Life
-from ddp_hpc.script.plan import frozen_code, plan_of, users_python_path
-from ddp_hpc.script.source import why_exec
-from ddp_hpc.spec import ResourcesSpec, RunSpec, ScriptSpec, program_of
+from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
+from ddp_hpc.job.script.ending import meaning
+from ddp_hpc.job.script.life import Life
+from ddp_hpc.job.script.plan import frozen_code, plan_of, users_python_path
+from ddp_hpc.job.script.source import why_exec
+from ddp_hpc.run.config import load_resolved, render_resolved, resolve
+from ddp_hpc.run.requeue import Situation, decide
+from ddp_hpc.run.run_dir.failure_reports import first_failure
+from ddp_hpc.run.run_dir.ledger import Cause, Ledger, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, write_progress
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec, program_of
+from ddp_hpc.run.workload.protocol import UsersCode
+from ddp_hpc.run.workload.script_progress import look, read_seen, record_changes
+from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.watch.status import read_status
-from ddp_hpc.workload.protocol import UsersCode
-from ddp_hpc.workload.script_progress import look, read_seen, record_changes
-from ddp_hpc.workload.table import workload_of
 from tests.made_run import make_run
 
 SURROUNDINGS = Path(__file__).parents[1] / "distributed" / "scripts" / "surroundings.py"
@@ -372,9 +372,9 @@ def test_status_shows_how_often_a_script_has_saved_and_no_step(tmp_path: Path) -
 RUN_HERE = """
 import os
 from pathlib import Path
-from ddp_hpc.script.interpreter import run_as_main
-from ddp_hpc.script.plan import plan_of
-from ddp_hpc.spec import ScriptSpec
+from ddp_hpc.job.script.interpreter import run_as_main
+from ddp_hpc.job.script.plan import plan_of
+from ddp_hpc.run.spec import ScriptSpec
 command = os.environ.pop("COMMAND").split("|")
 plan = plan_of(ScriptSpec(command=("python", *command)), None, os.environ, Path.cwd())
 assert not plan.why_exec, plan.why_exec
@@ -431,7 +431,7 @@ def compute(script: subprocess.Popen[bytes]) -> None:
 WORK = """
 import os, sys
 from ddp_hpc.base import processes
-from ddp_hpc.script.worker import main
+from ddp_hpc.job.script.worker import main
 processes.block_awaited_signals()  # as agents do
 os._exit(main(sys.argv[1], os.environ, attempt=0, listen_fd=None))
 """

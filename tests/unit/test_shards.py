@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ddp_hpc.checkpoints import shards
-from ddp_hpc.checkpoints.checkpoint_store import read_safetensors
-from ddp_hpc.errors import CorruptCheckpointError
+from ddp_hpc.base.errors import CorruptCheckpointError
+from ddp_hpc.run.checkpoints import shards
+from ddp_hpc.run.checkpoints.checkpoint_store import read_safetensors
 from ddp_hpc.train.state.restore import DTYPES
 
 

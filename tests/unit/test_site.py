@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc import __version__, containers
+from ddp_hpc import __version__
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.cli.runs import chosen_runs_dir
-from ddp_hpc.config import flat, resolve, resolve_key
-from ddp_hpc.config.site import examples_dir, find_profile, known_profiles, read_profile
-from ddp_hpc.diagnose.site_draft import Survey, propose, proposed_name, survey
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.cluster import containers
+from ddp_hpc.cluster.rendezvous.interfaces import Interface
+from ddp_hpc.cluster.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
 from ddp_hpc.job.launcher import step_of_agents
-from ddp_hpc.render import JobScript, render
-from ddp_hpc.rendezvous.interfaces import Interface
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
+from ddp_hpc.launch.render import JobScript, render
+from ddp_hpc.run.config import flat, resolve, resolve_key
+from ddp_hpc.run.config.site import examples_dir, find_profile, known_profiles, read_profile
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.diagnose.site_draft import Survey, propose, proposed_name, survey
 from tests.made_launch import launch_of, paths_of
 
 GOLDEN = Path(__file__).parent / "golden"

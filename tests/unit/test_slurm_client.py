@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
-from ddp_hpc.slurm import client
+from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
+from ddp_hpc.cluster.slurm import client
 
 NO_CONTACT = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 NO_CLUSTER = (

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, JobFacts, record_end, record_start
-from ddp_hpc.slurm.nodes import Exclusions, nodes_to_exclude
-from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
-from ddp_hpc.submission.slurm import job_script
+from ddp_hpc.cluster.slurm.nodes import Exclusions, nodes_to_exclude
+from ddp_hpc.launch.submission.slurm import job_script
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, record_end, record_start
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec, SlurmSpec
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.slurm import queries
-from ddp_hpc.slurm.times import minutes, moment, seconds
+from ddp_hpc.cluster.slurm import queries
+from ddp_hpc.cluster.slurm.times import minutes, moment, seconds
 
 QUEUE = (
     (

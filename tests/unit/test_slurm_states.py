@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from ddp_hpc.slurm.states import ENDED, JobState, explain_reason, has_ended, parse_state, phrase
+from ddp_hpc.cluster.slurm.states import ENDED, JobState, explain_reason, has_ended, parse_state, phrase
 
 
 @pytest.mark.parametrize(

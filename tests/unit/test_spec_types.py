@@ -10,10 +10,10 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 
-from ddp_hpc import spec as typed
-from ddp_hpc.config import Resolved, flat, load_resolved, render_resolved
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run import spec as typed
+from ddp_hpc.run.config import Resolved, flat, load_resolved, render_resolved
+from ddp_hpc.run.spec import RunSpec
 
 MADE: Any = typed
 """Classes whose arguments no checker looks at, as in a notebook."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.job.ending.stacks import RankStack, has_stacks, read_rank_stacks, straggler
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_log, make_run
 
 PATIENCE_S = 100.0

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.containers import CommandWrapper, staged_source
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.cluster.containers import CommandWrapper, staged_source
+from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.cluster.slurm.answers import read_answers
 from ddp_hpc.job.container_launch import moved
 from ddp_hpc.job.node import unpack as unpacking
 from ddp_hpc.job.node.unpack import link_package, unpack
 from ddp_hpc.job.staging import Staged, stage, unstage
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.allocation import Allocation, read_allocation
-from ddp_hpc.slurm.answers import read_answers
-from ddp_hpc.spec import ContainerSpec, RunSpec, StageSpec
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import ContainerSpec, RunSpec, StageSpec
 from tests.unit.made_network import batch
 
 RUN = RunDir(Path("/scratch/ada/runs/net"))

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import ResourcesSpec, RunSpec, TrainSpec
-from ddp_hpc.spec.script import ScriptSpec
-from ddp_hpc.spec.training import ProfileSpec
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.run.spec.script import ScriptSpec
+from ddp_hpc.run.spec.training import ProfileSpec
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.step_profile import StepProfile, phase_timer
 

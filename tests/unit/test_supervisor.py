@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.job import supervisor
 from ddp_hpc.job.ending import takeover
 from ddp_hpc.job.job_context import Outcome
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, ask_to_stop, write_queued_job
-from ddp_hpc.slurm.allocation import read_allocation
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, ask_to_stop, write_queued_job
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.fake_slurm import FakeSlurm
 from tests.unit.held_signals import signals_held_back

@@ -12,24 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.base.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.cli import main
 from ddp_hpc.cli.sweeps import report
-from ddp_hpc.config import load_resolved, resolve
-from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError
-from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end, record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
-from ddp_hpc.slurm import client
-from ddp_hpc.slurm.queries import QueuedEntry
-from ddp_hpc.submission import slurm as slurm_backend
-from ddp_hpc.sweep.array import array_script, send
-from ddp_hpc.sweep.chain import after_sweep
-from ddp_hpc.sweep.point_states import PointReader
-from ddp_hpc.sweep.points import points_of
-from ddp_hpc.sweep.removal import delete_sweep
-from ddp_hpc.sweep.start import Started, cancel_sweep, continue_sweep, start_sweep
-from ddp_hpc.sweep.states import points_in_queue, sending_alone
-from ddp_hpc.sweep.sweep_dir import (
+from ddp_hpc.cluster.slurm import client
+from ddp_hpc.cluster.slurm.queries import QueuedEntry
+from ddp_hpc.launch.submission import slurm as slurm_backend
+from ddp_hpc.launch.sweep.array import array_script, send
+from ddp_hpc.launch.sweep.chain import after_sweep
+from ddp_hpc.launch.sweep.point_states import PointReader
+from ddp_hpc.launch.sweep.points import points_of
+from ddp_hpc.launch.sweep.removal import delete_sweep
+from ddp_hpc.launch.sweep.start import Started, cancel_sweep, continue_sweep, start_sweep
+from ddp_hpc.launch.sweep.states import points_in_queue, sending_alone
+from ddp_hpc.launch.sweep.sweep_dir import (
     Sending,
     SentArray,
     Sweep,
@@ -40,9 +36,13 @@ from ddp_hpc.sweep.sweep_dir import (
     record_cancelled,
     record_continued,
 )
-from ddp_hpc.sweep.task import main as task_main
-from ddp_hpc.sweep.task import prepare_task
-from ddp_hpc.sweep.values import parse_axis
+from ddp_hpc.launch.sweep.task import main as task_main
+from ddp_hpc.launch.sweep.task import prepare_task
+from ddp_hpc.launch.sweep.values import parse_axis
+from ddp_hpc.run.config import load_resolved, resolve
+from ddp_hpc.run.run_dir.ledger import End, Ending, Next, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.watch.queue import asker, queue_now
 from tests.full_disk import no_file_larger_than
 from tests.unit.fake_slurm import FakeSlurm
@@ -100,7 +100,7 @@ class Lab(FakeSlurm):
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_hpc.submission.preflight.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.preflight.capacity.PRIVATE_PLACES", ())
 
 
 def start(
@@ -693,7 +693,7 @@ def test_a_submission_that_is_killed_before_its_files_are_complete_leaves_no_swe
     (tmp_path / "train.py").touch()
     code = (
         "import os, sys; from pathlib import Path; Path('submitting').write_text(str(os.getpid()));"
-        "from ddp_hpc.submission.preflight import capacity; capacity.PRIVATE_PLACES = ();"
+        "from ddp_hpc.launch.submission.preflight import capacity; capacity.PRIVATE_PLACES = ();"
         "from ddp_hpc.cli import main; main(sys.argv[1:])"
     )
     argv = [sys.executable, "-c", code, "submit", *words, "--", "python", "train.py"]

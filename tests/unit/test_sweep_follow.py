@@ -11,17 +11,17 @@ import pytest
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
+from ddp_hpc.base.errors import RunBusyError
 from ddp_hpc.cli.sweep_follow import _next_steps, show
-from ddp_hpc.errors import RunBusyError
-from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
-from ddp_hpc.submission.allocate import allocate_array
-from ddp_hpc.sweep import array
-from ddp_hpc.sweep.follow import Look, follow
-from ddp_hpc.sweep.start import cancel_sweep, continue_sweep
-from ddp_hpc.sweep.states import sending_alone
-from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
+from ddp_hpc.launch.submission.allocate import allocate_array
+from ddp_hpc.launch.sweep import array
+from ddp_hpc.launch.sweep.follow import Look, follow
+from ddp_hpc.launch.sweep.start import cancel_sweep, continue_sweep
+from ddp_hpc.launch.sweep.states import sending_alone
+from ddp_hpc.launch.sweep.sweep_dir import SweepDir, read_sweep
+from ddp_hpc.run.run_dir.ledger import End, Ending, Next, record_end
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.watch.queue import FRESH_S
 from tests.unit.test_sweep_array import DOWN, Lab, accepts, lose_answer, start
 
@@ -29,7 +29,7 @@ from tests.unit.test_sweep_array import DOWN, Lab, accepts, lose_answer, start
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_hpc.submission.preflight.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.preflight.capacity.PRIVATE_PLACES", ())
 
 
 class Watched:
@@ -164,7 +164,7 @@ def test_a_cancellation_says_so_where_another_process_goes_on_sending(
 ) -> None:
     lab = Lab(tmp_path)
     sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
-    monkeypatch.setattr("ddp_hpc.sweep.start._SENDING_PATIENCE_S", 0.0)
+    monkeypatch.setattr("ddp_hpc.launch.sweep.start._SENDING_PATIENCE_S", 0.0)
 
     with sending_alone(sweep_dir), pytest.raises(RunBusyError, match="sweep cancel grid` again"):
         cancel_sweep(sweep_dir, lab.environ)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.config import Resolved, render_resolved, resolve
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.sweep.points import Point, points_of, read_points
-from ddp_hpc.sweep.resolving import Points, check_points
-from ddp_hpc.sweep.sweep_dir import SweepDir
-from ddp_hpc.sweep.values import Axis, parse_axis
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.launch.sweep.points import Point, points_of, read_points
+from ddp_hpc.launch.sweep.resolving import Points, check_points
+from ddp_hpc.launch.sweep.sweep_dir import SweepDir
+from ddp_hpc.launch.sweep.values import Axis, parse_axis
+from ddp_hpc.run.config import Resolved, render_resolved, resolve
 
 ENVIRON = {"HOME": "/home/somebody"}
 

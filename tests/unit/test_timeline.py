@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import (
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import (
     MOST_LOOKS,
     Look,
     Mark,

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torchvision import datasets  # type: ignore[import-untyped]  # torchvision ships no types
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.recipes import torchvision_sets
 from ddp_hpc.train.recipes.image_classification import build
 from ddp_hpc.train.recipes.images import ImagesWanted

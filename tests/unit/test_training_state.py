@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.state.training_state import TrainingState, numbers, tensors
 from tests.unit.made_state import make_state, put_back, take_step
 

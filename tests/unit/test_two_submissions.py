@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.config import Resolved, flat, render_resolved
-from ddp_hpc.errors import ConfigError, RunBusyError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import ResourcesSpec, RunSpec
-from ddp_hpc.submission import local, slurm
-from ddp_hpc.submission.backend import Submission
-from ddp_hpc.submission.preflight import capacity
-from ddp_hpc.submission.removal import delete
-from ddp_hpc.submission.run_dir_setup import submitting_alone
+from ddp_hpc.base.errors import ConfigError, RunBusyError
+from ddp_hpc.launch.submission import local, slurm
+from ddp_hpc.launch.submission.backend import Submission
+from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.launch.submission.removal import delete
+from ddp_hpc.launch.submission.run_dir_setup import submitting_alone
+from ddp_hpc.run.config import Resolved, flat, render_resolved
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec
 from tests.unit.fake_slurm import FakeSlurm
 
 

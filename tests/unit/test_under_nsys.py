@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.job.node.under_nsys import parse_ranks, profile_argv
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import RunSpec
-from ddp_hpc.spec.training import ProfileSpec
-from ddp_hpc.submission.run_dir_setup import refuse_missing_nsys
+from ddp_hpc.launch.submission.run_dir_setup import refuse_missing_nsys
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.spec.training import ProfileSpec
 from tests.fake_nsys import on_path
 
 WORKER = """

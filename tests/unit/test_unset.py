@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.config import Overlay, resolve
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.machine_use import GpuUse
-from ddp_hpc.slurm.queries import NodeShape
-from ddp_hpc.spec import DataSpec, ResourcesSpec, RunSpec, ScriptSpec
-from ddp_hpc.submission.unset import Found, choose_gpus, fill_unset, share_cpus_by_gpus
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.slurm.queries import NodeShape
+from ddp_hpc.launch.submission.unset import Found, choose_gpus, fill_unset, share_cpus_by_gpus
+from ddp_hpc.run.config import Overlay, resolve
+from ddp_hpc.run.run_dir.machine_use import GpuUse
+from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, ScriptSpec
 
 
 def spec(*, is_script: bool = False, **resources: Any) -> RunSpec:

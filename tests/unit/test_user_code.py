@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.workload.recipe import code_dir_of, module_in
+from ddp_hpc.run.workload.recipe import code_dir_of, module_in
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from ddp_hpc.job.joining import LISTING_S, WAIT_S, Joining
-from ddp_hpc.run_dir.joining import MissingRanks, forget_missing, read_missing, write_missing
-from ddp_hpc.run_dir.network import NetworkFindings, PairFault, read_network
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, write_progress
+from ddp_hpc.run.run_dir.joining import MissingRanks, forget_missing, read_missing, write_missing
+from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, write_progress
 from ddp_hpc.train.joining import announce, missing_reported
 from tests.unit.made_job import Make
 

@@ -9,8 +9,8 @@ import pytest
 import safetensors.numpy
 from safetensors import safe_open
 
-from ddp_hpc.checkpoints.checkpoint_names import MANIFEST
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST
 from ddp_hpc.watch.checkpoints import choose_step, digest, export, list_checkpoints
 from tests.made_run import add_checkpoint, make_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.errors import RunNotFoundError
+from ddp_hpc.base.errors import RunNotFoundError
 from ddp_hpc.watch.find import find_run, list_runs, newest_run
 from tests.made_run import add_attempt, make_run
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.checkpoints.save_interval import Bounds
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.report.notes import RULES, facts_of, notes_of
-from ddp_hpc.report.page import view_of
-from ddp_hpc.report.reading import read_run
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import Mark, encode
-from ddp_hpc.spec.training import CheckpointSpec
+from ddp_hpc.run.checkpoints.save_interval import Bounds
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import Mark, encode
+from ddp_hpc.run.spec.training import CheckpointSpec
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.goodput import measured_cost
+from ddp_hpc.watch.report.notes import RULES, facts_of, notes_of
+from ddp_hpc.watch.report.page import view_of
+from ddp_hpc.watch.report.reading import read_run
 from ddp_hpc.watch.save_interval import read_save_interval
 from ddp_hpc.watch.save_outlook import outlook
 from tests.report.made import Plan, made_run

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.run_dir.ledger import Attempt, Ending, Next
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, QueuedJob, write_queued_job
-from ddp_hpc.slurm import states
+from ddp_hpc.cluster.slurm import states
+from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Next
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, QueuedJob, write_queued_job
 from ddp_hpc.watch.queue import QueueStatus
 from ddp_hpc.watch.status import (
     _BY_SLURM,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.run_dir.ledger import Attempt, Ending, Next
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress
+from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Next
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress
 from ddp_hpc.watch.status import SILENCE_S, Observation, State, read_status, status_of
 from tests.made_run import add_attempt, add_checkpoint, add_progress, make_run, progress
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.run_dir.failure_reports import allowed_phase, first_failure
+from ddp_hpc.base import exit_codes
+from ddp_hpc.run.run_dir.failure_reports import allowed_phase, first_failure
 from tests.made_run import make_run
 
 PATIENCE_S = 100.0
@@ -160,7 +160,7 @@ def test_feeding_again_at_once_is_no_work(log: Path) -> None:
 
 SLOW_JOIN = """
 import os, sys, time
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train import worker
 
 def join(*_, **__):
@@ -209,7 +209,7 @@ stand_still()
 
 SLOW_BUILD = """
 import os, sys, time
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train import worker
 
 def recipe(spec):

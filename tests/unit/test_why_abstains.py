@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run_dir.fingerprint import entity
-from ddp_hpc.run_dir.ledger import Cause
-from ddp_hpc.why.findings import Facts
-from ddp_hpc.why.verdict import verdict_of
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.fingerprint import entity
+from ddp_hpc.run.run_dir.ledger import Cause
+from ddp_hpc.watch.why.findings import Facts
+from ddp_hpc.watch.why.verdict import verdict_of
 from tests.unit.test_why_verdict import OOM_KILL, USERS, facts, raised, report, reset
 
 NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nLast error:\n"

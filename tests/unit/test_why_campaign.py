@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.why.signatures import BY_NAME
+from ddp_hpc.watch.why.signatures import BY_NAME
 from tests.campaigns.deaths.blind import BLIND
 from tests.campaigns.deaths.peer import MEANS, Said
 from tests.campaigns.deaths.table import ON_CLUSTER, ON_MACHINE, Death

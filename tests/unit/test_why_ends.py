@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.rank_ends import RankEnd, read_rank_ends, write_rank_end
-from ddp_hpc.why.findings import Facts
-from ddp_hpc.why.verdict import verdict_of
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.rank_ends import RankEnd, read_rank_ends, write_rank_end
+from ddp_hpc.watch.why.findings import Facts
+from ddp_hpc.watch.why.verdict import verdict_of
 from tests.unit.test_why_verdict import OOM_KILL, facts, reset
 
 NODES = ("node1", "node2")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.why.on_gpu import memory
-from ddp_hpc.why.verdict import verdict_of
+from ddp_hpc.watch.why.on_gpu import memory
+from ddp_hpc.watch.why.verdict import verdict_of
 from tests.unit.test_why_verdict import facts, raised
 
 ASSERTED = "torch.AcceleratorError: CUDA error: device-side assert triggered"

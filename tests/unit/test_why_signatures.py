@@ -9,9 +9,18 @@ import pytest
 
 import ddp_hpc
 from ddp_hpc.cli import VERBS
-from ddp_hpc.config.keys import all_keys
-from ddp_hpc.why.page import as_markdown
-from ddp_hpc.why.signatures import BY_NAME, REGISTRY, Failure, Match, Pattern, is_advice, match_exception, match_line
+from ddp_hpc.run.config.keys import all_keys
+from ddp_hpc.watch.why.page import as_markdown
+from ddp_hpc.watch.why.signatures import (
+    BY_NAME,
+    REGISTRY,
+    Failure,
+    Match,
+    Pattern,
+    is_advice,
+    match_exception,
+    match_line,
+)
 
 DOCUMENT = Path(ddp_hpc.__file__).parents[1] / "docs/troubleshooting.md"
 PATTERNS = [(failure, pattern) for failure in REGISTRY for pattern in failure.patterns]
@@ -96,7 +105,7 @@ def test_every_class_says_what_to_do_with_keys_and_commands_that_exist() -> None
 
 
 def test_the_page_in_docs_is_that_of_the_registry() -> None:
-    """Where this fails, put the output of `python -m ddp_hpc.why.page` between the two markers."""
+    """Where this fails, put the output of `python -m ddp_hpc.watch.why.page` between the two markers."""
     _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition("<!-- failures: begin -->\n")
 
     written, end, _ = rest.partition("<!-- failures: end -->")

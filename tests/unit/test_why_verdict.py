@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.run_dir.differences import FINITE, NOT_FINITE, Difference
-from ddp_hpc.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run_dir.fingerprint import entity, fingerprint, mechanism
-from ddp_hpc.run_dir.joining import MissingRanks
-from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
-from ddp_hpc.run_dir.network import NetworkFindings, PairFault
-from ddp_hpc.run_dir.rank_ends import RankEnd
-from ddp_hpc.why.exceptions import tracebacks, uncaught
-from ddp_hpc.why.findings import Facts
-from ddp_hpc.why.lines import Line, clean, number_of, tail
-from ddp_hpc.why.verdict import verdict_of
+from ddp_hpc.run.run_dir.differences import FINITE, NOT_FINITE, Difference
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.fingerprint import entity, fingerprint, mechanism
+from ddp_hpc.run.run_dir.joining import MissingRanks
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
+from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault
+from ddp_hpc.run.run_dir.rank_ends import RankEnd
+from ddp_hpc.watch.why.exceptions import tracebacks, uncaught
+from ddp_hpc.watch.why.findings import Facts
+from ddp_hpc.watch.why.lines import Line, clean, number_of, tail
+from ddp_hpc.watch.why.verdict import verdict_of
 
 USERS = """Traceback (most recent call last):
   File "/home/me/train.py", line 57, in <module>

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.private_cache import private_cache
-from ddp_hpc.job.node.python_environ import IMPORT_PATH
-from ddp_hpc.job.workers import ByAgents
-from ddp_hpc.rendezvous.worker_env import (
+from ddp_hpc.cluster.rendezvous.worker_env import (
     PROBE_FOLDER,
     PROBES_ITSELF,
     RANKS,
@@ -33,8 +31,10 @@ from ddp_hpc.rendezvous.worker_env import (
     settled,
     threads,
 )
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import write_rendezvous_token
+from ddp_hpc.job.node.python_environ import IMPORT_PATH
+from ddp_hpc.job.workers import ByAgents
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import write_rendezvous_token
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
 from tests.unit.made_network import task

@@ -14,13 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
+from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
-from ddp_hpc.run_dir.ledger import record_start
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_stop_request, write_rank_zero_exit
+from ddp_hpc.run.run_dir.ledger import record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_stop_request, write_rank_zero_exit
 from tests.made_run import add_failure, make_run
 from tests.unit.held_signals import signals_held_back
 

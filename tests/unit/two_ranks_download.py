@@ -13,7 +13,7 @@ from urllib.error import URLError
 
 import torch.distributed as dist
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.recipes.rank_zero_first import rank_zero_first
 
 

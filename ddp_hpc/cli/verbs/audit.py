@@ -12,12 +12,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.arguments import count
 from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.runs import add_run, chosen_run
 from ddp_hpc.cli.verbs.replay import add_code, or_not_computed
-from ddp_hpc.exit_codes import FAILED, FINISHED, REFUSED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Audit, and print the result; the exit code is 0 where all segments are the same."""
     from ddp_hpc.cli.replay_text import audit_text
-    from ddp_hpc.replay.auditing import audit
-    from ddp_hpc.replay.history import read_history
+    from ddp_hpc.prove.replay.auditing import audit
+    from ddp_hpc.prove.replay.history import read_history
 
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     with or_not_computed():

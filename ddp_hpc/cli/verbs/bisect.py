@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.verbs.replay import or_not_computed
-from ddp_hpc.exit_codes import FAILED, FINISHED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Bisect, and print the result; the exit code is 0 where the runs are the same."""
     from ddp_hpc.cli.replay_text import bisect_text
-    from ddp_hpc.replay.bisecting import bisect
-    from ddp_hpc.replay.history import read_history
+    from ddp_hpc.prove.replay.bisecting import bisect
+    from ddp_hpc.prove.replay.history import read_history
     from ddp_hpc.watch.find import find_run
 
     runs_dir = chosen_runs_dir(args.runs_dir, environment)

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Mapping
 
+from ddp_hpc.base.errors import DdpHpcError
+from ddp_hpc.base.exit_codes import FAILED
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
-from ddp_hpc.errors import DdpHpcError
-from ddp_hpc.exit_codes import FAILED
 from ddp_hpc.watch.find import find_run
 
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """End the runs; where one cannot be ended, say so and go on with the others."""
-    from ddp_hpc.submission.backend import backend_of  # late: `--help` needs no back end
+    from ddp_hpc.launch.submission.backend import backend_of  # late: `--help` needs no back end
 
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     run_dirs = [find_run(name, runs_dir) for name in args.run]

@@ -21,24 +21,24 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import replace_text
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, table
 from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.exit_codes import FAILED, FINISHED
 
 if TYPE_CHECKING:
-    from ddp_hpc.certify.certificate import Certificate, Plan
-    from ddp_hpc.certify.verdicts import Finding
-    from ddp_hpc.config import Resolved
-    from ddp_hpc.submission.backend import Backend
+    from ddp_hpc.launch.submission.backend import Backend
+    from ddp_hpc.prove.certify.certificate import Certificate, Plan
+    from ddp_hpc.prove.certify.verdicts import Finding
+    from ddp_hpc.run.config import Resolved
 
 LONGEST_SEED = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    from ddp_hpc.certify.faults import FAULTS
-    from ddp_hpc.submission.backend import BACKENDS
+    from ddp_hpc.launch.submission.backend import BACKENDS
+    from ddp_hpc.prove.certify.faults import FAULTS
 
     parser.usage = "%(prog)s [KEY=VALUE ...] [options] -- COMMAND ..."
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key of the configuration")
@@ -95,11 +95,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     with processes.ended_by_signals():
         if args.plan is not None:
-            from ddp_hpc.certify.in_job import read_plan
+            from ddp_hpc.prove.certify.in_job import read_plan
 
             return _certify(read_plan(args.plan), environment, show, is_json=False)
-        from ddp_hpc.slurm.own_job import without_ended_job
-        from ddp_hpc.submission.backend import choose_backend
+        from ddp_hpc.cluster.slurm.own_job import without_ended_job
+        from ddp_hpc.launch.submission.backend import choose_backend
 
         environment, note = without_ended_job(environment)
         if note:
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _certify(plan: Plan, environment: Mapping[str, str], show: Callable[[str], None], *, is_json: bool) -> int:
     """Certify the script on this machine."""
-    from ddp_hpc.certify.certificate import CERTIFICATE, certify
+    from ddp_hpc.prove.certify.certificate import CERTIFICATE, certify
 
     def show_finding(finding: Finding) -> None:
         show(f"    {finding.words}{f' ({finding.reason})' if finding.reason else ''}")
@@ -131,9 +131,9 @@ def _certify_in_job(
     args: argparse.Namespace, backend: Backend, environment: Mapping[str, str], show: Callable[[str], None]
 ) -> int:
     """Have a job certify the script; what it prints is shown, and its certificate lies where that of a local one would."""
-    from ddp_hpc.certify.certificate import CERTIFICATE
-    from ddp_hpc.certify.in_job import certify_in_job
-    from ddp_hpc.slurm.allocation import read_allocation
+    from ddp_hpc.cluster.slurm.allocation import read_allocation
+    from ddp_hpc.prove.certify.certificate import CERTIFICATE
+    from ddp_hpc.prove.certify.in_job import certify_in_job
 
     allocation = read_allocation(environment)
     if allocation is not None and allocation.process_kind != "shell outside":
@@ -149,8 +149,8 @@ def _certify_in_job(
 
 
 def _hint_at_queues(environment: Mapping[str, str], show: Callable[[str], None]) -> None:
-    from ddp_hpc.slurm.allocation import is_in_job
-    from ddp_hpc.submission.backend import BACKENDS
+    from ddp_hpc.cluster.slurm.allocation import is_in_job
+    from ddp_hpc.launch.submission.backend import BACKENDS
 
     path = environment.get("PATH", "")
     found = [name for name, place in BACKENDS.items() if place.command and shutil.which(place.command, path=path)]
@@ -161,10 +161,10 @@ def _hint_at_queues(environment: Mapping[str, str], show: Callable[[str], None])
 
 
 def _planned(args: argparse.Namespace, backend: Backend, environment: Mapping[str, str]) -> tuple[Plan, Resolved]:
-    from ddp_hpc.certify.certificate import Plan, ranks_of
-    from ddp_hpc.certify.faults import FAULTS
-    from ddp_hpc.config import resolve
-    from ddp_hpc.spec.script import program_of
+    from ddp_hpc.prove.certify.certificate import Plan, ranks_of
+    from ddp_hpc.prove.certify.faults import FAULTS
+    from ddp_hpc.run.config import resolve
+    from ddp_hpc.run.spec.script import program_of
 
     if not args.command:
         raise ConfigError("No script is named. Name one: `ddp-hpc certify -- python train.py`.")

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, duration, numbers, or_dash, size, table
 from ddp_hpc.cli.runs import add_run, chosen_run
-from ddp_hpc.exit_codes import FAILED, FINISHED
 from ddp_hpc.watch.checkpoints import CheckpointInfo, choose_step, digest, list_checkpoints
 
 HEADER = ("STEP", "SIZE", "WORKERS", "AGE", "EVALUATION", "VERIFIED")

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:  # noqa: ARG001  # every verb's signature
     """Print the rows."""
-    from ddp_hpc.config.reference import as_markdown, rows_of
+    from ddp_hpc.run.config.reference import as_markdown, rows_of
 
     rows = rows_of(args.key)
     if args.json:

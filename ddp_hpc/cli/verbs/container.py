@@ -16,14 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, or_dash, size, table
 from ddp_hpc.cli.runs import add_site
 from ddp_hpc.cli.verbs.submit import sort_words
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.exit_codes import FAILED, FINISHED
 
 if TYPE_CHECKING:
-    from ddp_hpc.diagnose.image_probe import Found
+    from ddp_hpc.watch.diagnose.image_probe import Found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _build(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.submission.image_build import build
+    from ddp_hpc.launch.submission.image_build import build
 
     build(
         args.what,
@@ -80,7 +80,7 @@ def _build(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _digest(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.submission.image_build import digest
+    from ddp_hpc.launch.submission.image_build import digest
 
     found = digest(args.what, environment)
     if args.json:
@@ -97,8 +97,8 @@ def _digest(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _check(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.config import resolve
-    from ddp_hpc.diagnose.image_probe import check_image
+    from ddp_hpc.run.config import resolve
+    from ddp_hpc.watch.diagnose.image_probe import check_image
 
     path, settings = sort_words([args.what, *args.settings])
     spec = resolve(path, settings, environment, site=args.site).spec

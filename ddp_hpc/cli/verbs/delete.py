@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_run, chosen_run, chosen_runs_dir
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import holds_sweep
+from ddp_hpc.run.run_dir.paths import holds_sweep
 from ddp_hpc.watch.status import read_status
 
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask, and delete the run."""
-    from ddp_hpc.submission import removal
+    from ddp_hpc.launch.submission import removal
 
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     if any(holds_sweep(path) for path in (runs_dir / args.run, Path(args.run))):
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _delete_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.sweep.removal import delete_sweep, described  # late: most of what is deleted are runs
-    from ddp_hpc.sweep.sweep_dir import find_sweep
+    from ddp_hpc.launch.sweep.removal import delete_sweep, described  # late: most of what is deleted are runs
+    from ddp_hpc.launch.sweep.sweep_dir import find_sweep
 
     sweep_dir = find_sweep(args.run, runs_dir)
     if not args.yes and not _agrees(f"Delete {sweep_dir.path} ({described(sweep_dir)})? [y/N] "):

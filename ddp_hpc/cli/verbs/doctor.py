@@ -14,15 +14,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_hpc.base.errors import DdpHpcError
+from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
-from ddp_hpc.errors import DdpHpcError
-from ddp_hpc.exit_codes import FAILED, FINISHED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ddp_hpc.run_dir.preflight import Finding, Preflight
+    from ddp_hpc.run.run_dir.preflight import Finding, Preflight
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _of_nccl(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.diagnose.doctor import nccl_log
+    from ddp_hpc.watch.diagnose.doctor import nccl_log
     from ddp_hpc.watch.find import find_run
 
     found, num_files = nccl_log.read(find_run(args.nccl, chosen_runs_dir(args.runs_dir, environment)))
@@ -70,8 +70,8 @@ def _of_nccl(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.config import resolve
-    from ddp_hpc.diagnose.doctor import login, on_nodes
+    from ddp_hpc.run.config import resolve
+    from ddp_hpc.watch.diagnose.doctor import login, on_nodes
 
     settings = ["name=doctor", *args.settings, *runs_dir_setting(args.runs_dir)]
     if args.config is None:

@@ -15,20 +15,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, or_dash, table
 from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.exit_codes import FAILED, FINISHED
 from ddp_hpc.watch.find import find_run
 
 if TYPE_CHECKING:
-    from ddp_hpc.config import Resolved
-    from ddp_hpc.drill.scenario import Plan, Report
+    from ddp_hpc.prove.drill.scenario import Plan, Report
+    from ddp_hpc.run.config import Resolved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    from ddp_hpc.drill.faults import FAULTS
+    from ddp_hpc.prove.drill.faults import FAULTS
 
     parser.add_argument(
         "fault", choices=FAULTS, help="; ".join(f"{name}: {one.description}" for name, one in FAULTS.items())
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Run the drill, and print its result."""
-    from ddp_hpc.drill.scenario import drill
+    from ddp_hpc.prove.drill.scenario import drill
 
     out = sys.stderr if args.json else sys.stdout
     report = drill(_plan(args, environment), environment, lambda text: print(text, file=out, flush=True))
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
-    from ddp_hpc.drill.faults import FAULTS
-    from ddp_hpc.drill.scenario import Plan
+    from ddp_hpc.prove.drill.faults import FAULTS
+    from ddp_hpc.prove.drill.scenario import Plan
 
     fault = FAULTS[args.fault]
     if fault.inject is None and not args.by_hand:
@@ -109,8 +109,8 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
 
 
 def _resolve(args: argparse.Namespace, settings: list[str], environment: Mapping[str, str], *last: str) -> Resolved:
-    from ddp_hpc.config import resolve
-    from ddp_hpc.drill.scenario import CONFIG
+    from ddp_hpc.prove.drill.scenario import CONFIG
+    from ddp_hpc.run.config import resolve
 
     here = runs_dir_setting(args.runs_dir)
     return resolve(args.config or CONFIG, [*settings, *args.settings, *here, *last], environment, site=args.site)

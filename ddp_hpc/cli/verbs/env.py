@@ -20,13 +20,13 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.formatting import as_json, or_dash, size, table
 from ddp_hpc.cli.runs import add_runs_dir, chosen_run
-from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ddp_hpc.rendezvous.worker_env import WorkerEnv
-    from ddp_hpc.run_dir.environment import Environment
+    from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv
+    from ddp_hpc.run.run_dir.environment import Environment
 
 
 _ON_DIFFERENCES = (
@@ -59,11 +59,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return _capture(args, environment)
     if args.action == "imports":
         return _imports(args, environment)
-    from ddp_hpc.rendezvous.address import this_host
-    from ddp_hpc.rendezvous.derive import derive
-    from ddp_hpc.rendezvous.worker_env import recorded
-    from ddp_hpc.slurm.allocation import read_allocation
-    from ddp_hpc.slurm.own_job import without_ended_job
+    from ddp_hpc.cluster.rendezvous.address import this_host
+    from ddp_hpc.cluster.rendezvous.derive import derive
+    from ddp_hpc.cluster.rendezvous.worker_env import recorded
+    from ddp_hpc.cluster.slurm.allocation import read_allocation
+    from ddp_hpc.cluster.slurm.own_job import without_ended_job
 
     found = recorded(environment)
     if found is None:
@@ -86,9 +86,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _of_launcher(environment: Mapping[str, str]) -> WorkerEnv | None:
     """Return the variables of a process that a launcher of another program has started; Slurm's processes are derived."""
     from ddp_hpc.cli.verbs.join import first_node_of
-    from ddp_hpc.rendezvous.address import this_host
-    from ddp_hpc.rendezvous.launchers import SRUN, find_place, recognise, variables_of
-    from ddp_hpc.slurm.allocation import read_allocation
+    from ddp_hpc.cluster.rendezvous.address import this_host
+    from ddp_hpc.cluster.rendezvous.launchers import SRUN, find_place, recognise, variables_of
+    from ddp_hpc.cluster.slurm.allocation import read_allocation
 
     allocation, host = read_allocation(environment), this_host()
     if recognise(environment, allocation) in (None, SRUN):
@@ -98,7 +98,7 @@ def _of_launcher(environment: Mapping[str, str]) -> WorkerEnv | None:
 
 
 def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.run_dir.environment import capture, differences, newest_environment
+    from ddp_hpc.run.run_dir.environment import capture, differences, newest_environment
 
     if args.export:
         raise ConfigError(
@@ -128,7 +128,7 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _imports(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.diagnose.import_cost import measure
+    from ddp_hpc.watch.diagnose.import_cost import measure
 
     if args.export or args.run is not None:
         raise ConfigError("`ddp-hpc env imports` takes neither a run nor `--export`. Leave them out.")

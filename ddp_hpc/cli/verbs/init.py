@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.first_files import FILES
-from ddp_hpc.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
 from ddp_hpc.cli.verbs.submit import sorted_words
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
-    from ddp_hpc.config import Resolved
-    from ddp_hpc.rendezvous.launchers import Place
+    from ddp_hpc.cluster.rendezvous.launchers import Place
+    from ddp_hpc.run.config import Resolved
 
 _BY_HAND = {
     "nnodes": "PET_NNODES",
@@ -60,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Find this process's place, and become the worker, or the process that starts the workers of this node."""
-    from ddp_hpc.rendezvous.address import this_host
-    from ddp_hpc.rendezvous.launchers import find_place, of_run
-    from ddp_hpc.slurm.allocation import read_allocation
-    from ddp_hpc.slurm.own_job import without_ended_job
+    from ddp_hpc.cluster.rendezvous.address import this_host
+    from ddp_hpc.cluster.rendezvous.launchers import find_place, of_run
+    from ddp_hpc.cluster.slurm.allocation import read_allocation
+    from ddp_hpc.cluster.slurm.own_job import without_ended_job
 
     environment, note = without_ended_job(environment)
     if note:
@@ -113,7 +113,7 @@ def _with_options(args: argparse.Namespace, environment: Mapping[str, str]) -> d
         raise ConfigError(
             f"The place of this node is given by hand, but {' and '.join(missing)} is missing. Give all three."
         )
-    from ddp_hpc.rendezvous.launchers import LAUNCHERS  # late: most starts name no place by hand
+    from ddp_hpc.cluster.rendezvous.launchers import LAUNCHERS  # late: most starts name no place by hand
 
     marks = {name for launcher in LAUNCHERS for name in launcher.marks}
     others = {name: value for name, value in environment.items() if name not in marks}  # the user's word counts
@@ -133,8 +133,8 @@ def _resolve(
     args: argparse.Namespace, place: Place, path: Path | None, settings: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[Place, Resolved]:
     """Return the place with its number of workers, and the configuration with the nodes and workers that the launcher gives."""
-    from ddp_hpc.config import resolve
-    from ddp_hpc.rendezvous.launchers import with_workers
+    from ddp_hpc.cluster.rendezvous.launchers import with_workers
+    from ddp_hpc.run.config import resolve
 
     here, command = runs_dir_setting(args.runs_dir), args.command or ()
 
@@ -190,8 +190,8 @@ def _refuse(resolved: Resolved) -> None:
 
 def _prepare(run_dir: RunDir, resolved: Resolved) -> bool:
     """Make the run's directory, or renew its configuration; return whether the run has finished already."""
-    from ddp_hpc.config import render_resolved
-    from ddp_hpc.submission.run_dir_setup import is_finished, make_run_dir, refuse_file_in_the_way
+    from ddp_hpc.launch.submission.run_dir_setup import is_finished, make_run_dir, refuse_file_in_the_way
+    from ddp_hpc.run.config import render_resolved
 
     refuse_file_in_the_way(run_dir)
     is_new = not run_dir.config.exists()
@@ -208,9 +208,9 @@ def _worker_argv(run_dir: RunDir, options: Sequence[str]) -> list[str]:
 
 def _node_argv(run_dir: RunDir, resolved: Resolved, place: Place, options: Sequence[str]) -> list[str]:
     """Return the command that starts torchrun on this node."""
+    from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
     from ddp_hpc.job.wire.endpoint import Meeting
-    from ddp_hpc.rendezvous.choice import LOOPBACK
-    from ddp_hpc.workload.table import workload_of
+    from ddp_hpc.run.workload.table import workload_of
 
     meeting = Meeting(LOOPBACK, 0)
     if place.num_nodes > 1:

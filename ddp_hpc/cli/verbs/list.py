@@ -14,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir, slurm_asker
 from ddp_hpc.cli.status_text import steps
-from ddp_hpc.errors import ConfigError, UnreadableError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.find import scan_runs
 from ddp_hpc.watch.status import RunStatus, read_status
 
@@ -152,7 +152,7 @@ def _name_sweeps(runs_dir: Path) -> bool:
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
     """Return the runs that match the filters, sorted as the user asks, each with its values of the keys that differ."""
     from ddp_hpc.base.discretion import is_key_shown
-    from ddp_hpc.config import HIDDEN  # late: what compares runs reads configurations
+    from ddp_hpc.run.config import HIDDEN  # late: what compares runs reads configurations
     from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys, filter_runs, sort_runs
 
     runs = filter_runs(

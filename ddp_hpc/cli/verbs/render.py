@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Make both; say where they are."""
     from ddp_hpc.base.durable import output_at
-    from ddp_hpc.config import render_resolved, resolve
-    from ddp_hpc.submission.backend import load_backend
+    from ddp_hpc.launch.submission.backend import load_backend
+    from ddp_hpc.run.config import render_resolved, resolve
 
     path, settings = sorted_words(args)
     settings += runs_dir_setting(args.runs_dir)

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from ddp_hpc.base.errors import CheckpointError, NotComputedError, UnreadableError
+from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.arguments import count, share
 from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.runs import add_run, chosen_run
-from ddp_hpc.errors import CheckpointError, NotComputedError, UnreadableError
-from ddp_hpc.exit_codes import FAILED, FINISHED, REFUSED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +78,8 @@ def or_not_computed() -> Iterator[None]:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Replay, and print the result; the exit code is 0 where all is the same."""
     from ddp_hpc.cli.replay_text import replay_text
-    from ddp_hpc.replay.history import read_history
-    from ddp_hpc.replay.replaying import Asked, replay
+    from ddp_hpc.prove.replay.history import read_history
+    from ddp_hpc.prove.replay.replaying import Asked, replay
 
     with or_not_computed():
         history = read_history(chosen_run(args, environment))

@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.output_file import write_output
 from ddp_hpc.cli.runs import add_run, add_site, chosen_run, chosen_runs_dir
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.report.notes import RULES, Rule, read_rules
-from ddp_hpc.report.page import page_of
-from ddp_hpc.report.reading import read_run
-from ddp_hpc.report.sweep import sweep_page
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.find import find_run
+from ddp_hpc.watch.report.notes import RULES, Rule, read_rules
+from ddp_hpc.watch.report.page import page_of
+from ddp_hpc.watch.report.reading import read_run
+from ddp_hpc.watch.report.sweep import sweep_page
 
 _SAY_S = 2.0
 
@@ -80,7 +80,7 @@ def _points(text: str | None, runs_dir: Path) -> tuple[str, list[tuple[RunDir, M
     """Return the name of a sweep and the runs of its points, with what each sets; None for a run."""
     if text is None:
         return None
-    from ddp_hpc.sweep.sweep_dir import read_sweep, sweep_named  # late: a run needs none of it
+    from ddp_hpc.launch.sweep.sweep_dir import read_sweep, sweep_named  # late: a run needs none of it
 
     sweep_dir = sweep_named(text, runs_dir)
     if sweep_dir is None:
@@ -90,7 +90,7 @@ def _points(text: str | None, runs_dir: Path) -> tuple[str, list[tuple[RunDir, M
 
 def _rules(named: str | None, environment: Mapping[str, str]) -> list[Rule]:
     """Return the notes of this host's site, if it has some, before ours."""
-    from ddp_hpc.config.site import find_profile  # late: with the spec's classes
+    from ddp_hpc.run.config.site import find_profile  # late: with the spec's classes
 
     profile = find_profile(environment, named)
     path = None if profile is None else profile.site.report_notes

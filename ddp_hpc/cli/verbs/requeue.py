@@ -7,14 +7,14 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
-from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.rereading import LOOK_INTERVAL_S
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.rereading import LOOK_INTERVAL_S
 from ddp_hpc.watch.status import RunStatus, read_status
 
 if TYPE_CHECKING:
-    from ddp_hpc.submission.backend import Backend
+    from ddp_hpc.launch.submission.backend import Backend
 
 LEAVE_PATIENCE_S = 600.0
 END_PATIENCE_S = 60.0
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask the run to go back into the queue, or Slurm to begin it."""
-    from ddp_hpc.submission.backend import backend_of  # late: `--help` needs no back end
+    from ddp_hpc.launch.submission.backend import backend_of  # late: `--help` needs no back end
 
     run_dir = chosen_run(args, environment)
     backend = backend_of(run_dir)
@@ -57,7 +57,7 @@ def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Ma
     Raises:
         WorkerError: where the job does not return to the queue, or waits for another reason.
     """
-    from ddp_hpc.run_dir.ledger import Ledger
+    from ddp_hpc.run.run_dir.ledger import Ledger
 
     has_waited = status.state == "waiting"
     patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.formatting import as_json, or_dash, table
-from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ddp_hpc.config.site import Profile
-    from ddp_hpc.config.sources import Setting
+    from ddp_hpc.run.config.site import Profile
+    from ddp_hpc.run.config.sources import Setting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _show(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    from ddp_hpc.config.site import find_profile, profile_dirs
+    from ddp_hpc.run.config.site import find_profile, profile_dirs
 
     profile = find_profile(environment, args.site, fill=False)
     if args.json:
@@ -65,7 +65,7 @@ def _show(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
 def _shown(setting: Setting) -> Any:
     """Return a setting's value, or what stands for it where it may be a secret."""
     from ddp_hpc.base.discretion import is_key_shown
-    from ddp_hpc.config import HIDDEN
+    from ddp_hpc.run.config import HIDDEN
 
     return setting.value if is_key_shown(setting.key, setting.value) else HIDDEN
 
@@ -84,7 +84,7 @@ def _as_object(profile: Profile) -> dict[str, Any]:
 
 
 def _as_text(profile: Profile) -> str:
-    from ddp_hpc.config.yaml_text import dump_value
+    from ddp_hpc.run.config.yaml_text import dump_value
 
     site = profile.site
     told = [
@@ -106,7 +106,7 @@ def _as_text(profile: Profile) -> str:
 
 
 def _list(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    from ddp_hpc.config.site import examples_dir, find_profile, known_profiles, read_profile
+    from ddp_hpc.run.config.site import examples_dir, find_profile, known_profiles, read_profile
 
     chosen = find_profile(environment, fill=False)
     known = {name: read_profile(path, "", None) for name, path in known_profiles(environment).items()}
@@ -132,8 +132,8 @@ def _list(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
 
 def _init(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     from ddp_hpc.base.durable import replace_text
-    from ddp_hpc.config.site import PLAIN_NAME, profile_dirs
-    from ddp_hpc.diagnose.site_draft import propose, proposed_name, survey
+    from ddp_hpc.run.config.site import PLAIN_NAME, profile_dirs
+    from ddp_hpc.watch.diagnose.site_draft import propose, proposed_name, survey
 
     if args.site is not None and not PLAIN_NAME.fullmatch(args.site):
         raise ConfigError(

@@ -14,11 +14,11 @@ from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.goodput_text import as_line, as_record, goodput_of_run, interval_of_run
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker, word_for
 from ddp_hpc.cli.status_text import as_text
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus, read_status
 
 if TYPE_CHECKING:
-    from ddp_hpc.run_dir.profile_notes import Profile
+    from ddp_hpc.run.run_dir.profile_notes import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def _profiles(run_dir: RunDir, status: RunStatus) -> Sequence[Profile]:
     """Return what became of the profiles that the run was asked for."""
     if not known(run_dir.profile, run_dir.profile.is_dir, unknown=False):
         return []
-    from ddp_hpc.run_dir.profile_notes import read_profiles  # late: most runs are asked for none
+    from ddp_hpc.run.run_dir.profile_notes import read_profiles  # late: most runs are asked for none
 
     return known(run_dir.profile, lambda: read_profiles(run_dir, is_alive=status.is_alive), unknown=[])
 

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask the run to stop."""
-    from ddp_hpc.submission.backend import backend_of  # late: `--help` needs no back end
+    from ddp_hpc.launch.submission.backend import backend_of  # late: `--help` needs no back end
 
     run_dir = chosen_run(args, environment)
     print(backend_of(run_dir).stop(run_dir, environment))

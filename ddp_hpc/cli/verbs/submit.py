@@ -18,19 +18,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
 from ddp_hpc.cli.sweeps import add_sweep, is_sweep_asked, submit_sweep
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import RunDir, holds_sweep
+from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
 
 if TYPE_CHECKING:
-    from ddp_hpc.config import Resolved
-    from ddp_hpc.run_dir.records import When
-    from ddp_hpc.submission.backend import Backend, Submission
-    from ddp_hpc.submission.chain import Before
+    from ddp_hpc.launch.submission.backend import Backend, Submission
+    from ddp_hpc.launch.submission.chain import Before
+    from ddp_hpc.run.config import Resolved
+    from ddp_hpc.run.run_dir.records import When
 
 INTERRUPTED = 130
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -38,7 +38,10 @@ _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    from ddp_hpc.submission.backend import AUTO, BACKENDS  # late: `render` and the first word of a line need none
+    from ddp_hpc.launch.submission.backend import (  # late: `render` and the first word of a line need none
+        AUTO,
+        BACKENDS,
+    )
 
     parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
     parser.add_argument(
@@ -85,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Resolve the configuration, start the run and print the result; with `--wait` or `--follow`, stay until it ends."""
-    from ddp_hpc.submission.backend import choose_backend
+    from ddp_hpc.launch.submission.backend import choose_backend
 
     if args.explain and not args.dry_run:
         raise ConfigError(
@@ -107,7 +110,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     _note_stopping(run_dir, backend)
     aside: Path | None = None
     if args.fresh:
-        from ddp_hpc.submission.removal import put_aside
+        from ddp_hpc.launch.submission.removal import put_aside
 
         with put_aside(run_dir, environment) as aside:
             submission = _submit(args, resolved, backend, import_paths, environment)
@@ -135,8 +138,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _resolve(
     args: argparse.Namespace, path: Path | None, words: Sequence[str], backend: Backend, environment: Mapping[str, str]
 ) -> Resolved:
-    from ddp_hpc.config import resolve
-    from ddp_hpc.submission.unset import fill_unset
+    from ddp_hpc.launch.submission.unset import fill_unset
+    from ddp_hpc.run.config import resolve
 
     def resolved_with(more: Sequence[str]) -> Resolved:
         command = args.command or ()
@@ -152,13 +155,13 @@ def _resolve(
 
 def _chain(args: argparse.Namespace, backend: Backend, resolved: Resolved, environment: Mapping[str, str]) -> list[str]:
     """Return the setting by which the job waits for others."""
-    from ddp_hpc.submission.chain import dependency
+    from ddp_hpc.launch.submission.chain import dependency
 
     befores, sweeps = _befores(args, resolved) if backend.HAS_QUEUE else ([], [])
     parts = [resolved.spec.slurm.dependency]
     if sweeps:
-        from ddp_hpc.sweep.chain import after_sweep
-        from ddp_hpc.sweep.sweep_dir import find_sweep
+        from ddp_hpc.launch.sweep.chain import after_sweep
+        from ddp_hpc.launch.sweep.sweep_dir import find_sweep
 
         parts += [after_sweep(find_sweep(name, resolved.spec.path.parent), when, environment) for name, when in sweeps]
     users = ",".join(filter(None, parts)) or None
@@ -168,7 +171,7 @@ def _chain(args: argparse.Namespace, backend: Backend, resolved: Resolved, envir
 
 def _befores(args: argparse.Namespace, resolved: Resolved) -> tuple[list[Before], list[tuple[str, When]]]:
     """Return the runs, and the sweeps, that the job waits for."""
-    from ddp_hpc.submission.chain import Before, split_when
+    from ddp_hpc.launch.submission.chain import Before, split_when
     from ddp_hpc.watch.find import find_run
 
     runs_dir = resolved.spec.path.parent
@@ -182,8 +185,8 @@ def _note_awaited(args: argparse.Namespace, submission: Submission, resolved: Re
     """Record which runs the job waits for: `status` names them."""
     if not args.after or submission.state != "queued" or submission.job_id is None:
         return
-    from ddp_hpc.run_dir.records import write_awaited
-    from ddp_hpc.submission.chain import awaited_in
+    from ddp_hpc.launch.submission.chain import awaited_in
+    from ddp_hpc.run.run_dir.records import write_awaited
 
     with suppress(OSError):  # the job is in the queue; only `status` would miss what it waits for
         found = awaited_in(resolved.spec.slurm.dependency or "", _befores(args, resolved)[0])
@@ -191,7 +194,7 @@ def _note_awaited(args: argparse.Namespace, submission: Submission, resolved: Re
 
 
 def _note_stopping(run_dir: RunDir, backend: Backend) -> None:
-    from ddp_hpc.submission.backend import backend_of  # late: as below
+    from ddp_hpc.launch.submission.backend import backend_of  # late: as below
     from ddp_hpc.watch.status import read_status  # late: a dry run looks at no run
 
     is_asked = known(run_dir.stop_request, run_dir.stop_request.exists, unknown=False)
@@ -228,7 +231,7 @@ def _submit(
     import_paths: Sequence[Path],
     environment: Mapping[str, str],
 ) -> Submission:
-    from ddp_hpc.config import render_resolved
+    from ddp_hpc.run.config import render_resolved
 
     text, spec = render_resolved(resolved), resolved.spec
     remove_leftovers(spec.path.parent)
@@ -244,7 +247,7 @@ def _submit(
 
 def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping[str, str], out: TextIO) -> None:
     """With `--wait`, wait for the run's end; with `--follow`, show its progress."""
-    from ddp_hpc.submission.backend import load_backend
+    from ddp_hpc.launch.submission.backend import load_backend
 
     if submission.state == "finished":
         return
@@ -314,7 +317,7 @@ def _dry_run(
 ) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
     from ddp_hpc.base.discretion import is_key_shown
-    from ddp_hpc.config import HIDDEN, flat, render_resolved
+    from ddp_hpc.run.config import HIDDEN, flat, render_resolved
 
     description = backend.describe(resolved.spec, import_paths=import_paths, environ=environment)
     print("".join(f"{note}\n" for note in description.notes), end="", file=sys.stderr)
@@ -337,7 +340,7 @@ def _dry_run(
 
 def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
     """Return a line for each key that differs from what the run's directory holds, or that was removed since."""
-    from ddp_hpc.config import changes, dropped_from, load_resolved
+    from ddp_hpc.run.config import changes, dropped_from, load_resolved
 
     if not run_dir.config.exists():
         return []

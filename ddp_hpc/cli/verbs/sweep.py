@@ -11,12 +11,12 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.sweeps import add_limits, report
-from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ddp_hpc.sweep.sweep_dir import SweepDir
+    from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Start the points."""
-    from ddp_hpc.sweep.start import continue_sweep  # late: `--help` needs none of it
-    from ddp_hpc.sweep.sweep_dir import find_sweep
+    from ddp_hpc.launch.sweep.start import continue_sweep  # late: `--help` needs none of it
+    from ddp_hpc.launch.sweep.sweep_dir import find_sweep
 
     sweep_dir = find_sweep(args.sweep, chosen_runs_dir(args.runs_dir, environment))
     if args.what == "cancel":
@@ -67,7 +67,7 @@ def _follow(args: argparse.Namespace, sweep_dir: SweepDir, environment: Mapping[
 
 
 def _cancel(sweep_dir: SweepDir, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.sweep.start import cancel_sweep
+    from ddp_hpc.launch.sweep.start import cancel_sweep
 
     num_live = cancel_sweep(sweep_dir, environment)
     print(

@@ -16,9 +16,9 @@ from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.machine_text import as_record as machine_record
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
 from ddp_hpc.cli.terminal import unguarded
-from ddp_hpc.report.looking import Looker
-from ddp_hpc.report.top import LEVELS, Seen, screen
-from ddp_hpc.run_dir.rereading import await_news
+from ddp_hpc.run.run_dir.rereading import await_news
+from ddp_hpc.watch.report.looking import Looker
+from ddp_hpc.watch.report.top import LEVELS, Seen, screen
 
 _UP_AND_CLEAR = "\x1b[{}F\x1b[J"
 _CLEAR_ALL = "\x1b[2J\x1b[H"

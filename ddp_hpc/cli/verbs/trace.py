@@ -9,12 +9,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.formatting import finite
 from ddp_hpc.cli.output_file import write_output
 from ddp_hpc.cli.runs import add_run, chosen_run
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.report.reading import read_run
-from ddp_hpc.report.trace import trace_of
+from ddp_hpc.watch.report.reading import read_run
+from ddp_hpc.watch.report.trace import trace_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

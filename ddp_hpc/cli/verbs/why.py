@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_run, chosen_run, word_for
 from ddp_hpc.cli.why_text import as_record, as_text
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.why.reading import chosen_attempt, read_facts
-from ddp_hpc.why.verdict import verdict_of
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.watch.why.reading import chosen_attempt, read_facts
+from ddp_hpc.watch.why.verdict import verdict_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ddp_hpc import exit_codes, requeue
+from ddp_hpc.base import exit_codes
 from ddp_hpc.job.ending import blame, wrong_ranks
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import cause_of
@@ -14,9 +14,10 @@ from ddp_hpc.job.ending.evidence import Recorded, gather, has_trained
 from ddp_hpc.job.ending.hang_report import report_hang
 from ddp_hpc.job.ending.roots import root_of
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.requeue import Decision, Situation
-from ddp_hpc.run_dir.failure_reports import WorkerFailure, silent_end
-from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Root
+from ddp_hpc.run import requeue
+from ddp_hpc.run.requeue import Decision, Situation
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, silent_end
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Root
 
 _ENDED_EARLY = (
     "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "

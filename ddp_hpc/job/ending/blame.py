@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from ddp_hpc import requeue
 from ddp_hpc.job.ending.causes import Evidence
-from ddp_hpc.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run_dir.ledger import Attempt, Cause
-from ddp_hpc.run_dir.network import NetworkFindings
-from ddp_hpc.spec.launch import RestartSpec
+from ddp_hpc.run import requeue
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause
+from ddp_hpc.run.run_dir.network import NetworkFindings
+from ddp_hpc.run.spec.launch import RestartSpec
 
 NodeOf = Callable[[int], str | None]
 """From a rank to the name of its node, where that is known."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_hpc import exit_codes
-from ddp_hpc.requeue import SLURMS_SLOP_S
-from ddp_hpc.run_dir.ledger import Cause
-from ddp_hpc.slurm import states
-from ddp_hpc.slurm.queries import JobRecord
+from ddp_hpc.base import exit_codes
+from ddp_hpc.cluster.slurm import states
+from ddp_hpc.cluster.slurm.queries import JobRecord
+from ddp_hpc.run.requeue import SLURMS_SLOP_S
+from ddp_hpc.run.run_dir.ledger import Cause
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ddp_hpc import exit_codes
+from ddp_hpc.base import exit_codes
 from ddp_hpc.job.ending import stacks
 from ddp_hpc.job.ending.causes import Evidence
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.run_records import RunRecords
-from ddp_hpc.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run_dir.ledger import Attempt, Ledger
-from ddp_hpc.run_dir.records import QueuedJob, since_submission
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run.run_dir.records import QueuedJob, since_submission
 
 
 @dataclass(frozen=True, kw_only=True)

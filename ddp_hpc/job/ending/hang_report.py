@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.base.durable import make_directories, replace_text
+from ddp_hpc.cluster.rank_probe.compare import HangVerdict, Kind, verdict_of
 from ddp_hpc.job.ending import stacks
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.rank_probe.compare import HangVerdict, Kind, verdict_of
-from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, allowed_phase, write_failure
-from ddp_hpc.run_dir.hang_records import read_hang_records
-from ddp_hpc.run_dir.network import NetworkFindings
+from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, allowed_phase, write_failure
+from ddp_hpc.run.run_dir.hang_records import read_hang_records
+from ddp_hpc.run.run_dir.network import NetworkFindings
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ import time
 import traceback
 from contextlib import suppress
 
-from ddp_hpc import exit_codes, requeue
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.base import exit_codes
+from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.job.ending import attempt_end, requeue_job
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.workers import Workers
-from ddp_hpc.run_dir.ledger import Cause, Ledger
-from ddp_hpc.run_dir.records import since_submission
+from ddp_hpc.run import requeue
+from ddp_hpc.run.run_dir.ledger import Cause, Ledger
+from ddp_hpc.run.run_dir.records import since_submission
 
 PATIENCE_S = 600.0
 """How long to retry a plain requeue, after requeueing the job as decided has failed."""

@@ -13,19 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.cluster.rendezvous.links.node import LONGEST_S, PACE_S
+from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
+from ddp_hpc.cluster.rendezvous.links.verdict import Answer, confirmed, findings_of
+from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.ending import stacks
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import Line
-from ddp_hpc.rendezvous.links.node import LONGEST_S, PACE_S
-from ddp_hpc.rendezvous.links.rounds import rounds_of
-from ddp_hpc.rendezvous.links.verdict import Answer, confirmed, findings_of
-from ddp_hpc.requeue import reserve_s
-from ddp_hpc.run_dir.network import NetworkFindings, write_network
-from ddp_hpc.slurm.steps import probe_argv
+from ddp_hpc.run.requeue import reserve_s
+from ddp_hpc.run.run_dir.network import NetworkFindings, write_network
 
 READY_S = 20.0
 """How long the nodes may take to start Python and to listen."""
@@ -160,7 +159,7 @@ class _Talk:
         command = [
             sys.executable,
             "-m",
-            "ddp_hpc.rendezvous.links.node",
+            "ddp_hpc.cluster.rendezvous.links.node",
             f"--toward={self.address}",
             f"--mark={self.mark}",
         ]

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from ddp_hpc import exit_codes
-from ddp_hpc.containers import CommandWrapper
+from ddp_hpc.base import exit_codes
+from ddp_hpc.cluster.containers import CommandWrapper
+from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import printed_by
-from ddp_hpc.requeue import reserve_s
-from ddp_hpc.run_dir.ledger import Cause
-from ddp_hpc.slurm.steps import probe_argv
+from ddp_hpc.run.requeue import reserve_s
+from ddp_hpc.run.run_dir.ledger import Cause
 
 TIMEOUT_S = 180.0
 """How long a node may take to start Python and to import what a worker needs, while other nodes do the same."""

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from ddp_hpc import requeue
-from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import is_cancelled, is_ending
@@ -17,8 +16,9 @@ from ddp_hpc.job.ending.stale_attempts import nodes_to_spare
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.run_dir.ledger import Cause, Ledger, Next
-from ddp_hpc.run_dir.records import QueuedJob
+from ddp_hpc.run import requeue
+from ddp_hpc.run.run_dir.ledger import Cause, Ledger, Next
+from ddp_hpc.run.run_dir.records import QueuedJob
 
 EXCLUDE_PATIENCE_S = 25.0
 """How long to try to set a requeued job's excluded nodes; less than KillWait (30 s by default, slurm.conf(5)), after which

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_hpc.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run_dir.fingerprint import fingerprint
-from ddp_hpc.run_dir.ledger import Cause, Root
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.fingerprint import fingerprint
+from ddp_hpc.run.run_dir.ledger import Cause, Root
 
 
 def root_of(cause: Cause, failures: Sequence[WorkerFailure], *, hosts: Sequence[str]) -> Root:

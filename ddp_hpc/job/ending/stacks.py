@@ -7,9 +7,9 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.rank_probe.compare import main_frames
-from ddp_hpc.run_dir.hang_records import HangRecord
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.cluster.rank_probe.compare import main_frames
+from ddp_hpc.run.run_dir.hang_records import HangRecord
+from ddp_hpc.run.run_dir.paths import RunDir
 
 _DUMP = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 _TAIL_BYTES = 256 << 10

@@ -6,14 +6,14 @@ import sys
 import time
 from collections.abc import Iterable
 
-from ddp_hpc import requeue
+from ddp_hpc.cluster.slurm import states
 from ddp_hpc.job.ending import causes
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
-from ddp_hpc.slurm import states
-from ddp_hpc.spec.launch import LaunchSpec
-from ddp_hpc.workload.protocol import Workload
+from ddp_hpc.run import requeue
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
+from ddp_hpc.run.spec.launch import LaunchSpec
+from ddp_hpc.run.workload.protocol import Workload
 
 
 def is_anothers(newest: Attempt, job: SlurmJob) -> bool:

@@ -7,23 +7,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ddp_hpc import exit_codes, requeue
-from ddp_hpc.base import processes
-from ddp_hpc.config import load_resolved
-from ddp_hpc.errors import ConfigError, UnreadableError
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.base.errors import ConfigError, UnreadableError
+from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import JobContext, given_world
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.requeue import Decision
-from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import since_submission
-from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.spec.launch import LaunchSpec, RestartSpec
-from ddp_hpc.workload.protocol import Workload
-from ddp_hpc.workload.table import progress_without_spec, workload_of
+from ddp_hpc.run import requeue
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.requeue import Decision
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import since_submission
+from ddp_hpc.run.spec.launch import LaunchSpec, RestartSpec
+from ddp_hpc.run.workload.protocol import Workload
+from ddp_hpc.run.workload.table import progress_without_spec, workload_of
 
 LEAVE_S = 10.0
 """How long the processes of a dead supervisor may take to exit, as srun and the agents notice its death."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddp_hpc.run_dir.differences import Difference, is_same_again
-from ddp_hpc.run_dir.ledger import Attempt, Cause
-from ddp_hpc.world import World
+from ddp_hpc.run.run_dir.differences import Difference, is_same_again
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause
+from ddp_hpc.run.world import World
 
 
 def nodes_of(difference: Difference | None, nodes: Sequence[str]) -> tuple[str, ...]:

@@ -28,27 +28,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.base.errors import exit_code_of
 from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
-from ddp_hpc.errors import exit_code_of
-from ddp_hpc.job.node.cpus import Share, share_here
-from ddp_hpc.job.node.machine_use import BEGIN_S, MachineSampler, Node
-from ddp_hpc.job.node.python_environ import (
-    imports_for_good,
-    leave_at_once,
-    make_users_code_importable,
-    python_environ,
-)
-from ddp_hpc.job.wire.control_channel import Line
-from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
-from ddp_hpc.job.workers import ask_by_file
-from ddp_hpc.rank_probe.beside import in_child, in_thread
-from ddp_hpc.rank_probe.deadlines import HangCollector
-from ddp_hpc.rank_probe.folder import make_folder
-from ddp_hpc.rendezvous.address import this_host
-from ddp_hpc.rendezvous.choice import LOOPBACK
-from ddp_hpc.rendezvous.worker_env import (
+from ddp_hpc.cluster.rank_probe.beside import in_child, in_thread
+from ddp_hpc.cluster.rank_probe.deadlines import HangCollector
+from ddp_hpc.cluster.rank_probe.folder import make_folder
+from ddp_hpc.cluster.rendezvous.address import this_host
+from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
+from ddp_hpc.cluster.rendezvous.worker_env import (
     PROBE_FOLDER,
     PROBES_ITSELF,
     Fact,
@@ -61,11 +49,22 @@ from ddp_hpc.rendezvous.worker_env import (
     ranks_by_shape,
     settled,
 )
-from ddp_hpc.run_dir.failure_reports import report, report_killed
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.rank_ends import write_rank_end
-from ddp_hpc.slurm.allocation import step_task
-from ddp_hpc.workload.protocol import WorkerModule, load_worker
+from ddp_hpc.cluster.slurm.allocation import step_task
+from ddp_hpc.job.node.cpus import Share, share_here
+from ddp_hpc.job.node.machine_use import BEGIN_S, MachineSampler, Node
+from ddp_hpc.job.node.python_environ import (
+    imports_for_good,
+    leave_at_once,
+    make_users_code_importable,
+    python_environ,
+)
+from ddp_hpc.job.wire.control_channel import Line
+from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.job.workers import ask_by_file
+from ddp_hpc.run.run_dir.failure_reports import report, report_killed
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.rank_ends import write_rank_end
+from ddp_hpc.run.workload.protocol import WorkerModule, load_worker
 
 GRACE_S = 1.0
 """How long the others may take to write their error reports, after the first worker has failed."""

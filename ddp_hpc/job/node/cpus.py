@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from ddp_hpc.rendezvous.worker_env import Fact, threads
-from ddp_hpc.slurm.allocation import CpuGrant, cpu_grant, gpu_numbers
+from ddp_hpc.cluster.rendezvous.worker_env import Fact, threads
+from ddp_hpc.cluster.slurm.allocation import CpuGrant, cpu_grant, gpu_numbers
 
 ROOT = Path("/")
 """Where /sys and /proc are looked for."""

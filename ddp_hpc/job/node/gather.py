@@ -20,10 +20,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.base.errors import ConfigError, WorkerError
+from ddp_hpc.cluster.rendezvous.choice import source_address
+from ddp_hpc.cluster.rendezvous.launchers import Place
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
-from ddp_hpc.rendezvous.choice import source_address
-from ddp_hpc.rendezvous.launchers import Place
 
 PATIENCE_S = 600.0
 """How long to wait for the last worker: nodes may start at different times."""

@@ -17,10 +17,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
-from ddp_hpc.config import load_resolved
-from ddp_hpc.errors import ConfigError, DdpHpcError, exit_code_of
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, exit_code_of
+from ddp_hpc.cluster.rendezvous.address import this_host
+from ddp_hpc.cluster.rendezvous.launchers import TORCHRUN, Place, find_place, numeric_address, of_run, variables_of
+from ddp_hpc.cluster.rendezvous.worker_env import import_path
+from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.job.ending import last_resort
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.node.cpus import share_here
@@ -31,17 +33,14 @@ from ddp_hpc.job.node.python_environ import (
     leave_at_once,
     make_users_code_importable,
 )
-from ddp_hpc.rendezvous.address import this_host
-from ddp_hpc.rendezvous.launchers import TORCHRUN, Place, find_place, numeric_address, of_run, variables_of
-from ddp_hpc.rendezvous.worker_env import import_path
-from ddp_hpc.run_dir.failure_reports import report
-from ddp_hpc.run_dir.ledger import Cause, End, Ending
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_rendezvous_token
-from ddp_hpc.slurm.allocation import read_allocation
-from ddp_hpc.workload.protocol import load_worker
-from ddp_hpc.workload.table import workload_of
-from ddp_hpc.world import World
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_rendezvous_token
+from ddp_hpc.run.workload.protocol import load_worker
+from ddp_hpc.run.workload.table import workload_of
+from ddp_hpc.run.world import World
 
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to exit."""

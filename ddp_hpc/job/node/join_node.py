@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
+from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.patience import known
 from ddp_hpc.job.node.torchrun_node import see_through
-from ddp_hpc.run_dir.ledger import Cause, Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.ledger import Cause, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 
 RECORD_PATIENCE_S = 15.0
 """How long to wait for rank zero's record of the attempt's end."""

@@ -1,4 +1,4 @@
-"""Starts what samples how busy a node is (`ddp_hpc.machine.node`), beside the node's workers, and ends it."""
+"""Starts what samples how busy a node is (`ddp_hpc.cluster.machine.node`), beside the node's workers, and ends it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ddp_hpc.machine.processes import step_parent
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.cluster.machine.processes import step_parent
+from ddp_hpc.run.run_dir.paths import RunDir
 
 BEGIN_S = 5.0
 """How long after its workers an agent starts it: a training that is over sooner needs no figures."""
@@ -49,7 +49,7 @@ class MachineSampler:
         # Looked for here: the process that samples has left this one's ancestors behind.
         root = step_parent() if node.is_of_step else os.getpid()
         more = [f"--gpus={node.num_gpus}", f"--parent={os.getpid()}", *([] if root is None else [f"--root={root}"])]
-        argv = [sys.executable, "-m", "ddp_hpc.machine.node", str(node.run.path), *numbers, *more]
+        argv = [sys.executable, "-m", "ddp_hpc.cluster.machine.node", str(node.run.path), *numbers, *more]
         # It ends when this end of its standard input is closed, and nothing but its end closes its standard output.
         with suppress(OSError):  # no process can be made: then the workers need what there is
             self._shell = subprocess.Popen(

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_hpc.rendezvous.worker_env import USERS_CODE
+from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
 
 IMPORT_PATH = "_DDP_HPC_IMPORT_PATH"
 """Name of a variable with the import paths of the user's code, for workers only, in the format of PYTHONPATH."""

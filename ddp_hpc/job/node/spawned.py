@@ -14,14 +14,13 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
-from ddp_hpc.errors import exit_code_of
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.base.errors import exit_code_of
 from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
 from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
-from ddp_hpc.run_dir.failure_reports import report
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.workload.protocol import load_worker
+from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.workload.protocol import load_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,22 +16,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ddp_hpc import exit_codes
-from ddp_hpc.base import processes
-from ddp_hpc.errors import exit_code_of
-from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.node.machine_use import MachineSampler, Node
-from ddp_hpc.job.node.python_environ import (
-    imports_for_good,
-    leave_at_once,
-    make_users_code_importable,
-    python_environ,
-)
-from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
-from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
-from ddp_hpc.rank_probe.folder import make_folder
-from ddp_hpc.rendezvous.address import this_host
-from ddp_hpc.rendezvous.worker_env import (
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.base.errors import exit_code_of
+from ddp_hpc.cluster.rank_probe.folder import make_folder
+from ddp_hpc.cluster.rendezvous.address import this_host
+from ddp_hpc.cluster.rendezvous.worker_env import (
     PROBE_FOLDER,
     PROBES_ITSELF,
     WorkerEnv,
@@ -43,11 +32,21 @@ from ddp_hpc.rendezvous.worker_env import (
     ranks_of_step,
     recorded,
 )
-from ddp_hpc.run_dir.failure_reports import report
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import write_rank_zero_exit
-from ddp_hpc.slurm.allocation import step_task
-from ddp_hpc.workload.protocol import load_worker
+from ddp_hpc.cluster.slurm.allocation import step_task
+from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.node.machine_use import MachineSampler, Node
+from ddp_hpc.job.node.python_environ import (
+    imports_for_good,
+    leave_at_once,
+    make_users_code_importable,
+    python_environ,
+)
+from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
+from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import write_rank_zero_exit
+from ddp_hpc.run.workload.protocol import load_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:

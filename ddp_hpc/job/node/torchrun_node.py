@@ -24,14 +24,14 @@ from pathlib import Path
 import psutil
 
 from ddp_hpc.base import processes
+from ddp_hpc.cluster.rank_probe.folder import make_folder
+from ddp_hpc.cluster.rendezvous.address import this_host
+from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled, without_probe
+from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.machine_use import MachineSampler, Node
 from ddp_hpc.job.wire.endpoint import Meeting, own_address
-from ddp_hpc.rank_probe.folder import make_folder
-from ddp_hpc.rendezvous.address import this_host
-from ddp_hpc.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled, without_probe
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slurm.allocation import step_task
+from ddp_hpc.run.run_dir.paths import RunDir
 
 REPEAT_S = 1.0
 """How often a stop signal is repeated, for workers that were not started yet, or had no handlers."""

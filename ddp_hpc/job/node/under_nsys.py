@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 
 TRACE = "cuda,nvtx,osrt"
 """CUDA, NVTX ranges, and calls of the operating system's libraries: none needs rights on the kernel's counters (perf_event_paranoid)."""

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc.containers import is_packed
-from ddp_hpc.slurm.allocation import node_name
-from ddp_hpc.slurm.answers import framed
+from ddp_hpc.cluster.containers import is_packed
+from ddp_hpc.cluster.slurm.allocation import node_name
+from ddp_hpc.cluster.slurm.answers import framed
 
 _GROWTH = 4
 """How many times larger than its archive an environment may be."""

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass, field
 
-from ddp_hpc.rendezvous.choice import source_address
+from ddp_hpc.cluster.rendezvous.choice import source_address
 
 _BACKLOG = 4096
 """All ranks may connect before rank zero accepts; the kernel lowers it to net.core.somaxconn (listen(2))."""

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from ddp_hpc.base import processes
-from ddp_hpc.slurm.answers import read_answers
-from ddp_hpc.slurm.steps import probe_argv
+from ddp_hpc.cluster.slurm.answers import read_answers
+from ddp_hpc.cluster.slurm.steps import probe_argv
 
 _LOOK_S = 0.5
 """How long to wait between two questions whether a command is over."""

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
+from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.processes import die_with_parent, ignore_stop_signals, sigchld_blocked, unblock_signals
-from ddp_hpc.errors import DdpHpcError
-from ddp_hpc.run_dir.affected import Affected, is_of_decoder, place_of
-from ddp_hpc.spec import DataSpec
+from ddp_hpc.run.run_dir.affected import Affected, is_of_decoder, place_of
+from ddp_hpc.run.spec import DataSpec
 from ddp_hpc.train.data.sample_files import recorded_sources
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
 from ddp_hpc.train.data.seedless import reads_no_generator

@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.errors import DivergedError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import OnNonfinite
+from ddp_hpc.base.errors import DivergedError
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import OnNonfinite
 from ddp_hpc.train.engine.kept_values import NotKeptError
 from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.optimizer import can_skip, trained_parameters

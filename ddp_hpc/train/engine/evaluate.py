@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.base.errors import ConfigError, WorkerError
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.data.loader import SeededFetch, begin, make_loader, received, to_device
 from ddp_hpc.train.data.sample_order import MicroBatch
 from ddp_hpc.train.engine.modes import evaluation_mode

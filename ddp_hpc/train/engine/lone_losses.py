@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ddp_hpc.base.errors import RanksDifferError
 from ddp_hpc.base.processes import host_name
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.errors import RanksDifferError
-from ddp_hpc.run_dir.differences import (
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.run_dir.differences import (
     FINITE,
     NOT_FINITE,
     Difference,
@@ -24,7 +24,7 @@ from ddp_hpc.run_dir.differences import (
     read_differences,
     write_difference,
 )
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.comparable import not_comparable, processor_of
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.replicas import message_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hpc.errors import StopAskedError
+from ddp_hpc.base.errors import StopAskedError
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.engine.ddp_warmup import copied, warm_up_ddp

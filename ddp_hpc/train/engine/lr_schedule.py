@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ddp_hpc.spec import LrScheduleSpec
+from ddp_hpc.run.spec import LrScheduleSpec
 
 
 def lr_factor(schedule: LrScheduleSpec, step: int, total_steps: int) -> float:

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import nn
 
-from ddp_hpc.spec import OptimizerSpec
+from ddp_hpc.run.spec import OptimizerSpec
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, SampleOrder
 
 log = logging.getLogger(__name__)

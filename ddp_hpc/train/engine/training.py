@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ddp_hpc.checkpoints.save_interval import Bounds
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.checkpoints.save_interval import Bounds
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.auto_interval import AutoInterval, Job, read_job
 from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.recipe import Recipe, Scorer, nearest_names
 from ddp_hpc.train.recipes.image_sets import images_wanted, load_images
 from ddp_hpc.train.recipes.images import ImagesWanted, check_counts

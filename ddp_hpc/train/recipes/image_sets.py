@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.recipe import nearest_names
 from ddp_hpc.train.recipes import digits, fake_images
 from ddp_hpc.train.recipes import torchvision_sets as tv

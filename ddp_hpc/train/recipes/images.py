@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories, open_private
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec.training import RecorderName
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec.training import RecorderName
 from ddp_hpc.train.recording.recorders import Ending, identity_of
 
 log = logging.getLogger(__name__)

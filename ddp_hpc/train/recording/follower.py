@@ -24,9 +24,9 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.durable import make_directories, readers
 from ddp_hpc.base.shown_text import masked, masked_record, secret_values
-from ddp_hpc.config import flat, load_resolved
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.rereading import Tail
+from ddp_hpc.run.config import flat, load_resolved
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.rereading import Tail
 from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Subject, identity_of, opener_of, row_of
 from ddp_hpc.train.recording.temporary import temporary_folder
 

@@ -12,7 +12,7 @@ import msgspec
 
 from ddp_hpc.base.durable import open_private, read_json_lines, replace_text
 from ddp_hpc.base.patience import patiently
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir
 
 MOST_WAITING_BYTES = 8 << 20
 """So much is kept in memory while the disk takes nothing: about 60,000 lines."""

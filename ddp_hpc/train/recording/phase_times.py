@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ddp_hpc.slow_ranks.summary import Phases
+from ddp_hpc.cluster.slow_ranks.summary import Phases
 
 PHASES = ("data", "host to device", "forward", "backward", "optimizer", "checkpoint", "evaluation", "other")
 """The phases; the wait for other ranks is part of `backward`. On a GPU these are the times of the host, which runs ahead."""

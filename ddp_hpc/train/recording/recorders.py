@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ddp_hpc.base.durable import read_json, replace_text
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import LINE_FIELDS
-from ddp_hpc.spec.training import RecorderName
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import LINE_FIELDS
+from ddp_hpc.run.spec.training import RecorderName
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 
-from ddp_hpc.checkpoints import checkpoint_names
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, write_progress
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import Progress, write_progress
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.data.sample_order import Position, SampleOrder
 from ddp_hpc.train.recording.beside import Followers
 from ddp_hpc.train.recording.metrics_file import MetricsFile

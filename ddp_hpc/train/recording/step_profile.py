@@ -17,9 +17,9 @@ from torch.autograd.profiler import profile as AnyProfiler  # noqa: N812  a clas
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_hpc.base.durable import make_directories, private_mode, replace_text
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.profile_notes import note_profile
-from ddp_hpc.spec.training import ProfileSpec
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.profile_notes import note_profile
+from ddp_hpc.run.spec.training import ProfileSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recording.nsys_profile import RESUMED_BEHIND, NsysProfile, ends_before
 from ddp_hpc.train.recording.phase_times import BEGIN_STEPS, PhaseTimes

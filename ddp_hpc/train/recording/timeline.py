@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ddp_hpc.base.durable import open_private
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import Mark, encode
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import Mark, encode
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 
 FIRST_PAUSE_S = 2.0

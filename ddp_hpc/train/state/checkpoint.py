@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 import ddp_hpc
-from ddp_hpc.checkpoints import checkpoint_store, shards
-from ddp_hpc.checkpoints.checkpoint_store import Manifest
-from ddp_hpc.checkpoints.shards import ShardRecord
-from ddp_hpc.errors import (
+from ddp_hpc.base.errors import (
     CheckpointError,
     ConfigError,
     DivergedError,
     UnreadableError,
 )
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import memory_text
-from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.run.checkpoints import checkpoint_store, shards
+from ddp_hpc.run.checkpoints.checkpoint_store import Manifest
+from ddp_hpc.run.checkpoints.shards import ShardRecord
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import memory_text
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.engine.divergence import diverged
 from ddp_hpc.train.process_group import Group, select_device
 from ddp_hpc.train.state import training_state

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 
 Groups = Sequence[Mapping[str, Any]]
 """An optimizer's `param_groups`."""

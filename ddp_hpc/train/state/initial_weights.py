@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.base.patience import is_there
-from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.restore import to_torch
 from ddp_hpc.train.state.training_state import TrainingState, differences

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_hpc.checkpoints import checkpoint_store
-from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
+from ddp_hpc.run.checkpoints import checkpoint_store
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.state.restore import to_torch
 
 log = logging.getLogger(__name__)

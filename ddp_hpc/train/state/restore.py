@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, FencedError, StopAskedError, UnreadableError
 from ddp_hpc.base.patience import is_there, patiently
-from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store, shards
-from ddp_hpc.checkpoints.checkpoint_store import ChunkReader, Manifest
-from ddp_hpc.checkpoints.shards import RawTensor, StoredTensor, Stretch
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, StopAskedError, UnreadableError
-from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import newest_committed
+from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store, shards
+from ddp_hpc.run.checkpoints.checkpoint_store import ChunkReader, Manifest
+from ddp_hpc.run.checkpoints.shards import RawTensor, StoredTensor, Stretch
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import newest_committed
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.training_state import Restoration, SavedTensor, TrainingState
 from ddp_hpc.train.stop import EarlyStop

@@ -9,9 +9,9 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from ddp_hpc.checkpoints import shards
-from ddp_hpc.checkpoints.checkpoint_store import CHUNK_BYTES
-from ddp_hpc.checkpoints.shards import TensorEntry
+from ddp_hpc.run.checkpoints import shards
+from ddp_hpc.run.checkpoints.checkpoint_store import CHUNK_BYTES
+from ddp_hpc.run.checkpoints.shards import TensorEntry
 from ddp_hpc.train.state.restore import DTYPES
 from ddp_hpc.train.state.staging import Place, Side, Staging, packed_places, view_of
 from ddp_hpc.train.state.training_state import NamedTensor

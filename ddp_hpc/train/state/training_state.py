@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.state import group_options, rng
 from ddp_hpc.train.state.moving_average import MovingAverage

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.campaigns.command_line import asked_deaths
 from tests.campaigns.deaths.on_machine import WHOLE, prepare, words_of
 from tests.campaigns.deaths.table import ON_CLUSTER, Death

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ddp_hpc.base.durable import read_json_lines
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.samples import read_steps_taken, used_twice
 from tests.slurm.storm.deeds import Done
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_hpc.base import processes
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.run_dir.ledger import Attempt, Ledger
-from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_progress
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.watch.samples import read_steps_taken
 from tests.campaigns.written import stamp
 from tests.slurm.cluster import Cluster

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.records import read_queued_job
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.records import read_queued_job
 from tests.slurm.cluster import Cluster
 from tests.slurm.lab.tools import LabError
 from tests.slurm.runs import LoginNode

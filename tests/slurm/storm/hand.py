@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_hpc.drill.injector import NodeProcess, list_processes, processes_by_kind
+from ddp_hpc.prove.drill.injector import NodeProcess, list_processes, processes_by_kind
 
 SUPERVISOR = "ddp_hpc.job.supervisor"
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "freeze": signal.SIGSTOP}

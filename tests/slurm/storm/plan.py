@@ -51,7 +51,7 @@ KINDS: Mapping[str, Kind] = {
 }
 """What a storm may bring: `pause` ends before the hang timeout (`HANG_S`), `freeze` after it.
 
-An `agent` or `srun` is taken for what it is by `ddp_hpc.drill.injector`; a `shell` is the job script's.
+An `agent` or `srun` is taken for what it is by `ddp_hpc.prove.drill.injector`; a `shell` is the job script's.
 """
 HANG_S = 30
 """The runs' `restart.hang_timeout_s`."""

@@ -1,0 +1,297 @@
+"""One node's side of the check before training: says what this node has and sees. It imports no torch.
+
+    srun --ntasks-per-node=1 python -m ddp_hpc.cluster.node_checks.node --folder DIR --node NAME ... --mark MARK
+
+Each part is gathered in a thread of its own, as a mount or a name server that does not answer may hold one for ever: what
+is not there after `PATIENCE_S` is left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ddp_hpc import __version__
+from ddp_hpc.base.mounts import Mount, mount_of
+from ddp_hpc.base.patience import is_answer
+from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared, neighbours
+from ddp_hpc.cluster.rendezvous.choice import fabric, refusal
+from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
+from ddp_hpc.cluster.slurm.allocation import node_name, num_granted_gpus
+from ddp_hpc.cluster.slurm.answers import framed
+from ddp_hpc.run.run_dir.environment import capture
+
+T = TypeVar("T")
+PATIENCE_S = 12.0
+"""How long a node may take for all parts."""
+SEEN_S = 8.0
+"""How long it waits for the other nodes' files: they may have started later, and NFS shows a new file after some seconds."""
+LOOK_AGAIN_S = 3.0
+"""For how long it looks again at a path that is missing or empty: a mount, or the entry of another node, takes a moment to be seen."""
+_LOOK_AGAIN_PAUSE_S = 0.5
+NAMES_S = 8.0
+"""How long all lookups of names may take, side by side: a name server that does not answer holds each up for 5 s and more."""
+_MOST_LOOKUPS = 64
+_TEST_BYTES = 1 << 20
+_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
+_KFD = Path("/sys/class/kfd/kfd/topology/nodes")
+"""https://docs.kernel.org/gpu/amdgpu/driver-core.html: where amdgpu's compute part lists what it drives."""
+_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
+
+
+def gather(
+    own: str, nodes: Sequence[str], *, folder: Path, paths: Sequence[str], environ: Mapping[str, str]
+) -> NodeFacts:
+    """Return what this node, called `own`, says of itself."""
+    disks = {"temporary files": environ.get("TMPDIR") or "/tmp", "shared memory": "/dev/shm"}  # noqa: S108  where programs write
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "software": lambda: _software(environ),
+        "names": lambda: {"names": _names(nodes)},
+        "reverse DNS": lambda: {"reverse_s": _reverse_s(nodes)},
+        "networks": lambda: {"networks": networks(local_interfaces())},
+        "disks": lambda: {"disks": {label: disk(Path(path)) for label, path in disks.items()}},
+        "shared": lambda: {"shared": shared(folder, own, nodes)},
+        **{f"path {path}": lambda path=path: {f"path {path}": _looked_at(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
+    }
+    found, late = _in_time(parts)
+    told = {path: found.pop(f"path {path}") for path in paths if f"path {path}" in found}
+    names = found.get("names", {})
+    if "names" in found and len(names) < len({*nodes}):
+        late = [*late, f"{len({*nodes}) - len(names)} of {len({*nodes})} names"]
+    mounts = {path: (mount.point, mount.fs_type, mount.source) for path, (_, mount) in told.items() if mount}
+    states = {path: state for path, (state, _) in told.items()}
+    # Of no thread: they are known also where none can be started.
+    found |= {"limits": limits(), "num_cpus": len(os.sched_getaffinity(0)), "has_rdma": _has_rdma()}
+    return NodeFacts(**found, paths=states, mounts=mounts, late=tuple(late))
+
+
+def _looked_at(path: Path) -> tuple[str, Mount | None]:
+    """Return what is at a path, and on which file system.
+
+    Nothing, or an empty directory, may be a file system that is not mounted yet: the first look has an automounter mount it,
+    and the second one finds it. Its mount is read last, as it may come by the first look.
+    """
+    state, until = state_of(path), time.monotonic() + LOOK_AGAIN_S
+    while state in {MISSING, EMPTY} and time.monotonic() < until:
+        time.sleep(_LOOK_AGAIN_PAUSE_S)
+        state = state_of(path)
+    return state, mount_of(path)
+
+
+def _in_time(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[str, Any], list[str]]:
+    """Return what all parts found, and the names of those that did not end in time."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def one(name: str) -> None:
+        found[name] = parts[name]()
+
+    threads = {name: threading.Thread(target=one, args=(name,), daemon=True) for name in parts}
+    for thread in threads.values():
+        with suppress(RuntimeError):  # too many run already (`ulimit -u`): its part is late
+            thread.start()
+    until = time.monotonic() + PATIENCE_S
+    for thread in (thread for thread in threads.values() if thread.ident is not None):
+        thread.join(max(until - time.monotonic(), 0.0))
+    late = [name for name in parts if name not in found]
+    return {key: value for name in parts if name in found for key, value in found[name].items()}, late
+
+
+def _software(environ: Mapping[str, str]) -> dict[str, Any]:
+    here = capture(environ)
+    versions = {name: getattr(here, name) for name in ("python", "torch", "cuda", "hip", "nccl", "driver", "machine")}
+    return {"software": {**versions, "ddp_hpc": __version__}, "gpus": here.gpus, **_gpus(environ, here.gpus)}
+
+
+def _gpus(environ: Mapping[str, str], models: Sequence[str]) -> dict[str, int | None]:
+    return {"num_gpus": num_gpus(environ, models), "granted_gpus": num_granted_gpus(environ)}
+
+
+def num_gpus(
+    environ: Mapping[str, str], models: Sequence[str], *, dev: Path = Path("/dev"), kfd: Path = _KFD
+) -> int | None:
+    """Return how many GPUs a process may use; None where nothing shows whether there are any.
+
+    `models` are those that NVIDIA's driver lists: of a GPU that it has lost, the job's variables still tell.
+    """
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        if name in environ:
+            visible = [one for one in environ[name].split(",") if one and one != "-1"]
+            are_whole = bool(models) and not any(one.startswith("MIG-") for one in visible)
+            return min(len(visible), len(models)) if are_whole else len(visible)
+    return len(list(dev.glob("nvidia[0-9]*"))) or _num_amd_gpus(kfd) or None
+
+
+def _num_amd_gpus(kfd: Path) -> int:
+    """Return how many GPUs AMD's driver has: a CPU is one of its nodes, too, with the number 0."""
+    count = 0
+    for path in kfd.glob("*/gpu_id"):
+        with suppress(OSError):
+            count += path.read_text(encoding="ascii", errors="replace").strip() not in {"", "0"}
+    return count
+
+
+def networks(interfaces: Sequence[Interface]) -> dict[str, int]:
+    """Return how many interfaces of each kind of network ranks could meet on; 0 for a kind of which all are down."""
+    found: dict[str, int] = {}
+    for interface in interfaces:
+        if interface.kind not in _OF_NO_NETWORK:
+            found[fabric(interface)] = found.get(fabric(interface), 0) + (refusal(interface) is None)
+    return found
+
+
+_OF_NO_NETWORK = frozenset({"loopback", "virtual bridge", "overlay", "tunnel"})
+
+
+def _has_rdma() -> bool:
+    with suppress(OSError):
+        return any(Path("/sys/class/infiniband").iterdir())
+    return False
+
+
+def resolved(name: str) -> tuple[str, ...]:
+    """Return the addresses that this node finds for a name, in order; none where it does not resolve."""
+    with suppress(OSError):
+        return tuple(sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}))
+    return ()
+
+
+def _names(nodes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return what each name resolves to, of those that were answered in time."""
+    return _side_by_side({name: partial(resolved, name) for name in nodes}, NAMES_S)
+
+
+def _side_by_side(questions: Mapping[str, Callable[[], T]], seconds: float) -> dict[str, T]:
+    """Return the answers that came in time."""
+    pool = ThreadPoolExecutor(max_workers=min(len(questions), _MOST_LOOKUPS) or 1)
+    futures = {name: pool.submit(question) for name, question in questions.items()}
+    wait(futures.values(), timeout=seconds)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return {name: one.result() for name, one in futures.items() if one.done() and not one.cancelled()}
+
+
+def _reverse_s(nodes: Sequence[str]) -> float:
+    """Return how long the slowest of a few lookups of a name by an address takes, `NAMES_S` at most: PyTorch's store makes one for each peer."""
+    named = _side_by_side({node: partial(resolved, node) for node in nodes[:2]}, NAMES_S / 2)
+    addresses = [address for found in named.values() for address in found[:1]]
+    slowest = _side_by_side({address: partial(_lookup_s, address) for address in addresses}, NAMES_S)
+    return max((slowest.get(address, NAMES_S) for address in addresses), default=0.0)
+
+
+def _lookup_s(address: str) -> float:
+    began = time.monotonic()
+    with suppress(OSError):
+        socket.getnameinfo((address, 0), 0)
+    return time.monotonic() - began
+
+
+def limits() -> dict[str, int]:
+    """Return the soft limits of this process."""
+    soft = {name: resource.getrlimit(which)[0] for name, which in _LIMITS.items()}
+    return {name: UNLIMITED if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
+
+
+def disk(path: Path) -> Disk:
+    """Return the free space of a directory, and whether a file of 1 MiB can be written there: a quota shows only then."""
+    test = path / f".ddp-hpc-doctor-{os.getpid()}-{socket.gethostname()}"
+    error, began = "", time.monotonic()
+    try:
+        _write(test, b"\0" * _TEST_BYTES)
+    except OSError as found:
+        error = found.strerror or str(found)
+    write_s = round(time.monotonic() - began, 2)
+    with suppress(OSError):
+        test.unlink()
+    try:
+        room = os.statvfs(path)
+    except OSError as found:
+        return Disk(path=str(path), error=error or found.strerror or str(found))
+    files = room.f_favail if room.f_files else None
+    free = room.f_bavail * room.f_frsize
+    return Disk(path=str(path), error=error, free_bytes=free, free_files=files, write_s=write_s)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file until it is on the disk; a network file system reports a full disk or quota only then."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def shared(folder: Path, own: str, nodes: Sequence[str]) -> Shared:
+    """Write a file into a directory that all nodes share; wait until the files of the neighbours can be read here."""
+    began = time.monotonic()
+    large = folder / f".{own}"
+    try:
+        (folder / own).write_text(f"{own}\n", encoding="utf-8")
+        written = time.monotonic()
+        _write(large, b"\0" * _TEST_BYTES)
+        large.unlink()
+    except OSError as error:
+        return Shared(error=error.strerror or str(error))
+    wrote = time.monotonic()
+    unseen, seen = [own, *neighbours(own, nodes)], []
+    pause = _LOOK_S
+    while unseen:
+        found = [node for node in unseen if _is_of(folder / node, node)]
+        seen += found
+        unseen = [node for node in unseen if node not in found]
+        if not unseen or time.monotonic() + pause > began + SEEN_S:
+            break
+        time.sleep(pause)
+        # Each look for a file that is not there is a question to the file server.
+        pause = min(pause * 2, _LONGEST_LOOK_S)
+    return Shared(write_s=wrote - written, seen=tuple(seen), seen_s=time.monotonic() - wrote)
+
+
+def _is_of(path: Path, node: str) -> bool:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace") == f"{node}\n"
+    return False
+
+
+def state_of(path: Path) -> str:
+    """Return what is at a path: `THERE`, `MISSING`, `EMPTY` for a directory without entries, or why it cannot be read."""
+    try:
+        if path.is_dir():
+            with os.scandir(path) as entries:
+                return THERE if next(entries, None) is not None else EMPTY
+        # Opening a FIFO waits for a writer, and opening a device may do anything.
+        if path.is_file():
+            with path.open("rb") as file:
+                file.read(1)
+        else:
+            path.stat()
+    except OSError as error:
+        return MISSING if is_answer(error) else error.strerror or str(error)
+    return THERE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print this node's answer."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.cluster.node_checks.node", description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="a directory that all nodes share")
+    parser.add_argument("--node", action="append", required=True, help="the name of a node; once for each")
+    parser.add_argument("--path", action="append", default=[], help="a path that workers read")
+    parser.add_argument("--mark", required=True, help="stands in each line of the answer")
+    arguments = parser.parse_args(argv)
+    own = node_name(os.environ)
+    facts = gather(own, arguments.node, folder=arguments.folder, paths=arguments.path, environ=os.environ)
+    sys.stdout.write(framed(facts.as_record, node=own, mark=arguments.mark))
+    sys.stdout.flush()
+    os._exit(0)  # a thread that waits for a file system would hold a plain exit
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What the network between the nodes shows: which interfaces are up, which nodes it carries, clocks, and slow links. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ddp_hpc.cluster.node_checks.answers import Answers, listed, odd_ones
+from ddp_hpc.cluster.rendezvous.choice import speed_order
+from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
+from ddp_hpc.run.run_dir.preflight import Finding, Level
+
+CLOCK_S = 1.0
+"""Clocks that differ by more make log lines and the times of files misleading; NTP keeps them within some ms."""
+
+
+CLOCK_FAIL_S = 30.0
+"""Tickets and tokens (Kerberos, munge) are refused beyond some minutes; such a node has no working time service."""
+
+
+SLOW_SHARE = 1 / 8
+"""A link is slow that has less than this share of the speed of the middle one."""
+
+
+def network(answers: Answers) -> Iterator[Finding]:
+    """Say which nodes the network does not carry; then compare clocks and speeds, as far as they were measured."""
+    network = answers.network
+    if network is None:
+        if len(answers.nodes) > 1:
+            yield Finding(check="network", level="unknown", found="the network between the nodes was not probed")
+        return
+    nodes = network.bad_nodes
+    to_do = "leave the node out, and tell your cluster's support" if nodes else "tell your cluster's support"
+    if network.is_faulty:
+        yield Finding(check="network", level="fail", found=network.words, to_do=to_do, nodes=nodes)
+    elif network.carries:
+        level: Level = "warn" if network.lossy else "ok"
+        yield Finding(check="network", level=level, found=network.words)
+    else:
+        yield Finding(check="network", level="unknown", found=network.words)
+    yield from _clocks(network)
+    yield from _speed(network)
+
+
+def interfaces(answers: Answers) -> Iterator[Finding]:
+    """Find nodes without a kind of network that most have: the ranks would meet on a slower one, which all nodes share."""
+    told = answers.of(lambda facts: facts.networks)
+    kinds = sorted({kind for networks in told.values() for kind in networks}, key=speed_order)
+    if not told:
+        yield Finding(check="interfaces", level="unknown", found="no node answered in time which networks it has")
+        return
+    is_good = True
+    for kind in kinds:
+        counts = {node: networks.get(kind, 0) for node, networks in told.items()}
+        common, odd = odd_ones(counts)
+        few = [node for node in odd if counts[node] < (common or 0)]
+        if not few:
+            continue
+        is_good = False
+        is_fastest_gone = kind == kinds[0] and not all(counts.values())
+        has = ", ".join(f"{node} has {counts[node] or 'no'} interface of {kind} that is up" for node in few)
+        yield Finding(
+            check="interfaces",
+            level="fail" if is_fastest_gone else "warn",
+            found=f"{has}; the other nodes have {common}",
+            to_do="leave the node out, and tell your cluster's support; else the ranks meet on a slower network",
+            nodes=tuple(few),
+        )
+    common_kinds = [kind for kind in kinds if any(networks.get(kind) for networks in told.values())]
+    if is_good:
+        yield Finding(check="interfaces", level="ok", found=f"all nodes have: {', '.join(common_kinds) or 'none'}")
+
+
+def _clocks(network: NetworkFindings) -> Iterator[Finding]:
+    if not network.paces:
+        yield Finding(
+            check="clocks", level="unknown", found="the clocks were not compared, as no two nodes could connect"
+        )
+        return
+    ahead = clocks_of(network)
+    off = {node: seconds for node, seconds in ahead.items() if abs(seconds) > CLOCK_S}
+    if not off:
+        largest = max(map(abs, ahead.values()))
+        yield Finding(
+            check="clocks", level="ok", found=f"each clock is at most {largest * 1000:.0f} ms off the median of all"
+        )
+        return
+    found = ", ".join(
+        f"{node}'s clock is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} the others"
+        for node, seconds in off.items()
+    )
+    is_bad = any(abs(seconds) > CLOCK_FAIL_S for seconds in off.values())
+    nodes = tuple(off)
+    if len(off) * 2 >= len(ahead):  # nobody can say which clock is wrong, and no training needs the right time
+        found = f"clocks differ by up to {max(ahead.values()) - min(ahead.values()):.1f} s, and no majority of the nodes has the same time"
+        is_bad, nodes = False, ()
+    to_do = "check the time service on the node (`chronyc tracking`), and tell your cluster's support"
+    yield Finding(check="clocks", level="fail" if is_bad else "warn", found=found, to_do=to_do, nodes=nodes)
+
+
+def clocks_of(network: NetworkFindings) -> dict[str, float]:
+    """Return by how many seconds each node's clock is ahead of the middle one."""
+    nodes = sorted({pace.sender for pace in network.paces} | {pace.receiver for pace in network.paces})
+    known = {nodes[0]: 0.0}
+    # Along the links, as not each pair may have measured.
+    for _ in nodes:
+        for pace in network.paces:
+            if pace.sender in known and pace.receiver not in known:
+                known[pace.receiver] = known[pace.sender] + pace.ahead_s
+            elif pace.receiver in known and pace.sender not in known:
+                known[pace.sender] = known[pace.receiver] - pace.ahead_s
+    middle = sorted(known.values())[(len(known) - 1) // 2]
+    return {node: seconds - middle for node, seconds in known.items()}
+
+
+def slow_ways(paces: Sequence[Pace]) -> dict[tuple[str, str], float]:
+    """Return the links, each way, that are much slower than the middle one: (sender, receiver) -> MB/s."""
+    rates = {(pace.sender, pace.receiver): pace.mb_per_s for pace in paces}
+    middle = sorted(rates.values())[len(rates) // 2] if rates else 0.0
+    return {way: rate for way, rate in rates.items() if rate < middle * SLOW_SHARE}
+
+
+def _speed(network: NetworkFindings) -> Iterator[Finding]:
+    if not network.paces:
+        yield Finding(check="speed", level="unknown", found="no link was measured, as no two nodes could connect")
+        return
+    rates = sorted(pace.mb_per_s for pace in network.paces)
+    middle, slow = rates[len(rates) // 2], slow_ways(network.paces)
+    if not slow:
+        found = f"{rates[0]:.0f} to {rates[-1]:.0f} MB/s between two nodes, over one connection"
+        yield Finding(check="speed", level="ok", found=found)
+        return
+    nodes = slow_nodes(network.paces, slow)
+    ways = ", ".join(f"{sender} to {receiver} {rate:.1f}" for (sender, receiver), rate in sorted(slow.items())[:6])
+    whose = f"{listed(nodes)}: " if nodes else ""
+    found = f"{whose}slow links, in MB/s: {ways}; the median link has {middle:.0f}"
+    examine = (
+        "leave the node out, and examine its link (`ethtool`, `ibstat`)" if nodes else "examine the switch between them"
+    )
+    to_do = f"check once more, as a busy node slows its links for a moment; if they stay slow, {examine}"
+    yield Finding(check="speed", level="warn", found=found, to_do=to_do, nodes=tuple(nodes))
+
+
+def slow_nodes(paces: Sequence[Pace], slow: Mapping[tuple[str, str], float]) -> list[str]:
+    """Return the nodes of which all links are slow in one direction, where others are not: two slow links at least."""
+    ways = [(pace.sender, pace.receiver) for pace in paces]
+    bad = []
+    for node in sorted({node for way in slow for node in way}):
+        for end in (0, 1):
+            own = [way for way in ways if way[end] == node]
+            if len(own) > 1 and all(way in slow for way in own):
+                bad.append(node)
+                break
+    return bad

@@ -1,0 +1,245 @@
+"""What each node has: software, GPUs, CPUs, names, limits; and whether it answered. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import ip_address
+
+from ddp_hpc.cluster.node_checks.answers import Answers, difference, judged, listed, odd_ones
+from ddp_hpc.cluster.node_checks.facts import SOFTWARE, UNLIMITED
+from ddp_hpc.run.run_dir.preflight import Finding, Level
+
+FEW_OPEN_FILES = 1024
+"""Loader processes pass tensors by file descriptors, and each rank holds connections to others."""
+
+
+FEW_PROCESSES = 256
+"""Each worker has tens of threads, and loader processes; all of a user on the node count, in all jobs."""
+
+
+SLOW_LOOKUP_S = 1.0
+
+
+MUST_AGREE: Mapping[str, Level] = {
+    "python": "fail",
+    "torch": "fail",
+    "cuda": "fail",
+    "hip": "fail",
+    "nccl": "fail",
+    "ddp_hpc": "fail",
+    "driver": "warn",
+    "machine": "warn",
+}
+"""Software -> what a difference between nodes is."""
+
+
+def answered(answers: Answers) -> Iterator[Finding]:
+    """Find nodes that did not answer, or not to the end, or left out a part."""
+    silent = [node for node in answers.nodes if node not in answers.facts]
+    if not answers.facts and not answers.unstarted:
+        found = f"no node answered{answers.problem and f': {answers.problem}'}"
+        to_do = "run `srun --overlap hostname` in the job, which shows why"
+        yield Finding(check="nodes", level="unknown", found=found, to_do=to_do)
+    elif silent:
+        why = answers.problem and f" ({answers.problem})"
+        if answers.unstarted:  # srun has then ended it on the others
+            why = f"; Slurm could not start the check on {listed(answers.unstarted)}"
+        bad = answers.unstarted or silent
+        to_do = (
+            f"leave it out if `srun --nodelist={bad[0]} hostname` does not answer either; `scontrol show node {bad[0]}` "
+            "shows what Slurm knows of it, maybe some minutes late"
+        )
+        # Where most say nothing, the fault may be of Slurm, or of the node that asks.
+        named = (*bad,) if len(bad) * 2 <= len(answers.nodes) else ()
+        yield Finding(
+            check="nodes", level="fail", found=f"no answer from {listed(silent)}{why}", to_do=to_do, nodes=named
+        )
+    else:
+        yield Finding(check="nodes", level="ok", found=f"all {len(answers.nodes)} answered")
+    slow = answers.of(lambda facts: facts.late or None)
+    hung = [node for node, late in slow.items() if any(part in _OF_FILES or part.startswith("path ") for part in late)]
+    for node, late in slow.items():
+        # A file system that answers most nodes hangs on this one; anything else may be slow on a healthy node.
+        is_proof = node in hung and len(hung) * 2 < len(answers.facts)
+        yield Finding(
+            check="nodes",
+            level="fail" if is_proof else "unknown",
+            found=f"{node} did not answer in time about: {', '.join(late)}",
+            to_do="on the node, run `ls` on the path, or `getent hosts NAME`: a file system or name server does not answer",
+            nodes=(node,) if is_proof else (),
+        )
+
+
+_OF_FILES = frozenset({"shared", "disks"})
+"""Parts of a node's answer that wait for a file system, as `path ...` do."""
+
+
+def software(answers: Answers) -> Iterator[Finding]:
+    """Find nodes with other versions."""
+    told = answers.of(lambda facts: facts.software)
+    for name in SOFTWARE:
+        values = {node: software[name] for node, software in told.items() if name in software}
+        if name in {"hip", "driver", "nccl", "cuda"} and not any(values.values()):
+            continue  # none of these nodes has any
+        to_do = "use one environment on a shared file system, or an image" if MUST_AGREE[name] == "fail" else ""
+        yield difference(name, values, level=MUST_AGREE[name], to_do=to_do)
+
+
+LEAST_DRIVER: Mapping[str, int] = {"11": 450, "12": 525, "13": 580}
+"""CUDA's major version -> the oldest branch of NVIDIA's driver that runs its programs:
+https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
+
+
+def misfit(software: Mapping[str, str]) -> str:
+    """Return why a host's PyTorch does not use its GPUs of NVIDIA; empty where it does, or nothing is known."""
+    torch, cuda, driver = (software.get(name, "") for name in ("torch", "cuda", "driver"))
+    if not torch or not driver:
+        return ""
+    if not cuda:
+        return (
+            ""
+            if software.get("hip")
+            else f"PyTorch {torch} is built without CUDA, so it does not use the GPUs of driver {driver}"
+        )
+    least, branch = LEAST_DRIVER.get(cuda.partition(".")[0], 0), driver.partition(".")[0]
+    if not branch.isdecimal() or int(branch) >= least:
+        return ""
+    return f"PyTorch {torch} is built with CUDA {cuda}, which needs NVIDIA's driver {least} or newer, but the driver is {driver}"
+
+
+TO_FIT = "install a PyTorch for the driver (docs/install.md has the table); an older driver does only with CUDA's forward compatibility package"
+
+
+def drivers(answers: Answers) -> Iterator[Finding]:
+    """Find nodes whose driver does not fit their PyTorch."""
+    told = answers.of(lambda facts: facts.software)
+    why = {node: reason for node, one in told.items() if (reason := misfit(one))}
+    for reason in sorted({*why.values()}):
+        bad = [node for node in why if why[node] == reason]
+        yield judged("driver", bad, answers, f"{listed(bad)}: {reason}", "", level="warn", to_do=TO_FIT)
+
+
+def gpus(answers: Answers) -> Iterator[Finding]:
+    """Find nodes with other GPUs, or fewer than the run asks for."""
+    models = {
+        node: ", ".join(f"{count} x {model}" for model, count in sorted(Counter(gpus).items()))
+        for node, gpus in answers.of(lambda facts: facts.gpus).items()
+    }
+    if any(models.values()):
+        to_do = "ask for one type: `resources.gpu_type`, or `slurm.constraint`"
+        yield difference("GPU type", models, level="warn", to_do=to_do)
+    counts = answers.of(lambda facts: facts.num_gpus)
+    granted = answers.of(lambda facts: facts.granted_gpus)
+    asked = answers.asked.gpus_per_node
+    if not asked and not any(granted.values()):
+        return
+    needed = {node: max(asked, granted.get(node, 0)) for node in answers.facts}
+    few = [node for node, count in counts.items() if count < needed[node]]
+    unknown = [node for node in answers.facts if node not in counts and needed[node]]
+    if few or not unknown:
+        found = "; ".join(f"{node} shows {counts[node]} of {_wanted(asked, granted.get(node, 0))}" for node in few)
+        good = f"each node shows as many as the job has on it: {min(needed.values())} or more"
+        to_do = "compare `nvidia-smi -L` there with `scontrol show job -d`: if `nvidia-smi` lists fewer GPUs, the node has lost one: leave the node out (`slurm.exclude`)"
+        yield judged("GPUs", few, answers, found, good, to_do=to_do)
+    if unknown:
+        found = f"nothing on {listed(unknown)} shows whether there are GPUs: no device of NVIDIA's or AMD's driver, and no variable of the job"
+        yield Finding(
+            check="GPUs",
+            level="unknown",
+            found=found,
+            to_do="check `nvidia-smi` (AMD: `rocm-smi`) on the node, and the job's `--gres`",
+        )
+
+
+def _wanted(asked: int, granted: int) -> str:
+    if granted >= asked:
+        return f"the {granted} GPUs that Slurm gave the job"
+    return f"the {asked} GPUs that the run asks for"
+
+
+def cpus(answers: Answers) -> Iterator[Finding]:
+    """Find nodes that give a process fewer CPUs than its workers and their loader processes need."""
+    counts, asked = answers.of(lambda facts: facts.num_cpus), answers.asked.cpus_per_node
+    if not asked:
+        return
+    few = [node for node, count in counts.items() if count < asked]
+    found = ", ".join(f"{node} has {counts[node]}" for node in few)
+    told = f"{found} CPUs for {asked} workers and loader processes"
+    to_do = "raise `resources.cpus_per_worker`, lower `data.num_workers`, or check `--cpu-bind` in `slurm.srun_args`"
+    yield judged("CPUs", few, answers, told, f"{asked} or more on all nodes", level="warn", to_do=to_do)
+
+
+def names(answers: Answers) -> Iterator[Finding]:
+    """Find nodes that resolve the name of another one to other addresses than most."""
+    told = answers.of(lambda facts: facts.names)
+    if not told:
+        yield Finding(
+            check="names",
+            level="unknown",
+            found="no node answered in time to which addresses it resolves the nodes' names",
+        )
+        return
+    is_good = True
+    for name in answers.nodes:
+        # To itself, a node's name may be the loopback: Debian's installer writes it so.
+        # Of a name that a node's name server has not answered, nothing is known there.
+        views = {
+            node: " ".join(_outside(names[name])) for node, names in told.items() if node != name and name in names
+        }
+        if not views or set.intersection(*(set(view.split()) for view in views.values())):
+            continue  # a node may know one address more, such as an IPv6 one
+        is_good = False
+        common, odd = odd_ones(views)
+        unresolved = [node for node in views if not views[node]]
+        to_do = f"compare `getent hosts {name}` on the nodes, and correct /etc/hosts or the DNS"
+        blamed = tuple(odd) if common else ()
+        seen = "; ".join(f"{node} resolves it to {views[node] or 'nothing'}" for node in odd or unresolved or views)
+        others = f", the others to {common}" if common and odd else ""
+        yield Finding(check="names", level="warn", found=f"{name}: {seen}{others}", to_do=to_do, nodes=blamed)
+    if is_good:
+        yield Finding(
+            check="names", level="ok", found="each node resolves the names of the others to the same addresses"
+        )
+    slow = {
+        node: seconds for node, seconds in answers.of(lambda facts: facts.reverse_s).items() if seconds > SLOW_LOOKUP_S
+    }
+    if slow:
+        worst = max(slow, key=lambda node: slow[node])
+        found = f"looking up the name of an address takes {slow[worst]:.1f} s on {worst}, and more than {SLOW_LOOKUP_S:.0f} s on {listed([*slow])}"
+        to_do = "each rank waits for this once for each peer; tell your cluster's support that the reverse DNS does not answer"
+        yield Finding(check="reverse DNS", level="warn", found=found, to_do=to_do, nodes=())
+
+
+def _outside(addresses: Sequence[str]) -> list[str]:
+    return [text for text in addresses if not ip_address(text.partition("%")[0]).is_loopback]
+
+
+def limits(answers: Answers) -> Iterator[Finding]:
+    """Find nodes whose limits are too low."""
+    told = answers.of(lambda facts: facts.limits)
+    rdma = answers.of(lambda facts: facts.has_rdma or None)
+    few = [node for node, one in told.items() if UNLIMITED < one.get("nofile", UNLIMITED) < FEW_OPEN_FILES]
+    if few:
+        found = f"a process may open only {min(told[node]['nofile'] for node in few)} files on {listed(few)}"
+        to_do = f"raise the limit: `slurm.setup=['ulimit -n {FEW_OPEN_FILES * 64}']`"
+        yield judged("limits", few, answers, found, "", level="warn", to_do=to_do)
+    crowded = [node for node, one in told.items() if UNLIMITED < one.get("nproc", UNLIMITED) < FEW_PROCESSES]
+    if crowded:
+        found = f"a user may have only {min(told[node]['nproc'] for node in crowded)} processes and threads on {listed(crowded)}"
+        to_do = "raise the limit: `slurm.setup=['ulimit -u $(ulimit -Hu)']`, or ask your cluster's support"
+        yield judged("limits", crowded, answers, found, "", level="warn", to_do=to_do)
+    locked = [node for node in rdma if told.get(node, {}).get("memlock", UNLIMITED) != UNLIMITED]
+    if locked:
+        found = f"the memory that a process may lock is limited on {listed(locked)}, but InfiniBand needs it unlimited"
+        yield judged(
+            "limits",
+            locked,
+            answers,
+            found,
+            "",
+            level="warn",
+            to_do="raise the limit: `slurm.setup=['ulimit -l unlimited']`",
+        )
+    if told and not few and not crowded and not locked:
+        yield Finding(check="limits", level="ok", found="open files, processes and locked memory suffice on all nodes")

@@ -1,0 +1,350 @@
+"""Compares what the ranks were doing in a hang: which one is behind, who calls something else, or that nobody is behind. Pure.
+
+Each rank numbers the collectives of each process group, so the numbers of all ranks can be compared. With gloo only the launch
+and the end on the rank itself are recorded; a point-to-point operation is not. A rank that may wait in one is not called behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord
+
+Kind = Literal["", "behind", "different", "network", "crashed"]
+"""Empty where the records do not say it."""
+_SAME_SIZE = frozenset({"all_reduce", "allreduce", "broadcast", "allreduce_coalesced"})
+"""Operations to which every rank gives as many elements of the same type. To a gather or a scatter, ranks may give different ones."""
+_THREAD = re.compile(r"^(?:Current thread|Thread) .*?:\n((?:  .*\n?)*)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_NOT_MAIN = ("threading.py", "concurrent/futures/thread.py")
+_NOT_USERS = ("/torch/", "/ddp_hpc/", "/lib/python", "<frozen")
+_MOST_NAMED = 4
+_LOADER = "torch/utils/data"
+_WAIT = re.compile(
+    r"\b(?:wait(?!pid)\w*|synchronize|item|tolist|cpu|numpy|cuda|to|i?recv\w*|i?send\w*|barrier|join|result|get|acquire)\s*\("
+)
+"""Calls in which a rank may wait for another one, or for a GPU that does. They are methods of C, which have no frame of their own."""
+
+
+class GroupId(NamedTuple):
+    """A process group, and the backend by which its ranks meet."""
+
+    name: str
+    backend: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One entry of a flight record."""
+
+    group: GroupId
+    title: str
+    """What the user has called the group, or PyTorch."""
+    number: int
+    """Of the collectives of this group on this rank."""
+    operation: str
+    elements: tuple[int, ...]
+    """Of each tensor."""
+    dtypes: tuple[str, ...]
+    is_over: bool
+
+    def differs(self, other: Collective) -> bool:
+        """Tell whether two ranks cannot mean the same by it."""
+        if self.operation != other.operation:
+            return True
+        return self.operation in _SAME_SIZE and (self.elements, self.dtypes) != (other.elements, other.dtypes)
+
+    @property
+    def words(self) -> str:
+        what = " and ".join(map(str, self.elements))
+        return f"{self.operation} of {what} {'/'.join(sorted(set(self.dtypes)))} elements" if what else self.operation
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangVerdict:
+    """Who hangs."""
+
+    kind: Kind = ""
+    ranks: Sequence[int] = ()
+    """Those that are behind, or call different operations; of `network`, those that wait; without a kind, those that may be behind."""
+    how: str = ""
+    """What the first of them does, as a predicate, where it is behind; else a whole sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What one rank's record says of its collectives."""
+
+    newest: Mapping[GroupId, int] = field(default_factory=dict)
+    """The number of the newest collective of each group."""
+    by_number: Mapping[tuple[GroupId, int], Collective] = field(default_factory=dict)
+    members: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """The ranks of a group, where the record lists them."""
+
+    @property
+    def waits_in(self) -> Sequence[Collective]:
+        """Those that it has launched and that are not over on it."""
+        return [one for one in self.by_number.values() if not one.is_over]
+
+
+def verdict_of(records: Sequence[HangRecord], world_size: int) -> HangVerdict:
+    """Compare the records of one hang. A rank that has crashed explains it alone."""
+    by_rank = {record.rank: record for record in records}
+    if crashed := [rank for rank, record in sorted(by_rank.items()) if record.state == DUMPING]:
+        return HangVerdict(kind="crashed", ranks=crashed, how=_doing(by_rank[crashed[0]]))
+    return _by_collectives(by_rank, world_size)
+
+
+def _by_collectives(by_rank: Mapping[int, HangRecord], world_size: int) -> HangVerdict:
+    # A flight record without entries is of a rank that has not launched a collective.
+    ranks = {
+        rank: _read(record.flight_record)
+        for rank, record in by_rank.items()
+        if record.flight_record is not None and isinstance(record.flight_record.get("entries", []), list)
+    }
+    waiting = {rank: one.waits_in for rank, one in ranks.items() if one.waits_in}
+    held = [rank for rank, record in sorted(by_rank.items()) if rank not in ranks and _is_held(record)]
+    by_kernel = HangVerdict(kind="behind", ranks=held, how=_doing(by_rank[held[0]])) if held else HangVerdict()
+    if not waiting or world_size == 1:
+        return by_kernel if len(held) < len(by_rank) == world_size else HangVerdict()
+    if (different := _different(ranks, waiting, by_rank)) is not None:
+        return different
+    missing = _missing(ranks, waiting)
+    free = sorted(ranks.keys() - waiting.keys())
+    late = [rank for rank in free if any(rank in others for others in missing.values())]
+    working = [rank for rank in late or free if not _may_wait(by_rank[rank])]
+    # Of several, one may wait for another by what is not recorded, so that each must be known not to wait.
+    if behind := working if len(late or free) == 1 else [rank for rank in working if not _is_unclear(by_rank[rank])]:
+        return _behind(behind, ranks, waiting, by_rank)
+    if held or late:
+        return by_kernel if held else _undecided(late, by_rank)
+    if len(ranks) < world_size or free:
+        return HangVerdict()  # somebody is not known, so that nobody may be called behind, and nobody is cleared
+    return _nobody(ranks, waiting, missing, by_rank)
+
+
+def _nobody(
+    ranks: Mapping[int, _Rank],
+    waiting: Mapping[int, Sequence[Collective]],
+    missing: Mapping[int, Collection[int]],
+    by_rank: Mapping[int, HangRecord],
+) -> HangVerdict:
+    """Return what all ranks do that wait for each other."""
+    complete = [rank for rank in sorted(waiting) if not missing[rank]]
+    if not complete:
+        named = "; ".join(f"rank {rank} waits in {_where(waiting[rank][0], by_rank[rank])}" for rank in _few(waiting))
+        how = (
+            f"ranks wait for each other in different groups: {named}. All ranks must use their groups in the same order"
+        )
+        return HangVerdict(kind="different", ranks=sorted(waiting), how=how)
+    one = waiting[complete[0]][0]
+    how = f"no rank is behind: all have launched the same collectives, up to {_name(one)}, which does not end"
+    return HangVerdict(kind="network", ranks=sorted(ranks), how=how)
+
+
+def _different(
+    ranks: Mapping[int, _Rank], waiting: Mapping[int, Sequence[Collective]], by_rank: Mapping[int, HangRecord]
+) -> HangVerdict | None:
+    """Return the first collective that is not the same on all ranks, among those that are not over."""
+    open_ = sorted({(one.number, one.group) for several in waiting.values() for one in several})
+    for number, group in open_:
+        there = {rank: found for rank, one in ranks.items() if (found := one.by_number.get((group, number)))}
+        first = min(there)
+        other = next((rank for rank in sorted(there) if there[rank].differs(there[first])), None)
+        if other is None:
+            continue
+        said = [f"rank {rank} calls {there[rank].words}{_at(by_rank[rank])}" for rank in (first, other)]
+        how = f"{', '.join(said)}; collective {number} of {_group(there[first])} must be the same on all its ranks"
+        return HangVerdict(kind="different", ranks=[first, other], how=how)
+    return None
+
+
+def _missing(ranks: Mapping[int, _Rank], waiting: Mapping[int, Sequence[Collective]]) -> Mapping[int, set[int]]:
+    """Return for each waiting rank the ranks that have not launched what it waits in."""
+    late: dict[tuple[GroupId, int], set[int]] = {}  # most ranks wait in the same one
+    for one in (one for several in waiting.values() for one in several):
+        if (one.group, one.number) not in late:
+            members = _members(one.group, ranks)
+            late[one.group, one.number] = {
+                rank for rank in members if ranks[rank].newest.get(one.group, 0) < one.number
+            }
+    return {
+        rank: set[int]().union(*(late[one.group, one.number] for one in several)) for rank, several in waiting.items()
+    }
+
+
+def _members(group: GroupId, ranks: Mapping[int, _Rank]) -> Collection[int]:
+    """Return the ranks of a group that have answered; where no record lists them, those that have used it."""
+    listed = next((one.members[group.name] for one in ranks.values() if group.name in one.members), None)
+    if listed is not None:
+        return [rank for rank in listed if rank in ranks]
+    # The first group of a process has this name and all ranks. Of another one, a rank that has not used it may not be in it.
+    return [rank for rank, one in ranks.items() if group.name == "0" or group in one.newest]
+
+
+def _behind(
+    behind: Sequence[int],
+    ranks: Mapping[int, _Rank],
+    waiting: Mapping[int, Sequence[Collective]],
+    by_rank: Mapping[int, HangRecord],
+) -> HangVerdict:
+    first = behind[0]
+    awaited = next(
+        (one for several in waiting.values() for one in several if ranks[first].newest.get(one.group, 0) < one.number),
+        None,
+    )
+    how = _doing(by_rank[first])
+    if awaited is not None:
+        num = ranks[first].newest.get(awaited.group, 0)
+        how += f": it has launched {num} collectives of {_group(awaited)}, and others wait in number {awaited.number}, {awaited.words}"
+    if len(behind) > 1:
+        more = ", ".join(map(str, behind[1:_MOST_NAMED])) + (" and more" if len(behind) > _MOST_NAMED else "")
+        how += f" (so do ranks {more})" if len(behind) > 2 else f" (so does rank {more})"
+    return HangVerdict(kind="behind", ranks=behind, how=how)
+
+
+def _undecided(late: Sequence[int], by_rank: Mapping[int, HangRecord]) -> HangVerdict:
+    named = "; ".join(f"rank {rank} {_doing(by_rank[rank])}" for rank in late[:_MOST_NAMED])
+    more = f"; and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
+    how = f"others wait for what these have not launched, but these may wait for a rank themselves: {named}{more}"
+    return HangVerdict(ranks=late, how=how)
+
+
+def _doing(record: HangRecord) -> str:
+    """Say what a rank does that no other one waits with."""
+    if record.state.startswith("stopped"):
+        return f"is {record.state} (SIGSTOP)" if record.state == "stopped" else f"is {record.state}"
+    if record.state == DUMPING:
+        return "has crashed, and the kernel still writes its core file (a limit of 0 for core files, `ulimit -c 0`, prevents that)"
+    if record.state.startswith("in the kernel"):
+        where = f", at {place(record)}" if place(record) else ""
+        return f"waits {record.state}, as for a file system that does not answer{where}"
+    if record.holds_interpreter:
+        return "is in a call that holds Python's interpreter (GIL), so that its line is not known"
+    if not record.answers:
+        return "does not answer"
+    return f"is in {place(record) or 'code without a Python frame'}"
+
+
+def _is_held(record: HangRecord) -> bool:
+    """Tell whether the kernel says that a process which does not answer cannot."""
+    return record.state.startswith(("stopped", "in the kernel"))
+
+
+def _may_wait(record: HangRecord) -> bool:
+    """Tell whether a rank waits for others, or may: by its stack, as not all that ranks wait in is recorded."""
+    if _is_held(record):
+        return False
+    if record.stacks is None:
+        return not record.holds_interpreter
+    return is_in_distributed(record.stacks) or (bool(_WAIT.search(record.line)) and not _loads(record))
+
+
+def _is_unclear(record: HangRecord) -> bool:
+    """Tell whether a rank that sleeps in a line that is not known may wait in it for another one."""
+    if _is_held(record) or record.holds_interpreter or record.state == "running" or record.line:
+        return False
+    return not _loads(record)
+
+
+def _loads(record: HangRecord) -> bool:
+    """Tell whether a rank waits for its samples."""
+    return any(_LOADER in frame for frame in main_frames(record.stacks or "")[:8])
+
+
+def is_in_distributed(stacks: str) -> bool:
+    """Tell whether the main thread is in PyTorch's calls that wait for other ranks."""
+    return any("torch/distributed/" in frame or "sealed_store.py" in frame for frame in main_frames(stacks)[:4])
+
+
+def place(record: HangRecord) -> str:
+    """Return the innermost line of the user's code in the main thread, or else the innermost line."""
+    frames = main_frames(record.stacks or "")
+    return next((frame for frame in frames if not any(part in frame for part in _NOT_USERS)), "".join(frames[:1]))
+
+
+def main_frames(stacks: str) -> list[str]:
+    """Return the frames of the main thread: the one whose outermost frame is not in `threading`."""
+    for thread in _THREAD.finditer(stacks):
+        frames = [f"{match['file']}:{match['line']} in {match['function']}" for match in _FRAME.finditer(thread[1])]
+        if frames and not any(part in frames[-1] for part in _NOT_MAIN):
+            return frames
+    return []
+
+
+def _where(one: Collective, record: HangRecord) -> str:
+    return f"{_name(one)}{_at(record)}"
+
+
+def _at(record: HangRecord) -> str:
+    return f" at {place(record)}" if place(record) else ""
+
+
+def _name(one: Collective) -> str:
+    return f"{one.operation} (number {one.number} of {_group(one)})"
+
+
+def _group(one: Collective) -> str:
+    return f"group {one.group.name}{f' ({one.title})' if one.title not in ('', 'undefined') else ''}"
+
+
+def _few(ranks: Mapping[int, object]) -> Sequence[int]:
+    return sorted(ranks)[:_MOST_NAMED]
+
+
+# --- flight records ----------------------------------------------------------------------------------------------------
+
+
+def _read(flight_record: Mapping[str, Any]) -> _Rank:
+    """Read one flight record; an entry that is not as expected is left out."""
+    newest: dict[GroupId, int] = {}
+    by_number: dict[tuple[GroupId, int], Collective] = {}
+    for one in _collectives(flight_record.get("entries")):
+        newest[one.group] = max(newest.get(one.group, 0), one.number)
+        by_number[one.group, one.number] = one
+    return _Rank(newest=newest, by_number=by_number, members=dict(_listed(flight_record.get("pg_config"))))
+
+
+def _collectives(entries: object) -> Iterator[Collective]:
+    for entry in entries if isinstance(entries, list) else []:
+        match entry:
+            case {
+                "process_group": [str(name), str(title)],
+                "collective_seq_id": int(number),
+                "profiling_name": str(called),
+                "is_p2p": False,
+                **rest,
+            }:
+                backend, _, operation = called.partition(":")
+                yield Collective(
+                    group=GroupId(name, backend),
+                    title=title,
+                    number=number,
+                    operation=operation or called,
+                    elements=_elements(rest.get("input_sizes")),
+                    dtypes=_texts(rest.get("input_dtypes")),
+                    is_over=bool(rest.get("retired")) or rest.get("state") == "completed",
+                )
+
+
+def _elements(sizes: object) -> tuple[int, ...]:
+    """Return the numbers of elements: [2, 4] and [8] may be one collective."""
+    if not isinstance(sizes, list):
+        return ()
+    return tuple(prod(one) for one in sizes if isinstance(one, list) and all(isinstance(size, int) for size in one))
+
+
+def _texts(values: object) -> tuple[str, ...]:
+    return tuple(str(value) for value in values) if isinstance(values, list) else ()
+
+
+def _listed(config: object) -> Iterator[tuple[str, Collection[int]]]:
+    for name, group in config.items() if isinstance(config, dict) else ():
+        ranks = group.get("ranks") if isinstance(group, dict) else None
+        numbers = re.findall(r"\d+", ranks) if isinstance(ranks, str) else []
+        if name and numbers:
+            yield str(name), [int(number) for number in numbers]

@@ -1,0 +1,286 @@
+"""Choose the network on which the ranks meet: the fastest one that all nodes share."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import NamedTuple
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.rendezvous.interfaces import Address, Interface, Network
+
+LOOPBACK = "127.0.0.1"
+ONE_NODE = "the ranks are on one node, and no other host has to reach it"
+"""Why ranks meet on loopback."""
+_DISCARD_PORT = 9
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A candidate that was not chosen, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Where the other ranks connect to rank zero."""
+
+    interface: str
+    """Its name on rank zero's node; the names on other nodes may differ."""
+    address: str
+    rule: str
+    """Why this one was chosen, in plain English."""
+    refused: tuple[Refused, ...] = ()
+    """The other interfaces of rank zero's node."""
+
+
+_VIRTUAL_NAMES: Mapping[str, str] = {
+    "docker*": "Docker's bridge",
+    "br-*": "a bridge of Docker",
+    "veth*": "the virtual link of a container",
+    "podman*": "Podman's bridge",
+    "nerdctl*": "a bridge of containers",
+    "cni*": "Kubernetes' bridge",
+    "kube*": "an interface of Kubernetes",
+    "flannel*": "Kubernetes' overlay (Flannel)",
+    "cali*": "the virtual link of a pod (Calico)",
+    "vxlan*": "an overlay network",
+    "cilium*": "Kubernetes' overlay (Cilium)",
+    "weave*": "Kubernetes' overlay (Weave)",
+    "antrea*": "Kubernetes' overlay (Antrea)",
+    "ovs-*": "a virtual switch",
+    "lxc*": "a bridge or virtual link of containers (LXC)",
+    "lxd*": "a bridge of containers (LXD)",
+    "incus*": "a bridge of containers (Incus)",
+    "virbr*": "libvirt's bridge",
+    "vnet*": "the virtual link of a virtual machine",
+    "vmnet*": "VMware's bridge",
+    "vboxnet*": "VirtualBox's bridge",
+    "tun*": "a tunnel",
+    "tap*": "the virtual link of a virtual machine",
+    "wg*": "a VPN (WireGuard)",
+    "tailscale*": "a VPN (Tailscale)",
+    "dummy*": "a dummy interface",
+}
+"""Virtual interfaces, by the names that their software gives them. Not by their driver: inside a container, the one good
+network is a veth named eth0."""
+
+_RULES: Sequence[tuple[Callable[[Interface], bool], str]] = (
+    (lambda nic: nic.kind == "loopback", "loopback: other nodes cannot reach it"),
+    (lambda nic: nic.kind == "virtual bridge", "a bridge without a physical port: it does not leave this node"),
+    (lambda nic: nic.kind == "overlay", "an overlay network"),
+    (lambda nic: nic.kind == "tunnel" or nic.is_point_to_point, "a tunnel"),
+    (lambda nic: not nic.is_up, "down"),
+    (lambda nic: not nic.addresses, "no address"),
+    (lambda nic: not usable(nic), "only a link-local address"),
+)
+"""Why an interface is refused: the first rule that holds. `_VIRTUAL_NAMES` come before these."""
+
+_FABRICS: Sequence[tuple[Callable[[Interface], bool], str]] = (
+    (lambda nic: nic.kind == "infiniband" or nic.name.startswith("ib"), "InfiniBand"),
+    (lambda nic: nic.name.startswith("hsn"), "Slingshot"),
+    (lambda nic: nic.name.startswith(("hfi", "opa")), "Omni-Path"),
+    (lambda nic: nic.kind == "rdma", "Ethernet with RDMA"),
+    (lambda nic: nic.kind == "ethernet" and nic.name.startswith(("bond", "team", "en", "eth")), "Ethernet"),
+    (lambda nic: nic.kind == "wireless" or nic.name.startswith("wl"), "wireless"),
+)
+"""Kinds of network, by the first rule that holds. `_ORDER` sorts them, the fastest first. The speed that a driver
+reports decides only within one kind: drivers often do not know it."""
+_OTHER_FABRIC = "another network"
+_ORDER = ("InfiniBand", "Slingshot", "Omni-Path", "Ethernet with RDMA", "Ethernet", _OTHER_FABRIC, "wireless")
+
+
+def refusal(interface: Interface) -> str | None:
+    """Return why ranks cannot meet on this interface, or None if they can."""
+    by_name = (words for pattern, words in _VIRTUAL_NAMES.items() if fnmatchcase(interface.name, pattern))
+    by_fact = (words for holds, words in _RULES if holds(interface))
+    return next(chain(by_name, by_fact), None)
+
+
+def usable(interface: Interface) -> tuple[Address, ...]:
+    """Return the addresses that other nodes can reach, IPv4 first."""
+    return tuple(sorted(filter(is_routable, interface.ips), key=lambda ip: ip.version))
+
+
+def is_routable(ip: Address) -> bool:
+    """Tell whether other nodes may reach an address: it is not loopback, link-local, unspecified or multicast."""
+    return not (ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast)
+
+
+def fabric(interface: Interface) -> str:
+    """Return the kind of network, as text."""
+    return next((words for holds, words in _FABRICS if holds(interface)), _OTHER_FABRIC)
+
+
+def speed_order(kind: str) -> int:
+    """Return the place of a kind of network among all, the fastest first."""
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+
+
+def by_speed(interface: Interface) -> tuple[int, int, str]:
+    """Return a sort key: the fastest first, equal ones by name."""
+    return speed_order(fabric(interface)), -(interface.speed_mbps or 0), interface.name
+
+
+def accepted(interfaces: Iterable[Interface], preferred: Sequence[str] = ()) -> list[Interface]:
+    """Return the interfaces on which ranks can meet: the preferred ones first, then the fastest."""
+    usable_nics = (nic for nic in interfaces if refusal(nic) is None)
+    return sorted(usable_nics, key=lambda nic: (_preference(nic, preferred), by_speed(nic)))
+
+
+def _preference(nic: Interface, preferred: Sequence[str]) -> int:
+    """Return the number of the first pattern that fits; if none does, the number of patterns."""
+    return next((number for number, pattern in enumerate(preferred) if fnmatchcase(nic.name, pattern)), len(preferred))
+
+
+def choose_fabric(
+    facts_by_node: Mapping[str, Sequence[Interface]], order: Sequence[str], preferred: Sequence[str] = ()
+) -> Choice:
+    """Choose among the networks of rank zero's node, which is the first in `order`.
+
+    Interfaces whose names fit one of `preferred` come before all others, if all nodes can reach them.
+
+    With facts of all nodes: the fastest network on which every node has an address in the same subnet. If there is none,
+    routers may connect the subnets: then the fastest kind of network that all nodes have. With facts of rank zero's node
+    alone: its fastest network.
+
+    Raises:
+        ConfigError: if rank zero's node has no network on which ranks can meet.
+    """
+    zero = order[0]
+    candidates = accepted(facts_by_node[zero], preferred)
+    if not candidates:
+        found = "; ".join(f"{nic.name}: {refusal(nic)}" for nic in facts_by_node[zero])
+        raise ConfigError(
+            f"{zero} has no network interface on which ranks can meet ({found or 'it has none'}). "
+            f"Set MASTER_ADDR to an address of {zero} that the other nodes can reach."
+        )
+    others = {node: accepted(facts_by_node[node]) for node in order[1:] if node in facts_by_node}
+    taken, passed_over = _alone(zero, candidates[0], len(order)), dict[str, str]()
+    if others:
+        shared, passed_over = _shared(zero, candidates, others)
+        taken = shared or _routed(zero, candidates, others)
+    refused = []
+    for nic in facts_by_node[zero]:
+        if nic != taken.interface:
+            is_less_wanted = _preference(nic, preferred) > _preference(taken.interface, preferred)
+            behind = f"{'not preferred' if is_less_wanted else 'slower'}: {_described(nic)}"
+            refused.append(Refused(nic.name, refusal(nic) or passed_over.get(nic.name) or behind))
+    return Choice(
+        interface=taken.interface.name,
+        address=str(taken.address),
+        rule=f"{_asked_for(taken.interface, candidates, preferred)}{taken.rule}",
+        refused=tuple(refused),
+    )
+
+
+def _asked_for(taken: Interface, candidates: Sequence[Interface], preferred: Sequence[str]) -> str:
+    """Say that `network.interfaces` decided, or that no interface that it names is usable."""
+    if not preferred:
+        return ""
+    patterns = ", ".join(preferred)
+    if _preference(taken, preferred) == len(preferred):
+        return f"no interface that `network.interfaces` names ({patterns}) reaches all nodes; "
+    num_fitting = sum(_preference(nic, preferred) < len(preferred) for nic in candidates)
+    return (
+        f"`network.interfaces` names this interface ({patterns}); {'of those interfaces, ' if num_fitting > 1 else ''}"
+    )
+
+
+class _Taken(NamedTuple):
+    """The interface and address that were chosen, and why."""
+
+    interface: Interface
+    address: Address
+    rule: str
+
+
+def _alone(zero: str, best: Interface, num_nodes: int) -> _Taken:
+    """Choose the fastest network of rank zero's node, without facts of other nodes."""
+    asked = "the only node" if num_nodes == 1 else "the only node whose networks are known"
+    return _Taken(best, usable(best)[0], f"the fastest network of {zero}, {asked}: {_described(best)}")
+
+
+def _shared(
+    zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]
+) -> tuple[_Taken | None, dict[str, str]]:
+    """Choose the fastest network whose subnet all nodes share, or None; and say why faster ones are refused."""
+    passed_over: dict[str, str] = {}
+    for nic in candidates:
+        subnets = [ipaddress.ip_interface(text) for text in nic.addresses]
+        for subnet in sorted(subnets, key=lambda subnet: subnet.version):  # IPv4 first
+            network, address = subnet.network, subnet.ip
+            if not is_routable(address):
+                continue
+            problem = _not_shared(network, address, zero, others)
+            if problem is None:
+                where = f"{network}, {_described(nic)}{_other_names(nic, network, others)}"
+                return _Taken(
+                    nic, address, f"the fastest network that all {len(others) + 1} nodes are on: {where}"
+                ), passed_over
+            passed_over.setdefault(nic.name, problem)
+    return None, passed_over
+
+
+def _routed(zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]) -> _Taken:
+    """Choose the fastest kind of network that all nodes have, or else the fastest network; routers must connect the subnets."""
+    for nic in candidates:
+        if all(any(fabric(theirs) == fabric(nic) for theirs in has) for has in others.values()):
+            rule = f"no subnet has all nodes; {fabric(nic)} is the fastest kind that all nodes have, and routers must connect them"
+            return _Taken(nic, usable(nic)[0], rule)
+    best = candidates[0]
+    rule = f"the nodes share neither a subnet nor a kind of network; this is the fastest of {zero}, and routers must connect them"
+    return _Taken(best, usable(best)[0], rule)
+
+
+def _not_shared(network: Network, address: Address, zero: str, others: Mapping[str, Sequence[Interface]]) -> str | None:
+    """Return why not all nodes share a subnet of rank zero's node, or None if they do."""
+    for node, interfaces in others.items():
+        theirs = [ip for nic in interfaces for ip in usable(nic) if ip in network]
+        if not theirs:
+            return f"{node} has no address in {network}"
+        if address in theirs:  # container bridges have the same address on every node
+            return f"{zero} and {node} both have the address {address}: their networks {network} are not connected"
+    return None
+
+
+def _other_names(nic: Interface, network: Network, others: Mapping[str, Sequence[Interface]]) -> str:
+    """Return the names of the interface on other nodes, each with one node as an example."""
+    names = {
+        theirs.name: node
+        for node, interfaces in others.items()
+        for theirs in interfaces
+        if any(ip in network for ip in usable(theirs))
+    }
+    return "".join(f"; {node} calls it {name}" for name, node in sorted(names.items()) if name != nic.name)
+
+
+def _described(nic: Interface) -> str:
+    return fabric(nic) if nic.speed_mbps is None else f"{fabric(nic)}, {nic.speed_mbps} Mbit/s"
+
+
+def source_address(address: str) -> str | None:
+    """Return the local address from which the kernel would send to a numeric address, or None if there is no route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        # Connecting a UDP socket sends nothing: the kernel only looks up the route (udp(7), connect(2)).
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _DISCARD_PORT))
+            found: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return found
+
+
+def holder(address: str | None, interfaces: Iterable[Interface]) -> Interface | None:
+    """Return the interface that has a numeric address."""
+    if address is None:
+        return None
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    return next((nic for nic in interfaces if wanted in nic.ips), None)

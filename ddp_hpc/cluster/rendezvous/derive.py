@@ -1,0 +1,126 @@
+"""Find the worker variables of a process that none of our launchers started, for `ddp-hpc env`.
+
+Variables that the user set always win. A task of a step knows all of its variables. A shell (batch script, salloc) knows
+only what holds for every task, since all tasks get what it exports: so no rank, and no interface if the job has other
+nodes, where the name may differ.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from itertools import islice
+
+from ddp_hpc.cluster.rendezvous.address import Host, find_address
+from ddp_hpc.cluster.rendezvous.choice import LOOPBACK, Refused, is_routable
+from ddp_hpc.cluster.rendezvous.ports import MOST_TRIES, candidate_ports
+from ddp_hpc.cluster.rendezvous.worker_env import (
+    COMPILER_CACHE,
+    OURS,
+    USERS,
+    Fact,
+    WorkerEnv,
+    endpoint,
+    node_variables,
+    ranks_by_shape,
+    ranks_of_shell,
+    ranks_of_step,
+    settled,
+    threads,
+)
+from ddp_hpc.cluster.slurm.allocation import Allocation, cpu_grant
+
+
+def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> WorkerEnv:
+    """Return every variable, for a process with this environment on this host."""
+    address = _address(environ, allocation, host)
+    if allocation is None:
+        ranks = ranks_by_shape(node_rank=0, num_nodes=1, num_workers=1, local_rank=0)
+    elif allocation.step is None:
+        ranks = ranks_of_shell(allocation)
+    else:
+        ranks = ranks_of_step(allocation.step)
+    made = {
+        **ranks,
+        **endpoint(address, _port(address, allocation, host)),
+        **node_variables(_interface(address, allocation, host), _threads(environ, allocation, host)),
+    }
+    if allocation is not None and allocation.step is None:
+        made[COMPILER_CACHE] = Fact(rule="each node has a directory of its own: each task finds it")
+    return WorkerEnv(process=_process(allocation), variables=settled(made, environ))
+
+
+def _process(allocation: Allocation | None) -> str:
+    if allocation is None:
+        return "no Slurm job: a single process"
+    step = allocation.step
+    if step is not None:
+        where = f"on node {step.node_rank} of {step.num_nodes}"
+        return f"task {step.rank} of {step.world_size} in step {allocation.job_id}.{step.step_id}, {where}"
+    where = "a node" if allocation.process_kind == "shell on a node" else "a host that is not in the job"
+    return f"shell of job {allocation.job_id}, on {where}: every task inherits what this shell exports"
+
+
+def _address(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:
+    """Return rank zero's address: the one that the user set, or else the one that this process finds."""
+    users = environ.get("MASTER_ADDR")
+    if users:
+        return Fact(value=users, source=USERS, rule="already set in the environment, so not changed")
+    if allocation is None:
+        return Fact(value=LOOPBACK, source=OURS, rule="a single process, no Slurm job")
+    return find_address(allocation, host)
+
+
+def _port(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
+    """Return the port. Only a process whose choice all others get checks whether the port is free."""
+    step = allocation.step if allocation else None
+    attempt = (allocation.restart_count if allocation else 0) + (step.step_id if step else 0)
+    candidates = islice(candidate_ports(allocation.job_id if allocation else "0", attempt), MOST_TRIES)
+    is_ours = allocation is None or (step is None and allocation.is_on_first_node)
+    if not is_ours or address.value is None:
+        rule = "computed from job id, restart count and step id, so that all tasks get the same; not checked whether it is free"
+        return Fact(value=str(next(candidates)), source=OURS, rule=rule)
+    taken: list[Refused] = []
+    for port in candidates:
+        if host.is_free(address.value, port):
+            rule = "the first free port of those computed from the job id, below the ephemeral ports"
+            return Fact(value=str(port), source=OURS, rule=rule, refused=tuple(taken))
+        taken.append(Refused(str(port), "another process uses it"))
+    return Fact(
+        rule=f"other processes use all {MOST_TRIES} ports that ddp-hpc tried: set MASTER_PORT to a free one",
+        refused=tuple(taken),
+    )
+
+
+def _interface(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
+    if allocation is not None and allocation.step is None and allocation.node_names != (allocation.node_name,):
+        return Fact(rule="interface names may differ between nodes: each task finds its own")
+    if address.value is None:
+        return Fact(rule="rank zero's address is not known; see MASTER_ADDR")
+    numeric = address.value
+    try:
+        ipaddress.ip_address(numeric)
+    except ValueError:
+        # The user has set a name. On rank zero's node, /etc/hosts may map it to 127.0.1.1, too: skip that.
+        resolved = host.resolve(address.value)
+        known = [text for text in resolved if is_routable(ipaddress.ip_address(text.partition("%")[0]))]
+        if not known:
+            return Fact(
+                rule=f"this host cannot resolve {address.value} to an address: set MASTER_ADDR to a numeric one"
+            )
+        numeric = known[0]
+    return host.interface_towards(numeric)
+
+
+def _threads(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:
+    """Return the number of threads that a process should compute with."""
+    if allocation is None:
+        return threads(host.num_cpus, source="this host")
+    if allocation.step is not None:
+        grant = cpu_grant(environ)
+        return threads(min(host.num_cpus, grant.num_of_task) if grant else host.num_cpus, source="Slurm")
+    if allocation.cpus_per_task is None:
+        return Fact(rule="the job was submitted without `--cpus-per-task`, so each task counts its own CPUs")
+    is_here = allocation.process_kind == "shell on a node"
+    num_cpus = min(allocation.cpus_per_task, host.num_cpus) if is_here else allocation.cpus_per_task
+    return threads(num_cpus, source="Slurm")

@@ -1,0 +1,391 @@
+"""One node's side of a probe of the network: listens on it, connects to the other nodes, and says what came through.
+
+    srun --ntasks-per-node=1 python -m ddp_hpc.cluster.rendezvous.links.node --toward ADDRESS --mark MARK
+
+It listens at its own address on the network of ADDRESS, at a port that the kernel chooses, and prints where. Orders come over standard
+input and reports go over standard output, one short JSON object a line: srun carries both over Slurm's network, which may
+work where the other one does not. `job.ending.network_probe` gives the orders. At end of file this process exits.
+
+To each partner it opens a TCP connection, as the workers do, over which a few bytes pass and then more than one packet, both ways.
+Then it sends numbered datagrams, small and large, which show what arrives one way. The connection comes first, and some datagrams
+that are not counted: a network may drop what is sent before it has found the way (IP over InfiniBand does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import hmac
+import ipaddress
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.cluster.rendezvous.choice import holder, source_address
+from ddp_hpc.cluster.rendezvous.interfaces import SYS_CLASS_NET, Interface, local_interfaces
+from ddp_hpc.cluster.rendezvous.links import pace
+from ddp_hpc.cluster.rendezvous.links.rounds import partners
+from ddp_hpc.cluster.slurm.allocation import node_name
+from ddp_hpc.run.run_dir.network import Pace
+
+NUM_DATAGRAMS = 200
+"""Of each size, to each partner, after those that are not counted."""
+CONNECT_S = 4.0
+"""Long enough for the third SYN, which the kernel sends after 3 s (tcp(7), tcp_syn_retries)."""
+SMALL_S = 3.0
+LARGE_S = 4.0
+"""How long a connection may take to pass a few bytes; and `_TCP_BYTES` both ways."""
+PACE_S = 0.3
+"""Between the starts of two rounds; a round of good links takes less."""
+LONGEST_S = SMALL_S + CONNECT_S + SMALL_S + LARGE_S
+"""How long one partner may take."""
+LIFE_S = 180.0
+"""When this process exits, whatever happens."""
+
+_SMALL_BYTES = 64
+_TCP_BYTES = 256 << 10
+_LARGEST_DATAGRAM = 8972  # a jumbo frame of 9,000 bytes
+_HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}
+_NUM_UNCOUNTED = 10
+_UNCOUNTED_PAUSE_S = 0.03
+_BURST = 10
+_BURST_PAUSE_S = 0.005
+_TOKEN_BYTES = 16
+_HEADER = struct.Struct(f"!{_TOKEN_BYTES}sHBH")
+_UNCOUNTED = 0xFFFF
+"""Stands for the number of a datagram that is not counted."""
+_GREETING = struct.Struct(f"!{_TOKEN_BYTES}sH?")
+"""The token, the sender's number, and whether it measures (`pace`)."""
+_IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
+_SO_MEMINFO, _MEMINFO_DROPS = 55, 8
+_MOST_GUESTS = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node listens."""
+
+    address: str
+    port: int
+    interface: str = ""
+    network: str = ""
+    mtu: int = 1500
+
+
+def own_place(toward: str, interfaces: Sequence[Interface]) -> Place:
+    """Return this node's address on the network of `toward`, with port 0; its network is empty where the interface is not known."""
+    address = source_address(toward) or toward
+    nic = holder(address, interfaces)
+    if nic is None:
+        return Place(address, 0)
+    network = next(
+        str(ipaddress.ip_interface(text).network)
+        for text in nic.addresses
+        if ipaddress.ip_interface(text).ip == ipaddress.ip_address(address.partition("%")[0])
+    )
+    return Place(address, 0, nic.name, network, _mtu(nic.name))
+
+
+def _mtu(interface: str) -> int:
+    with suppress(OSError, ValueError):
+        return int(Path(SYS_CLASS_NET, interface, "mtu").read_text(encoding="ascii"))
+    return 1500
+
+
+@dataclass
+class Sockets:
+    """What a node listens on: TCP and UDP at one port."""
+
+    place: Place
+    tcp: socket.socket
+    udp: socket.socket
+
+    @classmethod
+    def open(cls, place: Place) -> Sockets:
+        """Listen at a port that is free for both.
+
+        Raises:
+            OSError: where the address is not this node's.
+        """
+        family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+        for _ in range(20):
+            tcp = socket.create_server((place.address, 0), family=family, backlog=_MOST_GUESTS)
+            port = int(tcp.getsockname()[1])
+            udp = socket.socket(family, socket.SOCK_DGRAM)
+            try:
+                udp.bind((place.address, port))
+            except OSError:  # another process has this port for datagrams
+                tcp.close()
+                udp.close()
+                continue
+            udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+            found = Place(place.address, port, place.interface, place.network, place.mtu)
+            return cls(found, tcp, udp)
+        raise OSError(f"no port of {place.address} is free for TCP and UDP")
+
+    def close(self) -> None:
+        self.tcp.close()
+        self.udp.close()
+
+
+@dataclass
+class NodeProbe:
+    """What one node does once it is ordered to begin."""
+
+    sockets: Sockets
+    me: int
+    token: bytes
+    places: Mapping[int, tuple[str, int]]
+    """Address and port of each node that answered, by its number."""
+    num_nodes: int
+    heard: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    """How many datagrams arrived from each node; true for the large ones."""
+    first: dict[tuple[int, bool], int] = field(default_factory=dict)
+    """The number of the first one that arrived: those before it may have been sent before the network had found the way."""
+    tcp: dict[int, str] = field(default_factory=dict)
+    """What became of the connection to each partner."""
+    measures: bool = False
+    """Whether it also measures how fast the links are, and how far apart the clocks."""
+    paces: dict[int, Pace] = field(default_factory=dict)
+    _guests: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_MOST_GUESTS))
+
+    def serve(self) -> None:
+        """Take the others' datagrams and connections, in threads of their own, until the sockets are closed."""
+        for task in (self._take_datagrams, self._take_connections):
+            threading.Thread(target=task, daemon=True).start()
+
+    def probe_all(self) -> None:
+        """Probe all partners, round by round; a bad one does not delay the next."""
+        began, threads = time.monotonic(), []
+        for number, partner in enumerate(partners(self.num_nodes, self.me)):
+            if partner is None or partner not in self.places:
+                continue
+            time.sleep(max(0.0, began + number * PACE_S - time.monotonic()))
+            thread = threading.Thread(target=self._probe, args=(partner,), daemon=True)
+            thread.start()
+            threads.append(thread)
+        for thread in threads:
+            thread.join(LONGEST_S + 5.0)
+
+    @property
+    def num_dropped(self) -> int:
+        """How many datagrams this node's own kernel dropped, because this process was too slow to read them."""
+        with suppress(OSError, struct.error):
+            found = self.sockets.udp.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 36)
+            return int(struct.unpack("=9I", found)[_MEMINFO_DROPS])
+        return 0
+
+    def _probe(self, partner: int) -> None:
+        place = self.places[partner]
+        self.tcp[partner] = self._connect(place)
+        if self.measures and self.tcp[partner] == "good":
+            with suppress(OSError, struct.error):  # without an answer, nothing is known of it
+                self.paces[partner] = self._measure(place, partner)
+        self._send_datagrams(place)
+
+    def _measure(self, place: tuple[str, int], partner: int) -> Pace:
+        with socket.socket(self.sockets.tcp.family, socket.SOCK_STREAM) as link:
+            link.bind((self.sockets.place.address, 0))
+            link.settimeout(CONNECT_S)
+            link.connect(place)
+            link.sendall(_GREETING.pack(self.token, self.me, True))
+            if _received(link, 1, SMALL_S) != b"+":
+                raise ConnectionAbortedError("this is not the node that was asked for")
+            return pace.measure(link, sender=str(self.me), receiver=str(partner))
+
+    def _send_datagrams(self, place: tuple[str, int]) -> None:
+        own = self.sockets
+        large = min(own.place.mtu - _HEADERS[own.udp.family], _LARGEST_DATAGRAM)
+        give_up = time.monotonic() + SMALL_S
+        # One socket for each partner: what waits for the hardware address of an unplugged one fills the socket's buffer (arp(7)).
+        with suppress(OSError), socket.socket(own.udp.family, socket.SOCK_DGRAM) as sender:
+            sender.bind((own.place.address, 0))
+            _forbid_fragments(sender)
+
+            def send(number: int, size: int) -> None:
+                sender.settimeout(max(give_up - time.monotonic(), 0.001))
+                with suppress(OSError):  # not reachable, or too long for the interface: it counts as lost
+                    sender.sendto(
+                        _HEADER.pack(self.token, self.me, size > _SMALL_BYTES, number).ljust(size, b"\0"), place
+                    )
+
+            for _ in range(_NUM_UNCOUNTED):
+                send(_UNCOUNTED, _SMALL_BYTES)
+                time.sleep(_UNCOUNTED_PAUSE_S)
+            for begin in range(0, NUM_DATAGRAMS, _BURST):
+                for size in (_SMALL_BYTES, large):
+                    for number in range(begin, min(begin + _BURST, NUM_DATAGRAMS)):
+                        send(number, size)
+                    time.sleep(_BURST_PAUSE_S)
+
+    def _connect(self, place: tuple[str, int]) -> str:
+        """Connect as a worker does; return `good`, or what failed."""
+        stage = "connect"
+        try:
+            with socket.socket(self.sockets.tcp.family, socket.SOCK_STREAM) as link:
+                link.bind((self.sockets.place.address, 0))
+                link.settimeout(CONNECT_S)
+                link.connect(place)
+                stage = "small"
+                link.settimeout(SMALL_S)
+                link.sendall(_GREETING.pack(self.token, self.me, False))
+                if _received(link, 1, SMALL_S) != b"+":
+                    return "stranger"
+                stage = "large"
+                link.settimeout(LARGE_S)
+                link.sendall(bytes(_TCP_BYTES))
+                _received(link, _TCP_BYTES, LARGE_S)
+        except ConnectionRefusedError:
+            return "refused"
+        except OSError:
+            return stage
+        return "good"
+
+    def _take_datagrams(self) -> None:
+        while True:
+            try:
+                datagram = self.sockets.udp.recv(1 << 16)
+            except ConnectionRefusedError:  # an ICMP error of what was sent before
+                continue
+            except OSError:
+                return
+            if len(datagram) < _HEADER.size:
+                continue
+            token, sender, is_large, number = _HEADER.unpack_from(datagram)
+            if number != _UNCOUNTED and hmac.compare_digest(token, self.token):
+                self.heard[sender, bool(is_large)] += 1
+                self.first.setdefault((sender, bool(is_large)), number)
+
+    def _take_connections(self) -> None:
+        while True:
+            try:
+                guest, _ = self.sockets.tcp.accept()
+            except OSError:
+                return
+            if not self._guests.acquire(blocking=False):
+                guest.close()
+                continue
+            threading.Thread(target=self._answer, args=(guest,), daemon=True).start()
+
+    def _answer(self, guest: socket.socket) -> None:
+        """Answer a partner; a stranger, who does not know the token, gets nothing."""
+        try:
+            with guest, suppress(OSError):
+                guest.settimeout(SMALL_S)
+                token, _, measures = _GREETING.unpack(_received(guest, _GREETING.size, SMALL_S))
+                if not hmac.compare_digest(token, self.token):
+                    return
+                guest.sendall(b"+")
+                if measures:
+                    pace.answer(guest)
+                guest.settimeout(LARGE_S)
+                _received(guest, _TCP_BYTES, LARGE_S)
+                guest.sendall(bytes(_TCP_BYTES))
+        finally:
+            self._guests.release()
+
+
+def _forbid_fragments(sender: socket.socket) -> None:
+    """Have the kernel send full-sized packets as they are: cut into fragments, they would hide a small MTU on the way (ip(7))."""
+    is_v6 = sender.family == socket.AF_INET6
+    level = socket.IPPROTO_IPV6 if is_v6 else socket.IPPROTO_IP
+    with suppress(OSError):
+        sender.setsockopt(level, _IPV6_MTU_DISCOVER if is_v6 else _IP_MTU_DISCOVER, _PMTUDISC_PROBE)
+
+
+def _received(link: socket.socket, num_bytes: int, seconds: float) -> bytes:
+    """Return exactly so many bytes.
+
+    Raises:
+        OSError: where they do not come in time, or the other end closes the connection before.
+    """
+    deadline, parts, missing = time.monotonic() + seconds, [], num_bytes
+    while missing:
+        link.settimeout(max(deadline - time.monotonic(), 0.001))
+        part = link.recv(min(missing, 1 << 16))
+        if not part:
+            raise ConnectionResetError("the other end closed the connection")
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+def serve(place: Place, *, name: str, mark: str) -> int:
+    """Carry out the orders on standard input; return the exit code."""
+
+    def say(**message: Any) -> None:
+        sys.stdout.write(json.dumps({"mark": mark, **message}, separators=(",", ":")) + "\n")
+        sys.stdout.flush()
+
+    sys.stdout.write("\n")  # a TaskProlog may have begun a line here and not ended it
+    try:
+        sockets = Sockets.open(place)
+    except OSError as error:
+        # Only an address that is not here speaks against the network: a limit of open files or a firewall of this process does not.
+        say(ready=name, error=str(error), has_address=error.errno != errno.EADDRNOTAVAIL)
+        return 0
+    here = sockets.place
+    say(ready=name, address=here.address, port=here.port, interface=here.interface, network=here.network)
+    order = _order(mark, "go")
+    if order is None or not isinstance(order.get("nodes"), list):
+        return 0
+    names = [str(node[0]) for node in order["nodes"]]
+    places = {number: (str(node[1]), int(node[2])) for number, node in enumerate(order["nodes"]) if node[1]}
+    me = names.index(name)
+    token, measures = bytes.fromhex(str(order["token"])), order.get("measures") is True
+    probe = NodeProbe(sockets, me, token, places, len(names), measures=measures)
+    probe.serve()
+    probe.probe_all()
+    for partner, found in sorted(probe.tcp.items()):
+        say(tcp=found, at=me, to=partner)
+    for partner, measured in sorted(probe.paces.items()):
+        say(pace=[measured.mb_per_s, measured.ahead_s, measured.trip_s], at=me, to=partner)
+    say(done=me)
+    _order(mark, "finish")
+    for sender in sorted({sender for sender, _ in probe.heard}):
+        heard = [probe.heard[sender, False], probe.heard[sender, True]]
+        say(heard=heard, missed=sum(probe.first.get((sender, size), 0) for size in (False, True)), at=me, sender=sender)
+    say(end=me, dropped=probe.num_dropped)
+    sockets.close()
+    return 0
+
+
+def _order(mark: str, verb: str) -> dict[str, Any] | None:
+    """Wait for an order; None at end of file. Lines that are not ours are passed over."""
+    for line in sys.stdin:
+        with suppress(ValueError):
+            order = json.loads(line)
+            if isinstance(order, dict) and order.get("mark") == mark and order.get("do") == verb:
+                return order
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve one probe."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.cluster.rendezvous.links.node", description=__doc__)
+    parser.add_argument("--toward", required=True, help="the address where the ranks met")
+    parser.add_argument("--mark", required=True, help="stands in each line of the conversation")
+    parser.add_argument("--name", help="of this node; default: as Slurm calls it")
+    arguments = parser.parse_args(argv)
+    late = threading.Timer(LIFE_S, lambda: os._exit(1))
+    late.daemon = True
+    late.start()
+    place = own_place(arguments.toward, local_interfaces())
+    try:
+        return serve(place, name=arguments.name or node_name(os.environ), mark=arguments.mark)
+    except BrokenPipeError:  # whoever ordered the probe is gone
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""How fast a link between two nodes is, and how far apart their clocks are: what one connection of a probe measures.
+
+The node that connects sends bytes until the other has all of them. It also asks four times what the time is there: the answer with the
+shortest round trip counts, and is wrong by at most half of that.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+
+from ddp_hpc.run.run_dir.network import Pace
+
+NUM_QUESTIONS = 4
+NUM_STREAMS = 16
+"""The fastest counts: a busy node slows some of them down, a slow network all."""
+STREAM_BYTES = 1 << 20
+STREAM_S = 0.5
+"""After how long a stream ends early; a slow link has shown its speed by then."""
+ALL_S = 1.5
+"""After how long no other stream begins."""
+LIMIT_S = 4.0
+"""How long a single call may wait for the other node."""
+_CHUNK = bytes(1 << 16)
+_BUFFER = 1 << 18
+_TIME, _SIZE = struct.Struct("!d"), struct.Struct("!I")
+
+
+def measure(link: socket.socket, *, sender: str, receiver: str) -> Pace:
+    """Measure over a connection whose other end runs `answer`.
+
+    Raises:
+        OSError: where the other end does not answer in time.
+    """
+    link.settimeout(LIMIT_S)
+    # What waits in a large buffer of this end has not passed the network yet.
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+    trips = []
+    for _ in range(NUM_QUESTIONS):
+        asked, began = time.time(), time.monotonic()
+        link.sendall(b"?")
+        (there,) = _TIME.unpack(_exactly(link, _TIME.size))
+        trip = time.monotonic() - began
+        trips.append((trip, there - (asked + trip / 2)))
+    trip, ahead = min(trips)
+    began, rates = time.monotonic(), [_stream(link)]
+    while len(rates) < NUM_STREAMS and time.monotonic() < began + ALL_S:
+        rates.append(_stream(link))
+    return Pace(
+        sender=sender, receiver=receiver, mb_per_s=round(max(rates), 2), ahead_s=round(ahead, 4), trip_s=round(trip, 6)
+    )
+
+
+def _stream(link: socket.socket) -> float:
+    """Send a stream; return how fast it arrived, in MB/s."""
+    began, num_bytes = time.monotonic(), 0
+    while num_bytes < STREAM_BYTES and time.monotonic() < began + STREAM_S:
+        link.sendall(_SIZE.pack(len(_CHUNK)))
+        link.sendall(_CHUNK)
+        num_bytes += len(_CHUNK)
+    link.sendall(_SIZE.pack(0))
+    _exactly(link, 1)
+    return num_bytes / 1e6 / max(time.monotonic() - began, 1e-6)
+
+
+def answer(link: socket.socket) -> None:
+    """Answer a node that measures, until it closes the connection.
+
+    Raises:
+        OSError: where the connection is lost.
+    """
+    link.settimeout(LIMIT_S)
+    for _ in range(NUM_QUESTIONS):
+        _exactly(link, 1)
+        link.sendall(_TIME.pack(time.time()))
+    while True:
+        (size,) = _SIZE.unpack(_exactly(link, _SIZE.size))
+        if size > len(_CHUNK):
+            raise ConnectionAbortedError("the other end sends something else")
+        if size:
+            _exactly(link, size)
+        else:
+            link.sendall(b"!")
+
+
+def _exactly(link: socket.socket, num_bytes: int) -> bytes:
+    parts, missing = [], num_bytes
+    while missing:
+        part = link.recv(missing)
+        if not part:
+            raise ConnectionResetError("the other end closed the connection")
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)

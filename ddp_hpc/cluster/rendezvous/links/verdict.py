@@ -1,0 +1,246 @@
+"""From what the nodes saw of each other to the node, or the pair of nodes, that the network does not carry. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address, ip_network
+
+from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS
+from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
+from ddp_hpc.run.run_dir.network import Fault, NetworkFindings, Pace, PairFault
+
+Way = tuple[int, int]
+"""From one node to another, by their numbers."""
+
+MUCH_LOSS = 0.05
+"""Of so many packets lost, TCP makes hardly any progress."""
+LITTLE_LOSS = 0.005
+_FEWEST_LOST = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one node reported."""
+
+    address: str = ""
+    """On the workers' network; empty where it has none there."""
+    network: str = ""
+    """The subnet of that address."""
+    tcp: Mapping[int, str] = field(default_factory=dict)
+    """What became of its connections, by partner."""
+    heard: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """How many small and large datagrams arrived, by sender."""
+    missed: Mapping[int, int] = field(default_factory=dict)
+    """How many datagrams of a sender are not counted, as they were sent before the first that arrived."""
+    num_dropped: int = 0
+    """How many its own kernel dropped, because its process was too slow to read them."""
+    is_whole: bool = False
+    """Whether it reported to the end."""
+    paces: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
+    """What it measured, by partner: MB/s, by how many seconds the partner's clock is ahead, seconds of the round trip."""
+
+
+def findings_of(
+    nodes: Sequence[str], answers: Mapping[int, Answer], *, address: str, at: float, seconds: float
+) -> NetworkFindings:
+    """Return what the answers prove. `nodes` are the job's, in the order of their numbers."""
+    off = off_network(answers, address)
+    silent = [number for number in range(len(nodes)) if number not in off and not _is_whole(answers.get(number))]
+    pairs: dict[tuple[int, int], _Found] = {}
+    for low, high in (pair for pairs_of_round in rounds_of(len(nodes)) for pair in pairs_of_round):
+        if low not in silent and high not in silent and not {low, high} & off:
+            pairs[low, high] = _found(nodes, answers, low, high)
+    bad = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault not in _HARMLESS}
+    unknown = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault == "no answer"}
+    lossy = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault == "little loss"}
+    known = pairs.keys() - unknown.keys()
+    bad_nodes = off if len(off) < len(nodes) else set[int]()
+    if len(bad) < len(known):  # where no pair carries, no node is the odd one
+        bad_nodes = bad_nodes | _bad_nodes(known, {pair for pair, link in bad.items() if not link.carried})
+    return NetworkFindings(
+        at=at,
+        seconds=round(seconds, 1),
+        address=address,
+        num_nodes=len(nodes),
+        num_pairs=len(known),
+        bad_nodes=tuple(nodes[number] for number in sorted(bad_nodes)),
+        off_network=tuple(nodes[number] for number in sorted(off)),
+        pairs=_in_order(bad),
+        lossy=_in_order(lossy),
+        unknown=_in_order(unknown),
+        silent=tuple(nodes[number] for number in silent),
+        paces=tuple(
+            Pace(sender=nodes[at_], receiver=nodes[to], mb_per_s=rate, ahead_s=ahead, trip_s=trip)
+            for at_, answer in sorted(answers.items())
+            for to, (rate, ahead, trip) in sorted(answer.paces.items())
+        ),
+    )
+
+
+_HARMLESS = frozenset({"little loss", "no answer"})
+
+
+def confirmed(first: NetworkFindings, again: NetworkFindings | None) -> NetworkFindings:
+    """Return what two probes prove: only a node that both find bad is. Without a second one, none is, but its pairs stand."""
+    is_sampled_twice = again is not None and not again.problem
+    newest = again if again is not None and is_sampled_twice else first
+    both = {*first.bad_nodes} & {*newest.bad_nodes} if is_sampled_twice else set[str]()
+    return replace(
+        newest,
+        at=first.at,
+        seconds=round(first.seconds + (0.0 if again is None else again.seconds), 1),
+        bad_nodes=tuple(node for node in newest.bad_nodes if node in both),
+        off_network=tuple(node for node in newest.off_network if node in both),
+        silent=(*newest.silent, *(node for node in newest.off_network if node not in both)),
+    )
+
+
+def off_network(answers: Mapping[int, Answer], address: str) -> set[int]:
+    """Return the nodes that have no address of their own on the workers' network.
+
+    These are the nodes that said so, the nodes that listen at rank zero's address, and rank zero's node where its subnet is not that
+    of `address`, which was its own when the ranks met. Of other nodes, a subnet proves nothing: routers may connect the
+    subnets of several racks, each with many nodes.
+    """
+    off = {number for number, answer in answers.items() if answer.is_whole and not answer.address}
+    zero = answers.get(0, Answer())
+    if not zero.address or ip_address(zero.address.partition("%")[0]).is_loopback:  # then all are on this machine
+        return off
+    # A node of a cloned image, or one that may bind addresses that it does not have (ip_nonlocal_bind), listens at rank zero's.
+    off |= {number for number, answer in answers.items() if number and answer.address == zero.address}
+    is_elsewhere = bool(zero.network) and not _holds(zero.network, address)
+    if is_elsewhere and any(_holds(answer.network, address) for answer in answers.values()):
+        off.add(0)
+    return off
+
+
+def _holds(network: str, address: str) -> bool:
+    try:
+        return ip_address(address.partition("%")[0]) in ip_network(network)
+    except ValueError:
+        return False
+
+
+def _is_whole(answer: Answer | None) -> bool:
+    return answer is not None and answer.is_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Link:
+    """What two nodes that both reported saw of each other; a way is (sender, receiver)."""
+
+    tcp: Mapping[Way, str]
+    heard: Mapping[Way, tuple[int, int]]
+    loss: Mapping[Way, float]
+    is_counted: Mapping[Way, bool]
+    """Whether the receiver's process read all datagrams that its kernel received."""
+
+    @property
+    def passes(self) -> list[Way]:
+        """The ways on which small datagrams arrive."""
+        return [way for way in self.heard if self.heard[way][0]]
+
+    @property
+    def worst(self) -> Way:
+        return max(self.loss, key=lambda way: self.loss[way])
+
+    def of(self, *found: str) -> Way | None:
+        """Return the first way whose connection came to one of these."""
+        return next((way for way in self.tcp if self.tcp[way] in found), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What is wrong between two nodes which both reported; None where the network carries."""
+
+    fault: PairFault | None
+    carried: bool
+    """Whether a connection passed all of its bytes, both ways."""
+
+
+def _found(nodes: Sequence[str], answers: Mapping[int, Answer], low: int, high: int) -> _Found:
+    ways = [(low, high), (high, low)]
+    heard = {way: answers[way[1]].heard.get(way[0], (0, 0)) for way in ways}
+    link = _Link(
+        tcp={way: answers[way[0]].tcp.get(way[1], "") for way in ways},
+        heard=heard,
+        loss={way: _loss(heard[way], answers[way[1]], way[0]) for way in ways},
+        is_counted={way: not answers[way[1]].num_dropped for way in ways},
+    )
+    carried = link.of("good") is not None
+    found = _of_working(link) if carried else _of_failed(link)
+    if found is None:
+        return _Found(fault=None, carried=carried)
+    (one, other), fault = found
+    loss = round(link.loss[one, other], 4)
+    return _Found(fault=PairFault(nodes=(nodes[one], nodes[other]), fault=fault, loss=loss), carried=carried)
+
+
+def _of_working(link: _Link) -> tuple[Way, Fault] | None:
+    """Return what is wrong where a connection passed all of its bytes, both ways: the network carries what workers send.
+
+    Lost datagrams are no more than worth a remark. Where none arrive, a firewall drops them, which does not concern the workers.
+    """
+    refused = link.of("refused")
+    if refused is not None:
+        return refused, "refused"
+    if link.of("connect") is not None:
+        return next(iter(link.tcp)), "TCP"
+    if len(link.passes) < len(link.tcp) or link.loss[link.worst] < LITTLE_LOSS:
+        return None
+    return link.worst, "little loss"
+
+
+def _of_failed(link: _Link) -> tuple[Way, Fault]:
+    """Return what is wrong where no connection passed all of its bytes."""
+    if not {"connect", "refused"}.issuperset(link.tcp.values()):
+        return _of_halted(link)
+    plain, refused = next(iter(link.tcp)), link.of("refused")
+    if len(link.passes) == 1 and link.of("connect") is not None:
+        ((one, other),) = link.passes
+        return (other, one), "one way"
+    if link.passes and link.loss[link.worst] >= MUCH_LOSS:
+        return link.worst, "loss"
+    if refused is not None:
+        return refused, "refused"
+    return plain, "TCP" if link.passes else "nothing passes"
+
+
+def _of_halted(link: _Link) -> tuple[Way, Fault]:
+    """Return what is wrong where a connection was made, but passed too little, or was not tried.
+
+    It proves that small packets pass both ways. What came of it depends on the processes, too, which may not run for seconds:
+    only packets that are lost prove that the network loses them.
+    """
+    stuck = [way for way in link.passes if not link.heard[way][1] and link.is_counted[way]]
+    if stuck:
+        return stuck[0], "large packets"
+    if link.loss[link.worst] >= MUCH_LOSS:
+        return link.worst, "loss"
+    halted = link.of("large")
+    if halted is not None and all(link.is_counted.values()) and not any(large for _, large in link.heard.values()):
+        return halted, "large packets"
+    return next(iter(link.tcp)), "no answer"
+
+
+def _loss(heard: tuple[int, int], receiver: Answer, sender: int) -> float:
+    """Return the share of packets lost one way, since the first that arrived; of sizes that do not pass at all, nothing is counted."""
+    sizes = [num for num in heard if num]
+    sent = NUM_DATAGRAMS * len(sizes) - receiver.missed.get(sender, 0)
+    lost = sent - sum(sizes) - receiver.num_dropped  # what the reader's own kernel dropped, the network has carried
+    return lost / sent if sent > 0 and lost >= _FEWEST_LOST else 0.0
+
+
+def _in_order(found: Mapping[tuple[int, int], _Found]) -> tuple[PairFault, ...]:
+    return tuple(one.fault for _, one in sorted(found.items(), key=lambda item: item[0]) if one.fault is not None)
+
+
+def _bad_nodes(probed: Collection[tuple[int, int]], bad: Collection[tuple[int, int]]) -> set[int]:
+    """Return the nodes of which all pairs are bad, where at least two are known.
+
+    Of a pair alone nobody can say which of its nodes fails.
+    """
+    numbers = {number for pair in probed for number in pair}
+    own = {number: [pair for pair in probed if number in pair] for number in numbers}
+    return {number for number, pairs in own.items() if len(pairs) > 1 and all(pair in bad for pair in pairs)}

@@ -1,0 +1,108 @@
+"""What one rank reports for the search of slow ranks: a small file in the run directory, replaced at each look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ddp_hpc.base.durable import make_directories, record_bytes, replace_text
+from ddp_hpc.cluster.slow_ranks.launches import Launches
+from ddp_hpc.run.run_dir.paths import RunDir
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """How far the clock of a node is ahead of the clock of rank zero's node."""
+
+    ahead_s: float
+    error_s: float
+    """How far this may be from the truth: half of the round trip."""
+
+
+class Phases(msgspec.Struct, frozen=True):
+    """The time that a rank has spent in each part of its steps since its last report."""
+
+    num_steps: int
+    seconds: dict[str, float]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank reports."""
+
+    rank: int
+    world_size: int
+    node: str
+    """The name of its node: ranks of one node share a clock."""
+    node_rank: int = 0
+    """The number of its node; several may have one name."""
+    turn: int
+    """The number of this moment. All ranks report at the same moments, so they report the same collectives."""
+    kinds: list[str]
+    launches: list[Launches]
+    clock: Clock | None = None
+    """None where it is not known, and on rank zero's node."""
+    phases: Phases | None = None
+    """None where the loop is not ours."""
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(Summary)
+
+
+def write_summary(run: RunDir, attempt: int, summary: Summary) -> None:
+    """Replace the report of one rank."""
+    path = run.launches(attempt, summary.rank)
+    make_directories(path.parent)
+    replace_text(path, _ENCODER.encode(_packed(summary)).decode(), durable=False)
+
+
+def read_summary(path: Path) -> Summary | None:
+    """Return the report of one rank; None where there is none yet, or it is not one of ours.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    try:
+        return _unpacked(_DECODER.decode(record_bytes(path)))
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def remove_summaries(run: RunDir, attempt: int) -> None:
+    """Remove the reports of an attempt that has ended, and what a writer that was killed has left of one.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    for path in [*run.attempt_logs(attempt).glob("*rank-*.launches.json*")]:
+        path.unlink(missing_ok=True)
+
+
+def _packed(summary: Summary) -> Summary:
+    """Write differences instead of numbers: a third of the size."""
+    return _with(
+        summary, [Launches(one.group, _steps(one.seqs), one.kinds, _steps(one.at_us)) for one in summary.launches]
+    )
+
+
+def _unpacked(summary: Summary) -> Summary:
+    return _with(
+        summary, [Launches(one.group, _sums(one.seqs), one.kinds, _sums(one.at_us)) for one in summary.launches]
+    )
+
+
+def _with(summary: Summary, launches: list[Launches]) -> Summary:
+    return msgspec.structs.replace(summary, launches=launches)
+
+
+def _steps(numbers: Sequence[int]) -> list[int]:
+    return [number - before for before, number in zip([0, *numbers], numbers, strict=False)]
+
+
+def _sums(steps: Sequence[int]) -> list[int]:
+    total, sums = 0, []
+    for step in steps:
+        total += step
+        sums.append(total)
+    return sums

@@ -1,0 +1,300 @@
+"""Which rank the others wait for: the summaries of all ranks in, a verdict out. Pure.
+
+A collective in which every rank waits for every other ends when the last rank has launched it. How late a rank launches it, after the
+middle one of the ranks, is what the others wait for it. No rank is named unless it is late in most steps, in both halves of what was
+seen, and by more than the clocks may differ: on a busy machine, ranks are late in turn. Where ranks may be late for another reason than
+that they are slow, or where not all ranks have reported, nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+
+from msgspec import structs
+
+from ddp_hpc.cluster.slow_ranks.launches import Launches, is_to_one, waits_for_all
+from ddp_hpc.cluster.slow_ranks.steps import step_starts
+from ddp_hpc.cluster.slow_ranks.summary import Phases, Summary
+
+LEAST_STEPS = 20
+LEAST_SHARE = 0.10
+"""Of a step: what the others wait for a slow rank, in the middle one of the steps."""
+LEAST_OFTEN = 0.8
+"""The share of the steps in which a slow rank is late by at least half of `LEAST_SHARE`."""
+LEAST_COVERAGE = 0.8
+"""The share of the wait that one phase of the slow rank must explain to be named as the cause."""
+NEWEST_STEPS = 50
+"""How many steps are judged at least, where there are as many."""
+NEWEST_S = 10.0
+"""How long a time is judged at least, where the record goes back as far."""
+LEAST_APART = 2 / 3
+"""The share of its lateness by which a slow rank must be later than every rank that is not slow. Where the lateness grows from rank to rank,
+the ranks have different tasks, as the stages of a pipeline have."""
+BACKWARD = "backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRank:
+    """A rank for which the others wait."""
+
+    rank: int
+    node: str
+    lost_s: float
+    """How long the others wait for it in each step."""
+    share: float
+    """That, as a share of the step."""
+    num_waiting: int
+    """How many of the ranks that were compared wait."""
+    cause: str = ""
+    """The phase in which it takes longer than the others; empty where that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the launches of one look say."""
+
+    slow: tuple[SlowRank, ...] = ()
+    clear: frozenset[int] = frozenset()
+    """The ranks that were compared, and were late by less than half of what makes a rank slow."""
+    num_steps: int = 0
+    seconds: float = 0.0
+    """For how long the ranks were seen."""
+    step_s: float = 0.0
+    lost_s: Mapping[int, float] = field(default_factory=dict)
+    """Rank -> how much later than the middle one of the others it was, in the middle one of the steps; for the ranks that were compared."""
+    unknown: str = ""
+    """Why nothing can be said; empty where something can."""
+
+    @property
+    def is_known(self) -> bool:
+        return not self.unknown
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The collectives that several ranks have launched, as a table."""
+
+    ranks: Sequence[Summary]
+    kinds: Sequence[int]
+    at_s: Sequence[Sequence[float]]
+    """By collective, then by rank; with one clock."""
+    error_s: float
+
+
+def judge(summaries: Sequence[Summary]) -> Verdict:
+    """Return which ranks are slow, by the process group in which the most time is lost."""
+    if {one.rank for one in summaries} != {*range(max((one.world_size for one in summaries), default=2))}:
+        return Verdict(unknown="not all ranks have reported")
+    if len({one.turn for one in summaries}) > 1:
+        return Verdict(unknown="some ranks have not reported again")
+    # Of a group of some ranks only, the others do not wait for its ranks.
+    groups = set.intersection(*({launches.group for launches in one.launches} for one in summaries))
+    clocks = [ranks for ranks in _of_one_clock(summaries) if len(ranks) > 1]
+    found = [_verdict_of(ranks, group) for ranks in clocks for group in sorted(groups)]
+    if clocks and not found:
+        return Verdict(unknown="no process group of all ranks has collectives")
+    if not found:
+        return Verdict(unknown="fewer than two ranks whose clocks can be compared have reported collectives")
+    worst = max(
+        found, key=lambda one: (one.is_known, max((slow.lost_s for slow in one.slow), default=0.0), one.seconds)
+    )
+    late = {slow.rank for one in found for slow in one.slow}
+    return replace(worst, clear=frozenset().union(*(one.clear for one in found)) - late)
+
+
+def _of_one_clock(summaries: Iterable[Summary]) -> list[list[Summary]]:
+    """Group the ranks whose times can be compared: those on one node, and those on nodes whose clocks were compared."""
+    nodes: dict[tuple[str, int], list[Summary]] = defaultdict(list)
+    for one in sorted(summaries, key=lambda one: one.rank):
+        nodes[one.node, one.node_rank].append(one)  # containers on several nodes may have one name
+    compared: list[Summary] = []
+    alone: list[list[Summary]] = []
+    for ranks in nodes.values():
+        clock = next((one.clock for one in ranks if one.clock is not None), None)
+        has_rank_zero = ranks[0].rank == 0
+        if has_rank_zero or clock is not None:
+            # A node's clock is compared by one of its ranks, and holds for all of them.
+            compared += [structs.replace(one, clock=None if has_rank_zero else clock) for one in ranks]
+        else:
+            alone.append(ranks)
+    return [ranks for ranks in (compared, *alone) if ranks]
+
+
+def _verdict_of(summaries: Sequence[Summary], group: str) -> Verdict:
+    """Judge the ranks in one process group."""
+    joined = _join(summaries, group)
+    if joined is None:
+        return Verdict(
+            unknown="the ranks have no collectives of gloo in common, in which each waits for all, in what they have reported"
+        )
+    reference = [_lower_median(times) for times in joined.at_s]
+    starts = _newest(step_starts(joined.kinds, reference), reference)
+    if not starts:
+        return Verdict(unknown="the collectives do not repeat in steps")
+    num_steps = len(starts) - 1
+    if num_steps < LEAST_STEPS:
+        return Verdict(num_steps=num_steps, unknown=f"fewer than {LEAST_STEPS} steps have been seen of all ranks")
+    if 2 * max(_num_to_one(one) for one in joined.ranks) >= num_steps:
+        return Verdict(num_steps=num_steps, unknown="ranks wait for single other ranks in each step")
+    found = _compare(joined, reference, starts)
+    return replace(found, slow=tuple(replace(one, cause=cause_of(one, found.slow, joined.ranks)) for one in found.slow))
+
+
+def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int]) -> Verdict:
+    """Judge the ranks by their launches in the steps that begin at `starts`."""
+    num_steps = len(starts) - 1
+    seconds = reference[starts[-1]] - reference[starts[0]]
+    step_s = median(reference[end] - reference[start] for start, end in pairwise(starts))
+    steps = [_beyond_others(_lateness(joined.at_s[start:end], reference[start:end])) for start, end in pairwise(starts)]
+    lost = [*zip(*steps, strict=True)]
+    beyond = [median(one) for one in lost]
+    if max(beyond) >= step_s:
+        return Verdict(
+            num_steps=num_steps, unknown="a rank is late by more than a step, so the others do not wait for it"
+        )
+    slow = [
+        (one, lost_s)
+        for one, lost_s, in_each in zip(joined.ranks, beyond, lost, strict=True)
+        if _is_slow(in_each, step_s) and lost_s > 2 * joined.error_s
+    ]
+    if 2 * len(slow) >= max(len(joined.ranks), 3):
+        return Verdict(
+            num_steps=num_steps,
+            unknown="half of the ranks are late: a clock was set, or the ranks have different tasks",
+        )
+    if slow and not _stand_apart(slow, joined.ranks, beyond):
+        return Verdict(
+            num_steps=num_steps, unknown="the ranks are late by different times, as stages of a pipeline are"
+        )
+    named = tuple(
+        SlowRank(
+            rank=one.rank,
+            node=one.node,
+            lost_s=lost_s,
+            share=lost_s / step_s,
+            num_waiting=len(joined.ranks) - len(slow),
+        )
+        for one, lost_s in sorted(slow, key=lambda pair: -pair[1])
+    )
+    # Between the two, a rank stays what it was.
+    clear = (one.rank for one, lost_s in zip(joined.ranks, beyond, strict=True) if lost_s < LEAST_SHARE * step_s / 2)
+    return Verdict(
+        slow=named,
+        clear=frozenset(clear),
+        num_steps=num_steps,
+        seconds=seconds,
+        step_s=step_s,
+        lost_s={one.rank: lost_s for one, lost_s in zip(joined.ranks, beyond, strict=True)},
+    )
+
+
+def _stand_apart(slow: Sequence[tuple[Summary, float]], ranks: Sequence[Summary], beyond: Sequence[float]) -> bool:
+    """Tell whether the slow ranks are later than all others by most of their lateness."""
+    names = {one.rank for one, _ in slow}
+    next_s = max((lost_s for one, lost_s in zip(ranks, beyond, strict=True) if one.rank not in names), default=0.0)
+    least_s = min(lost_s for _, lost_s in slow)
+    return least_s - max(next_s, 0.0) >= LEAST_APART * least_s
+
+
+def _join(summaries: Sequence[Summary], group: str) -> _Joined | None:
+    """Return the collectives of a group that all of its ranks have reported, and in which each waits for all; None where there are none."""
+    members = [(one, launches) for one in summaries for launches in one.launches if launches.group == group]
+    if len(members) < 2:
+        return None
+    tables = [_table(one, launches) for one, launches in members]
+    common = sorted(set.intersection(*(set(table) for table in tables)))
+    # Where one number means different collectives, the ranks do not run the same program.
+    if not common or any(len({table[seq][0] for table in tables}) > 1 for seq in common):
+        return None
+    common = [seq for seq in common if waits_for_all(tables[0][seq][0])]
+    if not common:
+        return None
+    numbers: dict[str, int] = {}
+    return _Joined(
+        ranks=[one for one, _ in members],
+        kinds=[numbers.setdefault(tables[0][seq][0], len(numbers)) for seq in common],
+        at_s=[[table[seq][1] for table in tables] for seq in common],
+        error_s=2 * max((one.clock.error_s for one, _ in members if one.clock is not None), default=0.0),
+    )
+
+
+def _table(summary: Summary, launches: Launches) -> dict[int, tuple[str, float]]:
+    """Return kind and time of each collective by its number, by the clock of rank zero's node."""
+    ahead_s = summary.clock.ahead_s if summary.clock is not None else 0.0
+    rows = zip(launches.seqs, launches.kinds, launches.at_us, strict=True)
+    return {seq: (summary.kinds[kind], at_us / 1e6 - ahead_s) for seq, kind, at_us in rows}
+
+
+def _newest(starts: list[int], times: Sequence[float]) -> list[int]:
+    """Return the newest steps: `NEWEST_STEPS` of them, and more where these took less than `NEWEST_S`."""
+    for index in range(len(starts) - 1 - NEWEST_STEPS, 0, -1):
+        if times[starts[-1]] - times[starts[index]] >= NEWEST_S:
+            return starts[index:]
+    return starts
+
+
+def _lateness(times: Sequence[Sequence[float]], reference: Sequence[float]) -> list[float]:
+    """Return how late each rank was in one step: at the collective of it at which it was latest."""
+    # Within a backward pass, the ranks do not wait for each other, so lateness adds up until the last bucket. After that they have
+    # waited, and a further collective in the same step (of the loss) finds them together again.
+    late = [[at - middle for at in row] for row, middle in zip(times, reference, strict=True)]
+    return [max(column) for column in zip(*late, strict=True)]
+
+
+def _beyond_others(late: Sequence[float]) -> list[float]:
+    """Return how much later each rank was than the middle one of the others (of an even number, the lower one)."""
+    ordered = sorted(late)
+    middle = (len(late) - 2) // 2
+    return [one - ordered[middle + 1 if one <= ordered[middle] else middle] for one in late]
+
+
+def _num_to_one(summary: Summary) -> int:
+    """Return how many of a rank's collectives end on one rank, for which only that rank waits; so it may be late where another is slow."""
+    to_one = {index for index, kind in enumerate(summary.kinds) if is_to_one(kind)}
+    return sum(kind in to_one for launches in summary.launches for kind in launches.kinds)
+
+
+def _lower_median(values: Sequence[float]) -> float:
+    """Return the middle value, of an even number the lower one: of two ranks, the one that waits."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def _is_slow(lost: Sequence[float], step_s: float) -> bool:
+    """Tell whether a rank is late in most steps, and by enough, in the whole as in each half."""
+    half = len(lost) // 2
+    least_s = LEAST_SHARE * step_s
+    often = sum(one >= least_s / 2 for one in lost) / len(lost)
+    return (
+        often >= LEAST_OFTEN
+        and median(lost) >= least_s
+        and min(median(lost[:half]), median(lost[half:])) >= 0.8 * least_s
+    )
+
+
+def cause_of(slow: SlowRank, all_slow: Sequence[SlowRank], ranks: Sequence[Summary]) -> str:
+    """Return the phase in which a slow rank loses most of its time; empty where none explains enough.
+
+    A wait for other ranks is part of the phase backward, so that phase takes as long on all ranks. What no other phase
+    explains of a slow rank's lateness, it has lost there.
+    """
+    named = {one.rank for one in all_slow}
+    own = next((_a_step(one.phases) for one in ranks if one.rank == slow.rank), {})
+    others = [found for one in ranks if one.rank not in named and (found := _a_step(one.phases))]
+    if not own or not others:
+        return ""
+    longer = {
+        phase: own[phase] - median(other.get(phase, 0.0) for other in others) for phase in own if phase != BACKWARD
+    }
+    longer[BACKWARD] = slow.lost_s - sum(longer.values())
+    phase, seconds = max(longer.items(), key=lambda item: item[1])
+    return phase if LEAST_COVERAGE <= seconds / slow.lost_s <= 2 - LEAST_COVERAGE else ""
+
+
+def _a_step(phases: Phases | None) -> Mapping[str, float]:
+    if phases is None or not phases.num_steps:
+        return {}
+    return {phase: seconds / phases.num_steps for phase, seconds in phases.seconds.items()}

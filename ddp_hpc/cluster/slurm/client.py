@@ -1,0 +1,494 @@
+"""Run Slurm's commands, without the variables of a surrounding job. No other module runs them."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
+from ddp_hpc.cluster.slurm import queries
+
+TIMEOUT_S = 30.0
+_END_S = 20.0
+"""How long salloc may take to give its job back."""
+_INHERITED = (
+    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_"),
+    *("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_"),
+    *("PMI_", "PMI2_", "PMIX_"),
+)
+"""Variables that a job sets, and defaults of a user: sbatch would read them as options, and squeue would print other columns."""
+_KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
+"""Variables that name the cluster's configuration and the user's credentials."""
+_NO_CLUSTER = re.compile(
+    r"Could not establish a configuration source|Unable to process configuration file|unable to (stat|open) slurm.*conf",
+    re.IGNORECASE,
+)
+_NO_ANSWER = re.compile(
+    r"Unable to contact slurm controller|Unable to connect to database|Problem talking to the database"
+    r"|Socket timed out|Connection refused|Zero Bytes were transmitted|backup controller"
+    r"|Protocol authentication error|Munge encode failed"  # munged restarts on this host
+    r"|Unexpected message received"  # `scontrol requeue` prints this while the controller is down
+    r"|slurm_load_\w+ error: (Unable|Socket)",
+    re.IGNORECASE,
+)
+LIMIT = re.compile(r"submit\w* ?limit|Resource temporarily unavailable", re.IGNORECASE)
+"""What sbatch prints where too many jobs are submitted: `QOSMaxSubmitJobPerUserLimit`, or only `job submit limit`; and where the
+controller has all the jobs that it may have (MaxJobCount)."""
+_BUSY = re.compile(r"sleeping and retrying", re.IGNORECASE)
+"""What sbatch prints where the controller accepts no job now; then it asks again, for up to two minutes."""
+_NO_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command printed, and its exit code."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def inherited(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that would change what Slurm's commands do."""
+    return sorted(name for name in environ if name.startswith(_INHERITED) and name not in _KEPT)
+
+
+def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for Slurm's commands: without a job's variables, and with times in the format that `times` reads."""
+    dropped = set(inherited(environ))
+    clean = {name: value for name, value in environ.items() if name not in dropped}
+    return {**clean, "SLURM_TIME_FORMAT": "standard"}
+
+
+def without_inherited_argv(environ: Mapping[str, str]) -> list[str]:
+    """Return `env --unset=...`, to put before a command that another library (submitit) starts in our environment."""
+    return ["env", *(f"--unset={name}" for name in inherited(environ))]
+
+
+def require(command: str, environ: Mapping[str, str]) -> None:
+    """Check that a command of Slurm is on PATH.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    if shutil.which(command, path=environ.get("PATH", "")) is None:
+        raise ConfigError(
+            f"ddp-hpc needs Slurm's `{command}`, but PATH on this host has none. Go to a login node of the cluster, load its "
+            "Slurm module, or run on this machine with `--cluster local`."
+        )
+
+
+def is_here(environ: Mapping[str, str]) -> bool:
+    """Tell whether this host belongs to a Slurm cluster, even if the controller does not answer now."""
+    path = environ.get("PATH", "")
+    if shutil.which("sbatch", path=path) is None:
+        return False
+    if shutil.which("scontrol", path=path) is None:
+        return True  # an incomplete installation: the next command that needs it says what is missing
+    try:
+        answer = _run(queries.ping_argv(), environ, timeout_s=TIMEOUT_S)
+    except SlurmUnavailableError:
+        return True
+    return _NO_CLUSTER.search(answer.stderr) is None
+
+
+def is_no_answer(text: str) -> bool:
+    """Tell whether a command failed because Slurm does not answer."""
+    return _NO_ANSWER.search(text) is not None
+
+
+def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Answer:
+    """Run a command of Slurm and return its answer, which the caller checks; a nonzero exit code does not raise.
+
+    Raises:
+        ConfigError: if the command is not on PATH, or finds no cluster.
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    require(argv[0], environ)
+    answer = _run(argv, environ, timeout_s=timeout_s)
+    if answer.returncode != 0 and _NO_CLUSTER.search(answer.stderr):
+        raise ConfigError(
+            f"ddp-hpc needs Slurm, but `{argv[0]}` finds no cluster on this host: {_line(answer, _NO_CLUSTER)}. Go to a login "
+            "node, set SLURM_CONF, or run on this machine with `--cluster local`."
+        )
+    if answer.returncode != 0 and is_no_answer(answer.stderr):
+        raise SlurmUnavailableError(
+            f"Slurm does not answer: `{argv[0]}` prints {_line(answer, _NO_ANSWER)!r}. Try again later."
+        )
+    return answer
+
+
+def _stdout(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> str:
+    """Return what a command prints.
+
+    Raises:
+        SlurmUnavailableError: if it fails.
+    """
+    answer = ask(argv, environ, timeout_s=timeout_s)
+    if answer.returncode != 0:
+        raise SlurmUnavailableError(
+            f"Slurm's `{argv[0]}` failed: {_line(answer)}. Try again; if it fails again, show this line to your cluster's support."
+        )
+    return answer.stdout
+
+
+def _run(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:
+    try:
+        done = subprocess.run(
+            argv,
+            env=clean_environ(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        # Python gives what it has read as bytes, `text` or not: https://docs.python.org/3/library/subprocess.html#subprocess.TimeoutExpired
+        printed = Answer(1, "", error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else "")
+        if _BUSY.search(printed.stderr):
+            raise SlurmBusyError(
+                f"Slurm accepts no job at the moment: `{argv[0]}` prints {_line(printed, _BUSY)!r}, and did not end within "
+                f"{timeout_s:.0f} s. Try again later."
+            ) from error
+        raise SlurmUnavailableError(
+            f"Slurm does not answer: `{argv[0]}` did not end within {timeout_s:.0f} s. Try again later."
+        ) from error
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+_ERROR, _ANYTHING = re.compile(r"\berror:", re.IGNORECASE), re.compile(r"\S")
+
+
+def _line(answer: Answer, *patterns: re.Pattern[str]) -> str:
+    """Return the first line of the standard error that fits the first pattern, or else the next one; a site may print lines before."""
+    lines = answer.stderr.splitlines()
+    found = (line.strip() for pattern in patterns or (_ERROR, _ANYTHING) for line in lines if pattern.search(line))
+    return next(found, "it printed no error")
+
+
+def user_name() -> str:
+    """Return this user's name, or the number if there is no name; Slurm takes both."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def queue(user: str, environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
+    """Return a user's jobs that are pending or running.
+
+    Raises:
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    return queries.parse_queue(_stdout(queries.queue_argv(user), environ))
+
+
+def commands(user: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return, for each of a user's jobs that is pending or running, its number (an array's is one) and its script.
+
+    Raises:
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    return dict(queries.parse_commands(_stdout(queries.commands_argv(user), environ)))
+
+
+def job(job_id: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.JobRecord | None:
+    """Return a job as the controller knows it, or else the accounting database; None if neither knows it.
+
+    Raises:
+        SlurmUnavailableError: if the controller does not say whether it knows the job.
+    """
+    answer = ask(queries.job_argv(job_id), environ, timeout_s=timeout_s)
+    if answer.returncode != 0 and not _NO_JOB.search(answer.stderr):
+        raise SlurmUnavailableError(
+            f"Slurm does not say whether it knows job {job_id}: `scontrol show job` failed: {_line(answer)}. Try again later."
+        )
+    return queries.parse_job(answer.stdout) or next(reversed(accounting([job_id], environ, timeout_s=timeout_s)), None)
+
+
+def accounting(
+    job_ids: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S
+) -> list[queries.JobRecord]:
+    """Return every start of some jobs from the accounting database; empty if accounting is off or does not answer."""
+    try:
+        return queries.parse_accounting(_stdout(queries.accounting_argv(job_ids), environ, timeout_s=timeout_s))
+    except (ConfigError, SlurmUnavailableError):
+        return []
+
+
+def test_only(script: Path, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.TestOnly:  # noqa: PT028  no test
+    """Ask Slurm when it would start this job script, or why it would refuse it."""
+    answer = ask(queries.test_only_argv(script), environ, timeout_s=timeout_s)
+    return queries.parse_test_only(answer.returncode, answer.stderr)
+
+
+test_only.__test__ = False  # type: ignore[attr-defined]  # pytest collects by name
+
+
+def config(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.ClusterConfig:
+    """Return the parts of the cluster's configuration that matter to a run.
+
+    Raises:
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    return queries.parse_config(_stdout(queries.config_argv(), environ, timeout_s=timeout_s))
+
+
+def partitions(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Partition]:
+    """Return the partitions of the cluster.
+
+    Raises:
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    return queries.parse_partitions(_stdout(queries.partitions_argv(), environ, timeout_s=timeout_s))
+
+
+def shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
+    """Return what the nodes of each partition have.
+
+    Raises:
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    return queries.parse_shapes(_stdout(queries.shapes_argv(), environ))
+
+
+def associations(environ: Mapping[str, str]) -> list[str]:
+    """Return which accounts this user may use; empty if accounting is off."""
+    try:
+        return queries.parse_associations(_stdout(queries.associations_argv(user_name()), environ))
+    except (ConfigError, SlurmUnavailableError):
+        return []
+
+
+def cancel(job_id: str, environ: Mapping[str, str]) -> None:
+    """Cancel a job.
+
+    Raises:
+        ConfigError: if Slurm refuses.
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    _succeed(queries.cancel_argv(job_id), environ, f"to cancel job {job_id}")
+
+
+def cancel_pending(job_id: str, environ: Mapping[str, str]) -> None:
+    """Cancel the tasks of a job array that still wait; those that run go on.
+
+    Raises:
+        ConfigError: if Slurm refuses.
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    _succeed(queries.cancel_pending_argv(job_id), environ, f"to cancel the waiting tasks of job {job_id}")
+
+
+def release(job_id: str, environ: Mapping[str, str]) -> None:
+    """Release a held job, so that Slurm may start it.
+
+    Raises:
+        SlurmRefusalError: if Slurm refuses; its code is ESLURM_ACCESS_DENIED if an administrator holds the job.
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    _succeed(queries.release_argv(job_id), environ, f"to release job {job_id}")
+
+
+def steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
+    """Return the running steps of a job, without the batch script.
+
+    Raises:
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    return queries.parse_steps(_stdout(queries.steps_argv(job_id), environ))
+
+
+def requeue(job_id: str, environ: Mapping[str, str]) -> None:
+    """Put a job back into the queue, under the same job id.
+
+    Raises:
+        ConfigError: if Slurm refuses: the job was submitted with `--no-requeue`, or belongs to another user.
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    # A race: Slurm also requeues a job that was cancelled while its processes are still ending (measured: 22.05), and so
+    # undoes the user's scancel. Callers ask for the job's state first.
+    _succeed(queries.requeue_argv(job_id), environ, f"to requeue job {job_id}")
+
+
+def update(job_id: str, environ: Mapping[str, str], **values: str) -> None:
+    """Change fields of a job.
+
+    Raises:
+        ConfigError: if Slurm refuses; it never changes the nodes of a running job.
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    _succeed(queries.update_argv(job_id, **values), environ, f"to change job {job_id}")
+
+
+def signal(job_id: str, signal_name: str, environ: Mapping[str, str], *, batch_only: bool = False) -> None:
+    """Send a signal to all steps of a job, or to its batch shell alone.
+
+    Raises:
+        ConfigError: if Slurm refuses.
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    argv = queries.signal_argv(job_id, signal_name, batch_only=batch_only)
+    _succeed(argv, environ, f"to signal job {job_id}")
+
+
+def run_in_job(job_id: str, node: str, command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Run a command on a node of a running job, in a step of its own; return what it printed.
+
+    Raises:
+        ConfigError: if Slurm refuses, or the command fails.
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    argv = queries.run_in_job_argv(job_id, node, command)
+    return _succeed(argv, environ, f"to run `{command[0]}` in job {job_id} on {node}")
+
+
+def submit(script: Path, environ: Mapping[str, str], options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
+    """Submit a script with sbatch, as a job does for its successor, and a sweep for its arrays; return the job id.
+
+    Raises:
+        ConfigError: if Slurm refuses.
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    return queries.parse_submitted(_succeed(queries.submit_argv(script, options, arguments), environ, "the job"))
+
+
+def node_states(
+    environ: Mapping[str, str], nodes: Sequence[str] = (), *, partition: str | None = None
+) -> dict[str, str]:
+    """Return Slurm's states of some nodes, or of a partition's nodes; empty if Slurm does not answer."""
+    try:
+        return queries.parse_nodes(_stdout(queries.nodes_argv(nodes, partition=partition), environ))
+    except (ConfigError, SlurmUnavailableError):
+        return {}
+
+
+def node_reasons(
+    environ: Mapping[str, str], *, partition: str | None = None, timeout_s: float = TIMEOUT_S
+) -> list[queries.NodeState]:
+    """Return the states of all nodes, or of a partition's, with the reasons why they are out of service.
+
+    Raises:
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    argv = queries.node_reasons_argv(partition=partition)
+    return queries.parse_node_reasons(_stdout(argv, environ, timeout_s=timeout_s))
+
+
+def own_associations(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Association]:
+    """Return which accounts this user may use; other than `associations`, it tells an empty answer from none.
+
+    Raises:
+        SlurmUnavailableError: if the accounting database does not answer.
+    """
+    argv = queries.own_associations_argv(user_name())
+    return queries.parse_own_associations(_stdout(argv, environ, timeout_s=timeout_s))
+
+
+def qos(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Qos]:
+    """Return how jobs of each QOS are preempted.
+
+    Raises:
+        SlurmUnavailableError: if the accounting database does not answer.
+    """
+    return queries.parse_qos(_stdout(queries.qos_argv(), environ, timeout_s=timeout_s))
+
+
+def controller(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Literal["up", "down", "none", "unclear"]:
+    """Tell whether a controller answers; `none` where this host belongs to no cluster, `unclear` where Slurm's words do not say.
+
+    Raises:
+        ConfigError: if there is no scontrol on PATH.
+        SlurmUnavailableError: if the question is not answered in time.
+    """
+    require("scontrol", environ)
+    answer = _run(queries.ping_argv(), environ, timeout_s=timeout_s)
+    if _NO_CLUSTER.search(answer.stderr):
+        return "none"
+    is_up = queries.parse_ping(answer.stdout)
+    return "unclear" if is_up is None else "up" if is_up else "down"
+
+
+def run_in_allocation(
+    options: Sequence[str], command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float
+) -> Answer:
+    """Run a command on this host inside of a new job, which ends with it; return what it printed.
+
+    Raises:
+        ConfigError: if there is no salloc on PATH.
+        SlurmBusyError: if the job did not start and end in time; it is cancelled then.
+    """
+    require("salloc", environ)
+    argv = queries.allocate_argv(options, command)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        argv,
+        env=clean_environ(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        errors="replace",
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise SlurmBusyError(
+            f"The job did not start and end within {timeout_s:.0f} s, so it is cancelled. Try again later, or wait longer."
+        ) from error
+    finally:
+        # By SIGTERM, salloc gives its job back, or takes it out of the queue; killed, it would leave it there.
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_END_S)
+            process.kill()
+            process.communicate()
+    return Answer(process.returncode, stdout, stderr)
+
+
+def run_beside(command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:
+    """Run a command on this host that asks Slurm about the job which this process is in: it keeps the job's variables.
+
+    Raises:
+        SlurmUnavailableError: if it does not end in time.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnavailableError(
+            f"The check of the nodes did not end within {timeout_s:.0f} s. Try again."
+        ) from error
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def _succeed(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:
+    """Run a command that changes something; its failure is Slurm's refusal."""
+    answer = ask(argv, environ, timeout_s=TIMEOUT_S)
+    if answer.returncode != 0:
+        line = _line(answer, LIMIT, _ERROR, _ANYTHING)
+        raise SlurmRefusalError(
+            f"Slurm refuses {what}, and nothing has changed: {line} (if you cannot correct this, ask your cluster's support)",
+            queries.refusal_code(answer.stderr),
+            answer.stderr,
+        )
+    return answer.stdout

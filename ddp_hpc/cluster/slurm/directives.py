@@ -1,0 +1,112 @@
+"""The sbatch options of a run, in the order in which people read a job script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec.launch import LaunchSpec
+
+STOP_SIGNAL = "USR2"
+"""The signal that Slurm sends before the time limit, and at preemption if the site sends the user's signal. NCCL uses
+USR1."""
+
+_NAMED = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "nodelist",
+    "exclude",
+    "reservation",
+    "dependency",
+    "mail_type",
+    "mail_user",
+    "comment",
+)
+"""Keys of the section `slurm` that are sbatch options of the same name."""
+_MEMORY_FLAGS = ("mem", "mem-per-cpu", "mem-per-gpu")
+
+
+@dataclass(frozen=True)
+class Directive:
+    """One option of sbatch; None as value means a flag without a value."""
+
+    flag: str
+    """The long name, without the leading dashes."""
+    value: str | None = None
+
+
+def directives(spec: LaunchSpec, run: RunDir, *, chdir: Path, cpus_per_worker: int) -> list[Directive]:
+    """Return the options that a run's job is submitted with.
+
+    Raises:
+        ConfigError: if `slurm.extra` sets an option that another key sets.
+    """
+    _refuse_two_memories(spec)
+    made = [
+        Directive(flag, None if value is True else str(value))
+        for flag, value in _options(spec, run, chdir, cpus_per_worker)
+    ]
+    _refuse_duplicates(made)
+    return made
+
+
+def _options(spec: LaunchSpec, run: RunDir, chdir: Path, cpus_per_worker: int) -> Iterator[tuple[str, object]]:
+    resources, slurm = spec.resources, spec.slurm
+    yield "job-name", spec.name
+    yield "nodes", resources.nodes
+    yield "ntasks-per-node", resources.local_world_size
+    yield "cpus-per-task", cpus_per_worker
+    # GPUs by the node: with `--gpus-per-task`, a rank would see its own GPU alone, and NCCL could not use direct transfers
+    # between the GPUs of a node: https://slurm.schedmd.com/gres.html#Running_Jobs
+    if resources.gpus_per_node:
+        yield "gpus-per-node", ":".join(filter(None, [resources.gpu_type, str(resources.gpus_per_node)]))
+    if resources.mem_gb is not None or (spec.mem_gb is not None and not _memory_flags(spec)):
+        yield "mem", f"{spec.mem_gb}G"
+    if resources.time_limit_min is not None:
+        yield "time", resources.time_limit_min
+    for key in _NAMED:
+        if getattr(slurm, key) is not None:
+            yield key.replace("_", "-"), getattr(slurm, key)
+    yield "chdir", chdir
+    # Slurm replaces patterns such as `%j` in this path ("filename pattern" in https://slurm.schedmd.com/sbatch.html).
+    yield "output", str(run.console).replace("%", "%%")
+    yield "open-mode", "append"
+    yield "signal", f"{'B:' if slurm.signal_to == 'batch' else ''}{STOP_SIGNAL}@{slurm.signal_lead_s}"
+    yield ("requeue" if slurm.requeue else "no-requeue"), True
+    for key, value in slurm.extra.items():
+        if value is not False and value is not None:
+            yield key.replace("_", "-"), value
+
+
+def _memory_flags(spec: LaunchSpec) -> list[str]:
+    """Return the flags in `slurm.extra` that ask for memory. sbatch takes only one of them, and none beside `--mem`."""
+    asked = {
+        key.replace("_", "-") for key, value in spec.slurm.extra.items() if value is not False and value is not None
+    }
+    return [flag for flag in _MEMORY_FLAGS if flag in asked]
+
+
+def _refuse_two_memories(spec: LaunchSpec) -> None:
+    keys = [] if spec.resources.mem_gb is None else ["resources.mem_gb"]
+    keys += [f"slurm.extra.{flag.replace('-', '_')}" for flag in _memory_flags(spec)]
+    if len(keys) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'`{key}`' for key in keys)} are set, but sbatch takes one amount of memory: for each node, "
+            "for each CPU or for each GPU. Keep one of them."
+        )
+
+
+def _refuse_duplicates(made: list[Directive]) -> None:
+    flags = [directive.flag for directive in made]
+    for flag in flags:
+        if flags.count(flag) > 1:
+            value = made[flags.index(flag)].value
+            raise ConfigError(
+                f"`slurm.extra.{flag.replace('-', '_')}` sets `--{flag}`, but another key sets that option already"
+                f"{'' if value is None else f', to `{value}`'}. Remove one of them; `ddp-hpc config slurm` and `ddp-hpc config resources` list the keys."
+            )

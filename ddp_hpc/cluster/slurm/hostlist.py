@@ -1,0 +1,71 @@
+"""Expand Slurm's compressed host lists (`n[1-3]`) into names, without a call of `scontrol`."""
+
+from __future__ import annotations
+
+import re
+
+from ddp_hpc.base.errors import ConfigError
+
+MAX_RANGE = 65536
+"""The most hosts that Slurm takes in one range."""
+
+_NAME = re.compile(r"((?:[^][,\s]+|\[[^][\s]*\])+)|[][]")
+"""A name with its brackets; or a single bracket without a partner, for which the group is empty."""
+_BRACKET = re.compile(r"([^][]*)\[([^][]*)\]")
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Return the names in a host list, in the order of `scontrol show hostnames`; repeated names stay repeated.
+
+    A suffix after the last bracket (`n[1-2]-ib`) is allowed, as in newer versions of Slurm; 22.05 refuses it.
+    """
+    if "[" not in text and "]" not in text:
+        return text.replace(",", " ").split()
+    hosts: list[str] = []
+    for name in _NAME.findall(text):
+        if not name:
+            raise _refused(text, "a bracket has no partner")
+        if "[" in name:
+            hosts += _expand(name, text)
+        else:
+            hosts.append(name)
+    return hosts
+
+
+def _expand(name: str, text: str) -> list[str]:
+    """Expand one name. The numbers of the last bracket change fastest, then those of the first, the second, ...: Slurm's order."""
+    suffix = name[name.rindex("]") + 1 :]
+    *slower, (before, ranges) = _BRACKET.findall(name)
+    last = _numbered(before, ranges, suffix, text)
+    stems = [""]
+    for prefix, slower_ranges in slower:
+        endings = _numbered(prefix, slower_ranges, "", text)
+        stems = [stem + ending for ending in endings for stem in stems]
+    return [stem + ending for stem in stems for ending in last] if slower else last
+
+
+def _numbered(before: str, ranges: str, after: str, text: str) -> list[str]:
+    """Put each number of `1-3,05` between `before` and `after`; numbers keep their leading zeros."""
+    if not ranges.isascii():
+        raise _refused(text, f"{ranges!r} has characters that are not ASCII")
+    names: list[str] = []
+    head, tail = f"{before.replace('%', '%%')}%0", f"d{after.replace('%', '%%')}"
+    for part in ranges.split(","):
+        low, dash, high = part.partition("-")
+        if not (low.isdigit() and (high.isdigit() or not dash)):
+            raise _refused(text, f"{part!r} is neither a number nor a range")
+        if not dash:
+            names.append(before + low + after)
+            continue
+        first, last = int(low), int(high)
+        if not 0 <= last - first < MAX_RANGE:
+            raise _refused(text, f"{part!r} runs backwards or has more than {MAX_RANGE} hosts")
+        names += map(f"{head}{len(low)}{tail}".__mod__, range(first, last + 1))
+    return names
+
+
+def _refused(text: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{text!r} is not a Slurm host list: {why}. Correct it in `slurm.nodelist` or `slurm.exclude`; "
+        "`scontrol show hostnames` expands a valid one."
+    )

@@ -1,0 +1,633 @@
+"""Slurm's commands in pairs: a function that returns the command line, and one that parses the output. Pure.
+
+Checked on Slurm 22.05 and 24.11, which print the same. sacct of 22.05 has no field `Restarts`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_hpc.cluster.slurm.times import minutes, moment, seconds
+
+_FIELD, _RECORD = "\x1f", "\x1e"
+"""The unit and record separators of ASCII. Job names and comments may hold line breaks, but hardly these."""
+_NOTHING = frozenset({"", "(null)", "N/A", "None", "None assigned", "NONE", "Unknown", "UNLIMITED", "INFINITE", "n/a"})
+
+_QUEUE_FIELDS = (
+    "JobID",
+    "ArrayJobID",
+    "ArrayTaskID",
+    "State",
+    "Reason",
+    "Partition",
+    "NumNodes",
+    "NodeList",
+    "TimeLimit",
+    "StartTime",
+    "SubmitTime",
+    "RestartCnt",
+    "Name",
+    "Comment",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedEntry:
+    """A pending or running job, as squeue lists it."""
+
+    job_id: str
+    """`12`; `14_3` for a task of an array; `14_[4-9%2]` for the tasks of an array that are still pending."""
+    number: str
+    """The job id as one number; each task of an array has its own."""
+    name: str
+    state: str
+    reason: str
+    """Why it is pending; empty once it runs."""
+    partition: str
+    num_nodes: int
+    nodes: str
+    """Slurm's compressed list; empty while the job is pending."""
+    time_limit_min: float | None
+    """None: no limit."""
+    starts_at: float | None
+    """Seconds since the epoch. While the job is pending: Slurm's estimate, or None."""
+    submitted_at: float | None = None
+    restarts: int = 0
+    comment: str = ""
+
+
+def queue_argv(user: str) -> list[str]:
+    """List all pending and running jobs of a user."""
+    asked = f"{_FIELD},".join(f"{name}:" for name in _QUEUE_FIELDS) + _RECORD
+    return ["squeue", "--noheader", "--noconvert", f"--user={user}", f"--Format={asked}"]
+
+
+def parse_queue(text: str) -> list[QueuedEntry]:
+    """Return the jobs, as listed."""
+    records = (record.lstrip("\n").split(_FIELD) for record in text.split(_RECORD))
+    rows = (
+        dict(zip(_QUEUE_FIELDS, map(str.strip, record), strict=True))
+        for record in records
+        if len(record) == len(_QUEUE_FIELDS)
+    )
+    return [_queued_entry(row) for row in rows]
+
+
+def _queued_entry(row: Mapping[str, str]) -> QueuedEntry:
+    task = row["ArrayTaskID"]
+    task_id = f"{row['ArrayJobID']}_{task if task.isdecimal() else f'[{task}]'}"
+    return QueuedEntry(
+        job_id=task_id if _or_empty(task) else row["JobID"],
+        number=row["JobID"],
+        name=row["Name"],
+        state=row["State"],
+        reason=_or_empty(row["Reason"]),
+        partition=row["Partition"],
+        num_nodes=_integer(row["NumNodes"]) or 0,
+        nodes=_or_empty(row["NodeList"]),
+        time_limit_min=minutes(row["TimeLimit"]),
+        starts_at=moment(row["StartTime"]),
+        submitted_at=moment(row["SubmitTime"]),
+        restarts=_integer(row["RestartCnt"]) or 0,
+        comment=_or_empty(row["Comment"]),
+    )
+
+
+def commands_argv(user: str) -> list[str]:
+    """List the job scripts of all pending and running jobs of a user."""
+    return ["squeue", "--noheader", f"--user={user}", f"--Format=ArrayJobID:{_FIELD},Command:{_RECORD}"]
+
+
+def parse_commands(text: str) -> list[tuple[str, str]]:
+    """Return pairs: the number of a job, or of the array that a task belongs to; its script, with arguments before Slurm 26.05."""
+    records = (record.lstrip("\n").split(_FIELD) for record in text.split(_RECORD))
+    return [(record[0].strip(), record[1].strip()) for record in records if len(record) == 2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """A job, as scontrol or sacct describes it."""
+
+    job_id: str
+    """The job id as one number; each task of an array has its own."""
+    state: str
+    reason: str = ""
+    exit_code: str = ""
+    """`code:signal`."""
+    restarts: int | None = None
+    """None for a record of the database, which has one record for each start of the job."""
+    partition: str = ""
+    """Where the job runs; for a pending job, all partitions that it may run in."""
+    nodes: str = ""
+    batch_host: str = ""
+    time_limit_min: float | None = None
+    submitted_at: float | None = None
+    starts_at: float | None = None
+    eligible_at: float | None = None
+    """The earliest time at which Slurm may start it."""
+    ends_at: float | None = None
+    """When it ended, or when its time limit will end it."""
+    elapsed_s: int | None = None
+    preempted_at: float | None = None
+    """When Slurm began to preempt it: known from Slurm's first signal on, while the job still runs."""
+    excluded_nodes: str = ""
+    """Slurm's compressed list."""
+
+
+def job_argv(job_id: str) -> list[str]:
+    """Ask the controller for one job."""
+    # The controller remembers ended jobs for some minutes: https://slurm.schedmd.com/slurm.conf.html#OPT_MinJobAge
+    return ["scontrol", "--oneliner", "show", "job", job_id]
+
+
+def parse_job(text: str) -> JobRecord | None:
+    """Return the job; for an array, its first task in the output."""
+    number = re.match(r"JobId=(\d+)", text, re.ASCII)
+    # Only the part from UserId to Command is safe to parse. The job's name stands before it, the command and the comment
+    # after it; these three may hold any text, also line breaks and what looks like a field.
+    safe = re.search(r" UserId=.*?(?= Command=| WorkDir=|$)", text)
+    fields = _fields(safe[0]) if safe else {}
+    if number is None or "JobState" not in fields:
+        return None
+    return JobRecord(
+        job_id=number[1],
+        state=fields["JobState"],
+        reason=_or_empty(fields.get("Reason", "")),
+        exit_code=fields.get("ExitCode", ""),
+        restarts=_integer(fields.get("Restarts", "")),
+        partition=_or_empty(fields.get("Partition", "")),
+        nodes=_or_empty(fields.get("NodeList", "")),
+        batch_host=_or_empty(fields.get("BatchHost", "")),
+        time_limit_min=minutes(fields.get("TimeLimit", "")),
+        submitted_at=moment(fields.get("SubmitTime", "")),
+        starts_at=moment(fields.get("StartTime", "")),
+        eligible_at=moment(fields.get("EligibleTime", "")),
+        ends_at=moment(fields.get("EndTime", "")),
+        elapsed_s=seconds(fields.get("RunTime", "")),
+        preempted_at=moment(fields.get("PreemptTime", "")),
+        excluded_nodes=_or_empty(fields.get("ExcNodeList", "")),
+    )
+
+
+_ACCOUNTING_FIELDS = (
+    "JobIDRaw",
+    "State",
+    "ExitCode",
+    "Submit",
+    "Start",
+    "End",
+    "ElapsedRaw",
+    "Timelimit",
+    "NodeList",
+    "Reason",
+)
+
+
+def accounting_argv(job_ids: Sequence[str]) -> list[str]:
+    """Ask the accounting database for every start of some jobs."""
+    # Without --duplicates, sacct shows only the newest start of a job that was requeued:
+    # https://slurm.schedmd.com/sacct.html#OPT_duplicates
+    options = ["--allocations", "--duplicates", "--parsable2", "--noheader", f"--delimiter={_FIELD}"]
+    return ["sacct", *options, f"--jobs={','.join(job_ids)}", f"--format={','.join(_ACCOUNTING_FIELDS)}"]
+
+
+def parse_accounting(text: str) -> list[JobRecord]:
+    """Return the starts, oldest first. The database counts a requeue as a new submission."""
+    lines = (line.split(_FIELD) for line in text.splitlines())
+    rows = (dict(zip(_ACCOUNTING_FIELDS, line, strict=True)) for line in lines if len(line) == len(_ACCOUNTING_FIELDS))
+    records = [
+        JobRecord(
+            job_id=row["JobIDRaw"],
+            state=row["State"],
+            reason=_or_empty(row["Reason"]),
+            exit_code=row["ExitCode"],
+            nodes=_or_empty(row["NodeList"]),
+            time_limit_min=minutes(row["Timelimit"]),
+            submitted_at=moment(row["Submit"]),
+            starts_at=moment(row["Start"]),
+            ends_at=moment(row["End"]),
+            elapsed_s=_integer(row["ElapsedRaw"]),
+        )
+        for row in rows
+    ]
+    return sorted(records, key=lambda record: record.submitted_at or 0.0)
+
+
+@dataclass(frozen=True)
+class TestOnly:
+    """What Slurm would do with a job."""
+
+    starts_at: float | None = None
+    """May be centuries ahead, if jobs without a time limit are ahead in the queue."""
+    refusal: str | None = None
+    """What Slurm printed, if it refuses the job."""
+    num_cpus: int | None = None
+    nodes: str = ""
+    partition: str = ""
+
+    __test__ = False  # pytest collects by name
+
+
+def test_only_argv(script: Path) -> list[str]:
+    """Ask Slurm when it would start a script, without submitting it. sbatch prints the answer on standard error."""
+    return ["sbatch", "--test-only", str(script)]
+
+
+test_only_argv.__test__ = False  # type: ignore[attr-defined]  # pytest collects by name
+
+_ESTIMATE = re.compile(
+    r"to start at (?P<start>\S+)"
+    r"(?: using (?P<cpus>\d+) processors)?(?: on nodes (?P<nodes>\S+))?(?: in partition (?P<partition>\S+))?"
+)
+
+
+def parse_test_only(returncode: int, stderr: str) -> TestOnly:
+    """Return when and where the job would start, or why Slurm refuses it."""
+    if returncode != 0:
+        return TestOnly(refusal=stderr.strip())
+    found = _ESTIMATE.search(stderr)
+    if found is None:
+        return TestOnly()
+    return TestOnly(
+        starts_at=moment(found["start"]),
+        num_cpus=_integer(found["cpus"] or ""),
+        nodes=_or_empty(found["nodes"] or ""),
+        partition=found["partition"] or "",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The parts of slurm.conf that matter to a run."""
+
+    version: str = ""
+    name: str = ""
+    preempt_mode: str = ""
+    preempt_type: str = ""
+    """`preempt/none` where there is no preemption; empty where Slurm does not say."""
+    job_requeue: bool = True
+    """Whether Slurm requeues jobs by default (JobRequeue)."""
+    sends_user_signal: bool = False
+    """Whether Slurm sends a preempted job the signal of its `--signal` at once."""
+    max_array_size: int | None = None
+    kill_wait_s: int | None = None
+    has_accounting: bool = False
+
+
+def ping_argv() -> list[str]:
+    """Ask whether a controller answers."""
+    return ["scontrol", "ping"]
+
+
+def parse_ping(text: str) -> bool | None:
+    """Tell whether one of the controllers is up; None where the text does not say."""
+    states = re.findall(r"^Slurmctld\b.* (UP|DOWN)\s*$", text, re.MULTILINE)
+    return "UP" in states if states else None
+
+
+def config_argv() -> list[str]:
+    """Ask the controller for its configuration."""
+    return ["scontrol", "show", "config"]
+
+
+def parse_config(text: str) -> ClusterConfig:
+    """Return the keys that matter. Their case does not matter in Slurm."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    config = {key.strip().lower(): _or_empty(value.strip()) for key, separator, value in pairs if separator}
+    parameters = f"{config.get('slurmctldparameters', '')},{config.get('preemptparameters', '')}".lower()
+    return ClusterConfig(
+        version=config.get("slurm_version", ""),
+        name=config.get("clustername", ""),
+        preempt_mode=config.get("preemptmode", ""),
+        # Since Slurm 25.05, there is no plugin for none: it prints `(null)`.
+        preempt_type=config.get("preempttype", "") or ("preempt/none" if "preempttype" in config else ""),
+        job_requeue=config.get("jobrequeue", "1") != "0",
+        sends_user_signal=not {"preempt_send_user_signal", "send_user_signal"}.isdisjoint(parameters.split(",")),
+        max_array_size=_integer(config.get("maxarraysize", "")),
+        kill_wait_s=_integer(config.get("killwait", "").partition(" ")[0]),
+        has_accounting=config.get("accountingstoragetype", "") not in {"", "accounting_storage/none"},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A partition of the cluster, and its limits."""
+
+    name: str
+    is_default: bool
+    is_up: bool
+    total_nodes: int
+    max_nodes: int | None
+    max_time_min: float | None
+    """None: no limit."""
+    default_time_min: float | None
+    """None: the partition's maximum."""
+    preempt_mode: str
+    grace_time_s: int
+    priority_tier: int = 1
+    """Jobs of a higher tier may preempt those of a lower one (`PreemptType=preempt/partition_prio`)."""
+    num_gpus: int
+    """Zero also if the cluster does not count GPUs (AccountingStorageTRES)."""
+    allow_accounts: tuple[str, ...] | None = None
+    """None: all."""
+    allow_qos: tuple[str, ...] | None = None
+    """None: all."""
+
+
+def partitions_argv() -> list[str]:
+    """Ask for all partitions."""
+    return ["scontrol", "--oneliner", "show", "partition"]
+
+
+def parse_partitions(text: str) -> list[Partition]:
+    """Return the partitions, as listed."""
+    rows = (_fields(line) for line in text.splitlines() if line.startswith("PartitionName="))
+    return [
+        Partition(
+            name=row["PartitionName"],
+            is_default=row.get("Default") == "YES",
+            is_up=row.get("State") == "UP",
+            total_nodes=_integer(row.get("TotalNodes", "")) or 0,
+            max_nodes=_integer(row.get("MaxNodes", "")),
+            max_time_min=minutes(row.get("MaxTime", "")),
+            default_time_min=minutes(row.get("DefaultTime", "")),
+            preempt_mode=_or_empty(row.get("PreemptMode", "")),
+            grace_time_s=_integer(row.get("GraceTime", "")) or 0,
+            priority_tier=_integer(row.get("PriorityTier", "1")) or 0,
+            num_gpus=_num_gpus(row.get("TRES", "")),
+            allow_accounts=_allowed(row.get("AllowAccounts", "ALL")),
+            allow_qos=_allowed(row.get("AllowQos", "ALL")),
+        )
+        for row in rows
+    ]
+
+
+def _allowed(text: str) -> tuple[str, ...] | None:
+    return None if text == "ALL" else tuple(text.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeShape:
+    """Equal nodes of a partition."""
+
+    partition: str
+    num_nodes: int
+    num_cpus: int
+    """CPUs of each node."""
+    mem_mb: int
+    num_gpus: int
+    gpu_type: str | None = None
+    """The TYPE of `--gres=gpu:TYPE`."""
+
+
+def shapes_argv() -> list[str]:
+    """Ask for CPUs, memory and GPUs of the nodes of each partition."""
+    return ["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G"]
+
+
+def parse_shapes(text: str) -> list[NodeShape]:
+    """Return one row for each kind of node in each partition; `64+` (at least 64) becomes 64."""
+    rows = (line.split("|") for line in text.splitlines() if line.count("|") == 4)
+    return [
+        NodeShape(
+            partition=partition,
+            num_nodes=_integer(number) or 0,
+            num_cpus=_integer(cpus.rstrip("+")) or 0,
+            mem_mb=_integer(memory.rstrip("+")) or 0,
+            num_gpus=sum(int(count) for _, count in _GPUS.findall(gres)),
+            gpu_type=next((kind for kind, _ in _GPUS.findall(gres) if kind), None),
+        )
+        for partition, number, cpus, memory, gres in rows
+    ]
+
+
+_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]*[^:,(0-9][^:,(]*):)?(\d+)")
+"""Matches `gpu:4` and `gpu:a100:4(S:0-1)`; one match for each type of GPU."""
+
+
+def associations_argv(user: str) -> list[str]:
+    """Ask which accounts a user may use, with which QOS."""
+    return ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account,qos"]
+
+
+def parse_associations(text: str) -> list[str]:
+    """Return `lab (QOS high, low)`, one an account."""
+    rows = (line.split("|") for line in text.splitlines() if "|" in line)
+    return [f"{account} (QOS {qos.replace(',', ', ')})" for account, qos, *_ in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Association:
+    """An account that a user may use."""
+
+    account: str
+    partition: str = ""
+    """Where it holds; empty for all partitions."""
+    qos: tuple[str, ...] = ()
+    default_qos: str = ""
+
+    @property
+    def words(self) -> str:
+        """Return `lab (QOS high, low)`."""
+        where = f" in {self.partition}" if self.partition else ""
+        return f"{self.account}{where} (QOS {', '.join(self.qos)})"
+
+
+def own_associations_argv(user: str) -> list[str]:
+    """Ask which accounts a user may use, where, and with which QOS."""
+    shown = "format=account,partition,qos,defaultqos"
+    return ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", shown]
+
+
+def parse_own_associations(text: str) -> list[Association]:
+    """Return the accounts, as listed."""
+    rows = (line.split("|") for line in text.splitlines() if line.count("|") == 3)
+    return [
+        Association(
+            account=account,
+            partition=partition,
+            qos=tuple(filter(None, qos.split(","))),
+            default_qos=_or_empty(default),
+        )
+        for account, partition, qos, default in rows
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qos:
+    """A quality of service, as far as preemption goes."""
+
+    name: str
+    preempts: tuple[str, ...] = ()
+    """The QOS whose jobs its jobs may preempt."""
+    preempt_mode: str = ""
+    """Empty for the cluster's."""
+    grace_time_s: int = 0
+
+
+def qos_argv() -> list[str]:
+    """Ask how jobs of each QOS are preempted."""
+    return ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,preempt,preemptmode,gracetime"]
+
+
+def parse_qos(text: str) -> list[Qos]:
+    """Return each QOS, as listed."""
+    rows = (line.split("|") for line in text.splitlines() if line.count("|") == 3)
+    return [
+        Qos(
+            name=name,
+            preempts=tuple(filter(None, preempts.split(","))),
+            preempt_mode="" if mode.lower() in {"", "cluster"} else mode.upper(),
+            grace_time_s=seconds(grace) or 0,
+        )
+        for name, preempts, mode, grace in rows
+    ]
+
+
+def requeue_argv(job_id: str) -> list[str]:
+    """Put a job back into the queue, under the same job id; Slurm ends its processes."""
+    return ["scontrol", "requeue", job_id]
+
+
+def update_argv(job_id: str, **values: str) -> list[str]:
+    """Change fields of a job; the names are those of scontrol (`StartTime="now"`)."""
+    return ["scontrol", "update", f"JobId={job_id}", *(f"{key}={value}" for key, value in values.items())]
+
+
+def signal_argv(job_id: str, signal_name: str, *, batch_only: bool = False) -> list[str]:
+    """Send a signal to all steps of a job, or to its batch shell alone."""
+    return ["scancel", f"--signal={signal_name}", *(["--batch"] if batch_only else []), job_id]
+
+
+def run_in_job_argv(job_id: str, node: str, command: Sequence[str]) -> list[str]:
+    """Run a command on a node of a job, in a step that shares the resources of the job's other steps."""
+    # Without --overlap, the step would wait until the training's step ends, which has all CPUs of the job:
+    # https://slurm.schedmd.com/srun.html#OPT_overlap
+    where = [f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
+    return ["srun", *where, "--overlap", "--quiet", "--input=none", *command]
+
+
+def submit_argv(script: Path, options: Sequence[str] = (), arguments: Sequence[str] = ()) -> list[str]:
+    """Submit a script with its arguments; options win over its `#SBATCH` lines. sbatch prints the job id alone."""
+    return ["sbatch", "--parsable", *options, str(script), *arguments]
+
+
+def parse_submitted(text: str) -> str:
+    """Return the job id from the last line of the form `12` or `12;cluster`: a site's wrapper of sbatch may print text before it."""
+    lines = re.findall(r"^(\d+)(?:;.*)?$", text, re.MULTILINE | re.ASCII)
+    return lines[-1] if lines else text.strip().split(";")[0]
+
+
+def nodes_argv(nodes: Sequence[str] = (), *, partition: str | None = None) -> list[str]:
+    """Ask for the states of some nodes, or of all of a partition."""
+    options = [f"--nodes={','.join(nodes)}"] if nodes else []
+    options += [f"--partition={partition}"] if partition else []
+    return ["sinfo", "--Node", "--noheader", *options, "--format=%N %T"]
+
+
+def parse_nodes(text: str) -> dict[str, str]:
+    """Return each node's state as Slurm writes it."""
+    # A trailing `*` means that the node does not answer: https://slurm.schedmd.com/sinfo.html#SECTION_NODE-STATE-CODES
+    rows = (line.split() for line in text.splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeState:
+    """A node, as sinfo lists it."""
+
+    node: str
+    state: str
+    """As Slurm writes it; a trailing `*`: it does not answer."""
+    reason: str = ""
+    """Why an administrator, or a program, took it out of service; it may hold any text."""
+
+
+def node_reasons_argv(*, partition: str | None = None) -> list[str]:
+    """Ask for the states of all nodes, or of a partition's, and why they are out of service."""
+    options = [f"--partition={partition}"] if partition else []
+    return ["sinfo", "--Node", "--noheader", *options, f"--format=%N{_FIELD}%T{_FIELD}%E{_RECORD}"]
+
+
+def parse_node_reasons(text: str) -> list[NodeState]:
+    """Return each node once, as sinfo repeats it for each of its partitions."""
+    records = (record.strip("\n").split(_FIELD) for record in text.split(_RECORD))
+    rows = {row[0].strip(): row for row in records if len(row) == 3}
+    return [
+        NodeState(node=name, state=row[1].strip(), reason="" if row[2].strip() == "none" else _or_empty(row[2].strip()))
+        for name, row in rows.items()
+    ]
+
+
+def allocate_argv(options: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Run a command on this host inside of a new job, which ends with it. salloc prints its own messages on standard error."""
+    return ["salloc", "--quiet", *options, *command]
+
+
+def is_lost(node_state: str) -> bool:
+    """Tell whether a node in this state cannot run jobs: it is down, or does not answer."""
+    state = node_state.lower()
+    return state.endswith("*") or state.startswith(("down", "fail", "power", "reboot", "unk"))
+
+
+def takes_jobs(node_state: str) -> bool:
+    """Tell whether a node in this state can get jobs, now or later: it is neither lost nor drained."""
+    return not is_lost(node_state) and not node_state.lower().startswith("drain")
+
+
+ESLURM_ACCESS_DENIED = "ESLURM_ACCESS_DENIED"
+_REFUSALS: Mapping[str, str] = {"access/permission denied": ESLURM_ACCESS_DENIED}
+"""Text that Slurm's commands print for an error of slurm_errno.h -> the error's name. The commands do not print the number."""
+
+
+def refusal_code(text: str) -> str:
+    """Return the name of the refusal in the errors of a command; empty if no code distinguishes it."""
+    return next((code for words, code in _REFUSALS.items() if words in text.lower()), "")
+
+
+def release_argv(job_id: str) -> list[str]:
+    """Release a held job, so that Slurm may start it."""
+    return ["scontrol", "release", job_id]
+
+
+def cancel_pending_argv(job_id: str) -> list[str]:
+    """Cancel what still waits of a job, or of a job array."""
+    return ["scancel", "--state=PENDING", job_id]
+
+
+def steps_argv(job_id: str) -> list[str]:
+    """List the running steps of a job."""
+    return ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]
+
+
+def parse_steps(text: str) -> list[str]:
+    """Return the ids of the steps that srun started (`12.0`), without the batch, interactive and extern steps."""
+    return [line.strip() for line in text.splitlines() if line.strip().rpartition(".")[2].isdecimal()]
+
+
+def cancel_argv(job_id: str) -> list[str]:
+    """Cancel a pending or running job. scancel does not fail for a job that has ended."""
+    return ["scancel", job_id]
+
+
+def _fields(line: str) -> Mapping[str, str]:
+    """Return the pairs of `Key=value`. A value ends before the next key, and may hold spaces and equals signs."""
+    found = re.findall(r"(?:^|(?<= ))([A-Za-z][\w/:]*)=(.*?)(?= [A-Za-z][\w/:]*=|$)", line)
+    return {key: value.strip() for key, value in found}
+
+
+def _or_empty(text: str) -> str:
+    return "" if text in _NOTHING else text
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def _num_gpus(tres: str) -> int:
+    """Return the 8 of `gres/gpu=8`; if Slurm counts types only (`gres/gpu:a100=4`), their sum."""
+    counts = [found.groups() for found in re.finditer(r"(?:^|,)gres/gpu(:[^=,]+)?=(\d+)", tres)]
+    return next((int(count) for kind, count in counts if not kind), sum(int(count) for _, count in counts))

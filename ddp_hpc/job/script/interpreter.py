@@ -1,0 +1,161 @@
+"""Runs a Python script in this forked process as a new Python would: the same `__main__`, `sys.argv`, `sys.path` and end."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import gc
+import io
+import os
+import runpy
+import sys
+import threading
+import types
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+
+from ddp_hpc.job.script.plan import Plan
+
+_SIGINT_CODE = 130
+
+
+def run_as_main(
+    plan: Plan, environ: Mapping[str, str], python_path: Sequence[str], on_error: Callable[[BaseException], object]
+) -> int:
+    """Run the script to its end, with what Python does at its own end; return the exit code.
+
+    `on_error` gets the exception that ends the script, not one that ends a process that the script has forked.
+    """
+    _prepare(plan, environ, python_path)
+    try:
+        code = _run(plan, on_error)
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as `multiprocessing` does in a forked process
+    finally:
+        atexit._run_exitfuncs()  # noqa: SLF001  likewise
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    _close_files()
+    return code
+
+
+def _close_files() -> None:
+    """Write out the files that the script has left open, as Python does at its end; `os._exit` follows here, which does not."""
+    # In this order: a file of text, or one that compresses, writes to the one below it and closes it.
+    # By `type`, because `isinstance` asks proxies for what they stand for, which may be gone.
+    files = [one for one in gc.get_objects() if issubclass(type(one), (io.TextIOWrapper, io.BufferedIOBase))]
+    lowest = (io.BufferedWriter, io.BufferedRandom)
+    for file in sorted(files, key=lambda one: (not isinstance(one, io.TextIOWrapper), isinstance(one, lowest))):
+        try:
+            if file in (sys.__stdout__, sys.__stderr__) or file.closed or not file.writable():
+                continue
+            if file.readable():  # another thread may wait in a read, and holds the lock that `close` needs
+                file.flush()
+            else:
+                file.close()
+        except Exception as error:  # noqa: BLE001  a class of the script's own may raise anything
+            text = f"note: closing {getattr(file, 'name', file)!r} at the script's end has failed: {error}\n"
+            with suppress(OSError):
+                os.write(2, text.encode(errors="replace"))
+
+
+def _prepare(plan: Plan, environ: Mapping[str, str], python_path: Sequence[str]) -> None:
+    """Make this process what a new Python would be when the script begins."""
+    before = {*os.environ}
+    os.environ.update(environ)
+    for name in before - environ.keys():
+        del os.environ[name]
+    inserted = {*environ.get("PYTHONPATH", "").split(os.pathsep), *python_path}
+    ours = {*_ours(environ)}
+    rest = [path for path in sys.path if path not in inserted and path not in ours]
+    first = [] if environ.get("PYTHONSAFEPATH") else [plan.folder]
+    sys.path[:] = [*first, *python_path, *rest]
+    sys.argv[:] = [plan.argv0, *plan.program.arguments]
+    sys.orig_argv[:] = plan.command
+    _unbuffer()
+    gc.freeze()  # `_close_files` does not find what was there before the script
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()  # a fork has copied its state, so all ranks would draw the same; Python's own seeds itself anew
+
+
+def _ours(environ: Mapping[str, str]) -> list[str]:
+    from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
+
+    return [path for path in environ.get(USERS_CODE, "").split(os.pathsep) if path]
+
+
+def _unbuffer() -> None:
+    """Write what is printed at once, as torchrun has it (`python -u`): a rank that is killed loses nothing of its log."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        before = getattr(sys, name)
+        encoding, errors = getattr(before, "encoding", "utf-8"), getattr(before, "errors", "backslashreplace")
+        raw = io.FileIO(number, "w", closefd=False)
+        stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _run(plan: Plan, on_error: Callable[[BaseException], object]) -> int:
+    pid = os.getpid()
+    try:
+        if plan.program.module is not None:
+            runpy.run_module(plan.program.module, run_name="__main__", alter_sys=True)
+        elif plan.path is not None and plan.path.is_file() and not zipfile.is_zipfile(plan.path):
+            _run_file(plan.file)
+        else:
+            _run_archive(plan)
+    except SystemExit as end:
+        return _exit_code(end)
+    except BaseException as error:  # noqa: BLE001  all that a script may raise
+        error.with_traceback(_of_script(error.__traceback__))
+        # SIGINT may be a request to stop: the process beside this one knows. A helper that the script has forked gets here, too.
+        if not isinstance(error, KeyboardInterrupt) and os.getpid() == pid:
+            on_error(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return _SIGINT_CODE if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _run_file(path: str) -> None:
+    """Run a file as Python does with one that it is started with."""
+    # Not `runpy.run_path`: it sets `sys.argv[0]` to the same text as `__file__`, and takes `__main__` away when the script's
+    # last line has run, while its threads and its exit functions still use it.
+    main = types.ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __builtins__=builtins, __loader__=loader, __cached__=None, __package__=None)
+    sys.modules["__main__"] = main
+    with io.open_code(path) as file:
+        source = file.read()
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102  this is what the user asks for
+
+
+def _run_archive(plan: Plan) -> None:
+    """Run the `__main__.py` of a directory or an archive as Python does, which imports from it first."""
+    # Not `runpy.run_path`: it sets `sys.argv[0]` to the absolute path.
+    if sys.path[:1] == [plan.folder]:
+        del sys.path[0]
+    sys.path.insert(0, plan.file)
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # noqa: SLF001  Python calls it, too
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+_NOT_OF_SCRIPT = (__file__, "<frozen runpy>", runpy.__file__)
+
+
+def _of_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Return a traceback from the script's first line on, as Python prints it."""
+    rest = traceback
+    while rest is not None and rest.tb_frame.f_code.co_filename in _NOT_OF_SCRIPT:
+        rest = rest.tb_next
+    return rest

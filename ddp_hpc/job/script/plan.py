@@ -1,0 +1,198 @@
+"""What is started for a run's command: which file, in which Python, and whether in a forked process."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
+from ddp_hpc.job.script.source import may_compile, why_exec
+from ddp_hpc.run.spec import Program, ScriptSpec
+
+_UNBUFFERED = "-u"
+_FROM_COPY = (
+    "import runpy, sys; folder, module = sys.argv[1:3]; del sys.argv[1:3]; "
+    "sys.path[:1] = [folder] if sys.path[:1] == [''] else sys.path[:1]; "
+    "runpy._run_module_as_main(module)"
+)
+"""What `python -m` does, with another directory in place of the working directory. Python 3.10 and older have no option for it
+(`-P`), and a variable (PYTHONSAFEPATH) would count for all programs that the script starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a worker starts."""
+
+    program: Program
+    path: Path | None
+    """The script's file; None for a module, and for programs that are not Python."""
+    file: str
+    """The same as text, as Python has it in `__file__`: `/work/./train.py` for `python ./train.py`."""
+    argv0: str
+    """What the script sees as `sys.argv[0]`, where it is a file."""
+    folder: str
+    """What Python puts first into `sys.path`."""
+    executable: str
+    """The file that a new process executes."""
+    why_exec: str
+    """Why it starts as a new process; empty where it starts in a forked one."""
+    has_copy: bool = False
+    """Whether the folder is in the job's copy of the code."""
+    may_compile: bool = True
+    """Whether the script seems to use PyTorch's compiler; also where its source is not known."""
+
+    @property
+    def command(self) -> list[str]:
+        """The command line of a Python that is started for it."""
+        program = self.program
+        if program.python is None:
+            return list(program.words)
+        what = ["-m", program.module] if program.module else [self.argv0]
+        # By its path, as a Python finds its virtual environment by the word that it is called by (`sys.executable`).
+        return [self.executable, *program.options, *what, *program.arguments]
+
+    @property
+    def command_of_process(self) -> list[str]:
+        """The command line of a new process: of a module, that of the job's copy of the code."""
+        program = self.program
+        if program.module is None or not self.has_copy:
+            return self.command
+        return [self.executable, *program.options, "-c", _FROM_COPY, self.folder, program.module, *program.arguments]
+
+
+def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> Plan:
+    """Return what a worker starts; `code` is the directory of the script in the job's copy of the code, if it has one.
+
+    Raises:
+        ConfigError: where there is no such script or program, or it cannot be executed.
+    """
+    program = spec.program
+    if program.python is None:
+        return _plan_of_other(program, code, environ, work_dir)
+    executable, why = _interpreter(program.python, environ)
+    strange = [option for option in program.options if option != _UNBUFFERED]
+    if spec.start == "exec":
+        why = "`script.start` is `exec`"
+    elif strange:
+        why = why or f"`script.command` gives Python the option `{strange[0]}`, which only a new process can have"
+    file, argv0 = "", ""
+    if program.script is not None:
+        file, argv0 = _script_file(program.script, code, work_dir)
+    path = Path(file) if file else None
+    folder = str(code or work_dir) if path is None else os.path.dirname(os.path.realpath(path))  # noqa: PTH120  text
+    source = path or _module_file(Path(folder), str(program.module))
+    if source is not None and source.is_dir() and not (source / "__main__.py").is_file():
+        raise ConfigError(
+            f"`script.command` starts the script {program.script!r}, but {source} is a directory without a `__main__.py`. Name the "
+            "script's file."
+        )
+    text = _read(source) if source is not None and source.is_file() else None
+    return Plan(
+        program=program,
+        path=path,
+        file=file,
+        argv0=argv0,
+        folder=folder,
+        executable=executable,
+        why_exec=why or (why_exec(text) if text else ""),
+        has_copy=code is not None,
+        may_compile=text is None or may_compile(text),
+    )
+
+
+def _read(source: Path) -> str:
+    try:
+        return source.read_text(encoding="utf-8", errors="replace")
+    except PermissionError as error:
+        raise ConfigError(
+            f"`script.command` starts {source.name}, but you are not allowed to read {source}. Allow it with `chmod u+r`."
+        ) from error
+
+
+def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> Plan:
+    """Return what is started for a program that is not a Python script."""
+    word = program.words[0]
+    found: Path | None = None
+    if "/" in word:
+        frozen = None if code is None else code / Path(word).name
+        found = frozen if frozen is not None and frozen.exists() else work_dir / word
+        if not found.exists():
+            raise ConfigError(f"`script.command` starts {word!r}, but {found} does not exist. Check the path.")
+        if found.is_dir() or not os.access(found, os.X_OK):
+            how = f"`python {word}`" if found.suffix == ".py" else f"`bash {word}`"
+            raise ConfigError(
+                f"`script.command` starts {word!r}, but {found} is not an executable file. Make it executable with "
+                f"`chmod +x`, or name the program that runs it: {how}."
+            )
+    elif (on_path := shutil.which(word, path=environ.get("PATH"))) is not None:
+        found = Path(on_path)
+    if found is None:
+        beside = " For a file in this directory, write `python FILE` or `./FILE`." if (work_dir / word).exists() else ""
+        raise ConfigError(f"`script.command` starts {word!r}, but PATH has no such program.{beside}")
+    return Plan(
+        program=replace(program),
+        path=None,
+        file="",
+        argv0="",
+        folder="",
+        executable=str(found),
+        why_exec="`script.command` starts no Python script",
+    )
+
+
+def _interpreter(word: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the Python that a command names, and why it is not the one of this process.
+
+    A bare `python` is the one that ddp-hpc runs in, as with torchrun: in an image, or in a staged environment, that one's.
+    """
+    if "/" not in word:
+        version = re.fullmatch(r"python3\.(\d+)", word)
+        if version is None or int(version[1]) == sys.version_info.minor:
+            return sys.executable, ""
+        found = shutil.which(word, path=environ.get("PATH"))
+        if found is None:
+            raise ConfigError(f"`script.command` starts {word!r}, but PATH has no such program.")
+        return found, f"{found} is not the Python that ddp-hpc runs in, {sys.executable}"
+    path = Path(os.path.abspath(word))  # noqa: PTH100  links stay: a virtual environment's Python is one
+    if not os.access(path, os.X_OK):
+        raise ConfigError(f"`script.command` starts {word!r}, but {path} is not an executable file. Check the path.")
+    # Virtual environments link to the same file, and a directory may hold several Pythons.
+    ours = Path(sys.executable)
+    is_ours = path.parent == ours.parent and path.resolve() == ours.resolve()
+    return str(path), "" if is_ours else f"{path} is not the Python that ddp-hpc runs in, {sys.executable}"
+
+
+def _script_file(script: str, code: Path | None, work_dir: Path) -> tuple[str, str]:
+    """Return a script's file, and the name by which the command calls it."""
+    frozen = None if code is None else code / Path(script).name
+    if frozen is not None and frozen.exists():
+        return str(frozen), str(frozen)
+    path = os.path.join(work_dir, script)  # noqa: PTH118  a `Path` would leave out `./`
+    if not Path(path).exists():
+        raise ConfigError(f"`script.command` starts the script {script!r}, but {path} does not exist. Check the path.")
+    return path, script
+
+
+def _module_file(folder: Path, module: str) -> Path | None:
+    """Return the file of a module in a directory, without an import of it; None where it is elsewhere."""
+    path = folder.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__main__.py") if file.is_file()), None)
+
+
+def frozen_code(environ: Mapping[str, str], snapshots: Sequence[Path]) -> Path | None:
+    """Return the directory in the job's copy of the code that holds the script; None where the job has no copy."""
+    paths = map(Path, filter(None, environ.get(USERS_CODE, "").split(os.pathsep)))
+    return next((path for path in paths if any(path.is_relative_to(one) for one in snapshots)), None)
+
+
+def users_python_path(environ: Mapping[str, str]) -> list[str]:
+    """Return the entries of PYTHONPATH without those that ddp-hpc has put first."""
+    ours = [path for path in environ.get(USERS_CODE, "").split(os.pathsep) if path]
+    entries = environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [entry for entry in (entries[len(ours) :] if entries[: len(ours)] == ours else entries) if entry]

@@ -1,0 +1,120 @@
+"""What is written down about a script's end: why it failed, or why a user may doubt that it has trained."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import read_json
+from ddp_hpc.base.errors import UnreadableError
+from ddp_hpc.job.script.script_rank import ScriptRank
+from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run.run_dir.failure_reports import (
+    WorkerFailure,
+    failure_of,
+    is_lost_connection,
+    report_killed,
+    write_failure,
+)
+from ddp_hpc.run.run_dir.records import write_remark
+from ddp_hpc.run.workload.script_progress import Seen
+
+SHORT_S = 5.0
+"""A script that takes no longer has perhaps not trained."""
+
+
+def report_exception(script_rank: ScriptRank, error: BaseException) -> None:
+    """Write the error report of an exception that ends the script; called in the script's process."""
+    failure = failure_of(error, rank=script_rank.rank, log=script_rank.log, phase="training")
+    with suppress(OSError):
+        write_failure(
+            script_rank.run.rank_error(script_rank.attempt, script_rank.rank),
+            replace(failure, is_secondary=is_lost_connection(failure.exception), of_script=True),
+        )
+
+
+def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_ran_out: bool = False) -> None:
+    """Write the error report of a script that has ended badly, if its own process has written none."""
+    path = script_rank.run.rank_error(script_rank.attempt, script_rank.rank)
+    if path.exists():
+        return
+    if code < 0 and not was_killed:
+        report_killed(path, -code, rank=script_rank.rank, log=script_rank.log, memory_ran_out=memory_ran_out)
+        return
+    text = _of_elastic(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or _last_line(
+        script_rank.log
+    )
+    how = (
+        f"the script did not exit within {script_rank.spec.script.stop_within_s} s after SIG{script_rank.spec.script.stop_signal} "
+        "(`script.stop_within_s`), so ddp-hpc killed it"
+        if was_killed
+        else f"the script exited with code {code}"
+    )
+    failure = WorkerFailure(
+        rank=script_rank.rank,
+        host=processes.host_name(),
+        at=time.time(),
+        step=0,
+        exception=f"{how}; its last line: {text}" if text else f"{how} and printed nothing",
+        log=str(script_rank.log),
+        is_secondary=is_lost_connection(text),
+        of_script=True,
+        phase="training",
+        exit_code=None if was_killed else code,
+    )
+    write_failure(path, failure)
+
+
+def what_was_short(script_rank: ScriptRank, seen: Seen, ran_s: float) -> str:
+    """Return why a user may doubt that a script that has finished has trained; rank zero does that for all."""
+    pattern = script_rank.spec.script.progress
+    if script_rank.rank != 0 or seen.num_changes or _may_have_committed(script_rank):
+        return ""
+    exited = f"the script exited with code 0 after {'less than a second' if ran_s < 1 else f'{ran_s:.0f} s'}"
+    if pattern is not None:
+        return f"{exited} and saved no file of `script.progress` ({pattern!r})"
+    return exited if ran_s < SHORT_S else ""
+
+
+def _may_have_committed(script_rank: ScriptRank) -> bool:
+    try:
+        return bool(committed_steps(script_rank.run))
+    except UnreadableError:
+        return True
+
+
+def remark(script_rank: ScriptRank, remarks: Iterable[str]) -> None:
+    """Have `status` show what a user may not expect of a script that has finished."""
+    text = "; ".join(filter(None, remarks))
+    if text:
+        with suppress(OSError):  # it is in the log, too, or not worth a failure
+            write_remark(script_rank.run, script_rank.attempt, script_rank.rank, text)
+
+
+def _of_elastic(path: Path) -> str:
+    """Return the exception that `torch.distributed.elastic`'s `record` has written."""
+    with suppress(OSError, KeyError, TypeError, ValueError):
+        record = read_json(path) or {}
+        message = record["message"]
+        return str(message["message"] if isinstance(message, dict) else message)
+    return ""
+
+
+_TAIL_BYTES = 2000
+
+
+def _last_line(log: Path) -> str:
+    """Return the last line of a log that has any text."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        lines = re.split(
+            r"[\r\n]", file.read().decode("utf-8", errors="replace")
+        )  # progress bars return without a new line
+        texts = ["".join(char if char.isprintable() else "?" for char in line).strip() for line in lines]
+        return next((text[:200] for text in reversed(texts) if text), "")
+    return ""

@@ -1,0 +1,127 @@
+"""Starts a script in a child process, with what torchrun would give it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.cluster.rank_probe.folder import socket_of
+from ddp_hpc.cluster.rank_probe.server import serve_at_rendezvous
+from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED, contract_of_torchrun, for_attach
+from ddp_hpc.cluster.slurm.allocation import is_in_job
+from ddp_hpc.job.script.interpreter import run_as_main
+from ddp_hpc.job.script.output import redirect
+from ddp_hpc.job.script.plan import users_python_path
+from ddp_hpc.job.script.report import report_exception
+from ddp_hpc.job.script.script_rank import ScriptRank
+from ddp_hpc.job.script.sealed_objects import seal_at_rendezvous
+from ddp_hpc.run.run_dir.records import read_rendezvous_token
+
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+"""Exit codes of shells for a program that they cannot start."""
+_NO_STACKS = "a hang is reported without the ranks' stacks and collectives, because "
+_NO_SEAL = (
+    "the Python objects that this script's ranks send each other carry no seal, because ddp-hpc does not know how this PyTorch "
+    "pickles them: another user who reaches the ranks' port may run code as you (docs/security.md)"
+)
+
+
+def start(
+    script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int, listen_fd: int | None, *, is_hosted: bool
+) -> int:
+    """Start the script in a child process; return its process id."""
+    given = _environ(script_rank, environ, is_hosted=is_hosted)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        code = exit_codes.FAILED
+        try:
+            redirect(log_fd)
+            if listen_fd is not None:
+                os.close(listen_fd)
+            processes.become_script(
+                parent, is_new_program=bool(script_rank.plan.why_exec), ignores=_not_for_script(script_rank, given)
+            )
+            code = _exec(script_rank, given) if script_rank.plan.why_exec else _run_here(script_rank, given)
+        except BaseException as error:  # noqa: BLE001  nothing may return into this process's own code
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            with suppress(OSError, ValueError):
+                sys.stderr.flush()
+            os._exit(code)
+    return pid
+
+
+def _environ(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: bool) -> dict[str, str]:
+    contract = contract_of_torchrun(
+        environ,
+        attempt=script_rank.attempt,
+        max_restarts=script_rank.spec.restart.max_no_progress,
+        run_id=script_rank.run.name,
+        error_file=str(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)),
+    )
+    script = script_rank.spec.script
+    attached = for_attach(
+        script_rank.run.path.absolute(),
+        attempt=script_rank.attempt,
+        stop_signal=script.stop_signal,
+        stop_exit_code=next(iter(script.resume_exit_codes), 0),
+    )
+    path = os.pathsep.join(users_python_path(environ))
+    others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    return {
+        "PYTHONUNBUFFERED": "1",
+        **others,
+        **({"PYTHONPATH": path} if path else {}),
+        **contract,
+        **attached,
+        **(STORE_IS_HOSTED if is_hosted else {}),
+    }
+
+
+def _not_for_script(script_rank: ScriptRank, environ: Mapping[str, str]) -> list[int]:
+    """Return the signals that mean nothing to the script, and would kill it where Slurm sends them to all processes."""
+    # Slurm signals every process of a step unless it tracks them by cgroups (ProctrackType in slurm.conf). SIGUSR2 is what
+    # ddp-hpc asks it for, and srun; a user may send the others. The script gets its own signal then, from this process.
+    names = {"USR1", "USR2", "HUP"} - {script_rank.spec.script.stop_signal}
+    return [processes.signal_number(name) for name in names] if is_in_job(environ) else []
+
+
+def _exec(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
+    try:
+        os.execve(script_rank.plan.executable, script_rank.plan.command_of_process, {**environ})  # noqa: S606  it is what the user asks for
+    except OSError as error:
+        text = f"{script_rank.plan.executable} cannot be executed: {error.strerror}"
+        hint = ". Its first line must name the program that reads it, such as `#!/bin/bash`"
+        os.write(2, f"error: {text}{hint if error.errno == errno.ENOEXEC else ''}\n".encode())
+        return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+
+
+def _run_here(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
+    is_noted = script_rank.rank == 0
+    if folder := environ.get(PROBE_FOLDER):
+        serve_at_rendezvous(
+            socket_of(Path(folder), script_rank.rank),
+            num_ranks=int(environ.get("LOCAL_WORLD_SIZE", "1")),
+            on_refusal=partial(_note, _NO_STACKS) if is_noted else lambda _: None,
+        )
+    if environ["WORLD_SIZE"] != "1":
+        seal_at_rendezvous(
+            environ,
+            lambda: read_rendezvous_token(script_rank.run.rendezvous_token(script_rank.attempt)),
+            on_refusal=partial(_note, _NO_SEAL) if is_noted else lambda: None,
+        )
+    return run_as_main(script_rank.plan, environ, users_python_path(environ), partial(report_exception, script_rank))
+
+
+def _note(text: str, why_not: str = "") -> None:
+    with suppress(OSError):
+        os.write(2, f"note: {text}{why_not}\n".encode())

@@ -1,0 +1,229 @@
+"""Watches a script until its end: whether it is to stop, whether it is alive, and what it saves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.base.durable import make_directories
+from ddp_hpc.base.patience import known
+from ddp_hpc.cluster.rank_probe.beside import in_thread
+from ddp_hpc.job.script.ending import is_of_stop_signal, meaning
+from ddp_hpc.job.script.hang_watch import HangWatch
+from ddp_hpc.job.script.life import Life
+from ddp_hpc.job.script.output import Echo
+from ddp_hpc.job.script.script_rank import ScriptRank
+from ddp_hpc.run.run_dir.failure_reports import read_failures
+from ddp_hpc.run.run_dir.rank_ends import write_rank_end
+from ddp_hpc.run.run_dir.records import Progress, with_report, write_progress
+from ddp_hpc.run.workload.script_progress import Seen, look, record_changes
+
+ECHO_S = 0.25
+"""How often rank zero's output is copied to the console."""
+STOP_LOOK_S = 1.0
+"""How often to look for a user's request to stop."""
+SIGNAL_S = 2.0
+"""How long after a script this process may receive the signal that Slurm has sent to both."""
+LONGEST_LOOK_S = 10.0
+"""The longest time between two checks of a script."""
+
+
+@dataclass(kw_only=True)
+class Watcher:
+    """Waits for a script's end, and does meanwhile what has to be done beside it."""
+
+    script_rank: ScriptRank
+    seen: Seen
+    probe_folder: Path | None = None
+    """Where the script answers questions, if it does."""
+    echo: Echo | None
+    sent_signal: int | None = None
+    """The stop signal, once the script was sent it."""
+    was_stopped_for_failure: bool = False
+    """Whether the launcher stops this rank because another one has failed: srun and torchrun send SIGTERM then, too."""
+    has_killed: bool = False
+    interruptions: Sequence[int] = field(default_factory=processes.blocked_interruptions)
+    _asked: set[int] = field(default_factory=set)
+    """The processes that were sent the stop signal; none gets it twice."""
+    _kill_at: float = float("inf")
+    _looked_at: float = 0.0
+
+    def see_through(self, pid: int) -> int:
+        """Return the script's exit code, or minus the number of the signal that killed it."""
+        [code] = self._await_end([pid])
+        self._hear_of_stop(code)
+        return self._stop_below(code)
+
+    def _await_end(self, pids: Sequence[int]) -> list[int]:
+        """Wait until these children have ended; return their exit codes."""
+        spec = self.script_rank.spec
+        interval_s = min(LONGEST_LOOK_S, max(1.0, spec.restart.hang_timeout_s / 10))
+        life = Life(pid=pids[0], log=self.script_rank.log, interval_s=interval_s)
+        self._note_life()
+        hang = HangWatch(self.script_rank, self.probe_folder, spec.restart.hang_timeout_s)
+        patience_s = ECHO_S if self.echo else STOP_LOOK_S
+        ended: dict[int, int] = {}
+        while left := [pid for pid in pids if pid not in ended]:
+            left_s = max(self._kill_at - time.monotonic(), 0.0)
+            number = processes.await_signal(min(patience_s, left_s), self.interruptions)
+            if self.sent_signal is None and (self._asks_to_stop(number) or self._is_stop_asked()):
+                self.was_stopped_for_failure = number is not None and self._has_another_failed()
+                self._ask_to_stop(left)
+            if time.monotonic() >= self._kill_at:
+                self.has_killed, self._kill_at = True, float("inf")
+                processes.kill(left)
+            ended.update(processes.reap())
+            if pids[0] in ended and self.sent_signal is None and ended[pids[0]]:
+                write_rank_end(self.script_rank.run, self.script_rank.attempt, self.script_rank.rank, ended[pids[0]])
+            if self.echo:
+                self.echo.copy()
+            have_ended = ended.keys() >= {*pids}
+            if have_ended or life.is_due():
+                is_alive = life.look()
+                if hang.is_due(is_alive=is_alive) and not have_ended:
+                    in_thread(partial(hang.keep_record, pids[0]))  # this loop passes on signals, and kills in time
+                # At the end, there may be what the script has reported by `attach` since the last look.
+                if self.count_saves() or is_alive or have_ended:
+                    self._note_life()
+        return [ended[pid] for pid in pids]
+
+    def _stop_below(self, code: int) -> int:
+        """Stop the training that a shell or a launcher has started, where the stop signal has ended that one.
+
+        Return the exit code of all: of the first that has failed, or `code`.
+        """
+        script = self.script_rank.spec.script
+        if self.script_rank.plan.program.python is not None or self.sent_signal is None:
+            return code  # what a Python script leaves are its helpers
+        if not is_of_stop_signal(code, self.sent_signal):
+            return code
+        self._kill_at = min(self._kill_at, time.monotonic() + script.stop_within_s)
+        codes: list[int] = []
+        while not self.has_killed and (adopted := _adopted()):
+            # `tee` in `python train.py | tee log` ends with the training, which could not print any more without it.
+            if asked := [pid for pid in adopted if not _reads_pipe(pid)]:
+                processes.send(set(asked) - self._asked, processes.signal_number(script.stop_signal))
+                codes += self._await_end(asked)
+            else:
+                self._await_end(adopted)
+        failed = (one for one in codes if self._means(one) == exit_codes.FAILED)
+        return next(failed, code)
+
+    def _means(self, code: int) -> int:
+        return meaning(code, stop_signal=self.sent_signal, resume_codes=self.script_rank.spec.script.resume_exit_codes)
+
+    def _hear_of_stop(self, code: int) -> None:
+        """Find out whether this process was sent a stop signal, too, where one has perhaps ended the script before."""
+        # Slurm signals the processes of a step one after the other.
+        may_have_obeyed = is_of_stop_signal(code) or code in self.script_rank.spec.script.resume_exit_codes
+        ends_at = time.monotonic() + (SIGNAL_S if may_have_obeyed else 0.0)
+        while self.sent_signal is None:
+            left_s = max(ends_at - time.monotonic(), 0.0)
+            number = processes.await_signal(left_s, self.interruptions)
+            if number is not None and self._asks_to_stop(number):
+                self.sent_signal = number
+                self.was_stopped_for_failure = self._has_another_failed()
+            elif not left_s:
+                return
+
+    def _asks_to_stop(self, number: int | None) -> bool:
+        return number in {*processes.STOP_SIGNALS, *self.interruptions}
+
+    def _has_another_failed(self) -> bool:
+        """Tell whether a rank of this attempt has written an error report, which it does before it exits."""
+        failures = read_failures(self.script_rank.run, self.script_rank.attempt)
+        return any(not one.is_secondary and one.rank != self.script_rank.rank for one in failures)
+
+    def _is_stop_asked(self) -> bool:
+        """Look every second whether a user has asked the run to stop: `ddp-hpc stop` writes a file and sends no signal."""
+        now = time.monotonic()
+        if now - self._looked_at < STOP_LOOK_S:
+            return False
+        self._looked_at = now
+        request = self.script_rank.run.stop_request
+        return known(request, request.exists, unknown=False)
+
+    def _ask_to_stop(self, pids: Iterable[int]) -> None:
+        """Send the stop signal to the script's own process, and to no process that it has started, but for what a shell waits for."""
+        # PyTorch's loader processes die of SIGTERM, so a script whose loaders get it cannot finish its step.
+        script = self.script_rank.spec.script
+        self.sent_signal = processes.signal_number(script.stop_signal)
+        self._kill_at = time.monotonic() + script.stop_within_s
+        is_program = self.script_rank.plan.program.python is None
+        below = [child for pid in pids for child in _held_up_by(pid, self.sent_signal)] if is_program else []
+        self._asked = {*pids, *below}
+        processes.send(self._asked, self.sent_signal)
+
+    def count_saves(self) -> bool:
+        """Record that the script has saved its state, if it has; rank zero does that for all."""
+        pattern = self.script_rank.spec.script.progress
+        if pattern is None or self.script_rank.rank != 0:
+            return False
+        before = self.seen.num_changes
+        with suppress(OSError):  # the file system does not answer now; the next look sees the change, too
+            self.seen = record_changes(self.script_rank.run, self.seen, look(pattern, Path.cwd()))
+        return self.seen.num_changes != before
+
+    def _note_life(self) -> None:
+        """Write what the supervisor takes for a sign of life."""
+        run, attempt = self.script_rank.run, self.script_rank.attempt
+        with suppress(OSError):
+            if self.script_rank.rank == 0:
+                newest = max((at for _, at in self.seen.files.values()), default=None)
+                progress = Progress(
+                    attempt=attempt,
+                    saves=self.seen.num_changes,
+                    last_checkpoint_at=None if newest is None else newest / 1e9,
+                    at=time.time(),
+                )
+                write_progress(run, with_report(run, progress))
+            else:
+                sign = run.allowance(attempt)
+                make_directories(sign.parent)
+                sign.touch()
+
+
+def _held_up_by(shell: int, number: int) -> list[int]:
+    """Return what a shell runs in the foreground, where the shell traps a signal: it does nothing before that has ended.
+
+    What it runs in the background, its trap may signal itself, so that one gets no second signal from here.
+    """
+    # POSIX, "Signals and Error Handling". With job control, each process has a group of its own, in the background or not.
+    if not processes.outlasts(shell, number):
+        return []
+    children: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        children = psutil.Process(shell).children()
+    found = []
+    for child in children:
+        with suppress(OSError):
+            is_here = os.getpgid(child.pid) == os.getpgid(shell)
+            if is_here and not processes.is_in_background(child.pid) and not _reads_pipe(child.pid):
+                found.append(child.pid)
+    return found
+
+
+def _adopted() -> list[int]:
+    """Return the running children of this process: once the script has ended, those whose parent was the script."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child.pid)
+    return found
+
+
+def _reads_pipe(pid: int) -> bool:
+    """Tell whether a process reads what another one prints; it then ends with that one."""
+    with suppress(OSError):
+        source = str(Path(f"/proc/{pid}/fd/0").readlink())
+        return source.startswith("pipe:") and source != str(Path("/proc/self/fd/0").readlink())
+    return False

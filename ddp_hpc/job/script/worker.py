@@ -1,0 +1,213 @@
+"""One worker of a run that runs a user's script: starts the script as a child process, and watches over it until it ends.
+
+The script is a process of its own, so that whatever it does at its end (`os._exit`, a crash in C++, a signal) is seen and
+written down here, under every launcher. This process passes the stop signal on to the script alone, looks for signs of life,
+counts its saves, and hosts the store at which the ranks meet.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.base.errors import exit_code_of
+from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
+from ddp_hpc.base.patience import patiently
+from ddp_hpc.cluster.rank_probe.client import RankProbe
+from ddp_hpc.cluster.rank_probe.folder import socket_of
+from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
+from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
+from ddp_hpc.cluster.slow_ranks.reporter import Reporter
+from ddp_hpc.job.script.ending import meaning
+from ddp_hpc.job.script.output import Echo, open_log
+from ddp_hpc.job.script.plan import Plan, frozen_code, plan_of
+from ddp_hpc.job.script.report import remark, report_exit, what_was_short
+from ddp_hpc.job.script.script_rank import ScriptRank
+from ddp_hpc.job.script.start import start
+from ddp_hpc.job.script.store import host_store, keep_while_used
+from ddp_hpc.job.script.watcher import Watcher
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.ownership import is_fenced
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.script_progress import read_seen
+
+MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data",
+)
+"""What most scripts import; the agent imports it once for all of its workers."""
+COMPILER = "torch._dynamo"
+"""As large as the rest of PyTorch. Optimizers and DDP import it when they are made, only to say what it must not compile."""
+OUTLIVED = True
+"""What a script has started may go on without it (see `WorkerModule`)."""
+LEFTOVERS_S = 2.0
+"""How long helper processes of Python may take to exit after the script has (the resource tracker of `multiprocessing`)."""
+_why_exec = ""
+"""Why `preload` has found that scripts must not be forked from this process, beyond what the script's source says."""
+
+
+def preload(run_path: str) -> str:
+    """Import what most scripts import, unless they start as new processes; workers may be forked in any case.
+
+    Raises:
+        ConfigError: where there is no such script, or it cannot be executed.
+    """
+    global _why_exec  # noqa: PLW0603  a fork hands it on to the workers
+    run = RunDir(Path(run_path))
+    spec = load_resolved(run.config, is_patient=True)
+    plan = _plan(run, spec, os.environ)
+    if not plan.why_exec:
+        for name in [*MODULES, *([COMPILER] if plan.may_compile else []), *spec.script.preload]:
+            if name in spec.script.preload or find_spec(name.partition(".")[0]) is not None:
+                import_module(name)
+        if "torch" in sys.modules:
+            # By its name, because only `train` may import PyTorch. Where a script compiles after all, its process imports
+            # the compiler itself, as it would without an agent.
+            import_module("ddp_hpc.train.late_compiler").import_compiler_late()
+        _why_exec = _what_a_fork_would_lose()
+    return ""
+
+
+def _what_a_fork_would_lose() -> str:
+    """Return what a forked process would not have of this one: threads, and CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "importing the modules of `script.preload` initialised CUDA, which a forked process cannot use"
+    names = processes.lasting_threads()
+    left = ", ".join(sorted(set(names)))
+    return (
+        f"importing PyTorch and `script.preload` left threads running, which a forked process would not have ({left})"
+        if names
+        else ""
+    )
+
+
+def _plan(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Plan:
+    code = frozen_code(environ, [run.snapshot, run.snapshots])
+    return plan_of(spec.script, code, environ, Path.cwd())
+
+
+def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None = None) -> int:
+    """Run the script to its end; return what that means, as one of `exit_codes`."""
+    run, rank = RunDir(Path(run_path)), int(environ["RANK"])
+    log = run.rank_log(attempt, rank)
+    try:
+        log_fd = open_log(log)  # stop signals are blocked, and the watcher takes them
+        spec = load_resolved(run.config, is_patient=True)
+        plan = _plan(run, spec, environ)
+        plan = replace(plan, why_exec=plan.why_exec or _why_exec)
+        if plan.why_exec and rank == 0:
+            sys.stderr.write(f"note: the script starts as a new process on each rank, because {plan.why_exec}\n")
+        script_rank = ScriptRank(run=run, spec=spec, plan=plan, rank=rank, attempt=attempt)
+        return _run_script(script_rank, environ, log_fd, listen_fd)
+    except BaseException as error:  # noqa: BLE001  whatever ends a worker is recorded
+        report(run.rank_error(attempt, rank), error, rank=rank, log=log)
+        return exit_code_of(error)
+
+
+def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int, listen_fd: int | None) -> int:
+    """Start the script, and wait for its end."""
+    processes.show_as_listening()
+    processes.adopt_orphans()  # so that processes that the script leaves behind are found
+    seen = patiently(str(script_rank.run.script_progress), lambda: read_seen(script_rank.run))
+    watcher = Watcher(
+        script_rank=script_rank,
+        seen=seen,
+        echo=Echo(script_rank.log) if script_rank.rank == 0 else None,
+        probe_folder=Path(environ[PROBE_FOLDER]) if PROBE_FOLDER in environ else None,
+    )
+    watcher.count_saves()  # of the attempts before: what this one adds is counted from there
+    # A worker that is alone may have no socket. Then its script hosts the store, unless torchrun does.
+    has_store = listen_fd is not None or environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items()
+    is_hosted = has_store and find_spec("torch") is not None
+    memory_kills_before = num_memory_kills()
+    pid = start(script_rank, environ, log_fd, listen_fd, is_hosted=is_hosted)
+    os.close(log_fd)
+    # After the fork, because the store has threads. The socket listens already: ranks that connect meanwhile wait.
+    store = host_store(environ, listen_fd) if is_hosted and listen_fd is not None else None
+    if listen_fd is not None and store is None:
+        os.close(listen_fd)  # the script listens there itself
+    began = time.monotonic()
+    reporter = _reporter(script_rank, environ, is_hosted=is_hosted)
+    reporter.start()
+    code = watcher.see_through(pid)
+    reporter.close()
+    ran_s = time.monotonic() - began
+    means = meaning(
+        code,
+        stop_signal=watcher.sent_signal,
+        resume_codes=script_rank.spec.script.resume_exit_codes,
+    )
+    if means == exit_codes.STOPPED and watcher.was_stopped_for_failure:
+        means = exit_codes.FAILED  # the rank that has failed has written why
+    elif means == exit_codes.FAILED and is_fenced(script_rank.run, script_rank.attempt):
+        # `attach` has ended the script, or it could not write: a newer attempt has the run.
+        means = exit_codes.FENCED
+    elif means == exit_codes.FAILED:
+        report_exit(script_rank, code, was_killed=watcher.has_killed, memory_ran_out=has_killed(memory_kills_before))
+    if code in script_rank.spec.script.resume_exit_codes and watcher.sent_signal is None:
+        with suppress(OSError):  # without it, the supervisor takes the code for the answer to a signal
+            script_rank.run.script_asked(script_rank.attempt, script_rank.rank).touch()
+    left = _care_for_leftovers(script_rank, has_finished=means == exit_codes.FINISHED)
+    if script_rank.rank != 0:
+        with suppress(OSError):
+            script_rank.run.script_ended(script_rank.attempt, script_rank.rank).touch()
+    elif store is not None and means in exit_codes.GOOD:
+        keep_while_used(script_rank, environ)
+    if means == exit_codes.FINISHED:
+        remark(script_rank, [what_was_short(script_rank, watcher.seen, ran_s), left])
+    return means
+
+
+def _reporter(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: bool) -> Reporter:
+    """Return what reports when the script launches its collectives, once it has met the other ranks."""
+    clocks = ClockComparison(run=script_rank.run, attempt=script_rank.attempt, environ=environ)
+    # A store that the script hosts itself is not for others.
+    is_compared = is_hosted and "torch" in sys.modules
+    if is_compared:
+        clocks.start()
+    return Reporter(
+        run=script_rank.run,
+        attempt=script_rank.attempt,
+        rank=script_rank.rank,
+        world_size=int(environ["WORLD_SIZE"]) if environ.get(PROBE_FOLDER) else 1,
+        node=processes.host_name(),
+        node_rank=int(environ.get("NODE_RANK", 0)),
+        probe=RankProbe(path=socket_of(Path(environ.get(PROBE_FOLDER, "")), script_rank.rank)),
+        compare_clocks=clocks.compare if is_compared else lambda: None,
+    )
+
+
+def _care_for_leftovers(script_rank: ScriptRank, *, has_finished: bool) -> str:
+    """Kill what a script has left running that is to come back; return what one has left that has finished."""
+    left = psutil.Process().children(recursive=True)
+    if has_finished:
+        _, left = psutil.wait_procs(left, timeout=LEFTOVERS_S)
+    if not left:
+        return ""
+    if not has_finished:
+        # They would hold ports, memory of GPUs and the lock of the run, which the next attempt needs.
+        processes.kill(one.pid for one in left)
+        return ""
+    pids = ", ".join(str(one.pid) for one in left)
+    note = (
+        f"rank {script_rank.rank}'s script has finished, but processes that it started still run ({pids}); ddp-hpc does not wait for "
+        "them, and does not restart them"
+    )
+    sys.stderr.write(f"note: {note}\n")
+    return note

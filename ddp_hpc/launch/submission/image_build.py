@@ -1,0 +1,149 @@
+"""Build the image that ddp_hpc ships, and identify an image by a hash of all its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ddp_hpc.base.errors import ConfigError, WorkerError
+from ddp_hpc.cluster.containers import candidate_runtimes, identity_of
+from ddp_hpc.run.config.paths import refuse_unknown_home
+
+Engine = Literal["auto", "apptainer", "singularity", "docker"]
+
+FILES = (
+    "containers/ddp_hpc.def",
+    "containers/Dockerfile",
+    "containers/install",
+    "containers/selftest",
+    "envs/requirements.txt",
+    "envs/constraints.txt",
+)
+"""What a build reads, from the project's root."""
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digest:
+    """The identity of an image; the fields are the keys of `container digest --json`."""
+
+    image: str
+    sha256: str
+    """Of a file, all of its bytes; of Docker, the image's own."""
+    identity: str
+    """What a run's ledger says of it: cheaper, and as good for a SIF file, which gets a number when it is built."""
+    num_bytes: int | None = None
+
+
+def files_dir() -> Path:
+    """Return the folder with `FILES` in it: the checkout's, or in the package once installed."""
+    package = Path(__file__).parents[2]
+    installed = package / "image_files"
+    return installed if installed.exists() else package.parent
+
+
+def build(  # noqa: PLR0913  the flags of one command
+    output: str, *, base: str | None, engine: Engine, build_args: Sequence[str], force: bool, environ: Mapping[str, str]
+) -> None:
+    """Build an image of what workers need, on top of `base`; what the engine says goes to this terminal.
+
+    Raises:
+        ConfigError: where the engine is not here, or the output exists.
+        WorkerError: where the engine failed; nothing is left of it.
+    """
+    refuse_unknown_home(base or "", f"`--base` is {base!r}")
+    program = _engine(engine, environ)
+    is_file = program != "docker"
+    target = Path(output).absolute()
+    if is_file and target.is_dir():
+        raise ConfigError(f"{target} is a directory. Name a file for the image.")
+    if is_file and target.exists() and not force:
+        raise ConfigError(f"{target} exists already. Name another file, or replace it with `--force`.")
+    with tempfile.TemporaryDirectory(prefix="ddp_hpc-image-") as folder:
+        for name in FILES:
+            copy = Path(folder, name)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(files_dir() / name, copy)
+        beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        options = [*_base(base, is_file=is_file), *build_args]
+        argv = argv_of(program, str(beside) if is_file else output, options)
+        try:
+            done = subprocess.run(argv, cwd=folder, env=dict(environ), check=False)
+            if done.returncode != 0:
+                raise WorkerError(
+                    f"{program} could not build {output}: it exited with code {done.returncode}. Its output above says why."
+                )
+            if is_file:
+                beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def argv_of(program: str, output: str, build_args: Sequence[str]) -> list[str]:
+    """Return the command that builds, in a folder with `FILES`."""
+    options = [word for one in build_args for word in ("--build-arg", one)]
+    if program == "docker":
+        return ["docker", "build", *options, "--file", "containers/Dockerfile", "--tag", output, "."]
+    return [program, "build", *options, output, "containers/ddp_hpc.def"]
+
+
+def _base(base: str | None, *, is_file: bool) -> list[str]:
+    """Return the build arguments of a base: a path is an image here, anything else one of a registry."""
+    if base is None:
+        return []
+    path = Path(base).expanduser()
+    if is_file and path.exists():
+        return ["BOOTSTRAP=localimage", f"BASE={path.absolute()}"]
+    return [f"BASE={base.removeprefix('docker://')}"]
+
+
+def _engine(engine: Engine, environ: Mapping[str, str]) -> str:
+    candidates = candidate_runtimes(engine)
+    found = next((name for name in candidates if shutil.which(name, path=environ.get("PATH", ""))), None)
+    if found is None:
+        raise ConfigError(
+            f"PATH has no {' or '.join(candidates)} to build the image with. Load its module, or choose another `--engine`."
+        )
+    return found
+
+
+def digest(image: str, environ: Mapping[str, str]) -> Digest:
+    """Return the identity of an image: a file, or else an image that Docker has.
+
+    Raises:
+        ConfigError: where there is neither.
+    """
+    refuse_unknown_home(image, f"The image is {image!r}")
+    path = Path(image).expanduser().absolute()
+    if path.is_file():
+        return Digest(
+            image=str(path), sha256=_sha256(path), identity=identity_of(str(path)), num_bytes=path.stat().st_size
+        )
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is a directory, but only an image file has a digest. Make a file of it: `apptainer build NEW.sif {path}`."
+        )
+    asked = ["docker", "image", "inspect", "--format", "{{.Id}}", image]
+    if shutil.which("docker", path=environ.get("PATH", "")):
+        done = subprocess.run(asked, env=dict(environ), capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            found = done.stdout.strip().removeprefix("sha256:")
+            return Digest(image=image, sha256=found, identity=identity_of(image))
+    raise ConfigError(
+        f"{image} is neither a file nor an image that Docker has on this host. Correct the name (`docker image ls` lists images)."
+    )
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            found.update(chunk)
+    return found.hexdigest()

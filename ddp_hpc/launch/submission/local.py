@@ -1,0 +1,402 @@
+"""The back end of this machine: the same supervisor, agent and workers as on a cluster, without Slurm."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.base.durable import open_private
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, WorkerError
+from ddp_hpc.base.patience import known, patiently
+from ddp_hpc.launch.submission.backend import Description, Submission, find_job_elsewhere
+from ddp_hpc.launch.submission.run_dir_setup import (
+    is_finished,
+    make_run_dir,
+    note_on_parents,
+    refuse_file_in_the_way,
+    refuse_missing_nsys,
+    refuse_missing_recorders,
+    submitting_alone,
+)
+from ddp_hpc.run.run_dir import ownership, rereading
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import ask_to_stop, read_progress
+from ddp_hpc.run.spec import LaunchSpec, RunSpec
+
+NAME = "local"
+HAS_QUEUE = False
+START_PATIENCE_S = 120.0
+"""How long `submit` waits for the first step to begin before it lets the run go on alone."""
+SCRIPT_TRIAL_S = 1.0
+"""How long a script must have run before `submit` says that it runs: most mistakes end a script at its first lines."""
+STOP_PATIENCE_S = 600.0
+"""How long a run that a user asked to stop may take to finish its step and commit."""
+VANISH_PATIENCE_S = 10.0
+"""How long the processes of an attempt that is over may take to vanish."""
+_POLL_S = 0.05
+_guardians: list[subprocess.Popen[bytes]] = []
+"""Guardians that this process has started and not reaped."""
+
+
+def supervisor_argv(run: RunDir) -> list[str]:
+    """Return the command that starts the supervisor's guardian, and so the run."""
+    return [sys.executable, "-m", "ddp_hpc.job.guardian", str(run.path)]
+
+
+def refuse_several_nodes(spec: LaunchSpec) -> None:
+    """Refuse a run that asks for more machines than this one.
+
+    Raises:
+        ConfigError: where it does.
+    """
+    if spec.resources.nodes > 1:
+        raise ConfigError(
+            f"`resources.nodes` is {spec.resources.nodes}, but the run would start on this machine only. Submit it on a "
+            "login node of Slurm (`--cluster slurm`), or set `resources.nodes=1`."
+        )
+
+
+def require(environ: Mapping[str, str]) -> None:
+    """Check nothing: every host can run a run locally."""
+    del environ
+
+
+def is_here(environ: Mapping[str, str]) -> bool:
+    """Return True: every host can run a run locally."""
+    del environ
+    return True
+
+
+def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> Description:
+    """Return what `submit` would do; make nothing.
+
+    Raises:
+        ConfigError: where the run needs several machines, or its image, or a path that it is to see, cannot be used.
+    """
+    refuse_several_nodes(spec)
+    refuse_missing_recorders(spec)
+    refuse_missing_nsys(spec, environ)
+    run = RunDir(spec.path)
+    notes = [*note_on_parents(run.path)]
+    if spec.container.image is not None or spec.stage.archive is not None:
+        from ddp_hpc.launch.submission.preflight.image import (
+            look_at_image,  # late: most runs on one machine have neither
+        )
+
+        notes = [*look_at_image(spec, run, import_paths, environ, is_for_slurm=False), *notes]
+    return Description(notes=notes, command=supervisor_argv(run), import_paths=import_paths)
+
+
+def prepare(
+    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> tuple[RunDir, list[str]]:
+    """Make the run's directory, or renew its configuration; return it, and what the user should know.
+
+    Raises:
+        ConfigError: where the input is invalid, or the directory cannot be made.
+    """
+    run = RunDir(spec.path)
+    refuse_file_in_the_way(run)
+    is_new = not run.config.exists()
+    notes = describe(spec, import_paths=import_paths, environ=environ).notes
+    make_run_dir(run, resolved_text, is_new=is_new)
+    return run, list(notes)
+
+
+def submit(
+    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> Submission:
+    """Start the run, or go on with it, and return once its training has begun, or its script has run for a moment.
+
+    Raises:
+        ConfigError: where the input is invalid; a run that was new leaves nothing behind.
+        WorkerError: where the workers failed before the first step.
+    """
+    refuse_several_nodes(spec)
+    run = RunDir(spec.path)
+    refuse_file_in_the_way(run)
+    is_new = not run.config.exists()
+    there = _already(run, spec, environ)
+    if there is not None:
+        return there
+    notes = tuple(describe(spec, import_paths=import_paths, environ=environ).notes)
+    if is_new:
+        make_run_dir(run, resolved_text, is_new=True)
+    with submitting_alone(run, patience_s=2 * START_PATIENCE_S):
+        there = _already(run, spec, environ)  # another process may have submitted it meanwhile
+        if there is not None:
+            return there
+        if not is_new:
+            make_run_dir(run, resolved_text, is_new=False)
+        attempt = ownership.next_attempt(run)
+        guardian = _start_guardian(run, import_paths, environ)
+        ended = _await_training(run, attempt, guardian)
+    if ended is not None and ended.exit_code == exit_codes.REFUSED:
+        if is_new:
+            shutil.rmtree(run.path, ignore_errors=True)  # without the lock: NFS keeps a directory with an open file
+        raise ConfigError(ended.reason)
+    return Submission(run, NAME, "started", attempt, is_new=is_new, notes=notes)
+
+
+def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
+    """Return why `submit` starts nothing: the run runs or waits, here or elsewhere, or has finished."""
+    if _is_busy(run):
+        return Submission(run, NAME, "running", Ledger.read(run).newest_number)
+    elsewhere = find_job_elsewhere(run, NAME, environ)
+    if elsewhere is not None:
+        return elsewhere
+    if is_finished(run, spec):
+        return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
+    return None
+
+
+def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
+    """Return the run's start that works on this host; None without one, or where the file system does not answer."""
+    del environ
+    with suppress(OSError):
+        if works_here(run):
+            return Submission(run, NAME, "running", Ledger.read(run).newest_number)
+    return None
+
+
+def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
+    """Return why the run's directory must not be moved: another host started it; None where it may.
+
+    The caller holds the run's lock on this host.
+    """
+    del environ
+    newest = Ledger.read(run).newest
+    here = processes.host_name()
+    if newest is None or newest.cluster != NAME or newest.ending is not None or newest.host == here:
+        return None
+    return (
+        f"{run.name} was started on {newest.host}, and this host, {here}, cannot find out whether it still runs there. "
+        f"Run the command on {newest.host}; if that machine is gone for good, rename the directory {run.path}."
+    )
+
+
+def works_here(run: RunDir) -> bool:
+    """Tell whether a process of this host works on the run, by its lock; where the file system has no locks, by its ledger.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    try:
+        return processes.is_locked(run.lock)
+    except OSError as error:
+        if error.errno not in processes.NO_LOCKS:
+            raise
+    newest = Ledger.read(run).newest
+    return newest is not None and not newest.is_last and newest.lives(processes.host_name())
+
+
+def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
+    """Change nothing: no queue holds a run back here."""
+    del run, environ, is_asked
+    return False
+
+
+def _is_busy(run: RunDir) -> bool:
+    """Return whether a process works on the run. An attempt that has ended, or that a user asked to stop, gets time to exit."""
+    began = time.monotonic()
+    while works_here(run):
+        if time.monotonic() - began > _patience_s(run):
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _patience_s(run: RunDir) -> float:
+    newest = Ledger.read(run).newest
+    if newest is None:
+        return 0.0
+    if newest.ending is not None or not newest.lives(processes.host_name()):
+        return VANISH_PATIENCE_S
+    return STOP_PATIENCE_S if known(run.stop_request, run.stop_request.exists, unknown=False) else 0.0
+
+
+def _start_guardian(run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the supervisor's guardian in a session of its own, so that both outlive this terminal."""
+    paths = [str(path) for path in import_paths]
+    environ = {"PYTHONSAFEPATH": "ddp_hpc", **environ}  # else a `json.py` here would be taken for Python's
+    with open_private(run.console, "ab") as console:
+        guardian = subprocess.Popen(
+            [*supervisor_argv(run), *(f"--import-path={path}" for path in paths)],
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+            env=environ,
+            start_new_session=True,
+        )
+    keep(guardian)
+    return guardian
+
+
+def keep(guardian: subprocess.Popen[bytes]) -> None:
+    """Let a process outlive this one, without a warning of Python."""
+    # Python warns of a Popen that is collected while its process runs, and a program that submits often, by
+    # `ddp_hpc.submit`, would collect zombies: keep those that run, and reap the others.
+    if not _guardians:
+        atexit.register(_let_live)
+    _guardians[:] = [*(one for one in _guardians if one.poll() is None), guardian]
+
+
+def _let_live() -> None:
+    for one in _guardians:
+        if one.poll() is None:
+            one.returncode = 0  # it is set, so `Popen.__del__` asks for nothing
+
+
+def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]) -> Attempt | None:
+    """Wait until the attempt trains, or its script has run for a moment, or it has ended; return its ledger entry if it has."""
+    from ddp_hpc.run.run_dir.failure_reports import read_failures  # late: a dry run starts nothing
+
+    deadline = time.monotonic() + START_PATIENCE_S
+    began: dict[int, float] = {}
+    while time.monotonic() < deadline:
+        is_guarded = guardian.poll() is None  # asked first, so that the last entry is not missed
+        entry = patiently(str(run.attempts), lambda: _newest_since(run, attempt))
+        if entry is not None and entry.is_last:
+            return entry
+        progress = patiently(str(run.progress), lambda: read_progress(run))
+        if progress is not None and progress.attempt >= attempt:
+            ran_s = time.monotonic() - began.setdefault(progress.attempt, time.monotonic())
+            is_of_script = progress.saves is not None  # a recipe's progress says that it trains
+            if not is_of_script or (ran_s >= SCRIPT_TRIAL_S and not read_failures(run, progress.attempt)):
+                return None
+        if not is_guarded and entry is None:
+            raise RunBusyError(
+                f"The run in {run.path} could not be started. The last line of {run.console}: {_last_line(run.console)}\n"
+                "Correct that, and submit the run again."
+            )
+        if not is_guarded and entry is not None and not entry.lives(processes.host_name()):
+            raise WorkerError(_gone(run, entry.attempt))
+        time.sleep(_POLL_S)
+    return None
+
+
+def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
+    """Return the last attempt, of those from `attempt` on, once it has ended and no other follows.
+
+    Raises:
+        WorkerError: where all processes of the run are gone, and none wrote down how it ended.
+    """
+    del environ
+    files = rereading.LastRead()
+    while True:
+        is_alive = patiently(str(run.lock), lambda: works_here(run))
+        newest = rereading.newest_attempt(run, files)
+        if newest is not None and newest.attempt >= attempt and newest.is_last:
+            return newest
+        if not is_alive:
+            raise WorkerError(_gone(run, attempt if newest is None else max(attempt, newest.attempt)))
+        rereading.await_news(newest)
+
+
+def _gone(run: RunDir, attempt: int) -> str:
+    return (
+        f"Attempt {attempt} of {run.name} has ended, and attempts.jsonl does not say how: the ddp-hpc processes that watched the "
+        f"workers were killed, or could not write that file. The last line of {run.console}: "
+        f"{_last_line(run.console)}\nSubmit the run again; it resumes from its newest checkpoint."
+    )
+
+
+def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
+    """Ask the run to commit a checkpoint and exit; return a message for the user.
+
+    Raises:
+        ConfigError: where it is not running, or is to go back into a queue.
+    """
+    del environ
+    if then == "requeue":
+        raise ConfigError(
+            f"{run.name} runs on this machine, which has no queue to go back into. To stop it: `ddp-hpc stop {run.word}`."
+        )
+    if not works_here(run):
+        raise ConfigError(f"{run.name} is not running, so there is nothing to stop. Start it with `ddp-hpc submit`.")
+    ask_to_stop(run)
+    return f"{run.name} will write a checkpoint and stop. Submit it again to continue from there."
+
+
+def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
+    """End the run at once, without a checkpoint; return a message for the user.
+
+    Raises:
+        ConfigError: where it is not running.
+    """
+    del environ
+    is_known = False
+    deadline = time.monotonic() + VANISH_PATIENCE_S
+    while works_here(run) and time.monotonic() < deadline:
+        newest = Ledger.read(run).newest
+        if newest is not None:
+            is_known = True
+            _end_attempt(run, newest)
+        time.sleep(_POLL_S)  # a supervisor that the guardian starts meanwhile sees what was written
+    if not is_known:
+        raise ConfigError(f"{run.name} is not running, so there is nothing to cancel. Start it with `ddp-hpc submit`.")
+    return f"{run.name} was cancelled. Its checkpoints stay; submit it again to continue from the newest."
+
+
+def _end_attempt(run: RunDir, attempt: Attempt) -> None:
+    """Write down that the user has ended it, and kill its supervisor, if that is a process of this host.
+
+    Raises:
+        ConfigError: where it is another host's.
+    """
+    here = processes.host_name()
+    if attempt.host != here:
+        raise ConfigError(
+            f"{run.name} cannot be cancelled from {here}: it runs on {attempt.host} (process {attempt.pid}). Cancel it "
+            f"there, or have it write a checkpoint and stop: `ddp-hpc stop {run.word}`."
+        )
+    try:
+        if attempt.ending is None or attempt.next:
+            end = End(cause=Cause.CANCELLED, last_step=attempt.last_step, failed_nodes=attempt.failed_nodes)
+            code, reason = -signal.SIGKILL, "cancelled by the user"
+            record_end(run, attempt=attempt.attempt, ending=Ending.CANCELLED, exit_code=code, reason=reason, end=end)
+    except OSError as error:  # such as a full disk, which may be why the user cancels
+        if not attempt.lives(here):
+            raise
+        # The guardian goes by what is written down, so it would start another supervisor.
+        processes.kill([*_guardian_of(attempt.pid), attempt.pid])
+        raise DdpHpcError(
+            f"{run.name} was killed, but that the user cancelled it could not be written to {run.attempts}: {error.strerror}. "
+            "`ddp-hpc status` shows another reason for its end. Free some space there before you submit it again."
+        ) from error
+    if attempt.lives(here):
+        processes.kill([attempt.pid])
+
+
+def _guardian_of(pid: int) -> list[int]:
+    """Return the process that would start the supervisor `pid` again; none where its parent is something else."""
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid).parent()
+        if parent is not None and "ddp_hpc.job.guardian" in parent.cmdline():
+            return [parent.pid]
+    return []
+
+
+def _newest_since(run: RunDir, attempt: int) -> Attempt | None:
+    newest = Ledger.read(run).newest
+    return newest if newest is not None and newest.attempt >= attempt else None
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"({error.strerror})"
+    return lines[-1] if lines else "(nothing)"

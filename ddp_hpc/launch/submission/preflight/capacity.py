@@ -1,0 +1,222 @@
+"""Checks before submission: whether Slurm accepts the job, when it would start, what it costs, and whether the plan fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.slurm import client, states
+from ddp_hpc.cluster.slurm.meanwhile import Meanwhile
+from ddp_hpc.cluster.slurm.queries import ClusterConfig, JobRecord, Partition, TestOnly
+from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, asked, chosen_partition, explain
+from ddp_hpc.run import requeue
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
+from ddp_hpc.run.spec import RunSpec
+
+PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named to be refused
+"""Directories that each node has for itself."""
+_PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+
+
+_SOON_S = 60.0
+_NEVER_S = 180 * 86400.0
+"""With jobs before it that may run for ever, Slurm's estimates are years ahead."""
+
+
+def refuse_private_directory(path: Path) -> None:
+    """Refuse a run directory that other nodes would not see.
+
+    Raises:
+        ConfigError: where the path, or the file system it lies on, is a node's own.
+    """
+    place = _private_place(path)
+    if place is not None:
+        raise ConfigError(
+            f"The run's directory would be {path}, but each node has a {place} of its own, so the job could not find it. "
+            "Choose a directory on a file system that all nodes share with `runs_dir=...`."
+        )
+
+
+def refuse_private_python(run_path: Path, pythons: Sequence[Path]) -> None:
+    """Refuse a Python, or its packages, that other nodes would not see.
+
+    Raises:
+        ConfigError: where one is a node's own, and the run's directory is not.
+    """
+    if _private_place(run_path) is not None:
+        return  # it was allowed, so this host's own files are the nodes' too
+    for path in pythons:
+        place = _private_place(path)
+        if place is not None and not place.startswith("/ "):  # a node without a disk has all of its system in memory
+            raise ConfigError(
+                f"This Python uses {path}, but each node has a {place} of its own, so the job could not start. Make the "
+                "environment on a file system that all nodes share, and submit with the `ddp-hpc` that is there."
+            )
+
+
+def _private_place(path: Path) -> str | None:
+    """Return the node-local directory that a path lies in; None where there is none."""
+    resolved = path.resolve()
+    place = next((place for place in PRIVATE_PLACES if resolved.is_relative_to(place)), None)
+    mounts = [one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)]
+    mount = max(mounts, key=lambda one: len(one.mountpoint), default=None)
+    if mount is not None and mount.fstype in _PRIVATE_FILE_SYSTEMS:
+        return f"{mount.mountpoint} ({mount.fstype})"
+    is_private = place is not None and (mount is None or Path(place) not in Path(mount.mountpoint).parents)
+    return place if is_private else None
+
+
+def check(spec: RunSpec, run: RunDir, environ: Mapping[str, str]) -> list[str]:
+    """Ask Slurm about the job as it would be submitted; return what the user should know.
+
+    Raises:
+        ConfigError: where Slurm would refuse it: what was asked, what the cluster has, what to do.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    questions = Questions(environ)
+    questions.ask_about(run.job_script)
+    return questions.notes(spec, run)
+
+
+class Questions:
+    """What Slurm is asked before a submission. The questions are asked at once, and while the caller prepares the submission."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """Begin to ask about the cluster."""
+        self.environ = environ
+        self._partitions = Meanwhile(lambda: client.partitions(environ))
+        self._config = Meanwhile(lambda: client.config(environ))
+        self._test: Meanwhile[TestOnly] | None = None
+
+    def ask_about(self, script: Path) -> None:
+        """Begin to ask whether Slurm would accept this script."""
+        self._test = Meanwhile(lambda: client.test_only(script, self.environ))
+
+    def config(self) -> ClusterConfig:
+        """Return the cluster's configuration.
+
+        Raises:
+            SlurmUnavailableError: where Slurm does not answer.
+        """
+        return self._config.answer()
+
+    def notes(self, spec: RunSpec, run: RunDir) -> list[str]:
+        """Wait for the answers, and return what the user should know. The caller has asked about the script.
+
+        Raises:
+            ConfigError: where Slurm would refuse it: what was asked, what the cluster has, what to do.
+            SlurmUnavailableError: where Slurm does not answer.
+        """
+        assert self._test is not None  # noqa: S101
+        for each in (self._test, self._partitions, self._config):
+            each.wait()  # so that none is still being asked where another has failed
+        answer, partitions = self._test.answer(), self._partitions.answer()
+        if answer.refusal is not None:
+            associations = client.associations(self.environ) if partitions else ()
+            raise ConfigError(explain(answer.refusal, spec, Cluster(partitions, associations)))
+        partition = chosen_partition(spec, partitions)
+        progress = read_progress(run)
+        save_s = progress.save_s if progress else None
+        return [*_costs(spec, answer.starts_at), *_misfits(spec, self.config(), partition, save_s)]
+
+
+def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
+    """Yield notes on what the job asks for, when it would start, and how much of the account it may use."""
+    when = ""
+    if starts_at is not None:
+        wait_s = starts_at - time.time()
+        when = f"; {_start(wait_s)}"
+    yield f"the job asks for {asked(spec)}{when}"
+    hours = (spec.resources.time_limit_min or 0) / 60
+    num_gpus = spec.resources.nodes * spec.resources.num_gpus
+    if hours and num_gpus:
+        yield f"it uses up to {round(num_gpus * hours, 2):g} GPU-hours ({num_gpus} GPUs for {hours:.4g} h)"
+
+
+def _start(wait_s: float) -> str:
+    if wait_s < _SOON_S:
+        return "it could start now"
+    if wait_s > _NEVER_S:
+        return "Slurm cannot estimate when it could start, because jobs without a time limit are ahead of it"
+    span = f"{wait_s / 60:.0f} min" if wait_s < 2 * 3600 else f"{wait_s / 3600:.0f} h"
+    return f"it could start in about {span}"
+
+
+def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, save_s: float | None) -> Iterator[str]:
+    """Yield notes where the plan does not fit the cluster, though Slurm accepts the job."""
+    limit_min = spec.resources.time_limit_min
+    if partition is None:
+        return
+    if partition.num_gpus and spec.resources.gpus_per_node is None:
+        yield (
+            f"note: partition {partition.name} has GPUs, and the run asks for none, so it runs on CPUs. Set `resources.gpus_per_node` to the "
+            "number for each node, or to 0 if CPUs are meant."
+        )
+    if limit_min is None and partition.default_time_min is not None:
+        yield (
+            f"note: `resources.time_limit_min` is not set, so partition {partition.name} ends the job after "
+            f"{partition.default_time_min:.0f} min. The run writes a checkpoint before that, and its next job "
+            "continues from there. Set the key if the run needs more time in one job."
+        )
+    effective_min = limit_min or partition.default_time_min
+    problem = requeue.lead_problem(lead_s=spec.slurm.signal_lead_s, time_limit_min=effective_min, save_s=save_s)
+    if problem is not None:
+        yield f"warning: {problem}"
+    if spec.script.is_set and effective_min is not None:
+        problem = requeue.script_problem(stop_within_s=spec.script.stop_within_s, lead_s=spec.slurm.signal_lead_s)
+        if problem is not None:
+            yield f"note: {problem}"
+    mode = (partition.preempt_mode or config.preempt_mode or "").upper()
+    if "CANCEL" in mode and spec.restart.by != "successor":
+        yield (
+            f"note: partition {partition.name} cancels the jobs that it preempts. If the partition's "
+            "GraceTime is long enough, the run writes a checkpoint and goes back into the queue in it. If the site forbids requeueing, set `restart.by=successor` to submit a new job instead."
+        )
+    if ("CANCEL" in mode or "REQUEUE" in mode) and not partition.grace_time_s:  # a suspended run loses nothing
+        yield from _without_grace(spec, config.kill_wait_s, partition.name, save_s)
+    if spec.slurm.requeue and not config.job_requeue:
+        yield "note: jobs of this cluster are not requeued by default (JobRequeue=0), but this job asks for it (`slurm.requeue`). You need do nothing."
+
+
+_SAFE_SHARE = 0.5
+"""A save that takes less than this share of KillWait fits into it, together with the step that it follows and the ranks' agreement."""
+
+
+def _without_grace(spec: RunSpec, kill_wait_s: int | None, partition: str, save_s: float | None) -> Iterator[str]:
+    """Yield a warning where a preempted run may be killed before it has saved.
+
+    Without GraceTime, a job gets SIGTERM at once, as each job that Slurm ends, and SIGKILL after KillWait
+    (https://slurm.schedmd.com/slurm.conf.html#OPT_KillWait; measured: 22.05, with PreemptMode REQUEUE and CANCEL).
+    """
+    if save_s is not None and kill_wait_s is not None and save_s < kill_wait_s * _SAFE_SHARE:
+        return
+    wait = "KillWait" if kill_wait_s is None else f"KillWait, {kill_wait_s} s,"
+    known = "" if save_s is None else f" (the last save took {save_s:.0f} s)"
+    if spec.script.is_set:
+        how = "Have the script save more often to lose fewer."
+    elif spec.checkpoint.every_steps == "auto":
+        how = "`checkpoint.every_steps=auto` saves more often after such a loss."
+    else:
+        how = f"`checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer, or set it to `auto`."
+    yield (
+        f"warning: partition {partition} preempts without GraceTime: Slurm sends SIGTERM, and kills the run when {wait} is over. A save "
+        f"that takes longer{known} is lost, with the steps since the checkpoint before. {how}"
+    )
+
+
+def silent_end(run: RunDir, job_id: str, job: JobRecord | None) -> str:
+    """Return the message on a job that Slurm no longer has and that wrote nothing to the run's directory."""
+    how = (
+        "is no longer known to Slurm"
+        if job is None
+        else f"{states.phrase(job.state)}{job.reason and f' ({job.reason})'}"
+    )
+    return (
+        f"Job {job_id} of {run.name} {how}, and wrote nothing to the run's directory. Most often a node cannot read "
+        f"{run.path} or the job's Python. Read {run.console}, then run: sacct -j {job_id} -o state,exitcode,nodelist"
+    )

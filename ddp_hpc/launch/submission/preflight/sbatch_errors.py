@@ -1,0 +1,117 @@
+"""What sbatch says when it refuses a job, and what to tell the user: asked for, the cluster's own, what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddp_hpc.cluster.slurm.queries import Partition
+from ddp_hpc.run.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What is known of the cluster when a job is refused."""
+
+    partitions: Sequence[Partition] = ()
+    associations: Sequence[str] = field(default_factory=tuple)
+    """Accounts, each with its qualities of service, that the user may use; empty where accounting is off."""
+
+
+def explain(said: str, spec: RunSpec, cluster: Cluster) -> str:
+    """Return what sbatch's refusal means for this spec."""
+    first = next((line for line in said.strip().splitlines() if "error" in line.lower()), said.strip())
+    told = re.sub(r"^(sbatch|allocation failure)?:? ?(error: )?", "", first)
+    for pattern, words in _WORDS.items():
+        if re.search(pattern, said, flags=re.IGNORECASE):
+            return f"Slurm refuses the job ({told}). {words(spec, cluster)}"
+    return f"Slurm refuses the job. Correct what sbatch names, or ask your cluster's support: {said.strip()}"
+
+
+def _partition(spec: RunSpec, cluster: Cluster) -> str:
+    names = ", ".join(_described(partition) for partition in cluster.partitions) or "none that you can see (`sinfo`)"
+    return (
+        f"`slurm.partition` is {spec.slurm.partition!r}; the cluster has {names}. Set `slurm.partition` to one of them."
+    )
+
+
+def _size(spec: RunSpec, cluster: Cluster) -> str:
+    chosen = chosen_partition(spec, cluster.partitions)
+    has = f"partition {_described(chosen)}" if chosen else ", ".join(map(_described, cluster.partitions))
+    return (
+        f"The run asks for {asked(spec)}; the cluster has {has}. Choose another `slurm.partition`, or lower `resources.nodes`, "
+        "`resources.workers_per_node`, `resources.cpus_per_worker` or other keys of `resources`."
+    )
+
+
+def _time(spec: RunSpec, cluster: Cluster) -> str:
+    chosen = chosen_partition(spec, cluster.partitions)
+    most = f"; {chosen.name} allows {chosen.max_time_min:.0f} min" if chosen and chosen.max_time_min else ""
+    goes_on = spec.slurm.requeue or spec.restart.by == "successor"
+    follows = (
+        "continues in its next job"
+        if goes_on
+        else "ends, because `slurm.requeue` is false; submit it again to continue"
+    )
+    return (
+        f"`resources.time_limit_min` is {spec.resources.time_limit_min}{most}. Lower it: a run that reaches the limit writes a "
+        f"checkpoint and {follows}."
+    )
+
+
+def _account(spec: RunSpec, cluster: Cluster) -> str:
+    yours = "; ".join(cluster.associations)
+    told = (
+        f"you may use {yours}. Set one of these"
+        if yours
+        else "the cluster does not say which you may use (`sacctmgr show assoc`). Ask your cluster's support"
+    )
+    return f"`slurm.account` is {spec.slurm.account!r} and `slurm.qos` {spec.slurm.qos!r}; {told}."
+
+
+def _policy(spec: RunSpec, cluster: Cluster) -> str:
+    return f"The run asks for {asked(spec)}, more than your account or QOS allows at once. Ask for less. {_account(spec, cluster)}"
+
+
+_WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
+    r"invalid partition": _partition,
+    r"invalid account|invalid qos|account/partition combination": _account,
+    r"accounting/QOS policy": _policy,  # it goes on: "(job submit limit, user's size and/or time limits)"
+    r"time limit": _time,
+    r"node configuration is not available|node count|more processors|memory (specification|required)|nodes? .*not available": _size,
+    r"QOS|policy|limit": _policy,
+}
+"""What sbatch says -> what we say to it; the first that matches."""
+
+
+def chosen_partition(spec: RunSpec, partitions: Sequence[Partition]) -> Partition | None:
+    """Return the partition the job would go to."""
+    return next(
+        (
+            one
+            for one in partitions
+            if one.name == spec.slurm.partition or (not spec.slurm.partition and one.is_default)
+        ),
+        None,
+    )
+
+
+def asked(spec: RunSpec) -> str:
+    """Return `2 nodes with 4 tasks of 8 CPUs and 4 GPUs each`."""
+    resources = spec.resources
+    cpus = _counted(spec.cpus_per_task, "CPU")
+    gpus = f" and {_counted(resources.gpus_per_node, 'GPU')}" if resources.gpus_per_node else ""
+    memory = f", {resources.mem_gb} GiB" if resources.mem_gb else ""
+    tasks = _counted(resources.local_world_size, "task")
+    return f"{_counted(resources.nodes, 'node')} with {tasks} of {cpus}{gpus}{memory} each"
+
+
+def _counted(number: int, noun: str) -> str:
+    """Return `1 CPU`, `2 CPUs`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _described(partition: Partition) -> str:
+    """Return `batch (4 nodes)`."""
+    return f"{partition.name} ({_counted(partition.total_nodes, 'node')})"

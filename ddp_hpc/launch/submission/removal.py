@@ -1,0 +1,129 @@
+"""Rename or delete a run's directory once no process works on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import fsync_path
+from ddp_hpc.base.errors import ConfigError, RunBusyError
+from ddp_hpc.launch.submission.backend import backends_of
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+
+VANISH_PATIENCE_S = 10.0
+"""How long the processes of an attempt that is over may take to vanish."""
+
+
+@contextmanager
+def put_aside(run: RunDir, environ: Mapping[str, str]) -> Iterator[Path | None]:
+    """Rename the run's directory to `NAME.old-1` (or -2, ...), for a new run of its name; yield the new path.
+
+    Where the caller then fails to make the new run, the old one comes back. Yields None where there is no run.
+
+    Raises:
+        RunBusyError: where it runs, or waits in the queue, or that cannot be known.
+    """
+    if not run.config.exists():
+        yield None
+        return
+    with _free(run, environ):
+        names = (run.path.with_name(f"{run.name}.old-{count}") for count in range(1, 2**31))
+        aside = next(path for path in names if not os.path.lexists(path))
+        _rename(run.path, aside)
+    try:
+        yield aside
+    except BaseException:
+        if not os.path.lexists(run.path):
+            _rename(aside, run.path)
+        raise
+
+
+def delete(run: RunDir, environ: Mapping[str, str]) -> None:
+    """Delete the run's directory. Links in it are deleted, and what they lead to stays.
+
+    It begins with a rename to a hidden name, so that nobody takes a half-deleted one for a run.
+
+    Raises:
+        RunBusyError: where it runs, or waits in the queue, or that cannot be known.
+        ConfigError: where some of it cannot be deleted.
+    """
+    with _free(run, environ):
+        away = renamed_away(run.path)
+    delete_renamed(away, f"The run {run.name}")
+
+
+def renamed_away(path: Path) -> Path:
+    """Give a directory that is to be deleted a hidden name; return the new path.
+
+    Raises:
+        ConfigError: where it cannot be renamed.
+    """
+    away = path.with_name(f".{path.name}.{os.urandom(4).hex()}.deleted")
+    _rename(path, away)
+    return away
+
+
+def delete_renamed(away: Path, what: str) -> None:
+    """Delete a directory that nobody finds by its name any more.
+
+    Raises:
+        ConfigError: where some of it cannot be deleted.
+    """
+    try:
+        shutil.rmtree(away)
+    except OSError as error:
+        raise ConfigError(
+            f"{what} was removed, but some of its files could not be deleted: {error}. Delete {away} yourself."
+        ) from error
+
+
+def _rename(path: Path, target: Path) -> None:
+    try:
+        path.rename(target)
+        fsync_path(target.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be renamed to {target.name}: {error.strerror or error}. Check that you may write to {path.parent}."
+        ) from error
+
+
+@contextmanager
+def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
+    """Keep other processes from starting the run in the `with` block.
+
+    Raises:
+        RunBusyError: where a process works on it, or a job that waits may do so soon.
+    """
+    if run.path.is_symlink():
+        raise ConfigError(
+            f"{run.path} is a symbolic link to {run.path.readlink()}, so it was left as it is. Give that directory's path, or remove the link."
+        )
+    newest = Ledger.read(run).newest
+    is_over = newest is not None and newest.ending is not None
+    lock_fd = processes.take_lock(run.lock, patience_s=VANISH_PATIENCE_S if is_over else 0.0)
+    if lock_fd is None:
+        raise RunBusyError(
+            f"{run.name} is running on this machine, so it cannot be deleted or renamed. Stop it first: `ddp-hpc cancel {run.word}`."
+        )
+    try:
+        if _is_being_submitted(run):
+            raise RunBusyError(
+                f"Another process is submitting {run.name} at this moment, so the run cannot be deleted or renamed. Try again when that is done."
+            )
+        problem = next(filter(None, (backend.in_use(run, environ) for backend in backends_of(run))), None)
+        if problem:
+            raise RunBusyError(problem)
+        yield
+    finally:
+        os.close(lock_fd)
+
+
+def _is_being_submitted(run: RunDir) -> bool:
+    with suppress(OSError):  # a file system without locks
+        return processes.is_locked(run.submission_lock)
+    return False

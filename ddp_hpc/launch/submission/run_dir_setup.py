@@ -1,0 +1,231 @@
+"""The run directory as `submit` makes it, whichever back end the run goes to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import shlex
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import fsync_path, make_directories, make_directory, replace_text
+from ddp_hpc.base.errors import ConfigError, RunBusyError
+from ddp_hpc.base.leftovers import name_beside
+from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
+from ddp_hpc.run.run_dir.records import is_done
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.table import workload_of
+
+
+def is_finished(run: RunDir, spec: RunSpec) -> bool:
+    """Return whether the run has done all that its configuration asks for."""
+    return is_done(run, workload_of(spec).goal)
+
+
+def refuse_file_in_the_way(run: RunDir) -> None:
+    """Refuse a run's directory that is a sweep's, or is a file, or would lie below one.
+
+    Raises:
+        ConfigError: where it does.
+    """
+    if holds_sweep(run.path):
+        raise ConfigError(
+            f"{run.name} is a sweep in {run.path}, so no run can have its name. To send the points that no job has: `ddp-hpc sweep "
+            f"continue {run.name}`. For a run, choose another `name=...`."
+        )
+    for place in (run.path, *run.path.parents):
+        try:
+            mode = place.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # the next one above says more
+        except OSError:
+            return  # the code that opens the path reports why it fails
+        if not stat.S_ISDIR(mode):
+            raise ConfigError(
+                f"`runs_dir` and `name` put the run at {run.path}, but {place} is a file, not a directory. "
+                "Choose another directory with `runs_dir=...`."
+            )
+        return
+
+
+def refuse_missing_recorders(spec: RunSpec) -> None:
+    """Refuse recorders whose package this Python lacks, where workers surely use the same one; otherwise rank zero looks.
+
+    Raises:
+        ConfigError: for the first that is not installed.
+    """
+    may_differ = spec.container.image or spec.stage.archive or spec.slurm.modules or spec.slurm.setup
+    if not may_differ and "PYTHONPATH" not in spec.env:
+        spec.log.require_recorders()
+
+
+def refuse_missing_nsys(spec: RunSpec, environ: Mapping[str, str]) -> None:
+    """Refuse a profile by Nsight Systems where this machine, on which the workers run, has no such program.
+
+    Raises:
+        ConfigError: where that is so; nothing is known of an image.
+    """
+    path = spec.env.get("PATH", environ.get("PATH"))
+    if spec.profile.kind == "nsys" and not spec.container.image and shutil.which("nsys", path=path) is None:
+        raise ConfigError(
+            "`profile.kind` is 'nsys', but there is no program 'nsys' on this machine's PATH. Install Nsight Systems, set PATH by "
+            "`env.PATH`, or use `profile.kind=torch`."
+        )
+
+
+def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
+    """Make the run's directory by one rename, or renew its configuration."""
+    try:
+        if not is_new:
+            refuse_strangers(run.path)
+            for word in (run.done, run.gave_up, run.stop_request):  # of earlier jobs
+                word.unlink(missing_ok=True)
+            replace_text(run.config, resolved_text, is_secret=True)
+            return
+        make_directories(run.path.parent)
+        beside = RunDir(name_beside(run.path))
+        beside.path.mkdir(mode=0o700)
+        try:
+            replace_text(beside.config, resolved_text, is_secret=True)
+            make_directory(beside.console.parent)
+            beside.path.rename(run.path)  # fails where a run exists by now: only this process fills a new run
+        except OSError as error:
+            shutil.rmtree(beside.path, ignore_errors=True)
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                raise ConfigError(
+                    f"The run's directory {run.path} exists, but its configuration file was not visible a moment ago. Another "
+                    "submission made it meanwhile, or its file system was slow to show it: submit again. Where it holds no run, "
+                    "choose another `name=...`."
+                ) from error
+            raise
+        fsync_path(run.path.parent)
+    except OSError as error:
+        raise _unwritable(run, error) from error
+
+
+@contextmanager
+def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[None]:
+    """Let one process at a time submit a run that has a directory: two that find it idle would start it twice.
+
+    Raises:
+        ConfigError: where the run's directory is another user's, or cannot be written.
+        RunBusyError: where another process submits the run for longer than `patience_s`, or has removed it.
+    """
+    refuse_strangers(run.path)  # first: the owner of the directory could hold the lock, or replace it by a link
+    lock_fd = _submission_lock(run, patience_s)
+    try:
+        if not run.config.exists():
+            raise RunBusyError(_removed(run))
+        yield
+    finally:
+        processes.release_lock(lock_fd)
+
+
+def _submission_lock(run: RunDir, patience_s: float) -> int:
+    try:
+        lock_fd = processes.take_lock(run.submission_lock, patience_s=patience_s)
+    except FileNotFoundError as error:
+        raise RunBusyError(_removed(run)) from error
+    except OSError as error:
+        raise _unwritable(run, error) from error
+    if lock_fd is None:
+        raise RunBusyError(
+            f"Another process has been submitting {run.name} for {patience_s:.0f} s. Submit again when it is done."
+        )
+    # While this process waited, another one may have removed the run and a third one made it anew: then the lock is that of
+    # a file which nobody else finds.
+    # Both signs together: some file systems (CIFS, FUSE) number a file anew at each look, some report no links at all.
+    with suppress(FileNotFoundError):
+        held, found = os.fstat(lock_fd), run.submission_lock.stat()
+        if held.st_nlink or os.path.samestat(held, found):
+            return lock_fd
+    processes.release_lock(lock_fd)
+    raise RunBusyError(_removed(run))
+
+
+def _removed(run: RunDir) -> str:
+    return (
+        f"The directory of {run.name} existed a moment ago and is missing now. Another submission of the run was refused "
+        "and removed it, or its file system is slow to show it. Submit again."
+    )
+
+
+def _unwritable(run: RunDir, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"The run's directory {run.path} cannot be written: {error.strerror or error}. "
+        "Choose another directory with `runs_dir=...`, or make this one writable."
+    )
+
+
+_WRITABLE = 0o022
+"""By the group, or by others."""
+
+
+def refuse_strangers(path: Path) -> None:
+    """Refuse a run directory that another user owns or may write to: that user could replace the code that you then run.
+
+    Raises:
+        ConfigError: where it is so.
+    """
+    found = path.stat()
+    if found.st_uid != os.geteuid() and found.st_uid != _owner_of_new(path.parent):
+        raise ConfigError(
+            f"The run's directory {path} belongs to {_user(found.st_uid)}, and its owner could change the code that you "
+            "would run. Start a run of your own with `name=...` or `runs_dir=...`."
+        )
+    places = [path, *_inner(path)] if found.st_mode & 0o011 else [path]  # else no other user can enter the directory
+    open_ones = [place for place in places if place.lstat().st_mode & _WRITABLE and not place.is_symlink()]
+    if open_ones and not _knows_no_modes(path.parent):
+        raise ConfigError(
+            f"Other users may write to {', '.join(map(str, open_ones))}, and could change the code that you would run. "
+            f"Remove their write permission with `chmod -R go-w {shlex.quote(str(path))}`, and submit again."
+        )
+
+
+def note_on_parents(path: Path) -> Iterator[str]:
+    """Yield a note for each parent in which any user could replace the run's directory, even though that directory is closed."""
+    for folder in path.resolve().parents:
+        mode = folder.stat().st_mode if folder.exists() else 0
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            yield (
+                f"note: every user of this host may rename and replace the runs in {folder}. Run `chmod o-w "
+                f"{shlex.quote(str(folder))}` if the directory is yours; otherwise choose another `runs_dir`."
+            )
+
+
+def _inner(path: Path) -> Iterator[Path]:
+    """Yield the files and directories of a run that determine which code runs."""
+    run = RunDir(path)
+    yield from (place for place in (run.config, run.job_script, run.snapshots, run.checkpoints) if place.exists())
+
+
+def _owner_of_new(folder: Path) -> int | None:
+    """Return the owner of a file that this process makes in a directory: file systems may map users (NFS), or know only one (SMB, FUSE)."""
+    probe = _probe(folder)
+    return probe and probe.st_uid
+
+
+def _knows_no_modes(folder: Path) -> bool:
+    """Return whether others may write to a private file that this process makes here, as on file systems without modes."""
+    probe = _probe(folder)
+    return probe is not None and bool(probe.st_mode & _WRITABLE)
+
+
+def _probe(folder: Path) -> os.stat_result | None:
+    """Make a private directory in `folder`, and return its status; None where this process may not make one."""
+    with suppress(OSError), tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=folder) as made:
+        return Path(made).stat()
+    return None
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,424 @@
+"""The back end of Slurm: a job for each start of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ddp_hpc.base.durable import replace_text
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
+from ddp_hpc.base.patience import patiently
+from ddp_hpc.cluster.containers import PACKAGE_DIR
+from ddp_hpc.cluster.slurm import client, states
+from ddp_hpc.launch.render import JobScript, render
+from ddp_hpc.launch.submission import release_hold
+from ddp_hpc.launch.submission.allocate import allocate
+from ddp_hpc.launch.submission.backend import Description, Submission, find_job_elsewhere
+from ddp_hpc.launch.submission.other_cluster import knows
+from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.launch.submission.preflight.image import look_at_image
+from ddp_hpc.launch.submission.release_hold import call_back, hasten_job, spared_nodes
+from ddp_hpc.launch.submission.run_dir_setup import (
+    is_finished,
+    make_run_dir,
+    note_on_parents,
+    refuse_file_in_the_way,
+    refuse_missing_recorders,
+    submitting_alone,
+)
+from ddp_hpc.launch.submission.snapshot import path_in_snapshot, take_snapshot
+from ddp_hpc.run.run_dir import ownership, rereading
+from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next, record_end
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, ask_to_stop, read_queued_job, write_queued_job
+from ddp_hpc.run.spec import LaunchSpec, RunSpec
+from ddp_hpc.run.workload.table import workload_of
+
+NAME = "slurm"
+HAS_QUEUE = True
+_ASK_S = (2.0, 30.0)
+"""How long to wait between questions to Slurm, at first and at most."""
+_SUBMISSION_PATIENCE_S = 60.0
+"""How long another process may take to submit the run."""
+
+
+def job_script(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]) -> str:
+    """Return the text that sbatch gets for a run.
+
+    Raises:
+        ConfigError: where the script cannot be made of this spec.
+    """
+    run = RunDir(spec.path)
+    spec = _avoiding(spec, spared_nodes(run, spec, environ).excluded)
+    return render(
+        JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=job_import_paths(spec, run, import_paths))
+    )
+
+
+def _avoiding(spec: RunSpec, nodes: Sequence[str]) -> RunSpec:
+    """Return the spec with more nodes excluded."""
+    if not nodes:
+        return spec
+    asked = [spec.slurm.exclude] if spec.slurm.exclude else []
+    return replace(spec, slurm=replace(spec.slurm, exclude=",".join([*asked, *nodes])))
+
+
+def require(environ: Mapping[str, str]) -> None:
+    """Check that Slurm's sbatch is on PATH.
+
+    Raises:
+        ConfigError: where it is not.
+    """
+    client.require("sbatch", environ)
+
+
+def is_here(environ: Mapping[str, str]) -> bool:
+    """Return whether this is a host of a Slurm cluster, even of one that does not answer now."""
+    return client.is_here(environ)
+
+
+def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> Description:
+    """Return what `submit` would do: the very text that sbatch would get. Make nothing.
+
+    Raises:
+        ConfigError: where the run's image, or a path that it is to see, cannot be used, or the script cannot be made.
+    """
+    run = RunDir(spec.path)
+    return Description(
+        notes=_notes(spec, run, import_paths, environ),
+        command=["sbatch", str(run.job_script)],
+        import_paths=job_import_paths(spec, run, import_paths),
+        script=job_script(spec, import_paths, environ),
+    )
+
+
+def _notes(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
+    refuse_missing_recorders(spec)
+    paths = job_import_paths(spec, run, import_paths)
+    return [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
+
+
+def prepare(
+    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> tuple[RunDir, list[str]]:
+    """Make the run directory with everything the job needs; return it, and what the user should know.
+
+    Raises:
+        ConfigError: where it cannot be made; a run that was new leaves nothing behind.
+    """
+    run = RunDir(spec.path)
+    refuse_file_in_the_way(run)
+    plan = _plan(resolved_text, spec, import_paths, environ, is_new=not run.config.exists())
+    _make(plan)
+    with _nothing_left_of_new(plan):
+        return run, [*plan.notes, *_fill(plan)]
+
+
+def submit(
+    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> Submission:
+    """Put the run into Slurm's queue, or say that it is there, runs, or has finished.
+
+    Raises:
+        ConfigError: where the input is invalid, or Slurm refuses it; a run that was new leaves nothing behind.
+        RunBusyError: where another process submits the run and does not come to an end.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    run = RunDir(spec.path)
+    refuse_file_in_the_way(run)
+    is_new = not run.config.exists()
+    client.require("sbatch", environ)
+    there = _already(run, spec, environ)
+    if there is not None:
+        return there
+    questions = capacity.Questions(environ)
+    plan = _plan(resolved_text, spec, import_paths, environ, is_new=is_new)
+    if is_new:
+        _make(plan)  # by one rename: of two that submit a new run at once, the second is refused here
+    is_to_be_removed = False
+    try:
+        with submitting_alone(run, patience_s=_SUBMISSION_PATIENCE_S):
+            there = _already(run, spec, environ)  # another process may have submitted it meanwhile
+            if there is not None:
+                return there
+            is_to_be_removed = is_new
+            if not is_new:
+                _make(plan)
+            notes = [*plan.notes, *_fill(plan)]
+            questions.ask_about(run.job_script)
+            notes += _notes_on_restarts(run, spec, environ)
+            notes += questions.notes(spec, run)
+            attempt = ownership.next_attempt(run)
+            cluster = questions.config().name
+            job_id = allocate(run, environ)
+            job = QueuedJob(
+                job_id=job_id, attempt=attempt, at=time.time(), since=attempt, backend=NAME, slurm_cluster=cluster
+            )
+            is_to_be_removed = False
+            write_queued_job(run, job)
+    except BaseException:
+        if is_to_be_removed:
+            shutil.rmtree(run.path, ignore_errors=True)  # without the lock: NFS keeps a directory with an open file
+        raise
+    return Submission(run, NAME, "queued", job.attempt, is_new=is_new, job_id=job.job_id, notes=tuple(notes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A run directory that is to be made, or renewed."""
+
+    run: RunDir
+    spec: RunSpec
+    import_paths: Sequence[Path]
+    resolved_text: str
+    script: str
+    notes: Sequence[str]
+    is_new: bool
+    """Found once, at the beginning: a second check may find another answer."""
+
+
+def _plan(
+    resolved_text: str, spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str], *, is_new: bool
+) -> _Plan:
+    """Check what can be checked before anything is made.
+
+    Raises:
+        ConfigError: where the run's directory, image or script cannot be used on the nodes.
+    """
+    run = RunDir(spec.path)
+    script = job_script(spec, import_paths, environ)
+    capacity.refuse_private_directory(run.path)
+    capacity.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
+    return _Plan(
+        run=run,
+        spec=spec,
+        import_paths=import_paths,
+        resolved_text=resolved_text,
+        script=script,
+        notes=_notes(spec, run, import_paths, environ),
+        is_new=is_new,
+    )
+
+
+def _make(plan: _Plan) -> None:
+    make_run_dir(plan.run, plan.resolved_text, is_new=plan.is_new)
+
+
+def _fill(plan: _Plan) -> list[str]:
+    """Put the frozen code and the job script into the run directory; return notes on the code."""
+    notes = freeze_code(plan.spec, plan.run, plan.import_paths)
+    replace_text(plan.run.job_script, plan.script)
+    return notes
+
+
+def _notes_on_restarts(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield notes on how earlier failures of the run change its next job."""
+    spared = spared_nodes(run, spec, environ)
+    if spared.excluded:
+        yield f"the job excludes {', '.join(spared.excluded)}, where the run failed in the last {spec.restart.forget_h} h (`restart.forget_h`)"
+    if spared.detail:
+        yield spared.detail
+
+
+def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
+    """Return why no new job is needed: one waits or runs, or the run has finished."""
+    there = find_job(run, environ) or find_job_elsewhere(run, NAME, environ)
+    if there is not None:
+        return there
+    if is_finished(run, spec):
+        return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
+    return None
+
+
+def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
+    """Return the run's job that waits or runs, if it has one.
+
+    Raises:
+        ConfigError: where another cluster than this host's has the job (`other_cluster`).
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    job = read_queued_job(run)
+    if job is None or job.cancelled_at is not None or not knows(run, job, environ) or not is_alive(job.job_id, environ):
+        return None
+    newest = Ledger.read(run).newest_number
+    has_begun = newest >= job.attempt
+    return Submission(
+        run, NAME, "running" if has_begun else "waiting", newest if has_begun else job.attempt, job_id=job.job_id
+    )
+
+
+def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
+    """Let the run's job begin, if nothing but its past holds it back; return whether anything was changed in it.
+
+    Raises:
+        ConfigError: where the user has asked for it, and Slurm refuses to release the job.
+    """
+    return release_hold.hasten(run, environ, is_asked=is_asked)
+
+
+def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
+    """Return whether Slurm still holds a job that waits or runs."""
+    job = client.job(job_id, environ)
+    return job is not None and not states.has_ended(job.state)
+
+
+def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
+    """Return why the run's directory must not be moved: its job waits or runs, or that cannot be known; None where it may.
+
+    Raises:
+        ConfigError: where another cluster than this host's has the job.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    job, newest = read_queued_job(run), Ledger.read(run).newest
+    if job is None:
+        return None
+    if client.is_here(environ):
+        if knows(run, job, environ) and is_alive(job.job_id, environ):
+            return f"Job {job.job_id} of {run.name} still waits or runs, so the run cannot be deleted or renamed. Cancel it first: `ddp-hpc cancel {run.word}`."
+        return None
+    if newest is not None and newest.attempt >= job.attempt and newest.ending is not None and not newest.next:
+        return None
+    return (
+        f"{run.name} was submitted as Slurm job {job.job_id}, but this host has no Slurm, so ddp-hpc cannot find out whether the "
+        "job still waits or runs. Run the command on a login node of its cluster."
+    )
+
+
+def job_import_paths(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[Path]:
+    """Return where the job imports the user's code from: its frozen copy, or where it lies."""
+    code = workload_of(spec).users_code(import_paths)
+    if code is None:
+        return []
+
+    return [path_in_snapshot(run, code.directory)] if spec.snapshot.enabled else [code.directory]
+
+
+def freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[str]:
+    """Copy the user's code into the directory of a run, or of a sweep; return notes on it."""
+    code = workload_of(spec).users_code(import_paths)
+    if code is None or not spec.snapshot.enabled:
+        return []
+
+    most = spec.snapshot.max_mb * 10**6
+    snapshot = take_snapshot(code.directory, run, max_bytes=most, leave_out=[run.path.parent], needed=code.needed)
+    return [f"code: copied {snapshot.num_files} files of {snapshot.source}, {snapshot.num_bytes / 1e6:.1f} MB"]
+
+
+@contextlib.contextmanager
+def _nothing_left_of_new(plan: _Plan) -> Iterator[None]:
+    """Delete a new run again if it cannot be submitted."""
+    try:
+        yield
+    except BaseException:
+        if plan.is_new:
+            shutil.rmtree(plan.run.path, ignore_errors=True)
+        raise
+
+
+def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
+    """Return the last attempt, of those from `attempt` on, once it has ended and no other follows.
+
+    While Slurm holds a requeued job back, ask Slurm to start it (`hasten`).
+
+    Raises:
+        WorkerError: where Slurm no longer has the job, and the job wrote nothing to the run's directory.
+    """
+    (pause, longest), files = _ASK_S, rereading.LastRead()
+    asked_at, seen = time.monotonic(), read_queued_job(run)
+    while True:
+        newest = rereading.newest_attempt(run, files)
+        if newest is not None and newest.attempt >= attempt and newest.is_last:
+            return newest
+        queued = patiently(str(run.submission), lambda: files.read(run.submission, lambda: read_queued_job(run)))
+        if queued != seen:
+            (pause, _), seen = _ASK_S, queued
+        if queued is not None and time.monotonic() - asked_at > pause:
+            asked_at, pause = time.monotonic(), min(pause * 1.5, longest)
+            _require_alive(run, attempt, queued, environ)
+        rereading.await_news(newest)
+
+
+def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mapping[str, str]) -> None:
+    try:
+        job = client.job(queued.job_id, environ)
+    except SlurmUnavailableError:
+        return  # Slurm may answer again soon; the job continues meanwhile
+    if job is not None and not states.has_ended(job.state):
+        hasten_job(run, queued, job, environ)
+        return
+    if job is not None and queued.cancelled_at is None and call_back(run, queued, job, environ):
+        return
+    newest = Ledger.read(run).newest
+    has_ended = newest is not None and newest.attempt >= attempt and newest.is_last
+    if not has_ended and read_queued_job(run) == queued:
+        raise WorkerError(capacity.silent_end(run, queued.job_id, job))
+
+
+def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
+    """Cancel the run's job, whether it waits or runs; return a message for the user.
+
+    Slurm sends SIGTERM, and SIGKILL after the cluster's KillWait (30 s, usually): ranks that agree on a step in that time
+    commit it, and the attempt counts as cancelled all the same.
+
+    Raises:
+        ConfigError: where it has no job.
+        DdpHpcError: where the job was cancelled, but that could not be written down.
+    """
+    job = read_queued_job(run)
+    if job is None or not knows(run, job, environ) or not is_alive(job.job_id, environ):
+        raise ConfigError(
+            f"{run.name} has no job in the queue, so there is nothing to cancel. Start it with `ddp-hpc submit`."
+        )
+    try:
+        write_queued_job(run, replace(job, cancelled_at=time.time()))  # first: a job that ends reads it
+    except OSError as error:  # such as a full disk, which may be why the user cancels
+        client.cancel(job.job_id, environ)
+        raise _unwritten(run, job, error) from error
+    try:
+        client.cancel(job.job_id, environ)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            write_queued_job(run, job)
+        raise
+    try:
+        newest = Ledger.read(run).newest
+        if newest is not None and newest.job_id == job.job_id and newest.ending is None:
+            number, reason = newest.attempt, "cancelled by the user"
+            record_end(run, attempt=number, ending=Ending.CANCELLED, exit_code=-9, reason=reason)
+    except OSError as error:
+        raise _unwritten(run, job, error) from error
+    return f"Job {job.job_id} of {run.name} was cancelled. Its checkpoints stay; submit it again to continue from the newest."
+
+
+def _unwritten(run: RunDir, job: QueuedJob, error: OSError) -> DdpHpcError:
+    return DdpHpcError(
+        f"Job {job.job_id} of {run.name} was cancelled, but that the user did so could not be written to {error.filename or run.path}: "
+        f"{error.strerror}. `ddp-hpc status` may show another reason for its end. Free some space there before you submit it again."
+    )
+
+
+def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
+    """Ask the run to commit a checkpoint and exit, for good or to be requeued; return a message for the user.
+
+    Raises:
+        ConfigError: where it has not begun, or runs no more.
+    """
+    del environ
+    job = read_queued_job(run)
+    newest = Ledger.read(run).newest
+    is_over = newest is None or (newest.ending is not None and newest.next != Next.IN_PLACE)
+    if job is None or newest is None or newest.attempt < job.attempt or is_over:
+        raise ConfigError(
+            f"{run.name} is not running, so there is nothing to stop. To remove a waiting job from the queue, use "
+            f"`ddp-hpc cancel {run.word}`."
+        )
+    ask_to_stop(run, then=then)
+    if then == "requeue":
+        return f"{run.name} will write a checkpoint and go back into Slurm's queue."
+    return f"{run.name} will write a checkpoint and stop. Submit it again to continue from there."

@@ -1,0 +1,281 @@
+"""The user's code as it was at submit, frozen: later edits do not reach the job, and a requeued one runs the same.
+
+In a git work tree, all its tracked files as they are now, edited ones too, and those that are neither tracked nor
+ignored; elsewhere, all files but hidden ones, caches and virtual environments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddp_hpc.base.durable import fsync_path, make_directories, readers, replace_text
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.run_dir.paths import RunDir
+
+MANIFEST = ".ddp_hpc-snapshot.json"
+_NUM_BIGGEST = 5
+_NO_CODE = frozenset({"__pycache__", "node_modules"})
+_READ_ONLY = 0o500
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A frozen copy of code."""
+
+    path: Path
+    source: Path
+    """The directory that was copied: the work tree's top, or the code's own."""
+    num_files: int
+    num_bytes: int
+    commit: str | None
+    is_dirty: bool
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file to copy."""
+
+    name: str
+    """Below the source."""
+    size: int
+    link_to: str | None
+    digest: str
+
+
+def path_in_snapshot(run: RunDir, code_dir: Path) -> Path:
+    """Return where the run's jobs find the copy of `code_dir`: the same before it is made, and after."""
+    return run.snapshot / code_dir.resolve().relative_to(_source_of(code_dir))
+
+
+def take_snapshot(
+    code_dir: Path, run: RunDir, *, max_bytes: int, leave_out: Sequence[Path] = (), needed: Path | None = None
+) -> Snapshot:
+    """Copy the code that `code_dir` belongs to into the run's directory, and publish it by one rename.
+
+    `needed` is a file below `code_dir` that a copy without it would be of no use.
+    The same content again is not copied again. Files are not flushed one by one: a job that starts after a crash of
+    the file system fails to import, and loses nothing.
+
+    Raises:
+        ConfigError: where it is larger than `max_bytes`, cannot be read, or what is needed is not among it.
+    """
+    import xxhash  # late: only a submission on Slurm waits for it
+
+    source = _source_of(code_dir)
+    left_out = (path.resolve() for path in [*leave_out, run.path.parent, run.path, *_runs_beside(run)])
+    hidden = {path for path in left_out if not source.is_relative_to(path)}  # runs may lie beside the code, or above it
+    names = _names(source)
+    hidden |= set(_runs_among(source, names))
+    names = [name for name in names if hidden.isdisjoint([source / name, *(source / name).parents])]
+    _refuse_large(source, names, max_bytes)
+    try:
+        files = [_look(source, name) for name in sorted(names) if _is_there(source / name)]
+        digest = xxhash.xxh3_128_hexdigest(json.dumps([asdict(file) for file in files]).encode())
+        target = run.snapshots / digest
+        commit = (_git(source, "rev-parse", "HEAD") or "").strip() or None
+        is_dirty = bool(_git(source, "status", "--porcelain"))
+        if not target.exists():
+            _publish(source, files, target, {"source": str(source), "commit": commit, "is_dirty": is_dirty})
+        if needed is not None:
+            _require(target / code_dir.resolve().relative_to(source) / needed, code_dir / needed)
+        _point(run.snapshot, target)
+    except OSError as error:
+        raise ConfigError(
+            f"The code in {source} cannot be copied for the job: {error}. Correct that, or set "
+            "`snapshot.enabled=false`, so that the job imports the code from there."
+        ) from error
+    return Snapshot(target, source, len(files), sum(file.size for file in files), commit, is_dirty)
+
+
+def differences(snapshot: Path) -> list[str]:
+    """Return what differs from the manifest: `missing a.py`, `changed b.py`, `added c.py`."""
+    listed = {
+        one["name"]: _File(**one) for one in json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))["files"]
+    }
+    there = {
+        name for name in _walk(snapshot, hidden_too=True) if name != MANIFEST and "__pycache__" not in Path(name).parts
+    }
+    changed = [name for name in listed.keys() & there if _look(snapshot, name) != listed[name]]
+    kinds = {"missing": listed.keys() - there, "changed": changed, "added": there - listed.keys()}
+    return [f"{kind} {name}" for kind, names in kinds.items() for name in sorted(names)]
+
+
+def _source_of(code_dir: Path) -> Path:
+    """Return the top of the work tree that a directory belongs to, or the directory."""
+    code_dir = code_dir.resolve()
+    top = Path((_git(code_dir, "rev-parse", "--show-toplevel") or str(code_dir)).rstrip("\n")).resolve()
+    return top if code_dir.is_relative_to(top) else code_dir  # `core.worktree` may lead elsewhere
+
+
+def _runs_beside(run: RunDir) -> list[Path]:
+    """Return the other runs beside this one; a copy of the code leaves them out, should they lie in its directory."""
+    return [path for path in run.path.parent.iterdir() if _is_run(RunDir(path))]
+
+
+def _is_run(other: RunDir) -> bool:
+    """Return whether to leave a directory out: it is a run's, or another user's that cannot be read."""
+    try:
+        return other.config.exists() and other.console.parent.exists()
+    except OSError:
+        return True
+
+
+def _runs_among(source: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Yield directories of older runs, wherever they lie in the code: their checkpoints are not code."""
+    for name in names:
+        run = RunDir((source / name).parent)
+        if run.config.name == Path(name).name and run.path != source and (run.attempts.exists() or run.lock.exists()):
+            yield run.path
+
+
+def _require(copied: Path, original: Path) -> None:
+    if not copied.exists():
+        raise ConfigError(
+            f"The job's copy of the code would not contain the recipe's module {original}: git ignores it, or it is in the "
+            "directory of the runs, or behind a symbolic link to outside. Change the line of `.gitignore` that `git check-ignore "
+            f"-v {original}` prints, or set `snapshot.enabled=false`, so that the job imports the code from its own directory."
+        )
+
+
+def _names(source: Path) -> list[str]:
+    listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate")
+    if listed is None:
+        return list(_walk(source, hidden_too=False))
+    names = [name for name in listed.split("\0") if name]
+    modules = [name for name in names if (source / name).is_dir() and not (source / name).is_symlink()]
+    present = [module.rstrip("/") for module in modules if (source / module / ".git").exists()]  # else it is only named
+    within = [f"{module}/{name}" for module in present for name in _names(source / module)]
+    links = {name for name in names if (source / name).is_symlink()}  # one may stand where a tracked directory was
+    own = (name for name in names if name not in modules and links.isdisjoint(map(str, Path(name).parents)))
+    return [*own, *within]
+
+
+def _walk(top: Path, *, hidden_too: bool) -> Iterator[str]:
+    for folder, folders, files in os.walk(top):
+        kept = [
+            name
+            for name in folders
+            if hidden_too
+            or not (name.startswith(".") or name in _NO_CODE or (Path(folder) / name / "pyvenv.cfg").exists())
+        ]
+        links = [name for name in kept if (Path(folder) / name).is_symlink()]
+        folders[:] = [name for name in kept if name not in links]
+        for name in [*files, *links]:
+            path = Path(folder) / name
+            if hidden_too or (not name.startswith(".") and (path.is_symlink() or path.is_file())):  # no pipe, no socket
+                yield str(path.relative_to(top))
+
+
+def _refuse_large(source: Path, names: Sequence[str], max_bytes: int) -> None:
+    sizes = {name: (source / name).lstat().st_size for name in names if _is_there(source / name)}
+    total = sum(sizes.values())
+    if total <= max_bytes:
+        return
+    biggest = sorted(sizes, key=lambda name: -sizes[name])[:_NUM_BIGGEST]
+    told = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in biggest)
+    raise ConfigError(
+        f"The code in {source} is {total / 1e6:.1f} MB, and `snapshot.max_mb` is {max_bytes // 10**6}. The largest: {told}. "
+        "Add what is not code to `.gitignore`, raise `snapshot.max_mb`, or set `snapshot.enabled=false`, so that the job "
+        "imports the code from its own directory."
+    )
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.is_file()  # git lists what was deleted, and what is a pipe by now
+
+
+def _look(source: Path, name: str) -> _File:
+    import xxhash
+
+    path = source / name
+    if path.is_symlink():
+        return _File(name, 0, str(path.readlink()), "")
+    content = path.read_bytes()
+    mode = "x" if os.access(path, os.X_OK) else "-"
+    return _File(name, len(content), None, mode + xxhash.xxh3_128_hexdigest(content))
+
+
+def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str, object]) -> None:
+    """Copy beside, write the manifest last, rename; leftovers of killed writers are swept first."""
+    make_directories(target.parent)
+    for left in target.parent.glob(".*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        for file in files:
+            _copy(source / file.name, beside / file.name)
+        manifest = {"version": 1, "taken_at": time.time(), **about, "files": [asdict(file) for file in files]}
+        make_directories(beside)
+        replace_text(beside / MANIFEST, json.dumps(manifest, indent=1))
+        beside.rename(target)
+        fsync_path(target.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _copy(source: Path, target: Path) -> None:
+    make_directories(target.parent)
+    shutil.copy2(source, target, follow_symlinks=False)
+    if not target.is_symlink():
+        target.chmod(target.stat().st_mode & (_READ_ONLY | readers(target.parent)))
+
+
+def _point(link: Path, target: Path) -> None:
+    """Have the link lead to the newest snapshot, by one rename."""
+    beside = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target.relative_to(link.parent))
+    beside.replace(link)
+
+
+_REDIRECTING = (
+    *("GIT_DIR", "GIT_WORK_TREE", "GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"),
+    *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_GRAFT_FILE"),
+    *("GIT_CONFIG", "GIT_CONFIG_PARAMETERS", "GIT_TRACE", "GIT_EXTERNAL_DIFF", "GIT_LITERAL_PATHSPECS"),
+)
+"""Variables that direct git to another repository: git sets them for its hooks and for the processes that a hook starts."""
+_WITHOUT_COMMANDS = (
+    *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.alternateRefsCommand="),
+    *("-c", "status.submoduleSummary=false", "-c", "protocol.allow=never"),
+)
+"""A repository's own configuration can name commands; a copy of its code must not run them."""
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """Return what git says about a directory; None where it is not a work tree, or this host has no git."""
+    # git looks for a repository in these places, and each of its processes takes 4 ms. A repository may also be the directory
+    # itself, with `core.worktree`: then it has a HEAD.
+    places = [folder.absolute(), *folder.absolute().parents, *folder.resolve().parents]
+    if not any(os.path.lexists(place / name) for place in places for name in (".git", "HEAD")):
+        return None
+    # Of what is asked here, `status` alone reads files through filters.
+    without_filters = _without_filters(folder) if words[0] == "status" else []
+    return _asked(folder, *_WITHOUT_COMMANDS, *without_filters, *words)
+
+
+def _without_filters(folder: Path) -> list[str]:
+    """Return options that take away the filters that a repository brings: `git status` would run them."""
+    names: set[str] = set()
+    for scope in ("--local", "--worktree"):
+        found = _asked(folder, "config", scope, "--includes", "-z", "--name-only", "--get-regexp", r"^filter\.")
+        names |= {key.rpartition(".")[0] for key in (found or "").split("\0") if key}
+    values = {"clean": "", "smudge": "", "process": "", "required": "false"}
+    return [word for name in sorted(names) for key, value in values.items() for word in ("-c", f"{name}.{key}={value}")]
+
+
+def _asked(folder: Path, *words: str) -> str | None:
+    unset = [f"--unset={name}" for name in _REDIRECTING]
+    argv = ["env", *unset, "GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "git", "-C", str(folder), *words]
+    try:
+        done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    except FileNotFoundError:
+        return None
+    return os.fsdecode(done.stdout) if done.returncode == 0 else None

@@ -1,0 +1,235 @@
+"""Fills in what a user leaves open, before a run is submitted: GPUs here, CPUs of a GPU worker on Slurm, a checkpoint's precision.
+
+What is found stands in the run's own configuration, with its source. A run that is submitted again keeps it, so that it
+goes on with the same world.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_hpc.base.errors import ConfigError, DdpHpcError
+from ddp_hpc.run.config import Overlay, Resolved, load_resolved
+from ddp_hpc.run.config.sources import DEFAULT
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec
+
+if TYPE_CHECKING:
+    from ddp_hpc.cluster.slurm.queries import NodeShape
+    from ddp_hpc.run.run_dir.machine_use import GpuUse
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+BUSY_GIB = 1.0
+"""A GPU of which more memory than this is in use has other work."""
+_KEPT = "the run's first submission"
+_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second in WSL
+_LIBRARY = "libnvidia-ml.so.1"
+"""Where neither is, nothing is loaded that a run on CPUs does not need."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the machine decides."""
+
+    resources: Mapping[str, int | None] = field(default_factory=dict)
+    """Values of `resources`, by their names there."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""
+    note: str = ""
+    """What the user should know about it."""
+
+
+def fill_unset(
+    resolved: Resolved, environ: Mapping[str, str], *, is_for_slurm: bool, is_fresh: bool = False
+) -> Resolved:
+    """Return the configuration with what the machine decides, and print a note on it; `is_fresh`: a run that exists does not count.
+
+    Raises:
+        ConfigError: where this machine has fewer GPUs than the run needs.
+    """
+    before = None if is_fresh else _before(RunDir(resolved.spec.path))
+    resolved = _as_trained(resolved, before, environ)
+    spec = resolved.spec
+    if is_for_slurm:
+        found = _cpus_on_slurm(spec, before, environ)
+    else:
+        environ_of_run = {**environ, **spec.environ}
+        there, why_not = _gpus_here(spec, before, environ_of_run)
+        found = choose_gpus(spec, before, there, environ_of_run.get(VISIBLE))
+        if why_not and found.resources.get("gpus_per_node") == 0:
+            found = replace(found, source="unknown", note=why_not)
+    if found.note:
+        sys.stderr.write(f"note: {found.note}\n")
+    if not found.resources:
+        return resolved
+    settings: dict[str, Any] = {"resources": dict(found.resources), **({"env": dict(found.env)} if found.env else {})}
+    return Overlay(resolved, environ).resolved(settings, found.source)
+
+
+def _before(run: RunDir) -> RunSpec | None:
+    """Return the configuration of the run's submission before this one; None for a new run, or if it cannot be read."""
+    with suppress(DdpHpcError, OSError):
+        return load_resolved(run.config) if run.config.exists() else None
+    return None
+
+
+def _as_trained(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:
+    """Return the configuration with the precision of float32 that the run's checkpoint was trained with, where no source sets that key."""
+    precision = None if before is None else before.train.matmul_precision
+    is_set = resolved.sources["train.matmul_precision"] != DEFAULT.source
+    if precision is None or is_set:
+        return resolved
+    from ddp_hpc.run.run_dir.records import newest_committed  # late: a new run does not need it
+
+    if not newest_committed(RunDir(resolved.spec.path)):
+        return resolved
+    sys.stderr.write(
+        f"note: `train.matmul_precision` stays {precision!r}, as the run's checkpoint was trained; a value in the file or on the command "
+        "line changes it\n"
+    )
+    return Overlay(resolved, environ).resolved({"train": {"matmul_precision": precision}}, _KEPT)
+
+
+def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> tuple[list[GpuUse] | None, str]:
+    """Return the GPUs that the run would see, None where it uses none or the driver does not say; and in the latter case a note."""
+    folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    may_have = any(path.exists() for path in (*_DEVICES, *(Path(folder, _LIBRARY) for folder in folders if folder)))
+    asked = spec.resources.gpus_per_node
+    if not may_have or asked == 0 or (asked is None and before is not None and not before.resources.gpus_per_node):
+        return None, ""
+    from ddp_hpc.cluster.machine.gpus import gpus_here  # late: runs on CPUs do not need them
+    from ddp_hpc.cluster.rendezvous.worker_env import SHARED_GPU
+
+    if SHARED_GPU in environ:
+        return None, ""
+    there = gpus_here(environ.get(VISIBLE))
+    return there, "" if there is not None else (
+        "NVIDIA's driver does not say which GPUs are here (it failed, or did not answer within 10 s), so the run trains on CPUs; "
+        "`nvidia-smi` may say why, and `resources.gpus_per_node` asks for GPUs all the same"
+    )
+
+
+def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[GpuUse] | None, visible: str | None) -> Found:
+    """Return which GPUs of this machine a run takes; `there` are those it would see, and `visible` is CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        ConfigError: where they are fewer than it needs.
+    """
+    asked, workers = spec.resources.gpus_per_node, spec.resources.workers_per_node
+    is_script = spec.script.is_set
+    kept = None if before is None else before.resources.gpus_per_node or 0
+    if is_script and kept:
+        kept = None  # it sees what is here, as by plain `python`
+    if asked is not None or kept:
+        needed = kept if asked is None else min(asked, spec.resources.local_world_size)
+        if there is not None and needed is not None and len(there) < needed:
+            raise ConfigError(_too_few(needed, there, visible, is_kept=asked is None))
+    if asked is not None:
+        return Found()
+    if kept == 0 or not there:
+        source = "no GPU of NVIDIA's here" if kept is None else _KEPT
+        is_hidden = there is not None and visible and kept is None
+        note = (
+            f"{VISIBLE} is {visible!r}, which names no GPU of this machine, so the run trains on CPUs"
+            if is_hidden
+            else ""
+        )
+        return Found(resources={"gpus_per_node": kept or 0}, source=source, note=note)
+    is_busy = {gpu.name: (gpu.memory_gib or 0.0) > BUSY_GIB for gpu in there}
+    free = [gpu for gpu in there if not is_busy[gpu.name]] or there
+    wanted = kept or (max(len(free), workers or 0) if is_script else workers or len(free))
+    if wanted > len(there):
+        note = "" if is_script else _on_cpus(workers, there)  # which device a script uses is its own affair
+        return Found(resources={"gpus_per_node": 0}, source=f"{_count(len(there))} here", note=note)
+    taken = sorted(there, key=lambda gpu: gpu not in free)[:wanted]
+    left_out = [gpu for gpu in there if gpu not in free and gpu not in taken]
+    names = [gpu.name for gpu in taken]
+    # CUDA counts the fastest GPU first unless it is told otherwise, and NVML counts them by their place on the bus.
+    order = {} if visible else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    notes = [
+        f"GPU {gpu.name} is {'left out' if gpu in left_out else 'used, as too few are free'}: {gpu.memory_gib:.1f} GiB of its memory are in use"
+        for gpu in there
+        if is_busy[gpu.name] and (gpu in left_out or gpu in taken)
+    ]
+    resources = {"gpus_per_node": len(taken)}
+    if is_script and workers is None:
+        resources["workers_per_node"] = 1
+        if len(taken) > 1:
+            notes.append(
+                f"the script gets one worker, which sees {len(taken)} GPUs, as with plain `python`; for one worker for each, "
+                f"set `resources.workers_per_node={len(taken)}`"
+            )
+    return Found(
+        resources=resources,
+        env={VISIBLE: ",".join(names), **order} if left_out else {},
+        source=_KEPT if kept else f"{_count(len(taken))} of this machine",
+        note="; ".join(notes),
+    )
+
+
+def _on_cpus(workers: int | None, there: Sequence[GpuUse]) -> str:
+    return (
+        f"the workers train on CPUs, because `resources.workers_per_node` is {workers} and this machine shows {_count(len(there))}; "
+        f"to use GPUs, set `resources.workers_per_node={len(there)}`"
+    )
+
+
+def _too_few(needed: int, there: Sequence[GpuUse], visible: str | None, *, is_kept: bool) -> str:
+    asks = "was first submitted with" if is_kept else "asks for"
+    shown = "not set" if visible is None else repr(visible)
+    on_gpus = f"`resources.gpus_per_node={len(there)}`, or " if there else ""
+    return (
+        f"The run {asks} {_count(needed)} (`resources.gpus_per_node`), but this machine shows {_count(len(there))} ({VISIBLE} is {shown}). "
+        f"Set {on_gpus}`resources.gpus_per_node=0` to train on CPUs, or have {VISIBLE} name more GPUs (`env.{VISIBLE}` in a run's own configuration wins)."
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number} GPU{'' if number == 1 else 's'}"
+
+
+def _cpus_on_slurm(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> Found:
+    """Return how many CPUs each GPU worker gets, where Slurm says what the nodes have."""
+    resources = spec.resources
+    if not resources.num_gpus or resources.cpus_per_worker is not None:
+        return Found()
+    if before is not None:
+        kept = before.resources.cpus_per_worker
+        return Found() if kept is None else Found(resources={"cpus_per_worker": kept}, source=_KEPT)
+    from ddp_hpc.cluster.slurm import client  # late: runs on one machine do not need it
+    from ddp_hpc.launch.submission.preflight.sbatch_errors import chosen_partition
+
+    with suppress(DdpHpcError):  # Slurm does not answer now: the submission says so
+        name = spec.slurm.partition
+        default = None if name else chosen_partition(spec, client.partitions(environ))
+        partition = name or (default.name if default else "")
+        return share_cpus_by_gpus(spec, partition, client.shapes(environ))
+    return Found()
+
+
+def share_cpus_by_gpus(spec: RunSpec, partition: str, shapes: Sequence[NodeShape]) -> Found:
+    """Return a worker's share of the CPUs that come with its GPUs: a node's CPUs divided by its GPUs, where that is more than without."""
+    resources = spec.resources
+    fitting = [
+        shape
+        for shape in shapes
+        if shape.partition in partition.split(",")
+        and shape.num_gpus >= resources.num_gpus
+        and resources.gpu_type in (None, shape.gpu_type)
+    ]
+    if not fitting:
+        return Found()
+    least = min(fitting, key=lambda shape: shape.num_cpus / shape.num_gpus)
+    of_gpus = least.num_cpus * resources.num_gpus // least.num_gpus
+    each = of_gpus // resources.local_world_size
+    if each <= spec.cpus_per_task:
+        return Found()
+    why = f"nodes of partition {least.partition} have {least.num_cpus} CPUs for {_count(least.num_gpus)}"
+    note = f"each worker gets {each} CPUs, because {why}; `resources.cpus_per_worker` sets another number"
+    return Found(resources={"cpus_per_worker": each}, source=why, note=note)

@@ -1,0 +1,370 @@
+"""A sweep on Slurm: job arrays of one script, of as many points as Slurm accepts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+from ddp_hpc import __version__
+from ddp_hpc.base.durable import replace_text
+from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
+from ddp_hpc.base.patience import is_there, known
+from ddp_hpc.cluster.containers import PACKAGE_DIR
+from ddp_hpc.cluster.slurm import client
+from ddp_hpc.cluster.slurm.directives import directives
+from ddp_hpc.cluster.slurm.queries import ClusterConfig
+from ddp_hpc.launch.render import render_template
+from ddp_hpc.launch.submission import slurm
+from ddp_hpc.launch.submission.allocate import allocate_array
+from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.launch.submission.preflight.image import look_at_image
+from ddp_hpc.launch.submission.run_dir_setup import note_on_parents
+from ddp_hpc.launch.sweep.states import points_in_queue
+from ddp_hpc.launch.sweep.sweep_dir import (
+    Sending,
+    Sweep,
+    SweepDir,
+    as_ranges,
+    load_base,
+    make_sweep,
+    read_sweep,
+    record_array,
+    record_refusal,
+    record_sending,
+    refuse_existing,
+)
+from ddp_hpc.run.config import Resolved
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec
+
+TEMPLATE = "sweep.sbatch.j2"
+DEFAULT_MAX_ARRAY_SIZE = 1001
+"""slurm.conf(5), for a controller that does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What became of the points that were to be sent."""
+
+    jobs: Mapping[str, int]
+    """The number of each array -> how many points it has."""
+    num_left: int = 0
+    """Points that Slurm did not accept."""
+    refusal: str = ""
+    """What Slurm printed then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A sweep whose directory was just made, as it is written there."""
+
+    sweep_dir: SweepDir
+    sweep: Sweep
+    base: RunSpec
+    cluster: ClusterConfig
+    notes: Sequence[str]
+    """For the user."""
+
+
+def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
+    """Return the script of the sweep's arrays.
+
+    Raises:
+        ConfigError: where the configuration asks for what an array cannot have.
+    """
+    if base.slurm.template is not None:
+        raise ConfigError(
+            "`slurm.template` is set, but ddp-hpc starts a sweep's tasks by a template of its own. Unset it."
+        )
+    if any(key.replace("_", "-") == "array" for key in base.slurm.extra):
+        raise ConfigError("`slurm.extra.array` is set, but ddp-hpc submits a sweep as a job array itself. Remove it.")
+    # Slurm opens the log before any of our code runs, when the run's own directory may not exist.
+    log = f"{str(sweep_dir.logs).replace('%', '%%')}/%A_%a.log"
+    # A dependency is an option of each sbatch: Slurm may have forgotten its jobs when later arrays are sent.
+    asked = directives(base, sweep_dir.files, chdir=Path.cwd(), cpus_per_worker=base.cpus_per_task)
+    made = [one for one in asked if one.flag != "dependency"]
+    return render_template(
+        TEMPLATE,
+        {
+            "directives": [replace(one, value=log) if one.flag == "output" else one for one in made],
+            "name": base.name,
+            "version": __version__,
+            "modules": base.slurm.modules,
+            "setup": base.slurm.setup,
+            "python": sys.executable,
+            "base": sweep_dir.base,
+            "sweep": sweep_dir.path,
+        },
+    )
+
+
+def make_for_slurm(
+    base: Resolved,
+    sweep: Sweep,
+    import_paths: Sequence[Path],
+    questions: capacity.Questions,
+    *,
+    until_sent: ExitStack,
+) -> Made:
+    """Make the sweep's directory with all that its tasks need. Nothing is left where it fails.
+
+    From the moment when the directory exists, no other process sends its points before `until_sent` is closed.
+
+    Raises:
+        ConfigError: where the sweep exists, or Slurm would refuse its tasks.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    spec, sweep_dir, environ = base.spec, SweepDir(base.spec.path), questions.environ
+    client.require("sbatch", environ)
+    refuse_existing(sweep_dir)
+    script = array_script(spec, sweep_dir)
+    capacity.refuse_private_directory(sweep_dir.path)
+    capacity.refuse_private_python(sweep_dir.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
+    paths = tuple(slurm.job_import_paths(spec, sweep_dir.files, import_paths))
+    notes = [*look_at_image(spec, sweep_dir.files, paths, environ, is_for_slurm=True), *note_on_parents(sweep_dir.path)]
+
+    def fill(beside: SweepDir) -> None:
+        """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""
+        replace_text(beside.files.job_script, script)
+        questions.ask_about(beside.files.job_script)
+        notes.extend(slurm.freeze_code(spec, beside.files, import_paths))
+        notes.extend(questions.notes(spec, beside.files))
+
+    sweep = replace(sweep, import_paths=paths)
+    make_sweep(sweep_dir, base, sweep, fill, until_sent=until_sent)
+    return Made(sweep_dir=sweep_dir, sweep=sweep, base=spec, cluster=questions.config(), notes=notes)
+
+
+def send_first(made: Made, environ: Mapping[str, str]) -> Sent:
+    """Send the points of a sweep that this process has just made, and whose ledger it still has locked.
+
+    Raises:
+        ConfigError: where Slurm refuses for another reason than a limit of submitted jobs.
+        SlurmUnavailableError: where Slurm does not answer; what was sent before is recorded.
+    """
+    chain = _Chain(made.base.slurm.dependency, [], is_needed=made.sweep.at_most is not None)
+    numbers, size = [point.number for point in made.sweep.points], _most_tasks(made.cluster)
+    return _send(_Order(made.sweep_dir, made.sweep, numbers, size, chain), environ)
+
+
+def send(sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], environ: Mapping[str, str]) -> Sent:
+    """Send points to Slurm, in as few arrays as it accepts; record each array. The caller has locked the sweep's ledger.
+
+    With `sweep.at_most`, each array starts when those before it have ended, so that all together keep the limit.
+
+    Raises:
+        ConfigError: where Slurm refuses for another reason than a limit of submitted jobs.
+        SlurmUnavailableError: where Slurm does not answer; what was sent before is recorded.
+    """
+    if not numbers:
+        return Sent(jobs={})
+    size, chain = _most_tasks(client.config(environ)), _chain(sweep_dir, sweep, environ)
+    return _send(_Order(sweep_dir, sweep, numbers, size, chain), environ)
+
+
+def _most_tasks(cluster: ClusterConfig) -> int:
+    return cluster.max_array_size or DEFAULT_MAX_ARRAY_SIZE
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Points that are to be sent, in arrays of at most `size` tasks."""
+
+    sweep_dir: SweepDir
+    sweep: Sweep
+    numbers: Sequence[int]
+    size: int
+    chain: _Chain
+
+
+def _send(order: _Order, environ: Mapping[str, str]) -> Sent:
+    sweep_dir, sweep, numbers, chain = order.sweep_dir, order.sweep, order.numbers, order.chain
+    jobs: dict[str, int] = {}
+    for offset, group in _groups(numbers, order.size):
+        count, rest, is_limited = len(group), group, False
+        while rest:
+            # A small array would hold back those after it below the limit of points at once.
+            fewest = sweep.at_most if sweep.at_most and chain.is_begun else 1
+            count = min(max(count, fewest), len(rest))
+            sending = Sending(numbers=tuple(rest[:count]), offset=offset)
+            try:
+                job_id = _send_array(sweep_dir, sending, chain.options(), environ, at_most=sweep.at_most)
+            except (SlurmRefusalError, SlurmBusyError) as error:
+                fewer = _fewer(count, fewest, error)
+                if fewer < fewest:
+                    return Sent(jobs=jobs, num_left=len(set(numbers)) - sum(jobs.values()), refusal=str(error))
+                count, is_limited = fewer, True
+                continue
+            chain.append(job_id)
+            jobs[job_id] = count
+            rest = rest[count:]
+            count = count if is_limited else 2 * count
+    return Sent(jobs=jobs)
+
+
+def _fewer(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -> int:
+    """Return how many points to send where Slurm has not accepted `count` for a limit; fewer than `fewest`: none now.
+
+    Raises:
+        SlurmRefusalError: where it refuses them for another reason.
+    """
+    if isinstance(error, SlurmBusyError):  # each try takes as long as sbatch may
+        return max(count // 8, fewest) if count > fewest else 0
+    if client.LIMIT.search(error.printed) is None:
+        raise error
+    return count // 2
+
+
+class _Chain:
+    """The arrays of a sweep that start one after another, because they share a limit of points at once."""
+
+    def __init__(self, users: str | None, last: Sequence[str], *, is_needed: bool) -> None:
+        """`users`: the dependency that the user asks for; `last`: the arrays for which the next one waits."""
+        self._users, self._last, self._is_needed = users, list(last), is_needed
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether an array waits or runs."""
+        return bool(self._last)
+
+    def append(self, job_id: str) -> None:
+        """Add an array that Slurm has accepted; it waits for all others, so the next one waits for it alone."""
+        self._last = [job_id]
+
+    def options(self) -> list[str]:
+        """Return the options of sbatch by which the next array waits for the user's jobs, and for the arrays before it."""
+        users = self._users or ""
+        if not self._is_needed or not self._last:
+            return [f"--dependency={users}"] if users else []
+        # `afterany` of an array waits for all of its tasks: https://slurm.schedmd.com/job_array.html#dependencies
+        after = f"afterany:{':'.join(self._last)}"
+        if "?" in users:
+            raise ConfigError(
+                f"`slurm.dependency` is {users!r}, which asks for one of several jobs, and with `--at-most` an array has to wait for the "
+                "array before it, too; Slurm cannot combine the two. Leave out one of them."
+            )
+        return [f"--dependency={','.join(filter(None, [users, after]))}"]
+
+
+def _chain(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> _Chain:
+    is_needed = sweep.at_most is not None
+    # A point that has begun shows that the user's dependency was met.
+    has_begun = any(_is_there(sweep_dir.run(sweep.points[one])) for array in sweep.arrays for one in array.numbers)
+    users = None if has_begun else load_base(sweep_dir).spec.slurm.dependency
+    last: list[str] = []
+    if is_needed and sweep.arrays:
+        queued = client.queue(client.user_name(), environ)
+        last = [array.job_id for array in sweep.arrays if points_in_queue(array, queued)]
+    return _Chain(users, last, is_needed=is_needed)
+
+
+def _is_there(run: RunDir) -> bool:
+    return known(run.config, lambda: is_there(run.config), unknown=False)
+
+
+def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
+    """Return the sweep once it is known of each array that was sent whether Slurm has it. The caller has locked the ledger.
+
+    Raises:
+        SlurmUnavailableError: where Slurm does not answer, so that a point that is sent now might be sent twice.
+    """
+    sweep = read_sweep(sweep_dir)
+    if sweep.unanswered is None:
+        return sweep
+    job_id = _lost_array(sweep_dir, sweep, environ)
+    if job_id is None:
+        record_refusal(sweep_dir)
+    else:
+        record_array(sweep_dir, job_id)
+    return read_sweep(sweep_dir)
+
+
+def _lost_array(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> str | None:
+    """Return the newest array in the queue that has this sweep's script and that its ledger does not have; None where there is none.
+
+    Raises:
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    try:
+        commands = client.commands(client.user_name(), environ)
+    except SlurmUnavailableError as error:
+        raise SlurmUnavailableError(
+            f"An earlier sbatch for points of {sweep_dir.name} got no answer, so ddp-hpc must ask Slurm whether their jobs exist before it submits "
+            f"any. Nothing was submitted now. {error}"
+        ) from error
+    # By the script's directory, as another sweep or run may have the same name.
+    here, known = sweep_dir.path.resolve(), {array.job_id for array in sweep.arrays}
+    folders = {job: command.rpartition("/job.sbatch")[0] for job, command in commands.items() if job not in known}
+    return max(
+        (job for job, folder in folders.items() if folder and Path(folder).resolve() == here), key=int, default=None
+    )
+
+
+def throttle_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
+    """Give the arrays that still have tasks in the queue the sweep's limit of points at once.
+
+    Raises:
+        ConfigError: where Slurm refuses.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    queued = client.queue(client.user_name(), environ)
+    waiting = {entry.job_id.partition("_")[0] for entry in queued if "[" in entry.job_id}
+    for one in sweep.arrays:
+        if one.job_id in waiting:
+            client.update(one.job_id, environ, ArrayTaskThrottle=str(sweep.at_most or 0))
+
+
+def cancel_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
+    """Cancel the tasks that wait, of those arrays that Slurm still has.
+
+    Raises:
+        ConfigError: where Slurm refuses.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    queued = client.queue(client.user_name(), environ)
+    for one in sweep.arrays:
+        if points_in_queue(one, queued):
+            client.cancel_pending(one.job_id, environ)
+
+
+def _groups(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the points that may be tasks of one array, each with the number of the point of task 0."""
+    # The numbers of an array's tasks end below MaxArraySize: https://slurm.schedmd.com/slurm.conf.html#OPT_MaxArraySize
+    for chunk, group in groupby(sorted(set(numbers)), key=lambda number: number // size):
+        yield chunk * size, list(group)
+
+
+def _send_array(
+    sweep_dir: SweepDir, sending: Sending, options: Sequence[str], environ: Mapping[str, str], *, at_most: int | None
+) -> str:
+    """Send one array. A line is written first, so that the next command asks Slurm for an array whose answer is lost."""
+    tasks = as_ranges(number - sending.offset for number in sending.numbers)
+    throttle = "" if at_most is None else f"%{at_most}"
+    script, name, count = sweep_dir.files.job_script, sweep_dir.name, len(sending.numbers)
+    record_sending(sweep_dir, sending)
+    try:
+        job_id = allocate_array(
+            script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=[str(sending.offset)]
+        )
+    except ConfigError:
+        with suppress(OSError):  # a full disk; what Slurm has said is worth more
+            record_refusal(sweep_dir)
+        raise
+    except SlurmBusyError:
+        # sbatch was ended while it waited or while it asked again, so Slurm may have accepted the array.
+        found = _lost_array(sweep_dir, read_sweep(sweep_dir), environ)
+        if found is None:
+            record_refusal(sweep_dir)
+            raise
+        job_id = found
+    except SlurmUnavailableError as error:
+        raise SlurmUnavailableError(
+            f"The answer of sbatch was lost, so Slurm may have accepted {count} points of {name}. Look for jobs of this name: `squeue --me "
+            f"--name={name}`. `ddp-hpc sweep continue {name}` asks Slurm for them before it submits any again. {error}"
+        ) from error
+    record_array(sweep_dir, job_id)
+    return job_id

@@ -1,0 +1,80 @@
+"""What a new job has to wait for where it starts after a sweep (`--after SWEEP`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ddp_hpc.base.errors import ConfigError, RunBusyError
+from ddp_hpc.cluster.slurm import client
+from ddp_hpc.launch.submission.chain import after_job
+from ddp_hpc.launch.sweep import array
+from ddp_hpc.launch.sweep.states import points_in_queue, sending_alone
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, read_sweep
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger
+from ddp_hpc.run.run_dir.records import When
+
+
+def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> str:
+    """Return what the job waits for, as sbatch takes it; empty where the whole sweep has ended as asked for.
+
+    Raises:
+        ConfigError: where the sweep is not on Slurm, points of it have no job, or it has ended in another way than asked for.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    name = sweep_dir.name
+    if read_sweep(sweep_dir).backend != "slurm":
+        raise ConfigError(
+            f"`--after {name}` asks Slurm to wait for a sweep, but this one runs on one machine, without Slurm. Wait until it has ended: `ddp-hpc sweep follow {name}`."
+        )
+    with sending_alone(sweep_dir) as is_alone:
+        if not is_alone:
+            raise RunBusyError(
+                f"Another process is submitting points of {name} at this moment. Submit again when it has ended."
+            )
+        sweep = array.settled(sweep_dir, environ)
+    queued = client.queue(client.user_name(), environ)
+    waiting = {one.job_id: points_in_queue(one, queued) for one in sweep.arrays}
+    live = {number for numbers in waiting.values() for number in numbers}
+    ended = {number: ending for number, ending in _endings(sweep_dir, sweep).items() if number not in live}
+    unsent = [point for point in sweep.points if point.number not in live and point.number not in ended]
+    if unsent:
+        raise ConfigError(
+            f"`--after {name}` waits for the jobs of all points, but {len(unsent)} of {len(sweep.points)} points have none (the first: {unsent[0].name}). "
+            f"Send them first: `ddp-hpc sweep continue {name}`."
+        )
+    others = [number for number, ending in ended.items() if ending != Ending.FINISHED]
+    if when == "ok" and others:
+        raise ConfigError(
+            f"`--after {name}` waits for a sweep of which all points finish, but {len(others)} points have ended otherwise (the first: "
+            f"{sweep.points[others[0]].name}). Start them again with `ddp-hpc sweep continue {name} --failed`, or ask for `{name}:any`."
+        )
+    if when == "notok" and not live and not others:
+        raise ConfigError(
+            f"`--after {name}:notok` waits for a sweep of which a point fails, but all of its points have finished without a failure, so nothing is to be submitted."
+        )
+    if not live:
+        return ""
+    # Where a point has failed already, the sweep is not ok whatever follows.
+    how: When = "any" if when == "notok" and others else when
+    return after_job(":".join(_jobs(sweep, waiting, live)), how)
+
+
+def _jobs(sweep: Sweep, waiting: Mapping[str, set[int]], live: set[int]) -> list[str]:
+    """Return the arrays that have tasks in the queue; a job that depends on an array waits for all of its tasks."""
+    names = []
+    for one in sweep.arrays:
+        here = waiting[one.job_id]
+        run_elsewhere = not live.isdisjoint(
+            set(one.numbers) - here
+        )  # a point that has failed here runs again in another array
+        if here and run_elsewhere:
+            names += [f"{one.job_id}_{number - one.offset}" for number in sorted(here)]
+        elif here:
+            names.append(one.job_id)
+    return names
+
+
+def _endings(sweep_dir: SweepDir, sweep: Sweep) -> dict[int, Ending | None]:
+    """Return how the points' runs have ended, of those that have."""
+    newest = {point.number: Ledger.read(sweep_dir.run(point)).newest for point in sweep.points}
+    return {number: one.ending for number, one in newest.items() if one is not None and one.is_last}

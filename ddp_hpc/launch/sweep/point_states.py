@@ -1,0 +1,154 @@
+"""Where each point of a sweep stands: what `list` shows, what `follow` prints, and what `continue` may start."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ddp_hpc.base.errors import UnreadableError
+from ddp_hpc.base.patience import patiently
+from ddp_hpc.launch.sweep.points import Point
+from ddp_hpc.launch.sweep.states import points_in_queue
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Ledger
+from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job
+from ddp_hpc.run.run_dir.rereading import LastRead
+from ddp_hpc.watch.queue import Ask, Queue, QueueStatus
+from ddp_hpc.watch.status import RunStatus, State, read_status
+
+PointWord = State | Literal["not submitted"]
+"""What `status` says of the point's run; or: it has none, and no job will make one."""
+Left = Literal["not begun", "lost", "failed", "ended by the user", "unreadable"]
+"""What a point is that has no job and has not finished. `lost`: it has begun, and neither finished nor failed by its own records;
+`unreadable`: it is not known whether it may start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointState:
+    """Where one point stands."""
+
+    word: PointWord
+    status: RunStatus | None = None
+    """Of its run; None where it has none, or its files cannot be read."""
+    reason: str = ""
+    is_over: bool = False
+    """Whether nothing works on it, and nothing will unless the user says so."""
+    left: Left | None = None
+    """None where it has finished or has a job, or that is not known."""
+
+    @property
+    def attempt(self) -> int | None:
+        """Of its run, counted from 0; None before the first."""
+        return None if self.status is None else self.status.attempt
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What is the same for all points at one moment."""
+
+    sweep: Sweep
+    queue: Queue
+    there: set[str]
+    """The names in the sweep's directory."""
+    is_being_sent: bool
+    waiting: set[int]
+    """Numbers of the points that have a task in the queue."""
+    sent_at: Mapping[int, float]
+    """Number of a point -> when its newest array was accepted."""
+
+
+class PointReader:
+    """Reads where the points stand; read again, files that are unchanged and runs that have finished are not read."""
+
+    def __init__(self, sweep_dir: SweepDir, ask: Ask, *, clock: Callable[[], float] = time.time) -> None:
+        """`ask` asks Slurm about a job that is not in the queue."""
+        self._sweep_dir, self._ask, self._clock = sweep_dir, ask, clock
+        self._files = LastRead()
+        self.finished: dict[int, PointState] = {}
+
+    def read(self, sweep: Sweep, queue: Queue, *, is_being_sent: bool = False) -> dict[int, PointState]:
+        """Return where each point stands, by its number.
+
+        `queue` was read before this call, as a task that is in neither the queue nor the directory has left the queue without making its run.
+        `is_being_sent`: another process sends points, or runs them on this machine.
+        """
+        path, jobs = self._sweep_dir.path, list(queue.jobs.values())
+        seen = _Seen(
+            sweep=sweep,
+            queue=queue,
+            is_being_sent=is_being_sent,
+            there=patiently(str(path), lambda: set(os.listdir(path))),  # noqa: PTH208  names are enough
+            waiting={number for array in sweep.arrays for number in points_in_queue(array, jobs)},
+            sent_at={number: array.at for array in sweep.arrays for number in array.numbers},
+        )
+        states = {point.number: self.finished.get(point.number) or self._state(point, seen) for point in sweep.points}
+        self.finished = {number: state for number, state in states.items() if state.word == "finished"}
+        return states
+
+    def _state(self, point: Point, seen: _Seen) -> PointState:
+        state = None
+        if point.name in seen.there:
+            try:
+                state = self._of_run(point, seen)
+            except (OSError, UnreadableError):  # its file system does not answer; the others are read all the same
+                return PointState(word="unknown", reason="its files cannot be read now", left="unreadable")
+        return state or _without_run(point.number, seen)
+
+    def _of_run(self, point: Point, seen: _Seen) -> PointState | None:
+        """Return where a run stands; None where its directory is being made, and nothing has begun."""
+        run, problems = self._sweep_dir.run(point), []
+
+        def ask(job_id: str, submitted_at: float) -> QueueStatus:
+            found = seen.queue.jobs.get(job_id) or self._ask(job_id, submitted_at)
+            problems.append(found.problem)
+            return found
+
+        status = read_status(run, now=self._clock(), ask=ask, files=self._files)
+        if status.attempt is None and status.job_id is None:
+            return None
+        newest = self._files.read(run.attempts, lambda: Ledger.read(run)).newest
+        job = self._files.read(run.submission, lambda: read_queued_job(run))
+        is_over = not status.is_alive and not (status.state == "unknown" and any(problems))
+        reason = "" if status.state == "finished" else status.reason
+        state = PointState(word=status.state, status=status, reason=reason, is_over=is_over)
+        if point.number in seen.waiting:
+            ended_at = 0.0 if newest is None else newest.ended_at or newest.started_at
+            if not is_over or ended_at >= seen.sent_at[point.number]:
+                return state
+            return replace(state, word="waiting", reason="its job was submitted again", is_over=False)
+        if seen.sweep.backend == "slurm":
+            found = [seen.queue.jobs.get(one.job_id) for one in (job, newest) if one is not None]
+            has_job = bool(seen.queue.problem) or any(one is not None and not one.has_ended for one in found)
+        else:
+            has_job = status.is_alive or status.state == "unknown"  # unknown: it may run on another host
+        return state if has_job else replace(state, left=_left(newest, job))
+
+
+def _without_run(number: int, seen: _Seen) -> PointState:
+    if number in seen.sweep.unanswered_numbers:
+        reason = "Slurm did not answer whether it accepted the point's job"
+        return PointState(word="unknown", reason=reason, is_over=not seen.is_being_sent)
+    if number in seen.waiting or (seen.sweep.backend != "slurm" and seen.is_being_sent):
+        return PointState(word="waiting")
+    if number not in seen.sent_at:
+        return PointState(word="not submitted", is_over=not seen.is_being_sent, left="not begun")
+    if seen.queue.problem:
+        return PointState(word="unknown")
+    reason = "its job left the queue before it began"
+    return PointState(word="not submitted", reason=reason, is_over=True, left="not begun")
+
+
+def _left(newest: Attempt | None, job: QueuedJob | None) -> Left | None:
+    """Return what a point without a job is, by the records of its run."""
+    if newest is not None and newest.is_last and newest.ending == Ending.FINISHED:
+        return None
+    is_cancelled = job is not None and job.cancelled_at is not None
+    if newest is None or not newest.is_last or (job is not None and newest.attempt < job.attempt):
+        return "ended by the user" if is_cancelled else "lost"
+    if newest.ending in {Ending.FAILED, Ending.REFUSED}:
+        return "failed"
+    is_by_user = newest.ending == Ending.CANCELLED or newest.cause == Cause.STOP_ASKED
+    return "ended by the user" if is_by_user else "lost"

@@ -1,0 +1,257 @@
+"""The points of a sweep: what each sets, and its name. Pure, except for `read_points`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.launch.sweep.values import MOST_POINTS, Axis
+from ddp_hpc.run.config import HIDDEN
+from ddp_hpc.run.config.keys import is_section, key_of
+from ddp_hpc.run.config.values import parse_text
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_LONGEST_VALUE = 24
+_LONGEST_NAME = 96
+_FEWEST_DIGITS = 3
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+_OF_THE_SWEEP = frozenset({"base.yaml", "job.sbatch", "logs", "snapshot", "snapshots", "sweep.jsonl"})
+"""What a sweep's directory holds beside the runs of its points."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    number: int
+    """From 0 on, in the order of the sweep; it never changes."""
+    name: str
+    """The run's name."""
+    settings: Mapping[str, Any]
+    """Key -> value: keys of the configuration, and words that stand in braces in a script's command."""
+
+    def __str__(self) -> str:
+        """Return `point 3 (train.lr=0.1, seed=2)`, without values that may be secrets."""
+        return f"point {self.number} ({', '.join(f'{key}={_as_text(value)}' for key, value in self.shown.items())})"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The settings as output may show them, without values that may be secrets."""
+        return {key: value if _is_shown(key, value) else HIDDEN for key, value in self.settings.items()}
+
+
+def _is_shown(key: str, value: Any) -> bool:
+    """Tell whether names and output may show the value of a key; a mapping is not shown where one of its parts is not."""
+    if isinstance(value, Mapping):
+        return all(_is_shown(f"{key}.{part}", one) for part, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_shown(key, one) for one in value)
+    return is_key_shown(key, value)
+
+
+def points_of(
+    axes: Sequence[Axis], listed: Sequence[Mapping[str, Any]] = (), *, is_zipped: bool = False
+) -> list[Point]:
+    """Return each combination of the axes' values, the last axis changing first.
+
+    With `is_zipped`: the first values of all axes together, then the second ones. `listed` are points of a file; each of them
+    is combined with all of the axes' points.
+
+    Raises:
+        ConfigError: where there are none, too many, two equal ones, or axes of unequal lengths are zipped.
+    """
+    _refuse_repeated(axes, listed)
+    chosen: list[dict[str, Any]] = [
+        {axis.key: _value(axis.key, text) for axis, text in zip(axes, texts, strict=True)}
+        for texts in _combined(axes, is_zipped=is_zipped)
+    ]
+    of_file = [_with_checked_name(each) for each in listed] or [{}]
+    if len(of_file) * len(chosen) > MOST_POINTS:
+        raise ConfigError(
+            f"The sweep has {len(of_file) * len(chosen)} points, but at most {MOST_POINTS} are allowed. Sweep fewer values."
+        )
+    all_settings = [{**first, **second} for first in of_file for second in chosen]
+    names = _names(all_settings)
+    points = [
+        Point(number, name, {key: value for key, value in settings.items() if key != "name"})
+        for number, (name, settings) in enumerate(zip(names, all_settings, strict=True))
+    ]
+    named = {number for number, settings in enumerate(all_settings) if "name" in settings}
+    _refuse_equal(points, named)
+    return points
+
+
+def _with_checked_name(listed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a point of a file; with `name: null`, it gets a name as if it had none.
+
+    Raises:
+        ConfigError: where the name cannot name a run, or one of the sweep's own files has it.
+    """
+    name = listed.get("name")
+    if name is None:
+        return {key: value for key, value in listed.items() if key != "name"}
+    if isinstance(name, bool) or not isinstance(name, (str, int)):
+        raise ConfigError(
+            f"A point has the name {_as_text(name)}, which is neither a text nor a whole number. Write it in quotes."
+        )
+    if str(name) in _OF_THE_SWEEP:
+        raise ConfigError(
+            f"A point has the name {name!r}, but the sweep's directory has a file of its own with this name. Choose another one."
+        )
+    return dict(listed)
+
+
+def _combined(axes: Sequence[Axis], *, is_zipped: bool) -> list[tuple[str, ...]]:
+    if not is_zipped:
+        if math.prod(len(axis.texts) for axis in axes) > MOST_POINTS:
+            raise ConfigError(f"The sweep has more than {MOST_POINTS} points. Sweep fewer values.")
+        return list(itertools.product(*(axis.texts for axis in axes)))
+    if len({len(axis.texts) for axis in axes}) > 1:
+        found = ", ".join(f"{axis.key} has {len(axis.texts)}" for axis in axes)
+        raise ConfigError(
+            f"`--zip` takes one value of each key for a point, but {found}. List as many values for each."
+        )
+    return list(zip(*(axis.texts for axis in axes), strict=True)) or [()]
+
+
+def _refuse_repeated(axes: Sequence[Axis], listed: Sequence[Mapping[str, Any]]) -> None:
+    keys = [axis.key for axis in axes]
+    twice = [key for number, key in enumerate(keys) if key in keys[:number] or any(key in each for each in listed)]
+    if twice:
+        raise ConfigError(
+            f"`{twice[0]}` is swept twice. List all of its values in one place: `--sweep {twice[0]}=A,B,C`."
+        )
+    if "name" in keys:
+        raise ConfigError("`name` cannot be swept: it is made from what the points set. A file of points may set it.")
+
+
+def _refuse_equal(points: Sequence[Point], named: AbstractSet[int]) -> None:
+    """Refuse two points of the same name, or of the same settings; a search names its points, and may try the same settings twice."""
+    names: dict[str, Point] = {}
+    settings: dict[tuple[tuple[str, str], ...], Point] = {}
+    for point in points:
+        _refuse_second(point, names.setdefault(point.name, point), "has the same name")
+        if point.number not in named:
+            _refuse_second(point, settings.setdefault(as_set(point.settings), point), "has the same values")
+
+
+def _refuse_second(point: Point, first: Point, what: str) -> None:
+    if first is not point:
+        raise ConfigError(f"{_capital(point)} {what} as {first}. Give each point other values, or another name.")
+
+
+def as_set(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return what is equal for equal settings, and can be a key of a dictionary."""
+    return tuple(sorted((key, _distinct(value)) for key, value in settings.items()))
+
+
+def _distinct(value: Any) -> str:
+    """Return a text that differs for different values: 1, 1.0, true and "1" are four."""
+    # A sweep compares thousands of values, most of them scalars: of those, JSON takes ten times as long.
+    return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
+
+
+def _capital(point: Point) -> str:
+    text = str(point)
+    return text[:1].upper() + text[1:]
+
+
+def _value(key: str, text: str) -> Any:
+    """Return a value of the command line as a file would have it; a script's word stays the text that it is."""
+    found = None if is_section(key) else key_of(key)
+    return text if found is None else parse_text(found, text, f"--sweep {key}")
+
+
+def _names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return `003-lr-0.1-seed-2` for each point: the number, and the settings that differ between points."""
+    labels = _varied(all_settings)
+    digits = max(_FEWEST_DIGITS, len(str(len(all_settings) - 1)))
+    names = []
+    for number, settings in enumerate(all_settings):
+        if "name" in settings:
+            names.append(str(settings["name"]))
+            continue
+        parts = [
+            f"{labels[key]}-{_in_name(settings[key])}"
+            for key in settings
+            if key in labels and _is_shown(key, settings[key])
+        ]
+        text = _NOT_IN_NAMES.sub("-", "-".join([f"{number:0{digits}}", *parts]))
+        names.append(text[:_LONGEST_NAME].rstrip("-._"))
+    return names
+
+
+def labels_of(points: Sequence[Point]) -> dict[str, str]:
+    """Return the keys in which the points differ, each with a short name."""
+    return _varied([point.settings for point in points])
+
+
+def _varied(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    keys = dict.fromkeys(key for settings in all_settings for key in settings if key != "name")
+    labels = _labels(list(keys))
+    return {
+        key: label
+        for key, label in labels.items()
+        if len({_distinct(settings.get(key)) for settings in all_settings}) > 1
+    }
+
+
+def _labels(keys: Sequence[str]) -> dict[str, str]:
+    """Return the last part of each key, or the whole key where two have the same last part."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: label if last.count(label) == 1 else key for key, label in zip(keys, last, strict=True)}
+
+
+def _in_name(value: Any) -> str:
+    """Return a value in a name: a path's last part, `1e+3` as `1e3`."""
+    text = _as_text(value)
+    text = PurePath(text).name if "/" in text else text
+    return text.replace("+", "").strip("[]{}'\" ")[:_LONGEST_VALUE]
+
+
+def _as_text(value: Any) -> str:
+    if type(value) is int or (type(value) is float and math.isfinite(value)):
+        return repr(value)  # as JSON has it
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """Read a YAML list of points: `- {train.lr: 0.1, seed: 3}`, or with sections; `name` names the run.
+
+    Raises:
+        ConfigError: where it cannot be read, or is not a list of mappings.
+    """
+    from ddp_hpc.run.config.yaml_text import read_yaml  # late: few sweeps have a file
+
+    try:
+        content = read_yaml(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"The file of points {str(path)!r} cannot be read: {error.strerror}.") from error
+    if not isinstance(content, list) or not content or not all(isinstance(each, dict) and each for each in content):
+        raise ConfigError(
+            f"The file of points {str(path)!r} must be a list with at least one point, each with keys and values, such as "
+            "`- {train.lr: 0.1, seed: 3}`."
+        )
+    return [_flattened(each, f"{path}, point {number}") for number, each in enumerate(content)]
+
+
+def _flattened(mapping: Mapping[Any, Any], location: str, section: str = "") -> dict[str, Any]:
+    """Return the settings of a point with whole keys, `train.lr` for `train: {lr: ...}`."""
+    leaves: dict[str, Any] = {}
+    for name, value in mapping.items():
+        key = f"{section}{name}"
+        more = _flattened(value, location, f"{key}.") if is_section(key) and isinstance(value, dict) else {key: value}
+        twice = leaves.keys() & more.keys()
+        if twice:
+            raise ConfigError(f"`{twice.pop()}` is set twice ({location}). Remove one.")
+        leaves |= more
+    return leaves

@@ -1,0 +1,118 @@
+"""The configuration of each point of a sweep."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.launch.sweep.points import Point, as_set
+from ddp_hpc.run.config import Overlay, Resolved
+from ddp_hpc.run.config.keys import is_section, key_of, unknown_key
+from ddp_hpc.run.config.paths import literal
+from ddp_hpc.run.spec.launch import NAME_PATTERN
+
+POINT = "point"
+"""The word in braces that stands for the point's name in a script's command."""
+_BRACES = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+"""A word in braces: `lr` in `--lr={lr}`. `${word}` belongs to a shell, or to Hydra."""
+_OF_THE_ARRAY = ("slurm", "resources", "container", "stage", "snapshot", "site", "launcher", "runs_dir", "script.start")
+"""Sections and keys that the tasks of a job array share, as they have one script and one kind of allocation."""
+
+
+_NEVER = frozenset({"runs_dir", "resources.nodes"})
+"""On one machine, too: it has one directory for the sweep, and one node."""
+
+
+class Points:
+    """Makes the configuration of one point after another."""
+
+    def __init__(self, base: Resolved, environ: Mapping[str, str]) -> None:
+        """`base` is the sweep's own configuration: its name, and the directory of runs in which the sweep's directory lies."""
+        self._overlay = Overlay(base, environ)
+        self._command = base.spec.script.command
+        self._runs_dir = literal(base.spec.path)
+
+    def resolved(self, point: Point) -> Resolved:
+        """Return the configuration of a point.
+
+        Raises:
+            ConfigError: where it is not valid; the error names the point.
+        """
+        settings: dict[str, Any] = {key: value for key, value in point.settings.items() if _is_key(key)}
+        settings |= {"name": point.name, "runs_dir": self._runs_dir}
+        if self._command:
+            words = {**{key: _as_word(value) for key, value in point.settings.items()}, POINT: point.name}
+            settings["script.command"] = [
+                _BRACES.sub(lambda match: words.get(match[1], match[0]), word) for word in self._command
+            ]
+        try:
+            return self._overlay.resolved(settings, f"sweep, {point}")
+        except ConfigError as error:
+            raise type(error)(f"The sweep's {point} is not a valid configuration: {error}") from error
+
+
+def _has_valid_words(point: Point, command: Sequence[str]) -> bool:
+    """Return whether the point's name, and its words in a script's command, are valid in any configuration."""
+    are_plain = "{" not in "".join(command[:1]) and not any("\0" in _as_word(one) for one in point.settings.values())
+    return are_plain and NAME_PATTERN.fullmatch(point.name) is not None
+
+
+def _is_key(key: str) -> bool:
+    return key_of(key) is not None or is_section(key)
+
+
+def _as_word(value: Any) -> str:
+    if type(value) is int:
+        return str(value)  # as JSON has it
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, str], *, is_array: bool) -> None:
+    """Resolve each point, and make nothing.
+
+    `is_array`: the points are to be tasks of one job array.
+
+    Raises:
+        ConfigError: for the first point that is not valid, or that sets what means nothing; it names the point.
+    """
+    in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
+    made = Points(base, environ)
+    checked: set[str] = set()
+    keys: set[str] = set()
+    """Those that the points set, without the words of a script's command."""
+    resolved: set[tuple[tuple[str, str], ...]] = set()
+    for point in points:
+        for key in _refusals(point, checked, in_braces, is_array=is_array):
+            checked.add(key)
+            keys |= {key} if _is_key(key) else set()
+        # To resolve 1,000 points takes as long as all the rest of a submission, and many differ in a script's words alone.
+        settings = as_set({key: value for key, value in point.settings.items() if key in keys})
+        if settings not in resolved or not _has_valid_words(point, base.spec.script.command):
+            made.resolved(point)
+        resolved.add(settings)
+
+
+def _refusals(point: Point, seen: set[str], in_braces: set[str], *, is_array: bool) -> Iterator[str]:
+    """Yield the keys that were checked; each is checked once.
+
+    Raises:
+        ConfigError: where a key may not be swept.
+    """
+    for key in point.settings.keys() - seen:
+        if key == POINT:
+            raise ConfigError(
+                f"`{POINT}` cannot be swept: {{{POINT}}} stands for the point's name. Name the key otherwise."
+            )
+        if not _is_key(key) and key not in in_braces:
+            hint = f"or write {{{key}}} in the script's command, after `--`, where its value belongs"
+            raise ConfigError(f"{unknown_key(key, f'the sweep, {point}')} Correct it, {hint}.")
+        shared = next((one for one in _OF_THE_ARRAY if key == one or key.startswith(f"{one}.")), None)
+        if key in _NEVER or (is_array and shared is not None):
+            raise ConfigError(
+                f"`{key}` cannot be swept: on Slurm, the points of a sweep are tasks of one job array with one script, so `{shared}` is "
+                f"the same for all of them. Submit a sweep for each value of `{key}`."
+            )
+        yield key

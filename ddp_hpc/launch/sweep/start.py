@@ -1,0 +1,291 @@
+"""A sweep from its points to its start, and the points that are still to be started, wherever it runs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, SlurmUnavailableError, UnreadableError
+from ddp_hpc.launch.submission.backend import Backend, find_job_elsewhere, load_backend
+from ddp_hpc.launch.submission.other_cluster import knows
+from ddp_hpc.launch.submission.preflight.capacity import Questions
+from ddp_hpc.launch.sweep import array, local
+from ddp_hpc.launch.sweep.array import Sent
+from ddp_hpc.launch.sweep.resolving import check_points
+from ddp_hpc.launch.sweep.states import failed_attempts, has_begun, has_ended, is_being_sent, sending_alone
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_cancelled, record_continued
+from ddp_hpc.run.config import Resolved
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_queued_job
+
+_SENDING_PATIENCE_S = 120.0
+"""How long `cancel` waits for another process that sends points: each sbatch may take `client.TIMEOUT_S`."""
+_RUNNER_PATIENCE_S = 30.0
+"""How long `cancel` waits, on this machine, for the command that runs the points to end."""
+_POLL_S = 0.2
+_FAILED = frozenset({"failed", "refused"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """What became of a sweep's points."""
+
+    sweep_dir: SweepDir
+    numbers: Sequence[int]
+    """Of the points that were to be started."""
+    sent: Sent | None
+    """None on this machine, where the caller runs them: `local.running`."""
+    notes: Sequence[str] = ()
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether points are to be run by the caller."""
+        return self.sent is None and bool(self.numbers)
+
+
+def start_sweep(
+    base: Resolved, sweep: Sweep, backend: Backend, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> Started:
+    """Check each point, make the sweep's directory, and send its points; on this machine, the caller runs them.
+
+    Raises:
+        ConfigError: where a point or the sweep's name cannot be used; nothing is left then.
+        OSError: where the sweep's records cannot be written; nothing is left of a sweep that Slurm cannot know.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    sweep_dir, numbers = SweepDir(base.spec.path), [point.number for point in sweep.points]
+    if not backend.HAS_QUEUE:
+        check_points(base, sweep.points, environ, is_array=False)
+        local.make_for_this_machine(base, replace(sweep, import_paths=tuple(import_paths)))
+        return Started(sweep_dir=sweep_dir, numbers=numbers, sent=None)
+    questions = Questions(environ)  # Slurm answers while this process checks the points
+    check_points(base, sweep.points, environ, is_array=True)
+    with ExitStack() as until_sent:
+        made = array.make_for_slurm(base, sweep, import_paths, questions, until_sent=until_sent)
+        try:
+            sent = array.send_first(made, environ)
+        except (ConfigError, OSError) as error:
+            there = read_sweep(sweep_dir)
+            if not there.arrays and (isinstance(error, ConfigError) or there.unanswered is None):
+                # No job knows it, so the user may correct and submit it again.
+                until_sent.close()  # NFS keeps a directory with an open file
+                shutil.rmtree(sweep_dir.path, ignore_errors=True)
+            raise
+    return Started(sweep_dir=sweep_dir, numbers=numbers, sent=sent, notes=made.notes)
+
+
+def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
+    """Cancel the points that run or wait again, and then those that have not begun; return how many had begun.
+
+    What one point's end, or its record, has against it does not keep the others from being cancelled: a full disk may be why the user cancels.
+
+    Raises:
+        ConfigError: where Slurm refuses, or another process goes on sending points.
+        DdpHpcError: where something could not be written down; what could be cancelled is.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    sweep = read_sweep(sweep_dir)
+    backend = load_backend(sweep.backend)
+    troubles: list[DdpHpcError | OSError] = []
+    with _kept_in(troubles):
+        record_cancelled(sweep_dir)  # first: no other point starts any more
+    if not backend.HAS_QUEUE:
+        begun = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+        # The command that runs the points may be starting one now, of which no lock says so yet.
+        end = time.monotonic() + _RUNNER_PATIENCE_S
+        while is_being_sent(sweep_dir) and not troubles and time.monotonic() < end:
+            time.sleep(_POLL_S)
+            begun |= _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+        _raise_first(troubles, sweep_dir)
+        if is_being_sent(sweep_dir):
+            raise RunBusyError(
+                f"{sweep_dir.name} was cancelled, but the command that runs its points has not ended within {_RUNNER_PATIENCE_S:.0f} s, so a "
+                f"point may still start or run. Run `ddp-hpc sweep cancel {sweep_dir.name}` again."
+            )
+        return len(begun)
+    with sending_alone(sweep_dir, patience_s=_SENDING_PATIENCE_S) as is_alone:
+        if not is_alone:
+            raise RunBusyError(
+                f"No other point of {sweep_dir.name} starts, but another process has been submitting its points for {_SENDING_PATIENCE_S:.0f} s, "
+                f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.name}` again when that process has ended."
+            )
+        with _kept_in(troubles):
+            sweep = array.settled(sweep_dir, environ)  # what was being sent is to be cancelled, too
+    # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
+    begun = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+    with _kept_in(troubles):
+        array.cancel_waiting(sweep, environ)
+    begun |= _cancel_begun(sweep_dir, sweep, backend, environ, troubles)  # those that began meanwhile
+    _raise_first(troubles, sweep_dir)
+    return len(begun)
+
+
+@contextmanager
+def _kept_in(troubles: list[DdpHpcError | OSError]) -> Iterator[None]:
+    """Keep an error of the block for later, unless Slurm does not answer: it will not answer the next question either."""
+    try:
+        yield
+    except SlurmUnavailableError:
+        raise
+    except (DdpHpcError, OSError) as error:
+        troubles.append(error)
+
+
+def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir) -> None:
+    """Say what was against a cancellation, if anything was.
+
+    Raises:
+        ConfigError: for the first that was refused.
+        UnreadableError: for the first point that could not be read.
+        DdpHpcError: for the first that could not be written down.
+    """
+    if not troubles:
+        return
+    refusal = next((one for one in troubles if isinstance(one, ConfigError)), None)
+    if refusal is not None:
+        raise refusal
+    first = troubles[0]
+    if isinstance(first, UnreadableError):
+        raise first
+    what = f"{first.filename}: {first.strerror}." if isinstance(first, OSError) else str(first)
+    raise DdpHpcError(
+        f"{sweep_dir.name} was cancelled, but not all of it could be written down, so points that have not begun may still start. {what} "
+        f"Free some space there, and give the command again: ddp-hpc sweep cancel {sweep_dir.name}"
+    ) from first
+
+
+def _cancel_begun(
+    sweep_dir: SweepDir,
+    sweep: Sweep,
+    backend: Backend,
+    environ: Mapping[str, str],
+    troubles: list[DdpHpcError | OSError],
+) -> set[str]:
+    """Cancel the runs that wait again or run; return their names. Add to `troubles` what was against it."""
+    cancelled = set()
+    for run in map(sweep_dir.run, sweep.points):
+        with _kept_in(troubles):
+            if not has_begun(run) or has_ended(run) or not _has_job(run, backend, environ):
+                continue
+            cancelled.add(run.name)
+            try:
+                backend.cancel(run, environ)
+            except ConfigError:
+                if _has_job(run, backend, environ):
+                    raise
+                # It has ended meanwhile, so it cannot be cancelled, and need not be.
+    return cancelled
+
+
+def _has_job(run: RunDir, backend: Backend, environ: Mapping[str, str]) -> bool:
+    try:
+        return backend.find_job(run, environ) is not None
+    except OSError as error:
+        raise UnreadableError(
+            f"The other points of the sweep were cancelled, but {run.name} was not: its record cannot be read ({error}). "
+            f"Run `ddp-hpc cancel {run.word}` when the file system answers again, or cancel its job with `scancel`."
+        ) from error
+
+
+def continue_sweep(
+    sweep_dir: SweepDir, environ: Mapping[str, str], *, is_failed: bool = False, limits: Mapping[str, int]
+) -> Started:
+    """Start the points that have not finished, and neither wait, run, nor have failed; with `is_failed`, those that have failed, and no others.
+
+    Of points that the user has cancelled, it starts those that were cancelled with the whole sweep.
+
+    Raises:
+        ConfigError: where Slurm refuses them.
+        SlurmUnavailableError: where Slurm does not answer, so that what waits cannot be known.
+    """
+    with sending_alone(sweep_dir) as is_alone:
+        if not is_alone:
+            raise RunBusyError(
+                f"Another process is submitting points of {sweep_dir.name}, or runs them on this machine, at this moment. Try again when it has ended."
+            )
+        sweep = array.settled(sweep_dir, environ)
+        is_array = sweep.backend == "slurm"
+        numbers, notes = _points_left(sweep_dir, sweep, environ, is_failed=is_failed)
+        with _continued(sweep_dir, sweep, is_failed=is_failed, limits=limits):
+            sweep = read_sweep(sweep_dir)
+            if is_array and "at_most" in limits and sweep.arrays:
+                array.throttle_waiting(sweep, environ)
+            sent = array.send(sweep_dir, sweep, numbers, environ) if is_array and numbers else None
+            return Started(sweep_dir=sweep_dir, numbers=numbers, sent=sent, notes=notes)
+
+
+def _points_left(
+    sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool
+) -> tuple[list[int], list[str]]:
+    """Return the points that are to be started, and a note on those whose files cannot be read."""
+    from ddp_hpc.launch.sweep.point_states import PointReader  # late: a new sweep has no past
+    from ddp_hpc.watch.queue import Queue, QueueStatus, asker, queue_now
+
+    queue = queue_now(environ, time.time()) if sweep.backend == "slurm" else Queue(jobs={}, at=0.0)
+    if queue.problem:
+        raise ConfigError(
+            "Slurm does not answer, so ddp-hpc cannot find out which points have a job in its queue. Try again later; nothing was submitted."
+        )
+
+    def no_job(job_id: str, _submitted_at: float) -> QueueStatus:
+        return QueueStatus(job_id=job_id)
+
+    # Slurm's word on jobs that have left the queue counts for failed points alone, and takes a question for each.
+    ask = asker(environ, clock=time.time) if is_failed else no_job
+    states = PointReader(sweep_dir, ask).read(sweep, queue)
+    runs = {number: sweep_dir.run(sweep.points[number]) for number in states}
+    if sweep.backend != "slurm":
+        busy = next((runs[number] for number, state in states.items() if state.status and state.status.is_alive), None)
+        if busy is not None:
+            raise RunBusyError(
+                f"{busy.name} of {sweep_dir.name} still runs on this machine, without the command that started it. Wait until it has ended "
+                f"(`ddp-hpc sweep follow {sweep_dir.name}`), or stop it: `ddp-hpc stop {busy.word}`."
+            )
+    if is_failed:  # of a lost point, Slurm may say that its job has failed
+        numbers = [
+            number for number, state in states.items() if state.left in {"failed", "lost"} and state.word in _FAILED
+        ]
+    else:
+        cancelled = sweep.cancelled_numbers
+        numbers = [
+            number
+            for number, state in states.items()
+            if state.left in {"not begun", "lost"} or (state.left == "ended by the user" and number in cancelled)
+        ]
+    names = ", ".join(runs[number].name for number, state in states.items() if state.left == "unreadable")
+    return [number for number in numbers if not _is_elsewhere(runs[number], sweep.backend, environ)], [
+        f"note: the files of {names} cannot be read now, so these points were not submitted; `ddp-hpc sweep continue` tries again"
+    ] if names else []
+
+
+def _is_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) -> bool:
+    """Return whether another back end has a job of a point.
+
+    Raises:
+        ConfigError: where another cluster than this host's may have one.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    job = read_queued_job(run)
+    if job is not None:
+        knows(run, job, environ)
+    return find_job_elsewhere(run, backend, environ) is not None
+
+
+@contextmanager
+def _continued(sweep_dir: SweepDir, before: Sweep, *, is_failed: bool, limits: Mapping[str, int]) -> Iterator[None]:
+    """Record that the user continues the sweep, as tasks that start read it; take it back where nothing could be sent."""
+    # With `--failed`, the other points of a cancelled sweep stay cancelled.
+    is_cancelled, forgiven = before.is_cancelled and is_failed, failed_attempts(sweep_dir, before)
+    record_continued(sweep_dir, is_cancelled=is_cancelled, forgiven=forgiven, limits=limits)
+    try:
+        yield
+    except (ConfigError, SlurmUnavailableError):
+        now = read_sweep(sweep_dir)
+        if len(now.arrays) == len(before.arrays) and now.unanswered is None:
+            former = {"at_most": before.at_most, "stop_after_failures": before.stop_after_failures}
+            record_continued(sweep_dir, is_cancelled=before.is_cancelled, forgiven=before.forgiven, limits=former)
+        raise

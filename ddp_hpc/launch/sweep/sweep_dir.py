@@ -1,0 +1,356 @@
+"""The directory of a sweep: its paths, its points, and which of them were sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import (
+    append_json_line,
+    fsync_path,
+    make_directories,
+    make_directory,
+    read_json_lines,
+    replace_text,
+)
+from ddp_hpc.base.errors import ConfigError, UnreadableError
+from ddp_hpc.base.leftovers import name_beside
+from ddp_hpc.launch.sweep.points import Point
+from ddp_hpc.run.config import Resolved, load_resolved, render_resolved
+from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
+
+
+@dataclass(frozen=True)
+class SweepDir:
+    """The paths of a sweep. It is the directory of its points' runs, too."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def base(self) -> Path:
+        """The configuration that all points share."""
+        return self.path / "base.yaml"
+
+    @property
+    def ledger(self) -> Path:
+        """The points, and the arrays of them that were sent; locked (flock) by the process that sends some, or runs them here."""
+        return self.path / "sweep.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """What tasks print before they find their run."""
+        return self.path / "logs"
+
+    @property
+    def files(self) -> RunDir:
+        """Files that a sweep has at the same places as a run: its job script, and the snapshot of the code."""
+        return RunDir(self.path)
+
+    def run(self, point: Point) -> RunDir:
+        return RunDir(self.path / point.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sending:
+    """Points that were sent to Slurm as one array, whether or not its answer is known."""
+
+    numbers: tuple[int, ...]
+    """Of the points."""
+    offset: int = 0
+    """The number of the point of task 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentArray(Sending):
+    """A job array that Slurm has accepted."""
+
+    job_id: str
+    at: float = 0.0
+    """When Slurm accepted it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What a sweep's files say."""
+
+    points: Sequence[Point]
+    arrays: Sequence[SentArray] = ()
+    """Oldest first."""
+    unanswered: Sending | None = None
+    """What was sent last, where it is not known whether Slurm has accepted it."""
+    backend: str = "slurm"
+    work_dir: Path = field(default_factory=Path.cwd)
+    """Where the sweep was submitted: relative paths of its configuration and its script are looked for there."""
+    import_paths: tuple[Path, ...] = ()
+    """Where jobs import the user's code from."""
+    at_most: int | None = None
+    """How many points may run at once."""
+    stop_after_failures: int | None = None
+    """From how many failed points on no other point starts."""
+    forgiven: Mapping[int, int] = field(default_factory=dict)
+    """Points that had failed when the user continued the sweep -> the attempt that had; `stop_after_failures` does not count them."""
+    is_cancelled: bool = False
+    """Whether the user has cancelled it, and has not continued it since."""
+    sent_since_cancel: frozenset[int] | None = None
+    """Numbers of the points that were sent after the user has cancelled the sweep for the last time; None where nobody has."""
+
+    @property
+    def never_sent(self) -> list[int]:
+        """Numbers of the points that no array has had, as far as that is known."""
+        sent = {number for array in self.arrays for number in array.numbers} | self.unanswered_numbers
+        return [point.number for point in self.points if point.number not in sent]
+
+    @property
+    def unanswered_numbers(self) -> set[int]:
+        """Numbers of the points of which it is not known whether Slurm has them."""
+        return set() if self.unanswered is None else set(self.unanswered.numbers)
+
+    @property
+    def cancelled_numbers(self) -> set[int]:
+        """Numbers of the points that the user has cancelled with the whole sweep, and that were not sent since."""
+        since = self.sent_since_cancel
+        return set() if since is None else {point.number for point in self.points} - since
+
+
+def sweep_named(text: str, runs_dir: Path) -> SweepDir | None:
+    """Return the sweep that `text` names: a sweep in `runs_dir`, or its directory; None where there is none."""
+    paths = (path for path in (runs_dir / text, Path(text)) if holds_sweep(path))
+    return next((SweepDir(Path(os.path.abspath(path))) for path in paths), None)  # noqa: PTH100  as `find_run` does
+
+
+def find_sweep(text: str, runs_dir: Path) -> SweepDir:
+    """Return the sweep that `text` names: a sweep in `runs_dir`, or its directory.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    found = sweep_named(text, runs_dir)
+    if found is not None:
+        return found
+    raise ConfigError(
+        f"{text!r} is neither a sweep in {str(runs_dir)!r} nor a sweep's directory. Make one with `ddp-hpc submit CONFIG --sweep KEY=VALUES`."
+    )
+
+
+def make_sweep(
+    sweep: SweepDir,
+    base: Resolved,
+    made: Sweep,
+    fill: Callable[[SweepDir], object] = lambda _beside: None,
+    *,
+    until_sent: ExitStack | None = None,
+) -> None:
+    """Make the sweep's directory by one rename, with what `fill` writes into it; a killed process leaves a hidden directory.
+
+    No other process sends its points before `until_sent` is closed.
+
+    Raises:
+        ConfigError: where a run or a sweep of that name exists, or the directory cannot be made.
+    """
+    refuse_existing(sweep)
+    header = {
+        "sweep": sweep.name,
+        "num_points": len(made.points),
+        "at": time.time(),
+        "backend": made.backend,
+        "import_paths": [str(path) for path in made.import_paths],
+        "work_dir": str(Path.cwd()),
+        "at_most": made.at_most,
+        "stop_after_failures": made.stop_after_failures,
+    }
+    lines = [header, *({"point": one.number, "name": one.name, "set": one.settings} for one in made.points)]
+    beside = SweepDir(name_beside(sweep.path))
+    try:
+        make_directories(sweep.path.parent)
+        beside.path.mkdir(mode=0o700)
+        try:
+            replace_text(beside.base, render_resolved(base), is_secret=True)
+            replace_text(beside.ledger, "".join(f"{_line(each)}\n" for each in lines), is_secret=True)
+            make_directory(beside.logs)
+            fill(beside)
+            lock_fd = None if until_sent is None else processes.take_lock(beside.ledger)
+            if until_sent is not None and lock_fd is not None:
+                until_sent.callback(processes.release_lock, lock_fd)
+            beside.path.rename(sweep.path)
+        except BaseException as error:
+            shutil.rmtree(beside.path, ignore_errors=True)
+            if isinstance(error, OSError):
+                refuse_existing(sweep)
+            raise
+        fsync_path(sweep.path.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"The sweep's directory {sweep.path} cannot be written: {error.strerror or error}. Choose another directory with `runs_dir=...`."
+        ) from error
+
+
+def refuse_existing(sweep: SweepDir) -> None:
+    """Refuse a name that is in use.
+
+    Raises:
+        ConfigError: where it is.
+    """
+    if holds_sweep(sweep.path):
+        raise ConfigError(
+            f"The sweep {sweep.name} exists already in {sweep.path}, and its points never change. To send those that were not "
+            f"submitted, or that failed: `ddp-hpc sweep continue {sweep.name}`. For other points, choose another `name=...`."
+        )
+    if sweep.path.exists():
+        raise ConfigError(
+            f"{sweep.path} exists already, but it is not a sweep. Choose another name for the sweep with `name=...`."
+        )
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, separators=(",", ":"), default=str)
+
+
+def record_sending(sweep: SweepDir, sending: Sending) -> None:
+    """Record that an array is about to be sent."""
+    record = {"sending": as_ranges(sending.numbers), "offset": sending.offset, "at": time.time()}
+    append_json_line(sweep.ledger, record)
+
+
+def record_array(sweep: SweepDir, job_id: str) -> None:
+    """Record that Slurm has accepted the array that was sent last."""
+    append_json_line(sweep.ledger, {"array": job_id, "at": time.time()})
+
+
+def record_refusal(sweep: SweepDir) -> None:
+    """Record that Slurm has not accepted the array that was sent last."""
+    append_json_line(sweep.ledger, {"refused": True, "at": time.time()})
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """Return `0-3,7` for 0, 1, 2, 3, 7, as sbatch takes them."""
+    parts: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def from_ranges(text: str) -> tuple[int, ...]:
+    """Return the numbers of `0-3,7`."""
+    ends = (part.partition("-") for part in text.split(",") if part)
+    return tuple(number for first, _, last in ends for number in range(int(first), int(last or first) + 1))
+
+
+@dataclass
+class _Found:
+    header: Mapping[str, Any] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    arrays: list[SentArray] = field(default_factory=list)
+    unanswered: Sending | None = None
+    is_cancelled: bool = False
+    since_cancel: set[int] | None = None
+    forgiven: Mapping[int, int] = field(default_factory=dict)
+
+
+def read_sweep(sweep: SweepDir) -> Sweep:
+    """Return what the sweep's files say.
+
+    Raises:
+        ConfigError: where its list of points is damaged.
+        UnreadableError: where the file system does not give it.
+    """
+    found = _Found()
+    try:
+        for record in read_json_lines(sweep.ledger):
+            _read_record(record, found)
+        expected = found.header["num_points"]
+        if [point.number for point in found.points] != list(range(expected)):
+            raise ValueError(f"it has {len(found.points)} of {expected} points")  # noqa: TRY301  as any other damage
+        return Sweep(
+            points=found.points,
+            arrays=found.arrays,
+            unanswered=found.unanswered,
+            backend=str(found.header["backend"]),
+            import_paths=tuple(map(Path, found.header["import_paths"])),
+            work_dir=Path(found.header["work_dir"]),
+            at_most=found.header["at_most"],
+            stop_after_failures=found.header["stop_after_failures"],
+            forgiven=found.forgiven,
+            is_cancelled=found.is_cancelled,
+            sent_since_cancel=None if found.since_cancel is None else frozenset(found.since_cancel),
+        )
+    except OSError as error:
+        raise UnreadableError(
+            f"The sweep's list of points {sweep.ledger} cannot be read now: {error.strerror}. Try again later."
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"The sweep's list of points {sweep.ledger} is damaged ({error}). Restore the file, or make another sweep; this sweep's runs are not affected."
+        ) from error
+
+
+def _read_record(record: Mapping[str, Any], found: _Found) -> None:
+    if "sweep" in record:
+        found.header = record
+    elif "point" in record:
+        found.points.append(Point(record["point"], record["name"], record["set"]))
+    elif "sending" in record:
+        # Older versions wrote the points beside a token, and the token into the lines that follow.
+        numbers = from_ranges(record.get("points", record["sending"]))
+        found.unanswered = Sending(numbers=numbers, offset=record["offset"])
+        if found.since_cancel is not None:
+            found.since_cancel.update(numbers)
+    elif "array" in record:
+        of, found.unanswered = found.unanswered, None
+        if of is None:
+            raise ValueError(f"array {record['array']} has no points")
+        found.arrays.append(SentArray(job_id=record["array"], numbers=of.numbers, offset=of.offset, at=record["at"]))
+    elif "refused" in record:
+        of, found.unanswered = found.unanswered, None
+        if of is not None and found.since_cancel is not None:
+            found.since_cancel.difference_update(of.numbers)
+    else:
+        _read_decision(record, found)
+
+
+def _read_decision(record: Mapping[str, Any], found: _Found) -> None:
+    """Read what the user has decided on the sweep after it was submitted."""
+    if "cancelled" in record:
+        found.is_cancelled = bool(record["cancelled"])
+        if found.is_cancelled:
+            found.since_cancel = set()
+    elif "continued" in record:
+        found.is_cancelled = bool(record["is_cancelled"])
+        found.forgiven = {int(number): attempt for number, attempt in record["forgiven"].items()}
+        found.header = {**found.header, **record["limits"]}
+
+
+def record_cancelled(sweep: SweepDir) -> None:
+    """Record that the user has cancelled the sweep: no other point starts until the user continues it."""
+    append_json_line(sweep.ledger, {"cancelled": True, "at": time.time()})
+
+
+def record_continued(
+    sweep: SweepDir, *, is_cancelled: bool, forgiven: Mapping[int, int], limits: Mapping[str, int | None]
+) -> None:
+    """Record with what the user continues the sweep; `is_cancelled`: points that have not begun stay cancelled."""
+    record = {"is_cancelled": is_cancelled, "forgiven": dict(forgiven), "limits": dict(limits)}
+    append_json_line(sweep.ledger, {"continued": time.time(), **record})
+
+
+def load_base(sweep: SweepDir, *, is_patient: bool = False) -> Resolved:
+    """Return the configuration that all points share, as of the directory that the sweep is in now."""
+    from ddp_hpc.run.config import flat
+
+    spec = load_resolved(sweep.base, is_patient=is_patient)
+    spec = replace(spec, name=sweep.name, runs_dir=str(sweep.path.parent.absolute()))
+    return Resolved(spec, dict.fromkeys(flat(spec), f"sweep {sweep.name}"))

@@ -1,0 +1,57 @@
+"""Names that modules had before the wings, until 0.10: jobs that wait and jobs that run hold some, users' programs import some."""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import CodeType, ModuleType
+
+MOVED = {
+    "adapters": "train.adapters",  # users' programs
+    "errors": "base.errors",  # users' programs
+    "machine": "cluster.machine",  # agents that run
+    "node_checks": "cluster.node_checks",  # supervisors that run
+    "rendezvous": "cluster.rendezvous",  # supervisors that run
+    "script": "job.script",  # supervisors that run
+    "sweep": "launch.sweep",  # arrays that wait
+}
+"""Below `ddp_hpc`: old -> new, and who asks for the old name."""
+
+
+class Forward:
+    """Finds a module by its old name, and gives the one of the new name: for `import`, and for `python -m`.
+
+    Source: https://docs.python.org/3/reference/import.html#the-meta-path
+    """
+
+    def __init__(self, new: str) -> None:
+        self.new = new
+
+    @staticmethod
+    def find_spec(name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+        package, _, below = name.partition(".")
+        old, dot, rest = below.partition(".")
+        if package != "ddp_hpc" or old not in MOVED:
+            return None
+        from importlib.machinery import (
+            ModuleSpec,
+        )  # late, as all here: each command imports this module, and hardly one needs it
+
+        return ModuleSpec(name, Forward(f"ddp_hpc.{MOVED[old]}{dot}{rest}"))  # type: ignore[arg-type]
+
+    def create_module(self, _spec: ModuleSpec) -> None:
+        """Leave it to Python: `exec_module` puts the real one in its place."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        from importlib import import_module
+
+        sys.modules[module.__name__] = import_module(self.new)
+
+    def get_code(self, _name: str) -> CodeType | None:
+        from importlib.util import find_spec
+
+        found = find_spec(self.new)
+        return None if found is None else found.loader.get_code(self.new)  # type: ignore[union-attr]

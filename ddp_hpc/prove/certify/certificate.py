@@ -1,0 +1,373 @@
+"""The whole of a certification: undisturbed, then under each fault, compared and judged."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.prove.certify.baseline import Baseline
+from ddp_hpc.prove.certify.evidence import evidence_of
+from ddp_hpc.prove.certify.faults import FAULTS, Fault, Trigger, trigger_of
+from ddp_hpc.prove.certify.live_files import plain
+from ddp_hpc.prove.certify.output_lines import parse, scale_of
+from ddp_hpc.prove.certify.outside import STATE_SUFFIXES, command_in, named_paths, refuse_saved_states, strays
+from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord
+from ddp_hpc.prove.certify.sandbox import copy_of, files_in
+from ddp_hpc.prove.certify.saved_files import is_saved_state
+from ddp_hpc.prove.certify.source_reading import facts_of, sources_of
+from ddp_hpc.prove.certify.trial import Order, Place, Trial
+from ddp_hpc.prove.certify.verdicts import Finding, are_good, judge, needs_second_run
+from ddp_hpc.run.spec.script import program_of
+
+RANKS = 2
+"""How many ranks run, where the settings do not say: what ranks must agree on needs two."""
+HIDDEN = "..."
+CERTIFICATE = "certificate.json"
+"""In the directory of the runs: the result, as `--json` prints it."""
+JOB = "job"
+"""Where it runs in a job: the directory of that job, beside those of the runs."""
+SILENCES = 3.0
+"""A silence of this many times the longest one of the undisturbed run does not count as a hang yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One certification, as the user asks for it."""
+
+    command: Sequence[str]
+    settings: Sequence[str]
+    faults: Sequence[str]
+    work_dir: Path
+    folder: Path
+    """Where its runs take place."""
+    left_out: tuple[Path, ...] = ()
+    """What is not copied: the directory of the runs, and those of earlier certifications."""
+    may_change: tuple[Path, ...] = ()
+    """What others change, or the script may: it is not watched."""
+    seed: int
+    patience_s: float
+    is_kept: bool = False
+    """Whether the directories of runs without a complaint stay."""
+
+
+@dataclass(kw_only=True)
+class Certificate:
+    """The result; the fields are keys of `certify --json`."""
+
+    command: list[str]
+    seed: int
+    folder: str
+    seconds: float = 0.0
+    """Of the undisturbed run."""
+    unit: str = ""
+    """What its output counts: `step` or `epoch`."""
+    num_positions: int = 0
+    saves: list[str] = field(default_factory=list)
+    """The saved states that it writes, each once."""
+    final_files: list[str] = field(default_factory=list)
+    is_deterministic: bool | None = None
+    notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether at least one fault was tried, and it came back from every one."""
+        return are_good(self.findings)
+
+
+def certify(
+    plan: Plan,
+    environ: Mapping[str, str],
+    say: Callable[[str], None],
+    on_finding: Callable[[Finding], None] = lambda _: None,
+) -> Certificate:
+    """Run the script undisturbed and under each fault; return the verdicts.
+
+    Raises:
+        ConfigError: where the script does not finish undisturbed, or writes its results outside of its directory.
+    """
+    certification = _Certification(plan, environ, say)
+    certificate = certification.begin()
+    if certificate.findings:  # it hangs undisturbed
+        on_finding(certificate.findings[0])
+        return certificate
+    say(time_needed(certificate.seconds, len(plan.faults)))
+    dice = random.Random(plan.seed)
+    for name in plan.faults:
+        finding = certification.try_fault(name, dice)
+        certificate.findings.append(finding)
+        on_finding(finding)
+    certificate.is_deterministic = certification.baseline.is_deterministic
+    if certificate.is_good:
+        certification.remove_copies()
+    return certificate
+
+
+@dataclass
+class _Certification:
+    plan: Plan
+    environ: Mapping[str, str]
+    say: Callable[[str], None]
+    baseline: Baseline = field(init=False)
+    _left_out: set[Path] = field(default_factory=set)
+    _names: set[str] = field(default_factory=set)
+    """Of the directories of its runs."""
+    _save_names: frozenset[str] = frozenset()
+    _command: Sequence[str] = ()
+    _outside: tuple[Path, ...] = ()
+    _patience_s: float = 0.0
+    _printing_rank: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def begin(self) -> Certificate:
+        """Run the script undisturbed; return what it does."""
+        plan = self.plan
+        self._left_out, self._patience_s = {*plan.left_out, plan.folder}, plan.patience_s
+        self._command = command_in(plan.work_dir, plan.command)
+        program = program_of(self._command)
+        source = facts_of(sources_of(program, plan.work_dir))
+        variables = [one for one in plan.settings if one.startswith("env.")]
+        self._outside = self._watched(named_paths((*self._command[1:], *variables), source.absolute_paths))
+        refuse_saved_states(self._outside, apart_from=self._of_other_runs)
+        self.say("running the script undisturbed")
+        record = self._undisturbed("undisturbed")
+        self.baseline = Baseline(record=record, source=source)
+        self._patience_s = max(plan.patience_s, SILENCES * record.longest_silence_s)
+        attempt = self.baseline.attempt
+        saves = list(dict.fromkeys(one.path for one in attempt.saves))
+        scale = self.baseline.scale
+        certificate = Certificate(
+            command=shown(plan.command),
+            seed=plan.seed,
+            folder=str(plan.folder),
+            seconds=round(record.seconds, 1),
+            unit=scale.unit,
+            num_positions=len({scale.position(line) for line in attempt.lines} - {None}),
+            saves=saves,
+            final_files=sorted(record.final),
+            notes=self.notes,
+        )
+        self._note_limits(certificate, attempt)
+        if record.outcome == "hung":
+            fault = Fault(description="no fault", action="stop", moment="stop")
+            certificate.findings.append(judge("undisturbed", evidence_of(fault, record, self.baseline), self.baseline))
+        return certificate
+
+    def _watched(self, paths: Sequence[Path]) -> tuple[Path, ...]:
+        return tuple(path for path in paths if not any(path.is_relative_to(one) for one in self.plan.may_change))
+
+    @property
+    def _of_other_runs(self) -> tuple[Path, ...]:
+        """Directories that certify, other runs and, as the user says, others write to, also where a path that the script names contains them."""
+        ours = (*self.plan.left_out, self.plan.folder, *self.plan.may_change)
+        return tuple(one for one in ours if not self.plan.work_dir.is_relative_to(one))
+
+    def _note_limits(self, certificate: Certificate, attempt: AttemptRecord) -> None:
+        if not certificate.unit:
+            self.notes.append(
+                "no line of the script's output names a step or an epoch, so the amount of repeated work is not known"
+            )
+        if not certificate.saves:
+            self.notes.append(
+                "certify found no saved state among the files that the script writes; if the script saves its state, name the files with `script.progress=PATTERN`"
+            )
+        if attempt.left_behind:
+            named = "; ".join(one[:80] for one in attempt.left_behind[:3])
+            self.notes.append(f"the script left processes running when it ended, and certify killed them: {named}")
+        if attempt.num_ranks < 2:
+            self.notes.append(
+                "the script ran with one rank, so whether ranks agree was not tested; to test it: `resources.workers_per_node=2`"
+            )
+
+    def _undisturbed(self, name: str) -> RunRecord:
+        trial, record = self._trial(name)
+        if record.outcome == "hung":
+            return record
+        if record.outcome != "finished":
+            last = record.attempts[-1]
+            text = next(iter(last.failed_ranks.values()), "") or last.reason or record.outcome
+            raise ConfigError(
+                f"The script does not finish without a fault, so certify tried no fault: {text.strip()[-600:].rstrip('.')}. "
+                f"{hint_on(text, self.plan.work_dir)}Read {trial.place.runs_dir}."
+            )
+        rank = _printing_rank(record.attempts[-1])
+        if rank and not self._printing_rank:
+            self._printing_rank = rank
+            self.notes.append(
+                f"rank {rank} prints the training's step, and rank zero does not, so certify reads that rank's lines"
+            )
+            self.say(
+                f"rank {rank} prints the training's step, and rank zero does not; certify runs the script again to read that rank's lines"
+            )
+            return self._undisturbed(f"{name}-of-rank-{rank}")
+        known = {plain(Path(path).name) for path, contents in record.final.items() if contents.kind == "text"}
+        self._save_names = frozenset(trial.begun_names - known) if record.attempts[-1].saves else frozenset()
+        return record
+
+    def try_fault(self, name: str, dice: random.Random) -> Finding:
+        """Run the script under one fault; return the verdict."""
+        fault = FAULTS[name]
+        trigger = trigger_of(fault, self.baseline.record, dice)
+        if isinstance(trigger, str):
+            return Finding(
+                fault=name, description=fault.description, verdict="not tried", words=f"not tried: {trigger}"
+            )
+        self.say(f"{name}: {fault.description}")
+        trial, record = self._trial(name, fault, trigger)
+        evidence = evidence_of(fault, record, self.baseline)
+        if self.baseline.second is None and needs_second_run(evidence):
+            self.say(
+                "its result differs; certify runs the script undisturbed once more, to see whether its result is always the same"
+            )
+            self.baseline = replace(self.baseline, second=self._undisturbed("undisturbed-2"))
+        evidence = evidence_of(fault, record, self.baseline)
+        finding = judge(name, evidence, self.baseline)
+        finding.run = str(trial.place.run.path)
+        if finding.is_good and not self.plan.is_kept:
+            shutil.rmtree(trial.place.work_dir.parent, ignore_errors=True)
+        return finding
+
+    def remove_copies(self) -> None:
+        """Remove the copies of the undisturbed runs, too, as nothing is left to compare."""
+        for name in self._names if not self.plan.is_kept else ():
+            shutil.rmtree(self.plan.folder / name, ignore_errors=True)
+
+    def _trial(self, name: str, fault: Fault | None = None, trigger: Trigger | None = None) -> tuple[Trial, RunRecord]:
+        # A directory of its own around the copy: what the script writes to `../out` belongs to this run alone, and is seen.
+        parent = self.plan.folder / name
+        self._names.add(name)
+        place = Place(work_dir=parent / "work", runs_dir=self.plan.folder / "runs", name=name)
+        linked = copy_of(self.plan.work_dir, place.work_dir, left_out=self._left_out)
+        place.runs_dir.mkdir(parents=True, exist_ok=True)
+        before = files_in(place.work_dir)
+        trial = Trial(place, self._order(fault, trigger, linked))
+        record = trial.run()
+        self._refuse_outputs_elsewhere(place, record)
+        old = [] if fault else earlier_states(before, place.work_dir, record)
+        if old and not self._left_out.issuperset(self.plan.work_dir / path for path in old):
+            self._left_out.update(self.plan.work_dir / path for path in old)
+            self.notes.append(
+                f"{', '.join(old)} of an earlier run is left out of the copies, so that each run starts from scratch"
+            )
+            self.say(f"{old[0]} exists from an earlier run; certify runs the script again without it")
+            return self._trial(f"{name}-anew")
+        return trial, record
+
+    def _refuse_outputs_elsewhere(self, place: Place, record: RunRecord) -> None:
+        if record.outside:
+            raise ConfigError(
+                f"The script wrote {record.outside[0]}, which is outside of its working directory, so certify has ended it: the runs would "
+                "overwrite each other's results, and yours. Give it a relative path for its output, below the working directory and not "
+                "below a link to a directory elsewhere. If it is a cache, or another program has written there: `--may-change "
+                f"{Path(record.outside[0]).parent}`."
+            )
+        folder = place.work_dir.parent
+        beside = [
+            *strays(folder, {place.work_dir.name}),
+            *strays(self.plan.folder, {JOB, place.runs_dir.name, *self._names}),
+        ]
+        if beside:
+            raise ConfigError(
+                f"The script wrote `{os.path.relpath(beside[0], place.work_dir)}`, beside its working directory and not below it. Certify the script from the "
+                f"directory above: `cd ..`, then `ddp-hpc certify -- python {self.plan.work_dir.name}/...`. Or give it a path below the "
+                "working directory for its output."
+            )
+
+    def _order(self, fault: Fault | None, trigger: Trigger | None, linked: Sequence[Path]) -> Order:
+        mine = {
+            "script.stop_within_s": str(int(3 * self._patience_s) + 1),
+            "script.stop_signal": fault.stop_signal if fault else "TERM",
+        }
+        user = {setting.partition("=")[0]: setting.partition("=")[2] for setting in self.plan.settings}
+        if "script.stop_within_s" in user:
+            del mine["script.stop_within_s"]
+        others = [
+            f"{key}={value}" for key, value in user.items() if key not in {"name", "runs_dir", "script.stop_signal"}
+        ]
+        outside = (*self._outside, *self._watched(linked))
+        return Order(
+            command=self._command,
+            settings=[*others, *ranks_of(others), *(f"{key}={value}" for key, value in mine.items())],
+            patience_s=self._patience_s,
+            environ=self.environ,
+            fault=fault,
+            trigger=trigger,
+            save_names=self._save_names,
+            printing_rank=self._printing_rank,
+            progress=user.get("script.progress"),
+            outside=outside,
+            apart_from=tuple(
+                one for one in self._of_other_runs if not any(path.is_relative_to(one) for path in outside)
+            ),
+        )
+
+
+def ranks_of(settings: Sequence[str]) -> list[str]:
+    """Return the setting of how many ranks run, where the user's settings do not say it."""
+    keys = {setting.partition("=")[0] for setting in settings}
+    says = {"resources", "resources.workers_per_node", "resources.gpus_per_node"}
+    return [] if keys & says else [f"resources.workers_per_node={RANKS}"]
+
+
+def _printing_rank(attempt: AttemptRecord) -> int:
+    """Return the rank whose lines say where the training is: rank zero, if its lines do or none do."""
+    if scale_of(attempt.lines).unit:
+        return 0
+    for rank, log in sorted(attempt.logs.items()):
+        if scale_of(map(parse, log.splitlines())).unit:
+            return rank
+    return 0
+
+
+def time_needed(seconds: float, num_faults: int) -> str:
+    """Return how long the faults will take, by the time that the undisturbed run took."""
+    minutes = max(1, round(seconds * (num_faults + 2) / 60))  # what a fault has undone is done again
+    span = f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes} min"
+    advice = " A shorter training, or fewer faults (`--faults`), shows the same sooner" if minutes >= 30 else ""
+    return f"undisturbed, it took {seconds:.0f} s; {num_faults} faults take about {span}.{advice}".rstrip(".")
+
+
+def hint_on(error: str, work_dir: Path) -> str:
+    """Return what to do about an error that the script has in a run of certify only; empty for others."""
+    if "EOF when reading a line" in error:
+        return "The script asks for input, but a job of a cluster has no terminal: give it its input by an option. "
+    if "No such file" in error:
+        return (
+            f"Its runs have a copy of {work_dir} alone, and nothing that lies beside it (`../data`): if a file there is missing, "
+            "certify the script from the directory above. "
+        )
+    return ""
+
+
+def shown(command: Sequence[str]) -> list[str]:
+    """Return a command as it may stand in a report: without the values of options that are named as secrets are."""
+    shown, is_secret = [], False
+    for word in command:
+        option, sign, value = word.partition("=")
+        key = option.lstrip("-")
+        if is_secret and not word.startswith("-"):
+            shown.append(HIDDEN)
+        else:
+            shown.append(f"{option}={HIDDEN}" if sign and not is_key_shown(key, value) else word)
+        is_secret = word.startswith("-") and not sign and not is_key_shown(key, "any text")
+    return shown
+
+
+def earlier_states(before: Mapping[str, tuple[int, int]], work_dir: Path, record: RunRecord) -> list[str]:
+    """Return saved states of an earlier run: this run has changed or deleted them, or saves under names of their kind.
+
+    Where it finished and saved nothing, an earlier run has finished already, and those that it read are such states.
+    """
+    after = files_in(work_dir)
+    saves = {path for attempt in record.attempts for path in (one.path for one in attempt.saves)}
+    if not saves and record.outcome == "finished":
+        saves = {one for attempt in record.attempts for one in attempt.reads if Path(one).suffix in STATE_SUFFIXES}
+    kinds = {plain(path) for path in saves}
+    states = [path for path in before if is_saved_state(Path(path))]
+    return sorted(path for path in states if after.get(path) != before[path] or plain(path) in kinds)

@@ -1,0 +1,112 @@
+"""The table of faults: what is done to the script's processes, and at which moment of its run. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddp_hpc.prove.certify.output_lines import Line
+from ddp_hpc.prove.certify.records import RunRecord, Save
+
+Action = Literal["stop", "stop everything", "kill a rank", "kill all"]
+Moment = Literal["stop", "first steps", "in a save", "after a save", "in evaluation", "random"]
+EARLIEST, LATEST = 0.25, 0.6
+"""The part of the output in which a stop signal is sent: late enough to have saved, early enough to see whether it stops."""
+FIRST_LINES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One kind of fault."""
+
+    description: str
+    action: Action
+    moment: Moment
+    stop_signal: str = "TERM"
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether the script is asked to stop, and so can lose nothing."""
+        return self.action in {"stop", "stop everything"}
+
+
+FAULTS: Mapping[str, Fault] = {
+    "term": Fault(
+        description="SIGTERM to the ranks, one after another", action="stop", moment="stop", stop_signal="TERM"
+    ),
+    "usr2": Fault(
+        description="SIGUSR2 to the ranks, one after another", action="stop", moment="stop", stop_signal="USR2"
+    ),
+    "preempt": Fault(
+        description="SIGTERM to every process, loaders included, as Slurm preempts",
+        action="stop everything",
+        moment="stop",
+    ),
+    "kill-first-steps": Fault(
+        description="a rank is killed in the first steps", action="kill a rank", moment="first steps"
+    ),
+    "kill-in-save": Fault(description="all are killed while a file is saved", action="kill all", moment="in a save"),
+    "kill-after-save": Fault(description="all are killed right after a save", action="kill all", moment="after a save"),
+    "kill-in-evaluation": Fault(
+        description="a rank is killed in an evaluation", action="kill a rank", moment="in evaluation"
+    ),
+    "kill-at-random": Fault(description="all are killed at a random moment", action="kill all", moment="random"),
+}
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """The moment of a fault."""
+
+    kind: Literal["line", "save begun", "save done"]
+    number: int
+    """Of the line that rank zero has printed, or of the save, counted from 1."""
+    then_s: float = 0.0
+    """How long after that."""
+
+
+def trigger_of(fault: Fault, undisturbed: RunRecord, dice: random.Random) -> Trigger | str:
+    """Return the moment of a fault; or, as text, why the run has no such moment."""
+    lines, saves = undisturbed.attempts[-1].lines, undisturbed.attempts[-1].saves
+    if fault.moment in {"in a save", "after a save"}:
+        return _at_save(fault, saves)
+    if not lines:
+        return Trigger("line", 0, undisturbed.attempts[-1].script_s * dice.uniform(EARLIEST, LATEST))
+    if fault.moment == "first steps":
+        return Trigger("line", min(FIRST_LINES, len(lines)), 0.0)
+    if fault.moment == "in evaluation":
+        return _in_evaluation(lines, dice)
+    number = _number(fault, lines, saves, dice)
+    return Trigger("line", number, _gap(lines, number) * dice.random())
+
+
+def _at_save(fault: Fault, saves: Sequence[Save]) -> Trigger | str:
+    if not saves:
+        return "certify recognised no saved state among the script's files; name them with `script.progress=PATTERN`"
+    if fault.moment == "after a save":  # late, so that there are several files to choose from, but before the end
+        return Trigger("save done", max(1, len(saves) - 2))
+    return Trigger("save begun", len(saves) // 2 + 1)
+
+
+def _number(fault: Fault, lines: Sequence[Line], saves: Sequence[Save], dice: random.Random) -> int:
+    last = max(1, len(lines) - 1)
+    if fault.moment == "random":
+        return dice.randint(1, last)
+    first = max(int(EARLIEST * len(lines)), saves[0].num_lines + 1 if saves else 1)
+    return min(last, dice.randint(first, max(first, int(LATEST * len(lines)))))
+
+
+def _in_evaluation(lines: Sequence[Line], dice: random.Random) -> Trigger | str:
+    """Return a moment between a line and the next one, where the next one prints the result of an evaluation."""
+    found = [number for number, line in enumerate(lines) if number and line.is_evaluation]
+    if not found:
+        return "no line of the script's output names an evaluation, so certify does not know when one runs"
+    number = found[len(found) // 2]
+    return Trigger("line", number, _gap(lines, number) * dice.uniform(0.2, 0.8))
+
+
+def _gap(lines: Sequence[Line], number: int) -> float:
+    """Return the time between a line, counted from 1, and the next one, in seconds."""
+    return max(0.0, lines[number].at - lines[number - 1].at) if 0 < number < len(lines) else 0.0

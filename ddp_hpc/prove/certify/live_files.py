@@ -1,0 +1,84 @@
+"""What a run does to the files of its copy, as it happens: which saved states it begins, ends and reads."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddp_hpc.prove.certify.file_events import FileEvent
+from ddp_hpc.prove.certify.sandbox import files_in
+from ddp_hpc.prove.certify.saved_files import is_half_written, is_saved_state
+
+
+def plain(name: str) -> str:
+    """Return a file's name without what changes from save to save: `epoch_#.pt`."""
+    return re.sub(r"[0-9]+", "#", name)
+
+
+@dataclass
+class LiveFiles:
+    """The files of one attempt."""
+
+    root: Path
+    """The copy of the user's working directory."""
+    save_names: AbstractSet[str] = frozenset()
+    """Names of files that belong to a save, `plain`, as the undisturbed run showed."""
+    pattern: str | None = None
+    """The user's own pattern of saved files."""
+    num_begun: int = 0
+    """How many files of saves were begun."""
+    num_done: int = 0
+    """How many saved states were written to their ends."""
+    reads: list[str] = field(default_factory=list)
+    """Saved states that were read before the first position was printed."""
+    being_written: set[Path] = field(default_factory=set)
+    begun_names: set[str] = field(default_factory=set)
+    """Of all files that were begun, `plain`."""
+
+    def note(self, event: FileEvent, has_position: Callable[[], bool]) -> bool:
+        """Note a file's event; return whether a saved state was written to its end.
+
+        `has_position` tells whether the script has said where the training is: what it reads later, it does not resume from.
+        """
+        is_save = self.is_of_save(event.path)
+        if event.kind == "read" and is_save and not has_position():
+            self.reads.append(self.relative(event.path))
+        if event.kind == "begun":
+            self.begun_names.add(plain(event.path.name))
+            if is_save and event.path not in self.being_written:
+                self.being_written.add(event.path)
+                self.num_begun += 1
+        elif event.kind in {"done", "named"}:
+            self.being_written.discard(event.path)
+            if self.is_state(event.path):
+                self.num_done += 1
+                return True
+        return False
+
+    def is_state(self, path: Path) -> bool:
+        """Tell by its name whether a file is a saved state."""
+        if self.pattern is not None:
+            relative = self.relative(path)
+            return fnmatch.fnmatch(relative, self.pattern) or fnmatch.fnmatch(relative, f"{self.pattern}/*")
+        return is_saved_state(path)
+
+    def is_of_save(self, path: Path) -> bool:
+        """Tell by its name whether a file is a saved state, or one that is renamed to it when it is whole."""
+        if self.is_state(path) or any(is_saved_state(Path(f"x{suffix}")) for suffix in path.suffixes):
+            return True
+        return plain(path.name) in self.save_names
+
+    def relative(self, path: Path) -> str:
+        """Return a file's path below the copy."""
+        return path.relative_to(self.root).as_posix()
+
+    def states_now(self) -> tuple[tuple[str, ...], list[str]]:
+        """Return the files of saves that end before their end, and the saved states that are whole, the oldest first."""
+        found = sorted(files_in(self.root).items(), key=lambda item: item[1][1])
+        paths = [path for path, _ in found if self.is_of_save(self.root / path)]
+        half = tuple(path for path in paths if is_half_written(self.root / path))
+        return half, [path for path in paths if path not in half and self.is_state(self.root / path)]

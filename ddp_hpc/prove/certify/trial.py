@@ -1,0 +1,374 @@
+"""One run of the script, watched: started as a user starts it, struck by a fault, and started again until it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from ddp_hpc.base import processes
+from ddp_hpc.prove.certify.faults import Action, Fault, Trigger
+from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents
+from ddp_hpc.prove.certify.live_files import LiveFiles
+from ddp_hpc.prove.certify.live_output import LiveOutput
+from ddp_hpc.prove.certify.live_processes import MARK, VANISH_S, LiveProcesses, end_all_below, end_survivors
+from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, Save, SignalAction, Strike
+from ddp_hpc.prove.certify.sandbox import LEFT_OUT, files_in
+from ddp_hpc.prove.certify.saved_files import Contents, read
+from ddp_hpc.run.run_dir.failure_reports import read_failures
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import ask_to_stop
+
+TICK_S = 0.01
+LOOK_S = 0.2
+"""How often to look for the processes, before the fault."""
+MOST_ATTEMPTS = 5
+MOST_VAIN = 2
+"""How many attempts in a row may fail without a fault, before the script does not come back."""
+MOST_STRIKES = 3
+"""How often all is killed until a save was hit in its middle."""
+STACKS_S = 3.0
+"""How long the ranks get to write their stacks."""
+_TAIL = 60_000
+_ABORTED = "Fatal Python error: Aborted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one run takes place."""
+
+    work_dir: Path
+    """Its own copy of the user's working directory."""
+    runs_dir: Path
+    name: str
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.runs_dir / self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What to run."""
+
+    command: Sequence[str]
+    settings: Sequence[str]
+    patience_s: float
+    environ: Mapping[str, str]
+    fault: Fault | None = None
+    trigger: Trigger | None = None
+    save_names: frozenset[str] = frozenset()
+    """Names of files that belong to a save, `plain`, as the undisturbed run showed."""
+    progress: str | None = None
+    """The user's own pattern of saved files."""
+    printing_rank: int = 0
+    """Whose lines say where the training is."""
+    outside: tuple[Path, ...] = ()
+    """Paths outside of the copy that the script must not change: its command, its source or a link in the copy names them."""
+    apart_from: tuple[Path, ...] = ()
+    """Directories below these paths that others change."""
+
+
+def _folder_of(path: Path) -> Path:
+    """Return the directory to watch for what is written at or below a path: itself, or the nearest one that there is."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+@dataclass
+class Trial:
+    """One run."""
+
+    place: Place
+    order: Order
+    began: float = field(default_factory=time.monotonic)
+    strike: Strike | None = None
+    """The newest."""
+    begun_names: set[str] = field(default_factory=set)
+    """Of all files that were begun, `plain`."""
+    _num_strikes: int = 0
+    _outside: set[str] = field(default_factory=set)
+    _looked_at: float = 0.0
+    _longest_silence_s: float = 0.0
+
+    def run(self) -> RunRecord:
+        """Run the script to its end; return what was seen."""
+        before = files_in(self.place.work_dir)
+        attempts: list[AttemptRecord] = []
+        stacks: Mapping[int, str] = {}
+        outcome: Literal["finished", "failed", "hung", "untouched"] = "failed"
+        num_vain = 0
+        self._events = FileEvents(self.place.work_dir, skipped=LEFT_OUT)
+        outside = self.order.outside
+        folders = sorted({_folder_of(path) for path in outside})
+        self._outer = FileEvents(*folders, skipped=LEFT_OUT, only=outside, apart_from=self.order.apart_from)
+        try:
+            while len(attempts) < MOST_ATTEMPTS:
+                attempt, stacks = self._attempt(len(attempts))
+                attempts.append(attempt)
+                is_struck = self.strike is not None and self.strike.attempt == len(attempts) - 1
+                num_vain = 0 if is_struck or attempt.ending == "stopped" else num_vain + 1
+                is_over = attempt.ending in {"finished", "hung", "refused", ""} or num_vain >= MOST_VAIN
+                if is_over or self.strike is None or self._outside:
+                    outcome = "finished" if attempt.ending == "finished" else "failed"
+                    break
+        finally:
+            self._events.close()
+            self._outer.close()
+        if self.order.trigger is not None and self.strike is None and outcome == "finished":
+            outcome = "untouched"
+        elif outcome != "finished":
+            outcome = "hung" if stacks else "failed"
+        return RunRecord(
+            outcome=outcome,
+            attempts=tuple(attempts),
+            strike=self.strike,
+            final=self._final(before),
+            stacks=stacks,
+            seconds=time.monotonic() - self.began,
+            longest_silence_s=self._longest_silence_s,
+            outside=tuple(sorted(self._outside)),
+        )
+
+    def _final(self, before: Mapping[str, tuple[int, int]]) -> dict[str, Contents]:
+        after = files_in(self.place.work_dir)
+        return {path: read(self.place.work_dir / path) for path, look in after.items() if before.get(path) != look}
+
+    # --- one attempt -----------------------------------------------------------------------------------------------
+
+    def _attempt(self, number: int) -> tuple[AttemptRecord, Mapping[int, str]]:
+        self._number = number
+        self._output = LiveOutput(self.place.run.rank_log(number, self.order.printing_rank), self.began)
+        self._files = LiveFiles(self.place.work_dir, self.order.save_names, self.order.progress)
+        self._processes = LiveProcesses(self.place.run)
+        self._saves: list[Save] = []
+        self._due_at: float | None = None
+        self._has_struck = False
+        self._alive_at = time.monotonic()
+        said = self.place.runs_dir / f"{self.place.name}.submit.txt"
+        stacks: Mapping[int, str] = {}
+        with said.open("ab") as file:
+            # In a session of its own: Ctrl-C on the terminal interrupts this process alone, which then ends the run.
+            submitted = subprocess.Popen(
+                self._argv(),
+                cwd=self.place.work_dir,
+                env={**self.order.environ, "PYTHONFAULTHANDLER": "1", MARK: str(self.place.run.path)},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=partial(processes.terminate_with_parent, os.getpid()),  # noqa: PLW1509  there are no threads here
+            )
+            try:
+                while submitted.poll() is None and not self._outside:
+                    self._tick()
+                    if self._is_silent():
+                        stacks = self._ask_for_stacks()
+                        self._cancel()
+                        with suppress(subprocess.TimeoutExpired):
+                            submitted.wait(VANISH_S)
+                        break
+            finally:
+                self._end(submitted)
+        self._tick()
+        if self._has_struck and self.strike is not None:
+            self.strike = self._with_states(self.strike)
+        self.begun_names |= self._files.begun_names
+        return self._record(said, is_hung=bool(stacks)), stacks
+
+    def _argv(self) -> list[str]:
+        where = ["--cluster=local", "--wait"]  # also in a job: this process watches the files of its own node
+        keys = [*self.order.settings, f"name={self.place.name}", f"runs_dir={self.place.runs_dir}"]
+        return [sys.executable, "-m", "ddp_hpc", "submit", *where, *keys, "--", *self.order.command]
+
+    def _tick(self) -> None:
+        for event in self._events.wait(TICK_S):
+            self._note(event)
+        self._read_output()
+        self._outside.update(str(event.path) for event in self._outer.wait(0.0))
+        now = time.monotonic()
+        if now - self._looked_at > LOOK_S and not (self._has_struck and self._processes.scripts):
+            self._looked_at = now
+            self._processes.find()
+        if self._is_due():
+            self._strike()
+
+    def _note(self, event: FileEvent) -> None:
+        """Take a file's event; strike at once where the fault waits for it."""
+        if event.kind != "read":
+            self._alive_at = time.monotonic()
+        if self._files.note(event, self._output.has_position):
+            self._saves.append(self._save(event.path, in_place=event.kind == "done"))
+        if self._is_due():
+            self._strike()
+
+    def _save(self, path: Path, *, in_place: bool) -> Save:
+        contents = None
+        if self.order.fault is None:  # the undisturbed run: what it has saved is what others are compared with
+            with suppress(OSError):
+                contents = read(path)
+        at = time.monotonic() - self.began
+        self._read_output()
+        return Save(
+            path=self._files.relative(path),
+            num_lines=len(self._output.lines),
+            at=at,
+            contents=contents,
+            in_place=in_place,
+        )
+
+    def _read_output(self) -> None:
+        has_begun = bool(self._output.lines)
+        if self._output.read():
+            now = time.monotonic()
+            if has_begun:
+                self._longest_silence_s = max(self._longest_silence_s, now - self._alive_at)
+            self._alive_at = now
+
+    def _is_silent(self) -> bool:
+        """Tell whether the run has printed nothing, written nothing and computed nothing for too long."""
+        if self._processes.have_computed():
+            self._alive_at = time.monotonic()
+        return time.monotonic() - self._alive_at > self.order.patience_s
+
+    # --- the fault -------------------------------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        """Tell whether the moment of the fault has come."""
+        trigger = self.order.trigger
+        if trigger is None or self._has_struck or not self._may_strike or not self._processes.scripts:
+            return False
+        if self._due_at is None:
+            counts = {
+                "line": len(self._output.lines),
+                "save begun": self._files.num_begun,
+                "save done": self._files.num_done,
+            }
+            needed = trigger.number if self._num_strikes == 0 else 1
+            if counts[trigger.kind] < needed:
+                return False
+            self._due_at = time.monotonic() + trigger.then_s
+        return time.monotonic() >= self._due_at
+
+    @property
+    def _may_strike(self) -> bool:
+        """Whether the fault has not come yet; a kill within a save also comes again, where no save was hit."""
+        if self.strike is None:
+            return True
+        fault = self.order.fault
+        in_save = fault is not None and fault.moment == "in a save"
+        return in_save and not self.strike.was_in_save and self._num_strikes < MOST_STRIKES
+
+    def _strike(self) -> None:
+        fault = self.order.fault
+        if fault is None:
+            return
+        self._has_struck = True
+        self._num_strikes += 1
+        action: SignalAction = ""
+        if fault.is_stop:
+            action = self._processes.action_of(fault.stop_signal)
+        _ACTIONS[fault.action](self._processes, self._output)
+        if fault.is_stop:
+            ask_to_stop(self.place.run)
+        self.strike = Strike(
+            attempt=self._number,
+            description=fault.description,
+            at_line=len(self._output.lines),
+            at=time.monotonic() - self.began,
+            signal_action=action,
+        )
+
+    def _with_states(self, strike: Strike) -> Strike:
+        """Add what the saved files were when all processes of the attempt had gone."""
+        half, whole = self._files.states_now()
+        contents = {path: read(self.place.work_dir / path) for path in whole}
+        for event in self._events.wait(0.0):
+            if event.kind != "read":  # this process has read them
+                self._note(event)
+        was_in_save = bool(half or self._files.being_written)
+        return replace(strike, half_written=half, present=tuple(whole), contents=contents, was_in_save=was_in_save)
+
+    # --- the end of an attempt -------------------------------------------------------------------------------------
+
+    def _record(self, said: Path, *, is_hung: bool) -> AttemptRecord:
+        run = self.place.run
+        entry = next((one for one in Ledger.read(run).attempts if one.attempt == self._number), None)
+        logs = {}
+        for path in run.attempt_logs(self._number).glob("rank-*.log"):
+            rank = int(path.stem.partition("-")[2])
+            logs[rank] = path.read_bytes()[-_TAIL:].decode("utf-8", errors="replace")
+        failures = read_failures(run, self._number)
+        text = said.read_text(encoding="utf-8", errors="replace").strip()
+        ending = "" if entry is None or entry.ending is None else str(entry.ending)
+        since = self._processes.scripts_since
+        return AttemptRecord(
+            ending="hung" if is_hung else ending,
+            reason=text[-2000:] if entry is None else entry.reason,
+            lines=tuple(self._output.lines),
+            logs=logs,
+            failed_ranks={one.rank: one.exception for one in failures},
+            lost_ranks=frozenset(one.rank for one in failures if one.is_secondary),
+            reads=tuple(dict.fromkeys(self._files.reads)),
+            saves=tuple(self._saves),
+            num_ranks=len(logs),
+            left_behind=tuple(self._left_behind),
+            script_s=0.0 if since is None else time.monotonic() - since,
+        )
+
+    def _ask_for_stacks(self) -> Mapping[int, str]:
+        """Have each rank print its Python stack, which ends it; return what they printed."""
+        self._processes.find()
+        self._processes.abort_scripts()
+        deadline = time.monotonic() + STACKS_S
+        stacks: dict[int, str] = {}
+        while time.monotonic() < deadline and len(stacks) < max(1, len(self._processes.scripts)):
+            time.sleep(0.1)
+            for path in self.place.run.attempt_logs(self._number).glob("rank-*.log"):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                _, _, stack = text.rpartition(_ABORTED)
+                if stack and stack != text:
+                    stacks[int(path.stem.partition("-")[2])] = stack
+        return stacks or {-1: "no stack could be read"}
+
+    def _end(self, submitted: subprocess.Popen[bytes]) -> None:
+        """Leave no process of the run behind, however this attempt ends; most have ended already."""
+        # Not by `cancel` alone: it finds no run before the supervisor has taken the lock.
+        if submitted.poll() is None:
+            end_all_below(submitted.pid)
+            submitted.wait()
+        self._cancel()
+        self._left_behind = end_survivors(self.place.run)
+
+    def _cancel(self) -> None:
+        run = self.place.run
+        newest = Ledger.read(run).newest
+        if newest is not None and newest.is_last:
+            return
+        with suppress(OSError):  # a file system without locks
+            if not processes.is_locked(run.lock):
+                return
+        argv = [sys.executable, "-m", "ddp_hpc", "cancel", str(run.path)]
+        subprocess.run(
+            argv,
+            env=dict(self.order.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            start_new_session=True,
+        )
+
+
+_ACTIONS: Mapping[Action, Callable[[LiveProcesses, LiveOutput], None]] = {
+    "stop": lambda live, output: live.ask_to_stop(output.step_s()),
+    "stop everything": lambda live, _: live.terminate_everything(),
+    "kill a rank": lambda live, _: live.kill_a_rank(),
+    "kill all": lambda live, _: live.kill_all(),
+}

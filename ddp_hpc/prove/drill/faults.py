@@ -1,0 +1,161 @@
+"""The table of faults: what each does, who can cause it, and what it may cost."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.slurm import client
+from ddp_hpc.cluster.slurm.answers import read_answers
+from ddp_hpc.prove.drill.injector import INJECTOR
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
+from ddp_hpc.run.spec import RunSpec
+
+DISK_PATIENCE_S = 60.0
+"""How long to wait until a save of the run fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A running run, and the node on which the fault is injected."""
+
+    run: RunDir
+    spec: RunSpec
+    job_id: str
+    nodes: Sequence[str]
+    """The batch host first."""
+    node: str
+    """The one of them on which the fault is injected."""
+    signal: str
+    """The signal that `preempt` sends (`TERM`, `USR2`)."""
+    environ: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Injection:
+    """A fault that was injected."""
+
+    description: str
+    at: float | None = None
+    """When, in seconds since the epoch; None if only the run's last step tells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One kind of fault."""
+
+    description: str
+    inject: Callable[[Target], Injection] | None = None
+    """Injects the fault with a user's permissions; None if that takes an administrator."""
+    by_hand: str = ""
+    """What to ask an administrator to do (`--by-hand`); empty if nobody needs to do anything."""
+    settings: tuple[str, ...] = ()
+    """Settings of the run with the fault."""
+    train_settings: tuple[str, ...] = ()
+    """Settings of both runs."""
+    is_graceful: bool = False
+    """Whether the run gets a signal in advance, so that it must lose no step."""
+    restarts: bool = True
+    """Whether the workers exit because of the fault, and another attempt starts."""
+
+
+def _inject_on_node(target: Target, action: str, kind: str, node: str) -> Injection:
+    """Apply an action to a process of the run, on a node of its job."""
+    mark = secrets.token_hex(8)
+    command = [sys.executable, "-m", INJECTOR, str(target.run.path), action, kind, f"--mark={mark}"]
+    answer = next(
+        iter(read_answers(client.run_in_job(target.job_id, node, command, target.environ), mark).values()), None
+    )
+    if answer is None:
+        raise ConfigError(
+            f"The drill started a job step on {node} that should {action} a {kind} process, but got no answer from it, so it does "
+            "not know whether the fault was injected. Start the drill again."
+        )
+    return Injection(f"{action} {kind} process {answer['pid']} on {node}", float(answer["at"]))
+
+
+def _preempt(target: Target) -> Injection:
+    """Send what Slurm sends for a preemption."""
+    # SIGTERM goes to the job steps, the signal of `sbatch --signal` to the steps or, with `B:`, to the batch shell only:
+    # https://slurm.schedmd.com/preempt.html and https://slurm.schedmd.com/sbatch.html#OPT_signal
+    at, to_batch = time.time(), target.signal != "TERM" and target.spec.slurm.signal_to == "batch"
+    client.signal(target.job_id, target.signal, target.environ, batch_only=to_batch)
+    return Injection(
+        f"sent SIG{target.signal} to the job's {'batch shell' if to_batch else 'steps'}, as Slurm does for a preemption",
+        at,
+    )
+
+
+def _kill_agent(target: Target) -> Injection:
+    """Kill the process that started a node's workers: our agent, torchrun, or srun, which runs on the batch host."""
+    is_srun = target.spec.launcher == "srun"
+    return _inject_on_node(target, "kill", "srun" if is_srun else "agent", target.nodes[0] if is_srun else target.node)
+
+
+def _fill_disk(target: Target) -> Injection:
+    """Make the checkpoint directory read-only until a save fails: a user cannot fill a shared disk."""
+    writing = next(iter(target.run.checkpoints.glob("attempt-*.writing")), target.run.checkpoints)
+    mode, at = writing.stat().st_mode, time.time()
+    writing.chmod(0o500)
+    try:
+        deadline = time.monotonic() + DISK_PATIENCE_S
+        while (progress := read_progress(target.run)) is None or progress.save_error is None:
+            if time.monotonic() > deadline or target.run.done.exists():
+                raise ConfigError(
+                    f"The drill made {writing} read-only, but no save failed within {DISK_PATIENCE_S:.0f} s, or before "
+                    "the run finished. Root can write to read-only directories: run the drill as another user."
+                )
+            time.sleep(0.05)
+    finally:
+        writing.chmod(mode)
+    return Injection(f"made {writing} read-only for {time.time() - at:.1f} s ({progress.save_error})", at)
+
+
+FAULTS: Mapping[str, Fault] = {
+    "preempt": Fault(
+        description="Slurm preempts the job",
+        inject=_preempt,
+        by_hand="Preempt job {job_id} now: submit a job that needs {nodes} to a partition or QOS that preempts this job's",
+        is_graceful=True,
+    ),
+    "timeout": Fault(
+        description="the job reaches its time limit, more than once",
+        inject=lambda _: Injection(
+            "waiting for the job's time limit (`resources.time_limit_min`), which Slurm checks every 30 s"
+        ),
+        # Slurm may send its signal up to 60 s earlier: https://slurm.schedmd.com/sbatch.html#OPT_signal
+        settings=("resources.time_limit_min=2", "slurm.signal_lead_s=30"),
+        train_settings=("train.max_steps=4000", "train.epochs=200"),
+        is_graceful=True,
+    ),
+    "kill-worker": Fault(
+        description="a worker is killed", inject=lambda target: _inject_on_node(target, "kill", "worker", target.node)
+    ),
+    "kill-agent": Fault(
+        description="the process that started a node's workers (agent, torchrun or srun) is killed", inject=_kill_agent
+    ),
+    "kill-node": Fault(description="a node loses power", by_hand="Cut the power of {node} now"),
+    "cut-network": Fault(description="a node loses its network", by_hand="Cut the network of {node} now"),
+    "hang": Fault(
+        description="a worker hangs",
+        inject=lambda target: _inject_on_node(target, "freeze", "worker", target.node),
+        settings=("restart.hang_timeout_s=15",),
+    ),
+    "disk-full": Fault(
+        description="checkpoints cannot be written for a while",
+        inject=_fill_disk,
+        by_hand="Fill the disk under {run} now, and free it again when `ddp-hpc status {run}` shows a save error",
+        restarts=False,
+    ),
+    "slow-rank": Fault(
+        description="a worker is slow: it is suspended for a moment, several times",
+        inject=lambda target: _inject_on_node(target, "stutter", "worker", target.node),
+        settings=("restart.hang_timeout_s=30",),
+        restarts=False,
+    ),
+}

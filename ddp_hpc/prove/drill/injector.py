@@ -1,0 +1,123 @@
+"""Injects a fault on a node: finds one process of a run there, and kills, freezes or slows it.
+
+    python -m ddp_hpc.prove.drill.injector RUN_DIR kill worker --mark MARK
+
+It runs as an overlapping step of the job that trains, with the permissions of the job's user. It prints what it did in the
+format of `slurm.answers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc.base import processes
+from ddp_hpc.cluster.slurm.allocation import node_name
+from ddp_hpc.cluster.slurm.answers import framed
+
+INJECTOR = "ddp_hpc.prove.drill.injector"
+AGENTS = ("ddp_hpc.job.node.agent", "ddp_hpc.train.torchrun")
+TASKS = ("ddp_hpc.job.node.task", "ddp_hpc.job.node.spawned")
+BURSTS, BURST_S = 8, 0.3
+"""How often a slow worker is suspended, and for how long each time."""
+
+
+@dataclass(frozen=True)
+class NodeProcess:
+    """A process of this node, as the kernel lists it."""
+
+    pid: int
+    parent: int
+    argv: Sequence[str]
+
+    @property
+    def module(self) -> str:
+        """The module that Python was started with (`-m`); `srun` for srun; empty for anything else."""
+        if Path(self.argv[0]).name == "srun":
+            return "srun"
+        words = list(self.argv)
+        return words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+
+
+def processes_by_kind(processes: Sequence[NodeProcess], run_path: str) -> Mapping[str, list[int]]:
+    """Return the process ids of the run's agents, workers and sruns, the lowest first."""
+    ours = {one.pid: one for one in processes if run_path in one.argv and INJECTOR not in one.argv}
+    modules = {pid: one.module for pid, one in ours.items()}
+
+    # A forked child keeps its parent's command line. So a DataLoader process looks like the worker that forked it, and
+    # srun's helper process like srun: only a process whose parent runs another module counts.
+    def is_first(one: NodeProcess) -> bool:
+        return modules.get(one.parent) != modules[one.pid]
+
+    agents = [one for one in ours.values() if modules[one.pid] in AGENTS and is_first(one)]
+    tasks = [one for one in ours.values() if modules[one.pid] in TASKS and is_first(one)]
+    # The one exception: our agent forks its workers, so they look like the agent, and are its direct children.
+    forked = [one for one in ours.values() if modules[one.pid] == AGENTS[0] and one.parent in {a.pid for a in agents}]
+    starters = [one for one in ours.values() if modules[one.pid] == "srun" and is_first(one)]
+    by_kind = {"agent": agents, "worker": [*forked, *tasks], "srun": starters}
+    return {kind: sorted(one.pid for one in ones) for kind, ones in by_kind.items()}
+
+
+def list_processes() -> list[NodeProcess]:
+    """Return the processes of this node."""
+    listed = []
+    for process in psutil.process_iter():
+        try:
+            listed.append(NodeProcess(process.pid, process.ppid(), process.cmdline()))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return listed
+
+
+def kill(pid: int) -> None:
+    """Send SIGKILL, as the kernel does when memory runs out."""
+    processes.send([pid], signal.SIGKILL)
+
+
+def freeze(pid: int) -> None:
+    """Suspend the process for good."""
+    processes.send([pid], signal.SIGSTOP)
+
+
+def stutter(pid: int) -> None:
+    """Suspend the process for a moment, several times."""
+    for _ in range(BURSTS):
+        processes.send([pid], signal.SIGSTOP)
+        time.sleep(BURST_S)
+        processes.send([pid], signal.SIGCONT)
+        time.sleep(BURST_S)
+
+
+ACTIONS: Mapping[str, Callable[[int], None]] = {"kill": kill, "freeze": freeze, "stutter": stutter}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Apply the action to the newest process of the kind; return 1 if there is none."""
+    parser = argparse.ArgumentParser(prog=INJECTOR, description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("action", choices=ACTIONS)
+    parser.add_argument("kind", choices=("worker", "agent", "srun"))
+    parser.add_argument("--mark", required=True, help="text that marks the lines of the answer")
+    arguments = parser.parse_args(argv)
+    found = processes_by_kind(list_processes(), str(arguments.run))
+    if not found[arguments.kind]:
+        sys.stderr.write(
+            f"found no {arguments.kind} process of the run {arguments.run} on {node_name(os.environ)}; start the drill again\n"
+        )
+        return 1
+    pid, at = found[arguments.kind][-1], time.time()
+    ACTIONS[arguments.action](pid)
+    sys.stdout.write(framed({"pid": pid, "at": at}, node=node_name(os.environ), mark=arguments.mark))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Finds the first step and tensor in which two runs differ: by their records first, then by replays of both."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ddp_hpc.base.errors import CorruptCheckpointError, NotComputedError, UnreadableError
+from ddp_hpc.prove.replay.circumstances import Circumstances, circumstances
+from ddp_hpc.prove.replay.comparison import Difference, compare
+from ddp_hpc.prove.replay.first_difference import Entry, Lines, Parting, first_difference
+from ddp_hpc.prove.replay.history import History
+from ddp_hpc.prove.replay.known_states import Known, read_known
+from ddp_hpc.prove.replay.private_run import Replayed, Wanted, compute_again
+from ddp_hpc.prove.replay.record import Record, record_of, state_of_checkpoint
+from ddp_hpc.prove.replay.replaying import computed_record
+from ddp_hpc.run.run_dir.replay_request import ReplayRequest, read_trace
+
+MOST_TRACED = 64
+"""Of how many steps each tensor is written down at once; of more, first one hash a step."""
+
+
+@dataclass(kw_only=True)
+class BisectReport:
+    """The result; the fields are the keys of `bisect --json`."""
+
+    runs: list[str]
+    verdict: Literal["the same", "different", "not reproduced"]
+    same_up_to: int | None
+    """The newest step after which the states are known to be the same to the bit; None where that is not even the beginning."""
+    parting: Parting | None
+    circumstances: Circumstances | None
+    num_replays: int
+    num_steps: int
+    """Steps that both runs have taken."""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Pair:
+    """Both runs, and what computing their steps again needs."""
+
+    histories: tuple[History, History]
+    codes: tuple[Path | None, Path | None]
+    environ: Mapping[str, str]
+    say: Callable[[str], object]
+    folder: Path
+    ended: threading.Event = field(default_factory=threading.Event)
+    num_replays: int = 0
+
+    def compute(self, start: int, end: int, **what: Any) -> list[Replayed]:
+        """Compute the steps of both runs again, from their newest checkpoints up to `start`."""
+        self.num_replays += 2
+        number = self.num_replays
+
+        def one(which: int) -> Replayed:
+            history = self.histories[which]
+            begin, _ = history.sound_checkpoint(start)
+            states = tuple(step for step in history.committed if begin < step <= end)
+            digests = tuple(record_of(history.run, begin, end).digests)
+            wanted = Wanted(
+                run=history.run,
+                start=begin,
+                stretches=history.stretches(begin, end),
+                request=ReplayRequest(end_step=end, state_steps=states, digest_steps=digests, **what),
+                code=self.codes[which],
+                ended=self.ended,
+            )
+            return compute_again(wanted, self.environ, folder=self.folder / f"{number - 1 + which}", say=self.say)
+
+        # Two at a time, unless they would share GPUs.
+        uses_gpus = any(history.uses_gpus for history in self.histories)
+        with ThreadPoolExecutor(1 if uses_gpus else 2) as pool:
+            try:
+                return [*pool.map(one, range(2))]
+            except BaseException:
+                self.ended.set()
+                raise
+
+
+def bisect(
+    histories: tuple[History, History],
+    environ: Mapping[str, str],
+    *,
+    codes: tuple[Path | None, Path | None] = (None, None),
+    say: Callable[[str], object] = lambda _: None,
+) -> BisectReport:
+    """Find where two runs part.
+
+    Raises:
+        ConfigError: if one of them cannot be computed again here.
+        NotComputedError: if workers fail.
+    """
+    known = read_known(*histories)
+    notes = [*known.notes, *(note for history in histories for note in history.notes)]
+    report = BisectReport(
+        runs=[str(history.run.path) for history in histories],
+        verdict="the same",
+        same_up_to=known.equal_at if known.is_equal_known else None,
+        parting=None,
+        circumstances=None,
+        num_replays=0,
+        num_steps=known.end,
+        notes=notes,
+    )
+    if known.unequal_at is None and known.is_equal_known and known.equal_at == known.end:
+        return report
+    folder = Path(tempfile.mkdtemp(prefix="ddp-hpc-bisect-"))
+    pair = _Pair(histories, codes, environ, say, folder)
+    end = known.unequal_at or known.end
+    try:
+        parting, last = _search(pair, known, end)
+    except NotComputedError:  # its message names the log there
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    report.num_replays, report.parting = pair.num_replays, parting
+    if parting is not None:
+        step = parting.first.step
+        report.verdict = "different"
+        report.same_up_to = step - 1 if step > known.equal_at else None
+        report.circumstances = circumstances(*histories, max(step, 1))
+    elif known.unequal_at is None:
+        report.same_up_to = end
+    else:
+        report.verdict = "not reproduced"
+        report.circumstances = circumstances(*histories, end)
+    notes += [note for replayed in last for note in replayed.notes]
+    notes += [
+        text
+        for history, replayed in zip(histories, last, strict=True)
+        for text in _unlike_record(history, replayed, end)
+    ]
+    shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def _search(pair: _Pair, known: Known, end: int) -> tuple[Parting | None, Sequence[Replayed]]:
+    """Compute the steps of both again, once or twice; return where they part, and the replays that went over all steps."""
+    found, last = _search_from(pair, known.digest_equal_at, end)
+    if found is not None and known.equal_at < known.digest_equal_at >= found.first.step:
+        # The digests were equal, and buffers or random generators were not: the first difference is older.
+        found, last = _search_from(pair, known.equal_at, end)
+    return found, last
+
+
+def _search_from(pair: _Pair, start: int, end: int) -> tuple[Parting | None, Sequence[Replayed]]:
+    if end - start <= MOST_TRACED:
+        both = pair.compute(start, end, trace_from=start + 1)
+        return first_difference(*(_lines(one) for one in both)), both
+    both = pair.compute(start, end, every_state=True)
+    step = _first_unequal(*(_hashes(one) for one in both))
+    if step is None:
+        return None, both
+    # One step more before it, so that the state that the step begins with is compared, too.
+    traced = pair.compute(start, step, trace_from=max(step - 1, 1), trace_to=step)
+    return first_difference(*(_lines(one) for one in traced)), both
+
+
+def _lines(replayed: Replayed) -> list[Lines]:
+    """Return what each rank of a replay has written down of its steps."""
+    return [lines_by_step(read_trace(replayed.run, rank)) for rank in range(max(replayed.world_sizes))]
+
+
+def lines_by_step(trace: Iterable[Mapping[str, Any]]) -> Lines:
+    """Return what a rank computed, by step.
+
+    Each part of a replay is a process of its own, and begins with a line of the state only. After the first part, the step
+    before it has a whole line already, and that one counts.
+    """
+    found: dict[int, Sequence[Entry]] = {}
+    for line in trace:
+        if "entries" in line:
+            found.setdefault(line["step"], line["entries"])
+    return found
+
+
+def _hashes(replayed: Replayed) -> dict[int, list[str]]:
+    """Return the hash of the whole state of each rank, by step."""
+    found: dict[int, list[str]] = {}
+    for rank in range(max(replayed.world_sizes)):
+        for line in read_trace(replayed.run, rank):
+            if "state" in line:
+                found.setdefault(line["step"], []).append(line["state"])
+    return found
+
+
+def _first_unequal(one: Mapping[int, Any], other: Mapping[int, Any]) -> int | None:
+    return min((step for step in one.keys() & other.keys() if one[step] != other[step]), default=None)
+
+
+def _unlike_record(history: History, replayed: Replayed, end: int) -> list[str]:
+    """Return a note if what was computed again is not what the run has recorded: then it is not exactly that run."""
+    recorded = record_of(history.run, 0, end)
+    computed: Record = computed_record(replayed, 0, end)
+    for step in computed.states:
+        with suppress(CorruptCheckpointError, UnreadableError, OSError):  # `read_known` has said so
+            recorded.states[step] = state_of_checkpoint(history.run, step)
+    first: Difference | None = compare(recorded, computed).first
+    if first is None:
+        return []
+    whose = f"{history.run.name} computed again differs from its record from step {first.step} on ({first})"
+    return [
+        f"{whose}: its code, data or environment has changed since, the training is not deterministic, or a rank of the run computed something wrong"
+    ]

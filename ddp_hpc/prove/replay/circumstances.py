@@ -1,0 +1,107 @@
+"""What two runs were given that differs: configuration, code, environment, world."""
+
+from __future__ import annotations
+
+import difflib
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+import xxhash
+
+from ddp_hpc.prove.replay.history import History, environment_of
+from ddp_hpc.run.config import changes, load_resolved
+from ddp_hpc.run.run_dir.environment import differences
+from ddp_hpc.run.run_dir.inputs import CHANGES_NO_NUMBER, AttemptInputs
+from ddp_hpc.run.spec import RunSpec
+
+_MOST_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeChange:
+    """A file of the user's code that the two runs do not share; the fields are keys of `bisect --json`."""
+
+    file: str
+    how: str
+    """`changed`, `only in the first`, `only in the second`."""
+    lines: list[str] = field(default_factory=list)
+    """The lines that were removed (`-`) and added (`+`); empty where a run keeps no copy, and the file was changed since."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What differs between two runs before their first step differs; the fields are keys of `bisect --json`."""
+
+    configuration: list[str]
+    code: list[CodeChange]
+    environment: list[str]
+    world: str
+    """Empty where both had as many ranks."""
+
+
+def circumstances(one: History, other: History, step: int) -> Circumstances:
+    """Return what differed between the attempts that took this step."""
+    mine, others = one.inputs_at(step), other.inputs_at(step)
+    environments = environment_of(one.run, mine), environment_of(other.run, others)
+    known = environments[0] is not None and environments[1] is not None
+    return Circumstances(
+        configuration=_changed_keys(mine, others),
+        code=[*_changed_code(mine, others)],
+        environment=[*differences(*environments)] if known else ["one of the runs has no record of it"],  # type: ignore[arg-type]  # `known`
+        world="" if mine.world_size == others.world_size else f"{mine.world_size} ranks -> {others.world_size}",
+    )
+
+
+def _changed_keys(mine: AttemptInputs, others: AttemptInputs) -> list[str]:
+    return [
+        str(one) for one in changes(_spec(mine), _spec(others)) if one.key.partition(".")[0] not in CHANGES_NO_NUMBER
+    ]
+
+
+def _spec(inputs: AttemptInputs) -> RunSpec:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(inputs.config, encoding="utf-8")
+        return load_resolved(path)
+
+
+def _changed_code(mine: AttemptInputs, others: AttemptInputs) -> Iterator[CodeChange]:
+    before, after = (_by_name(inputs) for inputs in (mine, others))
+    for name in sorted({*before, *after}):
+        if name not in before:
+            yield CodeChange(file=name, how="only in the second")
+        elif name not in after:
+            yield CodeChange(file=name, how="only in the first")
+        elif before[name][1] != after[name][1]:
+            yield CodeChange(file=name, how="changed", lines=_diff(before[name], after[name]))
+
+
+def _by_name(inputs: AttemptInputs) -> Mapping[str, tuple[Path, str]]:
+    """Return the files of the user's code by their names below an import path, with their hashes."""
+    found = {}
+    for text, seal in inputs.code.items():
+        folders = [folder for folder in inputs.import_paths if PurePath(text).is_relative_to(folder)]
+        nearest = max(folders, key=len, default="")
+        found[str(PurePath(text).relative_to(nearest)) if nearest else text] = Path(text), seal
+    return found
+
+
+def _diff(before: tuple[Path, str], after: tuple[Path, str]) -> list[str]:
+    """Return the changed lines, if both files are still what they were."""
+    texts = [_text_of(*one) for one in (before, after)]
+    if texts[0] is None or texts[1] is None:
+        return []
+    lines = difflib.unified_diff(texts[0], texts[1], n=0, lineterm="")
+    changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+    return changed[:_MOST_LINES]
+
+
+def _text_of(path: Path, seal: str) -> list[str] | None:
+    """Return the lines of a file; None if it is not any more what was imported."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return content.decode(errors="replace").splitlines() if xxhash.xxh3_64_hexdigest(content) == seal else None

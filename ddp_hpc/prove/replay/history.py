@@ -1,0 +1,169 @@
+"""Which attempt of a run computed which steps, and with what. Pure, except `read_history`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import xxhash
+
+from ddp_hpc.base.durable import read_json_lines, record_text
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
+from ddp_hpc.run.checkpoints import checkpoint_store
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.environment import Environment, read_environment
+from ddp_hpc.run.run_dir.inputs import AttemptInputs, read_inputs
+from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
+
+_NUMERIC = ("OMP_", "MKL_", "CUBLAS_")
+"""Prefixes of variables that decide in which order numbers are added; the replay gets those of the run."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps that were computed alike: those after `start`, up to and with `end`."""
+
+    start: int
+    end: int
+    inputs: AttemptInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What a run's directory says of its steps."""
+
+    run: RunDir
+    begun: Sequence[tuple[int, AttemptInputs]]
+    """Of each attempt that trained, oldest first: the step that it went on from, and what it computed with."""
+    committed: Sequence[int]
+    last_step: int
+    """The newest step of which there is a record."""
+    log_every: int = 1
+    """`log.every_steps`."""
+    uses_gpus: bool = False
+    numerics: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    """By attempt, the variables that decide in which order numbers are added; nothing where that was not recorded."""
+    notes: Sequence[str] = ()
+
+    def newest_checkpoint(self, step: int) -> int:
+        """Return the newest step up to `step` that has a checkpoint; 0 for the beginning."""
+        return max((one for one in self.committed if one <= step), default=0)
+
+    def sound_checkpoint(self, step: int) -> tuple[int, list[str]]:
+        """Read the newest checkpoints up to `step` until one is sound; return its step, 0 without one, and notes on the others."""
+        notes = []
+        for one in sorted((one for one in self.committed if one <= step), reverse=True):
+            try:
+                checkpoint_store.verify(checkpoint_path(self.run, one))
+            except (CorruptCheckpointError, UnreadableError, OSError) as error:
+                notes.append(f"the checkpoint of step {one} cannot be used: {error}")
+            else:
+                return one, notes
+        return 0, notes
+
+    def inputs_at(self, step: int) -> AttemptInputs:
+        """Return what the attempt that took this step last computed with."""
+        taken = [inputs for first, inputs in self.begun if first < step]
+        return (taken or [self.begun[0][1]])[-1]
+
+    def stretches(self, start: int, end: int) -> list[Stretch]:
+        """Return the steps after `start` up to `end`, in parts that were computed alike.
+
+        A resume is exact, so attempts with equal inputs and equal numbers of threads are one part.
+        """
+        cuts = sorted({start, *(first for first, _ in self.begun if start < first < end), end})
+        parts: list[Stretch] = []
+        for low, high in pairwise(cuts):
+            inputs = self.inputs_at(low + 1)
+            if parts and self._alike(parts[-1].inputs, inputs):
+                parts[-1] = replace(parts[-1], end=high)
+            else:
+                parts.append(Stretch(low, high, inputs))
+        return parts
+
+    def _alike(self, one: AttemptInputs, other: AttemptInputs) -> bool:
+        variables = [self.numerics.get(inputs.attempt, {}) for inputs in (one, other)]
+        return replace(one, attempt=0) == replace(other, attempt=0) and variables[0] == variables[1]
+
+
+def read_history(run: RunDir) -> History:
+    """Read which attempts trained, from where on, and with what.
+
+    Raises:
+        ConfigError: if it is a run of a script, or nothing was trained.
+    """
+    spec = load_resolved(run.config)
+    if spec.script.is_set:
+        raise ConfigError(
+            f"{run.name} runs a script, whose steps only the script knows. Only runs of a recipe can be computed again."
+        )
+    attempts = Ledger.read(run).attempts
+    found = [(one.first_step, read_inputs(run, one.attempt)) for one in attempts]
+    begun = [(first, inputs) for first, inputs in found if inputs is not None]
+    notes = []
+    if not begun:
+        newest = AttemptInputs(
+            attempt=attempts[-1].attempt if attempts else 0,
+            world_size=spec.resources.world_size,
+            config=record_text(run.config),
+        )
+        begun = [(0, newest)]
+        notes.append(
+            f"{run.name} has no record of what its attempts computed with (`logs/attempt-*/inputs.json`), so its newest configuration is used"
+        )
+    committed, progress = committed_steps(run), read_progress(run)
+    logged = (line.get("step") for line in read_json_lines(run.metrics))
+    steps = [*committed, *(step for step in logged if isinstance(step, int)), progress.step if progress else 0]
+    if not (last := max(steps, default=0)):
+        raise ConfigError(f"{run.name} has no record of a step yet. `ddp-hpc status {run.word}` shows how far it is.")
+    return History(
+        run=run,
+        begun=begun,
+        committed=committed,
+        last_step=last,
+        log_every=spec.log.every_steps,
+        uses_gpus=spec.resources.num_gpus > 0,
+        numerics={inputs.attempt: numeric_variables(run, inputs) for _, inputs in begun},
+        notes=notes,
+    )
+
+
+def edited_files(inputs: AttemptInputs) -> list[str]:
+    """Return the files of the user's code that are no more what an attempt has imported, by their paths."""
+    edited = []
+    for path, seal in inputs.code.items():
+        try:
+            is_same = xxhash.xxh3_64_hexdigest(Path(path).read_bytes()) == seal
+        except OSError:
+            is_same = False
+        edited += [] if is_same else [path]
+    return edited
+
+
+def environment_of(run: RunDir, inputs: AttemptInputs) -> Environment | None:
+    """Return what an attempt ran on; None where that was not recorded."""
+    try:
+        return read_environment(run, inputs.attempt)
+    except ConfigError:
+        return None
+
+
+def environ_of(run: RunDir, inputs: AttemptInputs, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` with the variables by which an attempt added its numbers, and without others of their kind; as it is if that was not recorded."""
+    if environment_of(run, inputs) is None:
+        return {**environ}
+    others = {name: value for name, value in environ.items() if not name.startswith(_NUMERIC)}
+    return {**others, **numeric_variables(run, inputs)}
+
+
+def numeric_variables(run: RunDir, inputs: AttemptInputs) -> dict[str, str]:
+    """Return the variables by which an attempt added its numbers in one order and not in another."""
+    recorded = environment_of(run, inputs)
+    return {
+        name: value for name, value in (recorded.variables if recorded else {}).items() if name.startswith(_NUMERIC)
+    }

@@ -1,0 +1,228 @@
+"""Computes steps of a run again in a run directory of its own, by the same supervisor, agent and workers.
+
+The run itself is only read. Its checkpoint is reached by a link, and nothing of it is locked, renamed or deleted.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import make_directories, open_private, replace_text
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, NotComputedError, UnreadableError
+from ddp_hpc.launch.submission import local
+from ddp_hpc.prove.replay.history import Stretch, edited_files, environ_of
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
+from ddp_hpc.run.config import Resolved, flat, load_resolved, render_resolved
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.replay_request import ReplayRequest, write_request
+from ddp_hpc.run.spec import RunSpec
+
+_GONE = "The checkpoint of step {step} of {run} was deleted meanwhile: a training run keeps only its newest checkpoints. Give the same command again."
+IN_REPLAY = "DDP_HPC_REPLAY"
+"""Is `1` in the environment of a replay's workers, for a recipe that must know."""
+_FOR_EVER = 2**31 - 1
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What to compute again."""
+
+    run: RunDir
+    start: int
+    """The step of a checkpoint of the run; 0 for the beginning."""
+    stretches: Sequence[Stretch]
+    """Without a gap, from `start` on."""
+    request: ReplayRequest
+    world_size: int | None = None
+    """Ranks; None: as many as the run had."""
+    code: Path | None = None
+    """Import the user's code from here, instead of where the run did."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Once it is set, the private run is cancelled: a thread gets no KeyboardInterrupt."""
+
+
+@dataclass
+class Replayed:
+    """A replay that came to its end."""
+
+    run: RunDir
+    world_sizes: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_on_other_device: bool = False
+
+
+def num_gpus_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> int:
+    """Return how many GPUs of NVIDIA this process may use."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        names = [one.strip() for one in visible.split(",")]
+        return len(
+            [*takewhile(lambda name: name and not name.startswith("-"), names)]
+        )  # CUDA stops at the first that it does not know
+    return len(list((proc / "driver/nvidia/gpus").glob("*")))
+
+
+def compute_again(
+    wanted: Wanted, environ: Mapping[str, str], *, folder: Path | None = None, say: Callable[[str], object] = print
+) -> Replayed:
+    """Compute the steps, one stretch after the other; return the private run, which holds metrics, samples and traces.
+
+    Raises:
+        NotComputedError: if the workers did not get to the end.
+        UnreadableError: if the checkpoint that it begins with has gone.
+        ConfigError: if the run's configuration cannot be used here.
+    """
+    folder = folder or Path(tempfile.mkdtemp(prefix="ddp-hpc-replay-"))
+    # A run that was moved may have any name; that of the private run is checked as that of a new one.
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", wanted.run.name).lstrip("._-")[:128]
+    replayed = Replayed(RunDir(folder / (name or "run")))
+    make_directories(replayed.run.console.parent)
+    make_directories(replayed.run.checkpoints)
+    if wanted.start:
+        source = checkpoint_path(wanted.run, wanted.start).resolve()
+        link = replayed.run.checkpoints / source.name
+        link.symlink_to(source)
+        if not link.exists():
+            raise UnreadableError(_GONE.format(step=wanted.start, run=wanted.run.name))
+    for number, stretch in enumerate(wanted.stretches, 1):
+        is_last = number == len(wanted.stretches)
+        part = replace(wanted.request, start_step=stretch.start, end_step=stretch.end, commits=not is_last)
+        write_request(replayed.run, part)
+        try:
+            _compute(wanted, stretch, replayed, environ)
+        except NotComputedError as error:  # what has changed since may be why
+            raise NotComputedError("\n".join([str(error), *(f"note: {note}" for note in replayed.notes)])) from error
+        say(f"steps {stretch.start + 1} to {stretch.end} of {wanted.run.name} computed again")
+    return replayed
+
+
+def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapping[str, str]) -> None:
+    """Run one attempt of the private run, to the end of the stretch."""
+    run, inputs = replayed.run, stretch.inputs
+    replace_text(run.config, inputs.config, is_secret=True)
+    spec = load_resolved(run.config)
+    world = inputs.world_size if wanted.world_size is None else wanted.world_size
+    gpus = world if spec.resources.num_gpus and num_gpus_here(environ) >= world else 0
+    if spec.resources.num_gpus and not gpus:
+        replayed.is_on_other_device = True
+        replayed.notes.append(
+            f"the run used GPUs, and this machine does not have {world}, so the steps are computed on CPUs"
+        )
+    spec = replay_spec(spec, run, runs_dir=wanted.run.path.parent, world=world, gpus=gpus)
+    replace_text(run.config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "replay"))), is_secret=True)
+    replayed.world_sizes.append(world)
+    import_paths = [str(wanted.code.absolute())] if wanted.code else list(inputs.import_paths)
+    if wanted.code is None and (edited := edited_files(inputs)):
+        replayed.notes.append(
+            f"{', '.join(edited)} has changed since, or was deleted, and a run on this machine keeps no copy of its code: give a directory with the old code as `--code`"
+        )
+    place = inputs.work_dir if inputs.work_dir and Path(inputs.work_dir).is_dir() else None
+    if inputs.work_dir and place is None:
+        replayed.notes.append(f"the run's working directory {inputs.work_dir} is missing here")
+    given = {**environ_of(wanted.run, inputs, environ), "PYTHONSAFEPATH": "ddp_hpc", IN_REPLAY: "1"}
+    _run_supervised(run, import_paths, given, place, wanted.ended)
+    run.done.unlink(missing_ok=True)
+
+
+def _run_supervised(
+    run: RunDir,
+    import_paths: Sequence[str],
+    environ: Mapping[str, str],
+    place: str | None,
+    ended: threading.Event,
+) -> None:
+    """Start the guardian, and wait for its end.
+
+    Raises:
+        NotComputedError: if the attempt did not finish.
+    """
+    guardian: subprocess.Popen[bytes] | None = None
+    try:
+        with open_private(run.console, "ab") as console, processes.signals_held_back():
+            guardian = subprocess.Popen(
+                [*local.supervisor_argv(run), *(f"--import-path={path}" for path in import_paths)],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                env=dict(environ),
+                cwd=place,
+                start_new_session=True,
+            )
+        while guardian.poll() is None:
+            if ended.wait(_POLL_S):
+                raise KeyboardInterrupt  # noqa: TRY301  it is one, of another thread
+    except BaseException:
+        if guardian is not None:
+            _end(guardian, run, environ)
+        raise
+    newest = Ledger.read(run).newest
+    if newest is None or newest.ending != Ending.FINISHED:
+        reason = newest.reason if newest else "no attempt began"
+        raise NotComputedError(
+            f"The steps could not be computed again: {reason or 'the attempt did not finish'}\n"
+            f"The replay's log is {run.console}.\n{run.path.parent} is kept, so that you can read it; delete it afterwards."
+        )
+
+
+def _end(guardian: subprocess.Popen[bytes], run: RunDir, environ: Mapping[str, str]) -> None:
+    """Cancel the private run; where its records cannot be read or written, such as on a full disk, kill its guardian and supervisor."""
+    while guardian.poll() is None:
+        try:
+            local.cancel(run, environ)
+        except ConfigError:
+            pass  # the supervisor has not started yet
+        except (DdpHpcError, OSError):
+            with suppress(psutil.Error):
+                supervisors = [child.pid for child in psutil.Process(guardian.pid).children()]
+                processes.kill([guardian.pid, *supervisors])  # in this order: a guardian starts another supervisor
+        with suppress(subprocess.TimeoutExpired):
+            guardian.wait(_POLL_S)
+
+
+def replay_spec(spec: RunSpec, run: RunDir, *, runs_dir: Path, world: int, gpus: int) -> RunSpec:
+    """Return the spec of a replay in `run`: it trains as the run did, and does nothing else. `runs_dir` is where the run itself lies.
+
+    No evaluation, no periodic checkpoint, no notification, no profile, no second attempt.
+
+    Raises:
+        ConfigError: if the run cannot be trained with so many ranks, or without GPUs.
+    """
+    init_from = spec.train.init_from
+    if (
+        init_from is not None and (runs_dir / init_from).exists()
+    ):  # it may name a run beside, and `runs_dir` is another one here
+        init_from = str((runs_dir / init_from).absolute())
+    return replace(
+        spec,
+        name=run.name,
+        runs_dir=str(run.path.parent),
+        launcher="agent",
+        resources=replace(
+            spec.resources,
+            nodes=1,
+            workers_per_node=world,
+            gpus_per_node=gpus,
+            time_limit_min=None,
+            cpus_per_worker=None,
+        ),
+        restart=replace(spec.restart, in_place=False, max_no_progress=1),
+        notify=replace(spec.notify, command=()),
+        train=replace(spec.train, init_from=init_from),
+        eval=replace(spec.eval, every_epochs=_FOR_EVER),
+        checkpoint=replace(spec.checkpoint, every_steps=None, keep_last=_FOR_EVER, keep_best=0),
+        integrity=replace(spec.integrity, every_steps=None),
+        log=replace(spec.log, tensorboard=False, recorders=()),
+        profile=replace(spec.profile, kind="off"),
+    )

@@ -1,0 +1,549 @@
+"""Checkpoints on disk: their layout, how one is committed, and how a reader verifies it.
+
+A checkpoint is a directory `step-00001234` with one safetensors file for each rank that wrote, and a `manifest.json` with the
+size and the checksums of every file, and a checksum of its own. It is written in a directory that only the attempt that owns
+the run may use (`ownership`), flushed, and published by one rename. So it is either committed or does not exist. A tensor is
+only bytes here, so readers need no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+import ddp_hpc
+from ddp_hpc.base.durable import (
+    delete_directory,
+    fsync_path,
+    make_directory,
+    open_private,
+    output_at,
+    private_mode,
+    record_bytes,
+)
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, UnreadableError
+from ddp_hpc.base.patience import is_answer
+from ddp_hpc.run.checkpoints.checkpoint_names import COMMITTED, MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.shards import (
+    FORMAT,
+    ITEM_BYTES,
+    RawTensor,
+    ShardRecord,
+    TensorEntry,
+    header_length,
+    parse_header,
+    raw_tensor,
+    read_record,
+    shard_header,
+    stored_tensors,
+)
+from ddp_hpc.run.run_dir.ownership import claim_again, claim_path, has_claim
+from ddp_hpc.run.run_dir.paths import RunDir
+
+CHUNK_BYTES = 8 << 20
+"""Each of these parts of a file has a checksum of its own, so that several ranks can share in reading one file."""
+FOREIGN = "foreign_files"
+"""The key in a manifest's state that says that a script wrote the files, of which nothing is known but the bytes."""
+_READ_BYTES = 1 << 20
+"""How much is read before it is hashed: little enough to be still in the processor's cache then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of `manifest.json`."""
+
+    step: int
+    world_size: int
+    shards: tuple[ShardRecord, ...]
+    state: Mapping[str, Any]
+    """The part of the training state that is not tensors: progress, optimizer groups, scaler."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The evaluation made at this step, if there was one."""
+    made: Mapping[str, Any] = field(default_factory=dict)
+    """When and by which versions it was written; not part of the training state."""
+    format: int = FORMAT
+
+
+def uncommitted_path(run: RunDir, step: int, attempt: int) -> Path:
+    """Return the directory that a checkpoint is written to before it is committed."""
+    return claim_path(run, attempt) / f"step-{step:08d}"
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """Return the name of the file that `rank` writes."""
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_shard(
+    path: Path,
+    parts: Iterable[memoryview | bytes],
+    *,
+    size: int,
+    on_progress: Callable[[], object] = lambda: None,
+) -> ShardRecord:
+    """Write a shard's header, which is the first of `parts`, and its tensors, `size` bytes in all, and flush them to the disk.
+
+    Returns:
+        The record that a reader compares with.
+    """
+    checksums: list[str] = []
+    checksum = xxhash.xxh3_128()
+    header_size = num_written = 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, private_mode(path))
+    try:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)  # `export` may write to a pipe
+        if is_file:
+            _allocate(fd, size)
+        for part in parts:
+            rest = memoryview(part).cast("B")
+            header_size = header_size or len(rest)
+            while rest:
+                some = rest[: CHUNK_BYTES - num_written % CHUNK_BYTES]
+                rest, num_written = rest[len(some) :], num_written + len(some)
+                checksum.update(some)
+                _write_all(fd, some)
+                if num_written % CHUNK_BYTES == 0:
+                    checksums.append(checksum.hexdigest())
+                    checksum.reset()
+                    _begin_flushing(fd)
+                    on_progress()
+        if num_written % CHUNK_BYTES:
+            checksums.append(checksum.hexdigest())
+        if is_file:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    return ShardRecord(path.name, num_written, header_size, CHUNK_BYTES, tuple(checksums))
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    while view:  # write(2) may write less than it was given, as at a signal or on a disk that is almost full
+        view = view[os.write(fd, view) :]
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Reserve the space of a file, if the file system can; then each write has less to do."""
+    # Not `os.posix_fallocate`: on a file system that cannot reserve space (NFS before 4.2), the C library would write a byte
+    # into each block of the file instead (https://man7.org/linux/man-pages/man3/posix_fallocate.3.html). No error counts here, not even
+    # that of a full disk: file systems that compress may still have room, and if they have not, write(2) says so.
+    with suppress(AttributeError):  # not Linux
+        ctypes.CDLL(None).fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size))
+
+
+def _begin_flushing(fd: int) -> None:
+    """Ask the kernel to start writing the file to the disk now, so that fsync finds little left to do."""
+    # The kernel takes this advice as: start writing the pages that are dirty, and drop those that are clean. So a large checkpoint does not
+    # push the data set out of the page cache, either. It makes nothing durable; the fsync at the end does
+    # (https://man7.org/linux/man-pages/man2/posix_fadvise.2.html). A file system that cannot do it leaves the work to fsync.
+    with suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def make_uncommitted(run: RunDir, step: int, attempt: int) -> Path:
+    """Make the directory that a checkpoint is written to, and return it.
+
+    Raises:
+        FencedError: if a newer attempt has claimed the run.
+    """
+    uncommitted = uncommitted_path(run, step, attempt)
+    try:
+        _make_uncommitted(uncommitted)
+    except (
+        FileNotFoundError
+    ):  # the attempt's directory, its claim, is gone: a newer attempt removed it, or a person did
+        claim_again(run, attempt)
+        _make_uncommitted(uncommitted)
+    return uncommitted
+
+
+def _make_uncommitted(uncommitted: Path) -> None:
+    with suppress(FileExistsError):  # every rank calls this, and the first one makes it
+        make_directory(uncommitted)
+
+
+def commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
+    """Publish the directory `uncommitted` as a checkpoint; call it after all of them are on the disk.
+
+    If the step has a directory already, it can only be a checkpoint that did not verify: it is renamed first.
+
+    Raises:
+        FencedError: if another attempt has claimed the run.
+    """
+    try:
+        return _commit(run, uncommitted, manifest)
+    except FileNotFoundError as error:
+        if uncommitted.parent.is_dir():
+            raise
+        raise FencedError(
+            f"A newer attempt has taken over {run.name}, so this one does not commit its checkpoint of step {manifest.step}. "
+            "Nothing needs to be done: the newer attempt goes on from the checkpoint before."
+        ) from error
+
+
+def _commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
+    # The order is what survives a power cut: the shards' bytes (`write_shard`), the manifest's, the names of both in their
+    # directory, and only then the rename. rename(2) is atomic, but reaches the disk with the directory that holds the new name,
+    # so that one is flushed last (https://man7.org/linux/man-pages/man2/fsync.2.html, on directories).
+    with open_private(uncommitted / MANIFEST, "wb") as file:
+        file.write(manifest_bytes(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_path(uncommitted)
+    target = checkpoint_path(run, manifest.step)
+    # Rename at once, not after a look at the target: an attempt that waited long for its disk may be fenced by now, and what is
+    # at the target is then the newer attempt's. Such a rename fails because its source is gone, and has touched nothing.
+    try:
+        uncommitted.rename(target)
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+        aside = set_aside(target)
+        try:
+            uncommitted.rename(target)
+        except FileNotFoundError:  # fenced between the two
+            with suppress(OSError):
+                aside.rename(target)
+            raise
+    fsync_path(target.parent)
+    return target
+
+
+_TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+"""What rename(2) answers where something is at the new name; ENOTDIR: it is a file."""
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that does not verify: no command reads it again, but a person can."""
+    for count in range(1000):
+        aside = path.with_name(f"{path.name}.corrupt-{count}")
+        if not aside.exists():
+            path.rename(aside)
+            return aside
+    raise CorruptCheckpointError(
+        f"{path} is damaged and cannot be renamed, because `{path.name}.corrupt-0` to `-999` all exist. Delete them, and submit again."
+    )
+
+
+def prune(  # noqa: PLR0913  # the run, its attempt, and the options of what is kept
+    run: RunDir, *, attempt: int, keep_last: int, keep_best: int, metric: str, lowest_is_best: bool
+) -> list[int]:
+    """Delete all but the newest `keep_last` and the best `keep_best` checkpoints; return the deleted steps.
+
+    The newest one always stays. A deletion begins with a rename, so a half-deleted directory is not a checkpoint. Each
+    begins only while `attempt` has its claim: a newer attempt may be reading a checkpoint that this one would delete.
+    """
+    steps = committed_steps(run)
+    kept = set(steps[-max(keep_last, 1) :])
+    if keep_best:
+        kept |= set(_best_steps(run, steps, metric=metric, lowest_is_best=lowest_is_best)[:keep_best])
+    deleted = []
+    for step in steps:
+        if step in kept:
+            continue
+        if not has_claim(run, attempt):
+            break
+        delete_directory(checkpoint_path(run, step))
+        deleted.append(step)
+    return deleted
+
+
+def _best_steps(run: RunDir, steps: Iterable[int], *, metric: str, lowest_is_best: bool) -> list[int]:
+    scored = []
+    for step in steps:
+        try:
+            value = read_manifest(checkpoint_path(run, step)).metrics.get(metric)
+        except (CorruptCheckpointError, NewerFormatError):
+            continue
+        if value is not None and not math.isnan(value):  # NaN is neither less nor more, so it would spoil the order
+            scored.append((value if lowest_is_best else -value, -step))
+    return [-negative for _, negative in sorted(scored)]
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint at `path`.
+
+    Raises:
+        CorruptCheckpointError: if it is not, to the byte, what was written.
+        UnreadableError: if the file system does not answer.
+    """
+    try:
+        raw = record_bytes(path / MANIFEST)
+    except OSError as error:
+        raise _why_unread(path / MANIFEST, error) from error
+    manifest = parse_manifest(raw, path)
+    if COMMITTED.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
+        raise CorruptCheckpointError(
+            f"{path} is damaged: its {MANIFEST} is that of another checkpoint, of step {manifest.step}."
+        )
+    return manifest
+
+
+def parse_manifest(raw: bytes, path: Path) -> Manifest:
+    """Return the manifest that `raw` holds; `path` is the checkpoint's, for messages.
+
+    Raises:
+        CorruptCheckpointError: if the bytes are not what was written.
+        NewerFormatError: if a newer ddp_hpc wrote them, in a format that this one does not know.
+    """
+    try:
+        content = dict(json.loads(raw)["content"])
+        is_sound = _sealed(content) == raw
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptCheckpointError(f"{path / MANIFEST} is damaged ({type(error).__name__}: {error}).") from error
+    if not is_sound:
+        raise CorruptCheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
+    if content["format"] > FORMAT:
+        raise NewerFormatError(
+            f"{path} is a checkpoint of format {content['format']}, but this ddp_hpc {ddp_hpc.__version__} reads formats up "
+            f"to {FORMAT}. Nothing was changed. Update ddp_hpc, or start over from step 0 with `ddp-hpc submit --fresh`."
+        )
+    return Manifest(**{**content, "shards": tuple(map(read_record, content["shards"]))})
+
+
+def read_tensors(
+    path: Path, manifest: Manifest, *, on_progress: Callable[[], object] = lambda: None
+) -> dict[str, RawTensor]:
+    """Read and verify all shards of the checkpoint at `path`.
+
+    Raises:
+        CorruptCheckpointError: if a shard is missing, truncated, or not what was written.
+        UnreadableError: if the file system does not answer.
+    """
+    contents = [_read_shard(path, shard, on_progress) for shard in manifest.shards]
+    headers = [shard_content[: header_length(shard_content)] for shard_content in contents]
+    return {
+        name: raw_tensor(stored, contents) for name, stored in stored_tensors(path, manifest.shards, headers).items()
+    }
+
+
+def read_safetensors(path: Path) -> dict[str, RawTensor]:
+    """Read a safetensors file that any program may have written.
+
+    Raises:
+        CorruptCheckpointError: if it is not one.
+        OSError: if it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = memoryview(bytearray(size))  # writable, as torch wants it
+        _read_into(file, content[:8], path)
+        head = content[: header_length(content)]
+        _read_into(file, head[8:], path)
+        entries = parse_header(path, head, size)  # before the rest is read: other files may be large, too
+        _read_into(file, content[len(head) :], path)
+    return {entry.name: RawTensor(entry.dtype, entry.shape, content[entry.begin : entry.end]) for entry in entries}
+
+
+def _read_into(file: FileIO, rest: memoryview, path: Path) -> None:
+    while rest:  # a read returns 2 GB at most
+        count = file.readinto(rest)
+        if not count:
+            raise CorruptCheckpointError(
+                f"{path} became shorter while ddp-hpc read it. Perhaps another process writes to it."
+            )
+        rest = rest[count:]
+
+
+def check_sizes(path: Path, manifest: Manifest, on_progress: Callable[[], object] = lambda: None) -> None:
+    """Compare the size of each shard with the manifest, so that a truncated one is found before anything is read.
+
+    Raises:
+        CorruptCheckpointError: if a shard is missing, or has another size.
+        UnreadableError: if the file system does not answer.
+    """
+    for shard in manifest.shards:
+        try:
+            _open_shard(path / shard.file, shard).close()
+            on_progress()
+        except OSError as error:
+            raise _why_unread(path / shard.file, error) from error
+
+
+def _open_shard(path: Path, record: ShardRecord) -> FileIO:
+    # Open it and ask the open file, not `stat`: NFS may answer `stat` from a cache, but asks the server at each open
+    # ("close-to-open consistency", https://man7.org/linux/man-pages/man5/nfs.5.html).
+    file = path.open("rb", buffering=0)
+    size = os.fstat(file.fileno()).st_size
+    if size != record.size:
+        file.close()
+        raise CorruptCheckpointError(f"{path} is damaged: it has {size} bytes, but {record.size} were written.")
+    return file
+
+
+def verify(path: Path, on_progress: Callable[[], object] = lambda: None) -> Manifest:
+    """Read every byte of the checkpoint at `path`; return its manifest if all is as written. Calls `on_progress` for each chunk.
+
+    Raises:
+        CorruptCheckpointError: if it is damaged.
+        UnreadableError: if the file system does not answer.
+    """
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    for shard in manifest.shards:
+        _read_shard(path, shard, on_progress)
+    return manifest
+
+
+def digest(path: Path) -> str:
+    """Return one hex digest of the whole training state in the (verified) checkpoint at `path`.
+
+    It covers weights, buffers, optimizer, scaler, averages, random generators and data position. It does not depend on which
+    shards hold the tensors, nor on when and by which attempt they were written. Of a script's own files, it covers the bytes.
+    """
+    manifest = read_manifest(path)
+    seal = xxhash.xxh3_128()
+    if FOREIGN in manifest.state:
+        seal.update(_canonical([[shard.file, shard.size, shard.chunks] for shard in manifest.shards]))
+        return seal.hexdigest()
+    for name, tensor in sorted(read_tensors(path, manifest).items()):
+        described = [name, tensor.dtype, list(tensor.shape), xxhash.xxh3_128_hexdigest(tensor.data)]
+        seal.update(_canonical(described))
+    seal.update(_canonical(manifest.state))
+    return seal.hexdigest()
+
+
+def export_weights(path: Path, output: Path, *, prefix: str = "model") -> int:
+    """Write the weights in the checkpoint at `path` to one safetensors file; return how many tensors.
+
+    `prefix` is `model`, or `ema` for their moving average. Names are the model's own, without `module.`.
+
+    Raises:
+        ConfigError: if the checkpoint has no such weights, or the file cannot be written there.
+    """
+    with output_at(output) as file:
+        entries, parts = _weights(path, prefix)
+        header = shard_header(entries)
+        write_shard(file, [header, *parts], size=len(header) + sum(part.nbytes for part in parts))
+    return len(entries)
+
+
+def _weights(path: Path, prefix: str) -> tuple[list[TensorEntry], list[memoryview]]:
+    """Return the weights as a shard holds them: the entries, and the bytes of each."""
+    manifest = read_manifest(path)
+    if FOREIGN in manifest.state:
+        files = ", ".join(shard.file for shard in manifest.shards[:3])
+        raise ConfigError(
+            f"{path} holds files that a script wrote ({files}), so ddp-hpc cannot export weights. Read them as the script does."
+        )
+    found = read_tensors(path, manifest)
+    chosen = {name.removeprefix(f"{prefix}/"): raw for name, raw in found.items() if name.startswith(f"{prefix}/")}
+    if not chosen:
+        present = sorted({name.partition("/")[0] for name in found})
+        hint = " Export without `--ema`, or from a run with `train.ema_decay`." if prefix == "ema" else ""
+        raise ConfigError(f"{path} has no {prefix!r} weights; it has {', '.join(present)}.{hint}")
+    ordered = sorted(chosen.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
+    entries, offset = [], 0
+    for name, raw in ordered:
+        entries.append(TensorEntry(name, raw.dtype, raw.shape, offset, offset + len(raw.data)))
+        offset += len(raw.data)
+    return entries, [raw.data for _, raw in ordered]
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Return the text of `manifest.json`."""
+    return _sealed(asdict(manifest))
+
+
+def _sealed(content: Mapping[str, Any]) -> bytes:
+    seal = xxhash.xxh3_128_hexdigest(_canonical(content))
+    return (json.dumps({"content": content, "xxh3_128": seal}, indent=1, sort_keys=True) + "\n").encode()
+
+
+class ChunkReader:
+    """Reads the chunks of a shard, one by one, and verifies each; after an error it opens the file again."""
+
+    def __init__(self, path: Path, record: ShardRecord, on_progress: Callable[[], object] = lambda: None) -> None:
+        self._path = path
+        self._record = record
+        self._on_progress = on_progress
+        self._file: FileIO | None = None
+
+    def read(self, number: int, into: memoryview) -> None:
+        """Read a chunk into a buffer of its size.
+
+        Raises:
+            CorruptCheckpointError: if it is not what was written.
+            UnreadableError: if the file system does not answer.
+        """
+        try:
+            checksum = self._fill(number * self._record.chunk_bytes, into)
+        except OSError as error:
+            self.close()  # on NFS, an open file may stay stale (ESTALE) for ever; the next try opens it again
+            raise _why_unread(self._path, error) from error
+        if checksum != self._record.chunks[number]:
+            raise CorruptCheckpointError(f"{self._path} is damaged: it does not match its checksum.")
+
+    def _fill(self, begin: int, rest: memoryview) -> str:
+        if self._file is None:
+            self._file = _open_shard(self._path, self._record)
+        self._file.seek(begin)
+        checksum = xxhash.xxh3_128()
+        while rest:
+            count = self._file.readinto(rest[:_READ_BYTES])
+            if not count:
+                raise CorruptCheckpointError(
+                    f"{self._path} is damaged: it became shorter while ddp-hpc read it. Perhaps another process writes to it."
+                )
+            checksum.update(rest[:count])
+            rest = rest[count:]
+            self._on_progress()
+        return checksum.hexdigest()
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+def _read_shard(path: Path, record: ShardRecord, on_progress: Callable[[], object] = lambda: None) -> memoryview:
+    content = memoryview(bytearray(record.size))
+    with closing(ChunkReader(path / record.file, record, on_progress)) as reader:
+        for number in range(
+            len(record.chunks) or 1
+        ):  # also for an empty file, so that it is opened and its size compared
+            begin = number * record.chunk_bytes
+            reader.read(number, content[begin : begin + record.chunk_bytes])
+    return content
+
+
+def _why_unread(path: Path, error: OSError) -> CorruptCheckpointError | UnreadableError:
+    """Return what an error means: the file is surely missing or not a file, or nothing can be known now.
+
+    A file is surely missing if its directory can be listed and does not have it. If the whole mount is away, the directory
+    cannot be listed either.
+    """
+    message = f"{path} cannot be read ({type(error).__name__}: {error})."
+    if not is_answer(error):
+        return UnreadableError(message)
+    if isinstance(error, FileNotFoundError):
+        try:
+            is_listed = path in path.parent.iterdir()
+        except OSError:
+            is_listed = True
+        if is_listed:
+            return UnreadableError(message)
+    return CorruptCheckpointError(message)

@@ -1,0 +1,237 @@
+"""Commits a directory of files that a script wrote, as the checkpoints of recipes are committed: flushed, listed, renamed.
+
+Nothing is known of the files but their bytes. The manifest has their names, sizes and checksums, so that `verify`, `prune`,
+`ddp-hpc checkpoints` and `status` know no difference.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import xxhash
+
+import ddp_hpc
+from ddp_hpc.base.durable import delete_directory, fsync_path, make_directory, open_private, record_bytes
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, NotARecordError
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import (
+    CHUNK_BYTES,
+    FOREIGN,
+    ChunkReader,
+    Manifest,
+    check_sizes,
+    commit,
+    make_uncommitted,
+    parse_manifest,
+    read_manifest,
+    set_aside,
+)
+from ddp_hpc.run.checkpoints.shards import ShardRecord
+from ddp_hpc.run.run_dir.paths import RunDir
+
+_READ_BYTES = 1 << 20
+_FICLONE = 0x40049409
+"""ioctl(2): make a file of another one's blocks, which the file system copies where one of the two is written to."""
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the number at the end of a directory's name: 500 of `checkpoint-500` and of `step_500.tmp`."""
+    found = re.search(r"(\d+)$", folder.name.removesuffix(".tmp"))
+    return int(found[1]) if found else None
+
+
+def flush_files(folder: Path) -> None:
+    """Flush to the disk what this host has written below a directory; each host that wrote does so before the commit.
+
+    Raises:
+        ConfigError: where there is no such directory, or it holds no file.
+    """
+    for path in _files(folder):
+        with suppress(FileNotFoundError):  # another host's view: rank zero lists the files anew
+            fsync_path(path)
+
+
+def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what to commit
+    run: RunDir, folder: Path, step: int, *, attempt: int, world_size: int, keeps_folder: bool = False
+) -> Path:
+    """Publish a directory's files as the checkpoint of `step`; return the new directory.
+
+    The files move there, or with `keeps_folder` are copied there. A checkpoint of the same step is replaced.
+
+    Raises:
+        ConfigError: where there is nothing to commit, it lies on another file system, or has a `manifest.json` that is not ours.
+        FencedError: if another attempt has claimed the run.
+    """
+    _files(folder)
+    _refuse_other_manifest(folder)
+    uncommitted = make_uncommitted(run, step, attempt)
+    shutil.rmtree(uncommitted)  # what a failed commit of this attempt may have left
+    if not keeps_folder:
+        _move(folder, uncommitted)
+        return _publish(run, uncommitted, step, attempt, world_size)
+    try:
+        _copy_tree(folder, uncommitted)
+        return _publish(run, uncommitted, step, attempt, world_size)
+    except BaseException:
+        shutil.rmtree(
+            uncommitted, ignore_errors=True
+        )  # on a full disk, half a copy would keep the next one from fitting
+        raise
+
+
+def _publish(run: RunDir, uncommitted: Path, step: int, attempt: int, world_size: int) -> Path:
+    with suppress(FileNotFoundError):
+        (uncommitted / MANIFEST).unlink()  # of a directory that was committed before
+    shards = tuple(_record(path, uncommitted) for path in _files(uncommitted))
+    for directory in [path for path in uncommitted.rglob("*") if path.is_dir()]:
+        fsync_path(directory)
+    made = {"at": time.time(), "attempt": attempt, "ddp_hpc": ddp_hpc.__version__}
+    manifest = Manifest(step=step, world_size=world_size, shards=shards, state={FOREIGN: True}, made=made)
+    target = checkpoint_path(run, step)
+    if target.exists():  # the newest save of a step counts, as with `os.replace`
+        delete_directory(target)
+    return commit(run, uncommitted, manifest)
+
+
+def newest(run: RunDir, *, reads_all: bool, on_progress: Callable[[], object] = lambda: None) -> int | None:
+    """Return the newest step with a committed checkpoint that is whole; one that is not is renamed, and the one before counts.
+
+    With `reads_all`, every byte is compared with its checksum, else only the files' sizes. `on_progress` is called for each chunk.
+
+    Raises:
+        UnreadableError: if the file system does not answer.
+    """
+    for step in reversed(committed_steps(run)):
+        path = checkpoint_path(run, step)
+        try:
+            manifest = read_manifest(path)
+            check_sizes(path, manifest)
+            for record in manifest.shards if reads_all else ():
+                _verify(path / record.file, record, on_progress)
+        except CorruptCheckpointError:
+            set_aside(path)
+        else:
+            return step
+    return None
+
+
+def _verify(path: Path, record: ShardRecord, on_progress: Callable[[], object]) -> None:
+    """Compare a file, which may be larger than memory, with its checksums."""
+    buffer = memoryview(bytearray(min(record.size, record.chunk_bytes)))
+    with closing(ChunkReader(path, record, on_progress)) as reader:
+        for number in range(len(record.chunks)):
+            reader.read(number, buffer[: record.size - number * record.chunk_bytes])
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"`commit` was asked to commit {str(folder)!r}, but there is no such directory. Write the files into it first."
+        )
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    if not files:
+        raise ConfigError(f"`commit` was asked to commit {str(folder)!r}, but it holds no file. Write the files first.")
+    return files
+
+
+def _refuse_other_manifest(folder: Path) -> None:
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        return
+    try:
+        parse_manifest(record_bytes(path), folder)
+    except NewerFormatError:
+        return
+    except (CorruptCheckpointError, RecursionError, FileNotFoundError, IsADirectoryError, NotARecordError) as error:
+        raise ConfigError(
+            f"`commit` was asked to commit {str(folder)!r}, but {str(path)!r} is not what ddp-hpc has written, or it is damaged. The "
+            f"name {MANIFEST} at the top of a committed folder is ddp-hpc's own. Name your file otherwise, or put it into a subfolder. "
+            "Nothing was changed."
+        ) from error
+
+
+def _move(folder: Path, uncommitted: Path) -> None:
+    try:
+        folder.rename(uncommitted)
+    except OSError as error:
+        _raise_if_fenced(error, folder, uncommitted)
+        raise ConfigError(
+            f"`commit` cannot rename {str(folder)!r} to {str(uncommitted)!r} ({error.strerror}). Write the files below "
+            "`run.checkpoint_dir`, so that both are on one file system."
+        ) from error
+
+
+def _raise_if_fenced(error: OSError, folder: Path, uncommitted: Path) -> None:
+    if isinstance(error, FileNotFoundError) and not uncommitted.parent.is_dir():
+        raise FencedError(
+            f"A newer attempt has taken over the run, so {str(folder)!r} is not committed. You need do nothing: the newer "
+            "attempt goes on from the checkpoint before."
+        ) from error
+
+
+def _copy_tree(folder: Path, uncommitted: Path) -> None:
+    try:
+        make_directory(uncommitted)
+        for path in sorted(folder.rglob("*")):
+            target = uncommitted / path.relative_to(folder)
+            if path.is_dir():
+                make_directory(target)
+            elif path.is_symlink():
+                _copy_link(path, target)
+            elif path.is_file():
+                _copy_file(path, target)
+    except OSError as error:
+        _raise_if_fenced(error, folder, uncommitted)
+        raise
+
+
+def _copy_link(path: Path, target: Path) -> None:
+    try:
+        os.link(path, target, follow_symlinks=False)
+    except OSError:  # another file system, or one without links
+        _copy_file(path, target)
+
+
+def _copy_file(path: Path, target: Path) -> None:
+    """Copy a file; `_record` flushes it."""
+    # Not a hard link: scripts write their next save into the same file (`torch.save` truncates it), which is every link's file.
+    mode = stat.S_IMODE(path.stat().st_mode) | stat.S_IRUSR
+    if not _clone(path, target):
+        shutil.copyfile(path, target)
+    with suppress(OSError):  # a file system without permissions
+        target.chmod(mode)
+
+
+def _clone(path: Path, target: Path) -> bool:
+    """Make a new file, of another one's blocks where the file system can share them; else tell that it is empty."""
+    with path.open("rb") as source, open_private(target, "xb") as copy:
+        try:
+            fcntl.ioctl(copy.fileno(), _FICLONE, source.fileno())
+        except OSError:
+            return False
+    return True
+
+
+def _record(path: Path, folder: Path) -> ShardRecord:
+    """Flush a file, and return what a reader compares it with."""
+    checksums: list[str] = []
+    checksum, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        while some := file.read(min(_READ_BYTES, CHUNK_BYTES - size % CHUNK_BYTES)):
+            checksum.update(some)
+            size += len(some)
+            if size % CHUNK_BYTES == 0:
+                checksums.append(checksum.hexdigest())
+                checksum.reset()
+    if size % CHUNK_BYTES or not size:
+        checksums.append(checksum.hexdigest())
+    return ShardRecord(str(path.relative_to(folder)), size, 0, CHUNK_BYTES, tuple(checksums))

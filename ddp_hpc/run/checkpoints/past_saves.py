@@ -1,0 +1,154 @@
+"""What the records of a run's earlier attempts say of its failures and saves. Pure, but for `read_past`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import Mark, read_marks
+
+NEWEST = 8
+"""So many failures count, and the training since the oldest of them: what a run did before says little of it now."""
+_NEWEST_SAVES = 5
+
+_IS_SUDDEN: Mapping[Cause, Literal["yes", "no", "if steps are lost"]] = {
+    Cause.WORKER_CRASHED: "yes",
+    Cause.HANG: "yes",
+    Cause.NODE_FAILED: "yes",
+    Cause.RANKS_DIFFER: "yes",
+    Cause.UNEXPLAINED: "yes",
+    Cause.SUPERVISOR_DIED: "yes",
+    Cause.SUSPENDED: "yes",
+    Cause.FENCED: "yes",
+    Cause.PREEMPTED: "if steps are lost",
+    Cause.TIME_LIMIT: "if steps are lost",
+    Cause.STOP_ASKED: "if steps are lost",
+    Cause.REQUEUE_ASKED: "if steps are lost",
+    Cause.SCRIPT_ASKED: "no",
+    Cause.FINISHED: "no",
+    Cause.REFUSED: "no",
+    Cause.CANCELLED: "no",
+    Cause.DIVERGED: "no",
+    Cause.PREFLIGHT: "no",
+}
+"""Whether an attempt that ended so counts as a failure that more saves would have made cheaper. An attempt that is asked to stop saves, unless it
+had no time to. A user who cancels knows what is lost; the next attempt after NaN is not the same training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastAttempt:
+    """An earlier attempt that had begun to train."""
+
+    is_sudden: bool
+    first_step: int
+    reached_step: int
+    """The newest step that it noted."""
+    saved_step: int
+    """That of its newest checkpoint; `first_step` without one."""
+    trained_s: float
+    """By a clock that does not jump; without what came after its newest note, such as a hang."""
+    started_s: float
+    """From its start until it trained."""
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What is known of a run when an attempt begins."""
+
+    num_failures: int = 0
+    """Failures without warning that count."""
+    trained_s: float = 0.0
+    """Seconds of training in which they happened, as if all had been on as many nodes as now."""
+    stalls_s: tuple[float, ...] = ()
+    """How long training waited for a save, as attempts have measured it."""
+    writes_s: tuple[float, ...] = ()
+    """How long the newest saves took to be committed."""
+    restart_s: float | None = None
+    """How long the attempts took from their start until they trained; the middle one."""
+    first_within_s: float | None = None
+    """How early the next attempt has to save, if attempts before it failed without a new checkpoint."""
+
+
+def read_past(run: RunDir, *, before: int | None, num_nodes: int) -> Past:
+    """Return what the attempts before `before` say; None: all attempts.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    attempts = [one for one in Ledger.read(run).attempts if before is None or one.attempt < before]
+    return past_of(attempts, read_marks(run), num_nodes=num_nodes)
+
+
+def past_of(attempts: Sequence[Attempt], marks: Sequence[Mark], *, num_nodes: int) -> Past:
+    """Return what attempts, oldest first, and their notes say."""
+    all_marks = [[mark for mark in marks if mark.attempt == one.attempt] for one in attempts]
+    past = [found for one, some in zip(attempts, all_marks, strict=True) if (found := _attempt(one, some))]
+    known = [mark for some in all_marks for mark in some]  # of these attempts only, in the order of time
+    writes = [mark.seconds for mark in known if mark.kind == "save" and mark.seconds is not None]
+    stalls = [mark.interval["stall_s"] for mark in known if mark.interval.get("is_measured")]
+    return summary(past, stalls_s=stalls, writes_s=writes, num_nodes=num_nodes)
+
+
+def summary(
+    past: Sequence[PastAttempt], *, stalls_s: Sequence[float], writes_s: Sequence[float], num_nodes: int
+) -> Past:
+    """Return what attempts, oldest first, say together; with the stalls and the times of writing of their saves."""
+    counted = _newest(past)
+    restarts = sorted(one.started_s for one in past)
+    return Past(
+        num_failures=sum(one.is_sudden for one in counted),
+        trained_s=sum(one.trained_s * one.num_nodes / max(1, num_nodes) for one in counted),
+        stalls_s=tuple(stalls_s[-1:]),
+        writes_s=tuple(writes_s[-_NEWEST_SAVES:]),
+        restart_s=restarts[len(restarts) // 2] if restarts else None,
+        first_within_s=first_within_s(past, needed_s=sum([*stalls_s[-1:], *writes_s[-1:]])),
+    )
+
+
+def _attempt(one: Attempt, marks: Sequence[Mark]) -> PastAttempt | None:
+    begin = next((mark for mark in marks if mark.kind == "begin"), None)
+    if begin is None:
+        return None
+    phases = [mark for mark in marks if mark.kind == "phases"]
+    reached = max(mark.step for mark in marks)
+    saved = max([begin.step, *(mark.step for mark in marks if mark.kind == "save")])
+    sudden = _IS_SUDDEN[one.cause or Cause.UNEXPLAINED]
+    return PastAttempt(
+        is_sudden=sudden == "yes" or (sudden == "if steps are lost" and reached > saved),
+        first_step=begin.step,
+        reached_step=reached,
+        saved_step=saved,
+        trained_s=sum(phases[-1].phases.values()) if phases else 0.0,
+        started_s=max(0.0, begin.at - one.started_at),
+        num_nodes=len(one.nodes) or 1,
+    )
+
+
+def _newest(past: Sequence[PastAttempt]) -> Sequence[PastAttempt]:
+    failed = [number for number, one in enumerate(past) if one.is_sudden]
+    return past[failed[-NEWEST] :] if len(failed) >= NEWEST else past
+
+
+def first_within_s(past: Sequence[PastAttempt], *, needed_s: float) -> float | None:
+    """Return how early an attempt has to save, so that it gets further than those before it, which failed without a new checkpoint.
+
+    Half of the shortest of their trainings, less the `needed_s` that a save takes. None where the newest attempt made a checkpoint; and where
+    earlier saves have not helped, as the failure happens at the same step: then the run must end, and not save its way to that step.
+    """
+    row: list[PastAttempt] = []
+    for one in reversed(past):
+        if one.saved_step > one.first_step or not one.is_sudden:
+            if row and _is_at_same_step(one, row[0]):
+                return None
+            break
+        row.append(one)
+    return max(0.0, min(one.trained_s for one in row) - needed_s) / 2 if row else None
+
+
+def _is_at_same_step(before: PastAttempt, newest: PastAttempt) -> bool:
+    gained = newest.first_step - before.first_step
+    return before.is_sudden and gained > 0 and newest.reached_step - before.reached_step < gained / 2

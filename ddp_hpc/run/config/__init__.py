@@ -1,0 +1,29 @@
+"""Read YAML files, environment variables and the command line into one frozen spec, and keep each value's source."""
+
+from ddp_hpc.run.config.overlay import Overlay
+from ddp_hpc.run.config.resolve import (
+    HIDDEN,
+    Change,
+    Resolved,
+    changes,
+    dropped_from,
+    flat,
+    load_resolved,
+    render_resolved,
+    resolve,
+    resolve_key,
+)
+
+__all__ = [
+    "HIDDEN",
+    "Change",
+    "Overlay",
+    "Resolved",
+    "changes",
+    "dropped_from",
+    "flat",
+    "load_resolved",
+    "render_resolved",
+    "resolve",
+    "resolve_key",
+]

@@ -1,0 +1,144 @@
+"""The table of keys, one for each leaf of the spec; and suggestions for a key that does not exist."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from functools import cache
+from typing import Any, Literal, get_origin
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.field_types import annotations_of, is_optional, without_none
+from ddp_hpc.run.spec import RunSpec
+
+OF_A_VARIABLE = str | int | None
+"""The type of the values in `env`: a file may leave out the quotes around whole numbers."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the spec, by its dotted name."""
+
+    name: str
+    annotation: Any
+    default: Any
+    """MISSING if the user must set the key."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether users may invent keys below it (`recipe.args`)."""
+        return get_origin(self.annotation) is Mapping
+
+    @property
+    def is_optional(self) -> bool:
+        return is_optional(self.annotation)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its values are text, so that an unquoted `3` is text, too."""
+        wanted = without_none(self.annotation)
+        return wanted in (str, without_none(OF_A_VARIABLE)) or get_origin(wanted) is Literal
+
+
+@cache
+def all_keys() -> Mapping[str, Key]:
+    """Return every key by its name, in the order of the spec."""
+    return {key.name: key for key in _rows(RunSpec, "")}
+
+
+def _rows(section: type, prefix: str) -> Iterator[Key]:
+    annotations = annotations_of(section)
+    for field in dataclasses.fields(section):
+        name, annotation = prefix + field.name, annotations[field.name]
+        if dataclasses.is_dataclass(annotation):
+            yield from _rows(annotation, f"{name}.")  # type: ignore[arg-type]  # mypy thinks it may be an instance
+        else:
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            yield Key(name, annotation, default)
+
+
+def key_of(name: str) -> Key | None:
+    """Return the key with this name. Below an open key, every name is a key: of any type, or of a variable's below `env`."""
+    if name in all_keys():
+        return all_keys()[name]
+    if not is_free(name):
+        return None
+    return Key(name, OF_A_VARIABLE if is_below(name, "env") else Any, MISSING)
+
+
+def is_free(name: str) -> bool:
+    """Return whether the name lies below an open key (`recipe.args.width`)."""
+    return name.startswith(_open_beginnings())
+
+
+def is_section(name: str) -> bool:
+    """Return whether this name is a section: keys may be below it."""
+    return name in _sections()
+
+
+# A process asks these two hundreds of times for one configuration, so what they look up is computed once.
+
+
+@cache
+def _open_beginnings() -> tuple[str, ...]:
+    return tuple(f"{key.name}." for key in all_keys().values() if key.is_open)
+
+
+@cache
+def _sections() -> frozenset[str]:
+    parents = (name.split(".")[:depth] for name in all_keys() for depth in range(1, name.count(".") + 1))
+    return frozenset({*map(".".join, parents), *(key.name for key in all_keys().values() if key.is_open)})
+
+
+def is_below(name: str, section: str) -> bool:
+    """Return whether `name` is `section` or is in it; all keys are in the section without a name."""
+    return not section or name == section or name.startswith(f"{section}.")
+
+
+def unknown_key(name: str, location: str) -> ConfigError:
+    """Return the error for an unknown key, with the nearest key and all keys of its section; or with what replaces it."""
+    from ddp_hpc.run.config.removed import no_longer_a_key  # late: only an error needs the table
+
+    if gone := no_longer_a_key(name, location):
+        return gone
+    section = name.rpartition(".")[0]
+    if not is_section(section):
+        section = ""
+    below = (key[len(section) + 1 if section else 0 :] for key in all_keys() if is_below(key, section))
+    valid = ", ".join(dict.fromkeys(rest.partition(".")[0] for rest in below))
+    heading = f"Keys of `{section}`" if section else "Keys and sections"
+    return ConfigError(f"`{name}` ({location}) is not a key.{did_you_mean(name)} {heading}: {valid}.")
+
+
+def did_you_mean(name: str) -> str:
+    """Return ` Did you mean ...?`, or the empty string if no key is near."""
+    meant = " or ".join(f"`{key}`" for key in _meant_by(name))
+    return f" Did you mean {meant}?" if meant else ""
+
+
+def _meant_by(name: str) -> list[str]:
+    """Return the keys that a name may mean: another tool's name, a key of another section, or the nearest spelling."""
+    from ddp_hpc.run.config.foreign import ours_for  # late: only an error needs the table
+
+    if ours := ours_for(name):
+        return [ours]
+    near, leaf = nearest(name, all_keys()), _leaf(name.lower())
+    if near is not None and _leaf(near) == leaf:
+        return [near]
+    elsewhere = [key for key in all_keys() if _leaf(key) == leaf]
+    if elsewhere or near is not None:
+        return elsewhere or [str(near)]
+    close = nearest(leaf, map(_leaf, all_keys()))
+    return [key for key in all_keys() if _leaf(key) == close]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """Return the one of `words` that is spelled most like `word`, or None if none is near."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word.lower(), list(words), n=1, cutoff=0.7)), None)

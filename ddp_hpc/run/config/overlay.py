@@ -1,0 +1,71 @@
+"""Many specs that differ in a few keys, each made in a fraction of the time that a whole configuration takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.config.keys import all_keys, key_of
+from ddp_hpc.run.config.paths import filled
+from ddp_hpc.run.config.resolve import Resolved, flat, unflatten
+from ddp_hpc.run.config.sources import Origin, settings_in
+from ddp_hpc.run.config.values import convert
+
+
+class Overlay:
+    """A resolved configuration, and what each of many runs sets on top of it."""
+
+    def __init__(self, base: Resolved, environ: Mapping[str, str]) -> None:
+        self._base = base
+        self._environ = environ
+        self._values = flat(base.spec)
+        self._sections: dict[tuple[str, ...], Any] = {}
+        """The sections that were made, by what is set in them: most points share most of them."""
+
+    def resolved(self, settings: Mapping[str, Any], source: str) -> Resolved:
+        """Return the configuration with these settings, which come from `source`.
+
+        Raises:
+            ConfigError: for an invalid value, an unknown key, or keys that do not go together.
+        """
+        given = filled(settings_in(settings, Origin(source, source)), self._environ)
+        values, sources = dict(self._values), dict(self._base.sources)
+        for setting in given:
+            key = key_of(setting.key)
+            assert key is not None  # noqa: S101  # `settings_in` yields known keys only
+            for old in [] if setting.key in all_keys() and not key.is_open else list(values):
+                if old.startswith(f"{setting.key}.") or setting.key.startswith(f"{old}."):
+                    values.pop(old)
+                    sources.pop(old, None)
+            values[setting.key] = convert(key, setting.value, source)
+            sources[setting.key] = source
+        try:
+            spec = self._with(self._base.spec, "", values, _and_above(setting.key for setting in given))
+        except ConfigError as error:
+            raise type(error)(f"{error} (From {source}.)") from error
+        return Resolved(spec, sources, self._base.profile)
+
+    def _with(self, section: Any, prefix: str, values: Mapping[str, Any], changed: set[str]) -> Any:
+        """Return a section of the spec with the keys of `changed`; parts without one stay the objects that they are."""
+        made: dict[str, Any] = {}
+        for field in fields(section):
+            name = prefix + field.name
+            if name not in changed:
+                continue
+            part = getattr(section, field.name)
+            if is_dataclass(part):
+                below = sorted(key for key in changed if key.startswith(f"{name}."))
+                known = (name, *(f"{key}={values.get(key)!r}" for key in below))
+                if known not in self._sections:
+                    self._sections[known] = self._with(part, f"{name}.", values, changed)
+                made[field.name] = self._sections[known]
+            else:
+                made[field.name] = values[name] if name in values else unflatten(name, values)
+        return replace(section, **made)
+
+
+def _and_above(keys: Iterable[str]) -> set[str]:
+    """Return the keys and the sections in which they stand: `train.lr`, `train`."""
+    return {".".join(key.split(".")[: depth + 1]) for key in keys for depth in range(key.count(".") + 1)}

@@ -1,0 +1,98 @@
+"""The reference of all keys: type, default, and meaning. The meaning is the docstring below each field of the spec."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, get_type_hints
+
+from ddp_hpc.base.field_types import type_in_words
+from ddp_hpc.run.config.keys import all_keys, is_below, is_free, is_section, unknown_key
+from ddp_hpc.run.config.yaml_text import dump_value
+from ddp_hpc.run.spec import RunSpec
+
+NO_DEFAULT = "the file's name"
+"""The default of `name`, the one key without a default in the spec."""
+
+
+@dataclass(frozen=True)
+class KeyDoc:
+    """One row of the reference."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def reference() -> list[KeyDoc]:
+    """Return a row for every key, in the order of the spec."""
+    meanings = dict(_meanings(RunSpec, ""))
+    return [
+        KeyDoc(
+            name,
+            type_in_words(key.annotation),
+            NO_DEFAULT if key.default is MISSING else dump_value(key.default),
+            meanings[name],
+        )
+        for name, key in all_keys().items()
+    ]
+
+
+def rows_of(name: str) -> list[KeyDoc]:
+    """Return the rows of a key, or of a section.
+
+    Raises:
+        ConfigError: if there is none, with the nearest key.
+    """
+    if name and not is_section(name) and name not in all_keys() and not is_free(name):
+        raise unknown_key(name, "the command line")
+    return [row for row in reference() if is_below(row.key, name) or (is_free(name) and is_below(name, row.key))]
+
+
+def as_markdown(rows: Sequence[KeyDoc]) -> str:
+    """Return the rows as tables for docs/, one a section."""
+    lines: list[str] = []
+    opened = None
+    for row in rows:
+        section = row.key.rpartition(".")[0]
+        if section != opened:
+            lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+            opened = section
+        default = row.default if row.default == NO_DEFAULT else f"`{row.default}`"
+        lines.append(f"| `{row.key}` | {row.type} | {default} | {row.meaning.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines).strip() + "\n"
+
+
+def _meanings(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
+    annotations = get_type_hints(section)
+    texts: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if is_dataclass(base):  # a field's text stands in the source of the class that declares the field
+            texts |= _texts_of_module(base.__module__).get(base.__name__, {})
+    for field in fields(section):
+        annotation = annotations[field.name]
+        if is_dataclass(annotation):
+            yield from _meanings(annotation, f"{prefix}{field.name}.")  # type: ignore[arg-type]  # a class
+        else:
+            yield prefix + field.name, texts.get(field.name, "")
+
+
+@cache
+def _texts_of_module(module: str) -> dict[str, dict[str, str]]:
+    """Return class -> field -> the docstring below the field in the module's source."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {section.name: dict(_texts_below(section)) for section in tree.body if isinstance(section, ast.ClassDef)}
+
+
+def _texts_below(section: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, text in pairwise(section.body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+            yield field.target.id, " ".join(text.value.value.split())

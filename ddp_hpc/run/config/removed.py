@@ -1,0 +1,72 @@
+"""The table of keys that earlier versions had: since when each is gone, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_hpc.base.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """A key that no longer exists."""
+
+    since: str
+    """The date from which on versions do not have it."""
+    default: Any
+    """Its default until then."""
+    instead: str
+    """What to do instead: one or more sentences."""
+
+
+REMOVED: Mapping[str, Removed] = {
+    "integrity.recompute_every_steps": Removed(
+        since="2026-11-26",
+        default=None,
+        instead="`ddp-hpc audit RUN` computes steps of a run again afterwards and says whether it computed right; the ranks' weights "
+        "are compared as before (`integrity.every_steps`).",
+    ),
+    "preflight.all_reduce": Removed(
+        since="2026-11-26",
+        default=False,
+        instead="`preflight.enabled` still checks that the nodes reach each other, as `ddp-hpc doctor --nodes` does; NVIDIA's nccl-tests "
+        "measure how fast an all-reduce is, and whether its sums are right (docs/doctor.md).",
+    ),
+    "steps": Removed(
+        since="2026-11-26",
+        default=None,
+        instead="`ddp-hpc submit CONFIG --after RUN` submits a run that waits for another one; on one machine, use "
+        "`ddp-hpc submit A --wait && ddp-hpc submit B`.",
+    ),
+    "profile.command": Removed(
+        since="2026-11-26",
+        default="nsys",
+        instead="have `nsys` on the PATH of the nodes, by `slurm.modules`, `slurm.setup` or `env.PATH`.",
+    ),
+}
+"""By name."""
+
+
+def no_longer_a_key(name: str, location: str) -> ConfigError | None:
+    """Return the error for a key that a source sets although it was removed; None for any other name."""
+    one = REMOVED.get(name)
+    if one is None:
+        return None
+    return ConfigError(f"`{name}` ({location}) is no longer a key, since {one.since}. Leave it out: {one.instead}")
+
+
+def drop_removed(content: dict[Any, Any]) -> dict[str, Any]:
+    """Take removed keys out of what a run's own configuration holds; return the values of those that were not at their default."""
+    dropped: dict[str, Any] = {}
+    for name, one in REMOVED.items():
+        *sections, leaf = name.split(".")
+        holder: Any = content
+        for section in sections:
+            holder = holder.get(section) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and leaf in holder:
+            value = holder.pop(leaf)
+            if value != one.default:
+                dropped[name] = value
+    return dropped

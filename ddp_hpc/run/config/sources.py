@@ -1,0 +1,232 @@
+"""Read settings from defaults, files, environment variables and the command line; `site` finds site profiles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.config.foreign import ours_for
+from ddp_hpc.run.config.keys import all_keys, is_free, is_section, key_of, unknown_key
+from ddp_hpc.run.config.removed import drop_removed
+from ddp_hpc.run.config.values import parse_text
+
+ENVIRONMENT_PREFIX = "DDP_HPC__"
+_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source of a value."""
+
+    source: str
+    """The source as the resolved configuration names it: `file run.yaml`."""
+    location: str
+    """The source as an error names it: `run.yaml`."""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.location if self.line is None else f"{self.location}, line {self.line}"
+
+
+DEFAULT = Origin("default", "the default")
+COMMAND_LINE = Origin("command line", "the command line")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value that a source sets for one key."""
+
+    key: str
+    value: Any
+    origin: Origin
+
+
+def from_defaults() -> list[Setting]:
+    """Return the defaults of all keys that have a default."""
+    return [Setting(key.name, key.default, DEFAULT) for key in all_keys().values() if key.default is not MISSING]
+
+
+def from_file(path: Path, *, is_of_run: bool) -> list[Setting]:
+    """Read a YAML file of sections and keys; `train.lr: 0.1` may stand for `train: {lr: 0.1}`.
+
+    The file that a run keeps has all keys of the version that wrote it: those that were removed since are left out.
+
+    Raises:
+        ConfigError: if it cannot be read, is not a mapping, or has an unknown key or one key twice.
+    """
+    content = read_mapping(path)
+    if is_of_run:
+        drop_removed(content)
+    return settings_in(content, Origin(f"file {path.name}", str(path)))
+
+
+def read_mapping(path: Path) -> dict[Any, Any]:
+    """Read a YAML file of keys and values; the result knows the line of each key.
+
+    Raises:
+        ConfigError: if it cannot be read, or is not a mapping.
+    """
+    from ddp_hpc.run.config.yaml_text import read_yaml  # late: `status` reads no YAML
+
+    content = read_yaml(_read_bytes(path), str(path))
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(f"The file {path} has {content!r:.60}, but it must have keys and values, such as `seed: 1`.")
+    return content or {}
+
+
+def settings_in(mapping: Mapping[Any, Any], origin: Origin) -> list[Setting]:
+    """Return the settings in a file's mapping, or in a part of it.
+
+    Raises:
+        ConfigError: for an unknown key, or a key that is set twice.
+    """
+    return list(_once(_flatten_mapping("", mapping, origin)))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        beside = sorted(other.name for pattern in ("*.yaml", "*.yml") for other in path.parent.glob(pattern))
+        found = (
+            f" Correct the path; the directory {str(path.parent)!r} has {', '.join(beside[:10])}."
+            if beside
+            else " Check the path."
+        )
+        raise ConfigError(f"The configuration file {str(path)!r} does not exist.{found}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"The configuration file {str(path)!r} cannot be read: {error.strerror}. Check its permissions."
+        ) from error
+
+
+def from_environment(environ: Mapping[str, str]) -> list[Setting]:
+    """Read variables such as `DDP_HPC__TRAIN__LR=0.1`; their case does not matter.
+
+    Raises:
+        ConfigError: if two variables name one key, or one does not name a key.
+    """
+    settings: list[Setting] = []
+    for variable, text in sorted(environ.items()):
+        if variable.upper().startswith(ENVIRONMENT_PREFIX):
+            source = f"environment {variable}"
+            settings += _from_text(_key_name(variable), text, Origin(source, source))
+    return list(_once(settings))
+
+
+def _key_name(variable: str) -> str:
+    """Return the key that a variable names, in lower case.
+
+    A key that the user invented (`recipe.args.*`) keeps its case, unless the whole name is in capitals. A key below `env`
+    is a variable itself, and always keeps its case.
+    """
+    name = variable[len(ENVIRONMENT_PREFIX) :].replace("__", ".")
+    section, dot, rest = name.partition(".")
+    if dot and section.lower() == "env":
+        return f"env.{rest}"
+    if name.isupper() or not is_free(name.lower()):
+        return name.lower()
+    opened = next(key.name for key in all_keys().values() if key.is_open and name.lower().startswith(f"{key.name}."))
+    return opened + name[len(opened) :]
+
+
+def from_overrides(words: Sequence[str]) -> list[Setting]:
+    """Read `train.lr=0.1` and `--train.lr=0.1`; of two settings for one key the later counts.
+
+    Raises:
+        ConfigError: if a word has no `=`, or does not name a key.
+    """
+    settings: list[Setting] = []
+    for word in words:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} is not a setting. Write KEY=VALUE, such as `train.lr=0.1`.")
+        settings += _from_text(name.strip(), text, COMMAND_LINE)
+    return settings
+
+
+def _from_text(name: str, text: str, origin: Origin) -> list[Setting]:
+    """Read the text of one key, or of a section, which is a mapping (`train={lr: 0.1}`)."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"`{name}` is {text!r} ({origin}), but that is not UTF-8. Use a UTF-8 locale, or set the key in the configuration file."
+            ) from error
+    key = None if is_section(name) else key_of(name)
+    if key is None and not is_section(name):
+        raise unknown_key(name, str(origin))
+    return list(_flatten(name, _plain(parse_text(key, text, str(origin))), origin))
+
+
+def _flatten_mapping(section: str, mapping: Mapping[Any, Any], origin: Origin) -> Iterator[Setting]:
+    lines = getattr(mapping, "lines", {})
+    for key, value in mapping.items():
+        here = replace(origin, line=lines.get(key, origin.line))
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"{section or 'The file'} has the key {key!r} ({here}), but a key must be text. Put it in quotes."
+            )
+        yield from _flatten(f"{section}.{key}" if section else key, value, here)
+
+
+def _flatten(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
+    """Yield the settings of the leaves at or below `name`."""
+    if is_section(name):
+        yield from _flatten_section(name, value, origin)
+    elif key_of(name) is None:
+        raise unknown_key(name, str(origin))
+    elif is_free(name) and not all(map(_PLAIN_NAME.fullmatch, name.split("."))):
+        raise ConfigError(f"`{name}` ({origin}) is not a key: only letters, digits, `_` and `-` may follow a `.`.")
+    elif is_free(name) and _is_tree(value):
+        yield from _flatten_mapping(name, value, origin)
+    else:
+        yield Setting(name, _plain(value), origin)
+
+
+def _flatten_section(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
+    if value is None:
+        return  # an empty section: `train:` with nothing below it
+    if not isinstance(value, dict):
+        ours = ours_for(name) or ""
+        such = f", such as `{ours}`" if ours.startswith(f"{name}.") else ""
+        raise ConfigError(f"`{name}` is {value!r} ({origin}), but it must be a section: set the keys below it{such}.")
+    if not value and name in all_keys():
+        yield Setting(name, {}, origin)  # `recipe.args={}` removes what earlier sources set there
+    yield from _flatten_mapping(name, value, origin)
+
+
+def _is_tree(value: Any) -> bool:
+    """Return whether an invented key's value is a mapping that is merged key by key, rather than replaced as a whole."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(key, str) and _PLAIN_NAME.fullmatch(key) for key in value)
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as plain dictionaries and lists, without line numbers."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _once(settings: Iterable[Setting]) -> Iterator[Setting]:
+    """Yield the settings of one source, and refuse a key that is set twice."""
+    seen: dict[str, Origin] = {}
+    for setting in settings:
+        if setting.key in seen:
+            raise ConfigError(f"`{setting.key}` is set twice: {seen[setting.key]}; {setting.origin}. Remove one.")
+        seen[setting.key] = setting.origin
+        yield setting
+
+
+def flatten_free(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of an open key's value, by key."""
+    return {setting.key: setting.value for setting in _flatten(name, dict(mapping), DEFAULT)}

@@ -1,0 +1,248 @@
+"""What follows an attempt: a table from how it ended to what is done next. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next, Root
+from ddp_hpc.run.spec.launch import RestartSpec
+
+SLURMS_SLOP_S = 60.0
+"""How much earlier than asked Slurm may send the signal of `--signal` (sbatch(1))."""
+_SAVES_A_LEAD = 2
+"""How many saves have to fit: one that has just begun is finished first."""
+_STOP_S = 5.0
+"""For the ranks to agree on a step, and the processes to exit."""
+
+_RESERVE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What follows one cause."""
+
+    ending: Ending
+    next: Next
+    """`REQUEUE` stands for what the user has chosen in `restart.by`: to requeue the job, or to submit a successor."""
+    is_failure: bool = False
+    """Whether it counts as a failure, for the limit on failures in a row without a new checkpoint."""
+
+
+TABLE: Mapping[Cause, Row] = {
+    Cause.FINISHED: Row(Ending.FINISHED, Next.NOTHING),
+    Cause.REFUSED: Row(Ending.REFUSED, Next.NOTHING),
+    Cause.CANCELLED: Row(Ending.CANCELLED, Next.NOTHING),
+    Cause.FENCED: Row(Ending.FENCED, Next.NOTHING),
+    Cause.STOP_ASKED: Row(Ending.STOPPED, Next.NOTHING),
+    Cause.REQUEUE_ASKED: Row(Ending.STOPPED, Next.REQUEUE),
+    Cause.SCRIPT_ASKED: Row(Ending.STOPPED, Next.REQUEUE, is_failure=True),
+    Cause.PREEMPTED: Row(Ending.STOPPED, Next.REQUEUE),
+    Cause.TIME_LIMIT: Row(Ending.STOPPED, Next.REQUEUE, is_failure=True),
+    Cause.WORKER_CRASHED: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.HANG: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.NODE_FAILED: Row(Ending.FAILED, Next.REQUEUE, is_failure=True),
+    Cause.DIVERGED: Row(Ending.FAILED, Next.NOTHING),
+    Cause.RANKS_DIFFER: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.UNEXPLAINED: Row(Ending.FAILED, Next.REQUEUE, is_failure=True),
+    Cause.SUPERVISOR_DIED: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.SUSPENDED: Row(Ending.FAILED, Next.IN_PLACE),
+    Cause.PREFLIGHT: Row(Ending.FAILED, Next.NOTHING),
+}
+"""A preemption is not a failure of the run, so it does not count. A time limit counts: a run that cannot commit between two
+time limits never will. A script that asks to be started again counts for the same reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """All that the decision depends on."""
+
+    cause: Cause
+    is_committed: bool = False
+    """Whether the workers exited after a commit."""
+    num_without_progress: int = 0
+    """Failures in a row without a new checkpoint, this one included."""
+    has_no_report: bool = False
+    """Whether no process wrote an error report: perhaps none could even be started."""
+    without_progress: str = "ended without a new checkpoint"
+    """What those failures have in common, as a text."""
+    fails_again: str = ""
+    """The sample of which this attempt failed as the one before it (`fails_again`)."""
+    differs_as: int | None = None
+    """The earlier attempt in which the ranks differed after the same step in the same way (`wrong_ranks.same_again`)."""
+    is_on_slurm: bool = True
+    is_supervised: bool = False
+    """Whether a supervisor is there to start another attempt without Slurm."""
+    is_requeued_by_slurm: bool = False
+    """Whether Slurm has requeued the job without an order of this program."""
+    failed_nodes: Sequence[str] = ()
+    """The nodes that failed, where that is known."""
+    bad_nodes: Sequence[str] = ()
+    """Nodes of the job that have failed too often."""
+    may_requeue: bool = True
+    """Whether the user lets Slurm requeue the job (`slurm.requeue`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is done next."""
+
+    ending: Ending
+    next: Next = Next.NOTHING
+    exclude: tuple[str, ...] = ()
+    """Nodes that the next attempt should not get."""
+    why: str = ""
+    """Why there is no next attempt, where one might be expected."""
+
+
+def decide(situation: Situation, policy: RestartSpec) -> Decision:
+    """Return what follows an attempt."""
+    row = TABLE[situation.cause]
+    ending = Ending.STOPPED if situation.is_committed and row.next == Next.REQUEUE else row.ending
+    if situation.is_requeued_by_slurm and row.next:
+        return Decision(ending=ending, next=Next.SLURM, exclude=tuple(situation.bad_nodes))
+    goes_on_here = situation.cause == Cause.SUSPENDED or (
+        situation.cause in {Cause.SCRIPT_ASKED, Cause.RANKS_DIFFER} and situation.is_supervised
+    )  # these need nothing from the user
+    if not row.next or not (situation.is_on_slurm or goes_on_here):
+        return Decision(ending=row.ending)
+    if why := _why_last(situation, policy):
+        return Decision(ending=Ending.FAILED, why=why)
+    is_worth_trying = not situation.has_no_report or situation.num_without_progress <= 1
+    is_right_here = row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying
+    if is_right_here or not situation.is_on_slurm:
+        return Decision(ending=ending, next=Next.IN_PLACE)
+    if policy.by == "requeue" and not situation.may_requeue:
+        return Decision(
+            ending=ending,
+            why="the job does not go back into the queue, because `slurm.requeue` is false; submit the run again",
+        )
+    lost = situation.failed_nodes if situation.cause == Cause.NODE_FAILED else ()
+    return Decision(ending=ending, next=Next(policy.by), exclude=tuple(sorted({*situation.bad_nodes, *lost})))
+
+
+def _why_last(situation: Situation, policy: RestartSpec) -> str:
+    """Return why a failure ends the run; empty where another attempt may follow."""
+    if situation.fails_again and situation.cause == Cause.WORKER_CRASHED:
+        return (
+            f"`{situation.fails_again}` ended two attempts in a row in the same way, without progress between them, so the run "
+            "ends: another attempt would fail there, too; correct it or leave it out, and submit the run again"
+        )
+    if situation.differs_as is not None and situation.cause == Cause.RANKS_DIFFER:
+        return (
+            f"in attempt {situation.differs_as}, each rank had the same values after the same step, so this does not happen by chance and the run "
+            "ends: the code does not do the same on each rank (docs/integrity.md says what to look for), or a processor is wrong in "
+            "the same way each time; correct it, and submit the run again, on other nodes if the code is right"
+        )
+    count = situation.num_without_progress
+    if not TABLE[situation.cause].is_failure or count < policy.max_no_progress:
+        return ""
+    attempts = "1 attempt" if count == 1 else f"{count} attempts in a row"
+    return (
+        f"{attempts} {situation.without_progress}, so the run ends (`restart.max_no_progress`); correct the cause, and submit "
+        "the run again"
+    )
+
+
+def reserve_s(lead_s: float) -> float:
+    """Return how long before the time limit the last worker has to have exited.
+
+    The supervisor needs this time to kill workers that do not exit, to ask Slurm, and to requeue the job: Slurm does not
+    requeue a job that its time limit ends.
+    """
+    return min(_RESERVE_S, lead_s / 3)
+
+
+def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float | None) -> str | None:
+    """Return why `slurm.signal_lead_s` is too short to save, or leaves no time to train; None where it is right."""
+    needed_s = 0.0 if save_s is None else _SAVES_A_LEAD * save_s + _STOP_S
+    if save_s is not None and lead_s - reserve_s(lead_s) < needed_s:
+        least = int(needed_s + min(_RESERVE_S, needed_s / 2)) + 1
+        return (
+            f"`slurm.signal_lead_s` is {lead_s:g}, but a checkpoint of this run takes {save_s:.0f} s: Slurm may kill the "
+            f"job in the middle of its last one. Set it to {least} or more."
+        )
+    # Slurm looks only every 30 s, so its signal may come a minute earlier:
+    # https://slurm.schedmd.com/sbatch.html#OPT_signal
+    if time_limit_min is not None and time_limit_min * 60 <= lead_s + SLURMS_SLOP_S:
+        return (
+            f"`resources.time_limit_min` is {time_limit_min:g}, but the run is asked to stop {lead_s:g} s before the limit, and "
+            f"Slurm may ask {SLURMS_SLOP_S:g} s earlier: this leaves no time to train. Lower `slurm.signal_lead_s`, or ask for "
+            "more time."
+        )
+    return None
+
+
+def script_problem(*, stop_within_s: float, lead_s: float) -> str | None:
+    """Return why a script does not get the time to save that it may need before a time limit; None where it does."""
+    left_s = lead_s - reserve_s(lead_s)
+    if stop_within_s <= left_s:
+        return None
+    return (
+        f"`script.stop_within_s` is {stop_within_s:g}, but before the time limit the script has only {left_s:g} s to save, because "
+        f"`slurm.signal_lead_s` is {lead_s:g}. If it may need longer, set that to {stop_within_s + _RESERVE_S:g}; otherwise lower "
+        "`script.stop_within_s`."
+    )
+
+
+def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: Cause) -> int:
+    """Return how many failures in a row made no new checkpoint, the newest attempt, which ended of `cause`, included.
+
+    `newest_step` is that of the newest checkpoint now, 0 without one. Attempts that did not fail neither count
+    nor break the row.
+    """
+    count = 0
+    step_after = newest_step
+    newest_first = attempts[::-1]
+    for index, attempt in enumerate(newest_first):
+        if step_after > attempt.first_step:
+            break
+        ended_of = cause if index == 0 else attempt.cause or Cause.UNEXPLAINED
+        # An earlier attempt that started no workers, because of nodes that had failed before, does not count, unless
+        # the attempt before it started none, too: otherwise such attempts would follow each other without an end.
+        only_avoided = index > 0 and _avoided(attempt) and not any(map(_avoided, newest_first[index + 1 : index + 2]))
+        count += TABLE[ended_of].is_failure and not only_avoided
+        step_after = attempt.first_step
+    return count
+
+
+def fails_again(attempts: Sequence[Attempt], root: Root, newest_step: int) -> str:
+    """Return the sample of which the newest attempt failed as the one before it; empty where that is not proved.
+
+    Both failures have to be proved to last, of one fingerprint, one entity and one version of it; the newest attempt has to
+    have come no further: no new checkpoint, no later step. Of a script no step is known, so it is never proved.
+    """
+    if len(attempts) < 2:
+        return ""
+    before, newest = attempts[-2:]
+    earlier = before.root
+    is_same = replace(earlier, failed_step=None) == replace(root, failed_step=None) and bool(root.fingerprint)
+    lasts = bool(root.entity and root.entity_version) and not root.may_recover
+    is_next = before.attempt + 1 == newest.attempt and before.cause == Cause.WORKER_CRASHED
+    is_without_progress = newest.first_step == before.last_step == newest_step
+    step, step_before = root.failed_step, earlier.failed_step
+    is_no_later = step is not None and step_before is not None and step <= step_before
+    return root.entity if is_same and lasts and is_next and is_without_progress and is_no_later else ""
+
+
+def _avoided(attempt: Attempt) -> bool:
+    """Tell whether an attempt started no workers because of nodes that had failed before: no node failed in it."""
+    return attempt.cause == Cause.NODE_FAILED and not attempt.failed_nodes
+
+
+def bad_nodes(attempts: Sequence[Attempt], policy: RestartSpec, *, now: float) -> list[str]:
+    """Return the nodes that failed `restart.exclude_after` times or more in the last `restart.forget_h` hours.
+
+    A node that has computed something wrong counts at once: it may do so again where nothing is compared.
+    The worst come first; of those that failed equally often, the last to fail.
+    """
+    since = now - policy.forget_h * 3600
+    failures: Counter[str] = Counter()
+    for attempt in reversed(attempts):
+        if (attempt.ended_at or 0.0) >= since:
+            weight = policy.exclude_after if attempt.cause == Cause.RANKS_DIFFER else 1
+            failures.update(dict.fromkeys(attempt.failed_nodes, weight))
+    return sorted(
+        (node for node in failures if failures[node] >= policy.exclude_after), key=lambda node: -failures[node]
+    )

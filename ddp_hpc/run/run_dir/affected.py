@@ -1,0 +1,157 @@
+"""What an exception concerns, and whether another attempt may get past it: asked in the process that has caught it.
+
+Two failures of the same sample end a run at once (`requeue.fails_again`). So what is not proved to last may recover, and only the
+loader of a recipe proves it (`train/data/loader.py`): a message that quotes a file does not say that the file was decoded.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from ddp_hpc.run.run_dir.fingerprint import quoted_files
+
+_OF_CONTENT = (ValueError, LookupError, ArithmeticError)
+"""What code raises that meets content which it does not expect. TypeError, AttributeError and AssertionError are left out, because
+some readers return None where a file system fails (`cv2.imread`); RuntimeError, because PyTorch raises it for devices, the network
+and processes that are gone; EOFError, because `multiprocessing` raises it where a peer is gone."""
+_OF_DECODING = frozenset(
+    {
+        ("PIL", "UnidentifiedImageError"),
+        ("_csv", "Error"),
+        ("_lzma", "LZMAError"),
+        ("_pickle", "UnpicklingError"),
+        ("binascii", "Error"),
+        ("builtins", "UnicodeDecodeError"),
+        ("gzip", "BadGzipFile"),
+        ("json.decoder", "JSONDecodeError"),
+        ("lzma", "LZMAError"),
+        ("pickle", "UnpicklingError"),
+        ("struct", "error"),
+        ("zipfile", "BadZipFile"),
+        ("zlib", "error"),
+    }
+)
+"""Modules and names of the exceptions by which a decoder says that bytes are not of its format."""
+_SETTLED_S = 60.0
+"""A file that was written more recently may still be written."""
+ANSWER_S = 5.0
+"""How long to wait for a file system, which may hang; the report of the failure waits as long."""
+_MOST_IN_CHAIN = 20
+_LONGEST = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Affected:
+    """What an exception concerns."""
+
+    entity: str = ""
+    """The sample, `train_data[17]`, or the file; empty where none is known."""
+    version: str = ""
+    """Size and time of the file, as it was; of a sample that is proved to last, size and hash of its file."""
+    may_recover: bool = True
+    """Whether another attempt may get past it; false only where the records of this process prove the opposite."""
+    place: str = ""
+    """`file.py in function`, where it was raised."""
+
+
+def affected_by(error: BaseException) -> Affected:
+    """Return what an exception concerns; one that carries its own answer (`affected`) knows more."""
+    known = vars(error).get("affected")
+    if isinstance(known, Affected):
+        return known
+    files = [] if isinstance(error, OSError) and error.errno is not None else quoted_files(str(error))
+    version = _version(files[0]) if len(files) == 1 else ""
+    return Affected(
+        entity=files[0] if version else "",
+        version=version,
+        place=place_of(error),
+    )
+
+
+def is_of_content(error: BaseException) -> bool:
+    """Tell whether code has met content that it does not accept, and nothing of a file system, the network or a device.
+
+    All exceptions that led to this one count, also those that `raise ... from None` hides.
+    """
+    return all(
+        (isinstance(one, _OF_CONTENT) and not isinstance(one, OSError)) or _is_of_decoder(one) for one in _chain(error)
+    )
+
+
+def is_of_decoder(error: BaseException) -> bool:
+    """Tell whether a decoder has rejected content, and all that led to it is of content, too."""
+    return is_of_content(error) and any(map(_is_of_decoder, _chain(error)))
+
+
+def place_of(error: BaseException) -> str:
+    """Return `file.py in function`, where an exception was raised."""
+    frame = _innermost(error)
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)} in {frame.f_code.co_name}"  # noqa: PTH119  a name of any system
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it; the exception of a process that passed it on has none."""
+    waiting, seen = [error], set[int]()
+    while waiting and len(seen) < _MOST_IN_CHAIN:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
+
+
+def _is_of_decoder(error: BaseException) -> bool:
+    """Tell whether a decoder found that bytes are not of its format."""
+    frame = _innermost(error)
+    module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    if module == "torch._utils":  # passed on by a loader process; what led to it is not known here
+        return False
+    if any((kind.__module__, kind.__name__) in _OF_DECODING for kind in type(error).__mro__):
+        return not isinstance(error, OSError) or error.errno is None
+    # Pillow says of a truncated image `OSError`, without a number. What the operating system reports has one.
+    # Other modules of it say the same where a font or a colour profile cannot be opened.
+    is_of_images = module in ("PIL.Image", "PIL.ImageFile") or (module.startswith("PIL.") and module.endswith("Plugin"))
+    return type(error) is OSError and error.errno is None and is_of_images
+
+
+def _innermost(error: BaseException) -> FrameType | None:
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return None if at is None else at.tb_frame
+
+
+def _stat_within(path: str, seconds: float) -> os.stat_result | None:
+    """Ask in a thread of its own, which a file system that hangs may keep; None where there is no answer."""
+    found: list[os.stat_result] = []
+
+    def ask() -> None:
+        with suppress(OSError, ValueError):
+            found.append(os.stat(path))  # noqa: PTH116  a Path raises for some texts that are no path
+
+    thread = threading.Thread(target=ask, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be started
+        return None
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _version(path: str) -> str:
+    """Return size and time of a file; empty where there is none, or it may still be written."""
+    if len(path) > _LONGEST or not path.isprintable():
+        return ""
+    found = _stat_within(path, ANSWER_S)
+    if found is None:
+        return ""
+    is_settled = stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > _SETTLED_S
+    return f"{found.st_size} bytes, {found.st_mtime_ns}" if is_settled else ""

@@ -1,0 +1,165 @@
+"""Record what a run ran on: versions, driver, modules, packages. PyTorch is not imported for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import msgspec
+
+from ddp_hpc.base.discretion import is_shown
+from ddp_hpc.base.durable import make_directories, record_bytes, replace_text
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.run_dir.paths import RunDir
+
+_RECORDED = ("NCCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "CUDA_", "CUBLAS_", "HSA_", "OMP_", "MKL_", "RDMAV_", "OFI_")
+"""Prefixes of variables that change results or speed."""
+_DIFFERENT_EACH_TIME = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+)
+"""Variables that differ between workers or jobs without any meaning for the run."""
+_INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What a run ran on; the fields are the keys of `ddp-hpc env capture --json`."""
+
+    python: str = ""
+    machine: str = ""
+    """Operating system, libc and architecture."""
+    cpu: str = ""
+    torch: str = ""
+    cuda: str = ""
+    """The CUDA version that PyTorch was built with; empty without CUDA."""
+    hip: str = ""
+    nccl: str = ""
+    driver: str = ""
+    """Version of the GPU driver."""
+    gpus: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    """Loaded environment modules."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that NCCL, PyTorch, OpenMP and similar libraries read."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Installed package -> its version."""
+
+
+def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Environment:
+    """Return the environment of this process."""
+    packages = _packages()
+    built = _built_with()
+    return Environment(
+        python=platform.python_version(),
+        machine=f"{platform.system()} {'-'.join(filter(None, platform.libc_ver()))} {platform.machine()}",
+        cpu=cpu_name(proc),
+        torch=built.get("__version__", ""),
+        cuda=built.get("cuda", ""),
+        hip=built.get("hip", ""),
+        nccl=next((version for name, version in packages.items() if name.startswith("nvidia-nccl")), ""),
+        driver=_first(proc / "driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)"),
+        gpus=tuple(
+            sorted(_first(path, r"^Model:\s*(.+)$") for path in (proc / "driver/nvidia/gpus").glob("*/information"))
+        ),
+        modules=tuple(filter(None, environ.get("LOADEDMODULES", "").split(":"))),
+        variables={
+            name: value
+            for name, value in sorted(environ.items())
+            if name.startswith(_RECORDED) and name not in _DIFFERENT_EACH_TIME and is_shown(name)
+        },
+        packages=packages,
+    )
+
+
+def cpu_name(proc: Path = Path("/proc")) -> str:
+    """Return the name of this machine's kind of CPU; empty where the kernel does not say it."""
+    return _first(proc / "cpuinfo", r"^model name\s*:\s*(.+)$")
+
+
+def _packages() -> dict[str, str]:
+    """Return the installed packages, by the names of their directories (PEP 376, PEP 427), without reading each metadata file."""
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        try:
+            names = [path.name for path in Path(folder or ".").iterdir()]
+        except OSError:  # Python's import ignores such a directory, too
+            continue
+        for name in names:
+            if match := _INSTALLED.fullmatch(name):
+                found.setdefault(re.sub(r"[-_.]+", "-", match["name"]).lower(), match["version"])
+    return dict(sorted(found.items()))
+
+
+def _built_with() -> dict[str, str]:
+    """Return the assignments in `torch/version.py`; importing torch would take seconds."""
+    spec = importlib.util.find_spec("torch")
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if path is None or not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return dict(re.findall(r"^(\w+)\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, flags=re.MULTILINE))
+
+
+def _first(path: Path, pattern: str) -> str:
+    try:
+        found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1].strip() if found else ""
+
+
+# --- records of a run --------------------------------------------------------------------------------------------------
+
+
+def write_environment(run: RunDir, attempt: int, environment: Environment) -> None:
+    """Write the environment of an attempt into the run directory."""
+    path = run.environment(attempt)
+    make_directories(path.parent)
+    replace_text(path, msgspec.json.format(msgspec.json.encode(environment), indent=1).decode() + "\n")
+
+
+def newest_environment(run: RunDir, *, before: int | None = None) -> tuple[int, Environment] | None:
+    """Return the newest attempt (`before` another one) with a recorded environment, and that environment."""
+    numbers = (int(path.parent.name.rpartition("-")[2]) for path in run.environments())
+    for attempt in sorted(numbers, reverse=True):
+        if before is None or attempt < before:
+            return attempt, read_environment(run, attempt)
+    return None
+
+
+def read_environment(run: RunDir, attempt: int) -> Environment:
+    """Read the environment of an attempt.
+
+    Raises:
+        ConfigError: if its file cannot be read.
+    """
+    path = run.environment(attempt)
+    try:
+        return msgspec.json.decode(record_bytes(path), type=Environment)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"The file {path}, which records an attempt's environment, cannot be read: {error}. Check its permissions, or "
+            "delete it if it is damaged."
+        ) from error
+
+
+def differences(old: Environment, new: Environment) -> Iterator[str]:
+    """Yield the changes, one for each item: `torch 2.9.0 -> 2.9.1`."""
+    for field_ in fields(Environment):
+        before, after = getattr(old, field_.name), getattr(new, field_.name)
+        if isinstance(before, Mapping):
+            for name in sorted({*before, *after}):
+                if before.get(name) != after.get(name) and name not in {"torch", "ddp-hpc"}:
+                    yield f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}"
+        elif before != after:
+            yield f"{field_.name} {_as_text(before)} -> {_as_text(after)}"
+
+
+def _as_text(value: str | tuple[str, ...]) -> str:
+    text = value if isinstance(value, str) else ", ".join(value)
+    return text or "none"

@@ -1,0 +1,262 @@
+"""One error report for each failed process of a run: why it failed, with the fields that decisions rest on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
+
+from ddp_hpc.base.durable import make_directories, open_record, read_json, record_text, replace_text
+from ddp_hpc.base.errors import ConfigError, DivergedError, RanksDifferError
+from ddp_hpc.base.patience import known
+from ddp_hpc.run.run_dir.affected import affected_by
+from ddp_hpc.run.run_dir.paths import RunDir
+
+Phase = Literal["", "starting", "joining", "building", "training"]
+"""What a worker was doing: not known; importing; joining the process group; building the recipe; all that follows, such as
+restoring, training and saving."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure:
+    """Why a process failed, written by that process, its agent or the supervisor."""
+
+    rank: int
+    """-1 for an agent, and for a hang for which no rank can be named."""
+    host: str
+    at: float
+    step: int
+    exception: str
+    """Type and message. For people: decisions rest on the fields below."""
+    log: str
+    """Where its output is."""
+    traceback: str = ""
+    is_input_error: bool = False
+    """The input is invalid (exit code 2)."""
+    is_secondary: bool = False
+    """The worker failed because another one had: it lost the connection."""
+    is_diverged: bool = False
+    """The losses or weights are not finite."""
+    ranks_differ: bool = False
+    """The ranks did not have equal weights."""
+    signal: int | None = None
+    """The signal that killed it, where its agent did not send it."""
+    is_hardware: bool = False
+    """A device, or the library that drives it, has failed."""
+    is_code_error: bool = False
+    """A signal killed it because a device reported an error of the code."""
+    of_script: bool = False
+    """A user's script failed, whose step is not known."""
+    phase: Phase = ""
+    exception_type: str = ""
+    """Name of the exception's class, where one ended the process."""
+    exit_code: int | None = None
+    """What a user's script exited with, where no exception of it was seen."""
+    memory_ran_out: bool = False
+    """The kernel killed a process in this rank's cgroup, whose memory had run out, and SIGKILL ended this rank."""
+    is_hang: bool = False
+    """The supervisor's report of a hang; `rank` is the one that the others wait for."""
+    entity: str = ""
+    """The sample or the file that the exception concerns, where the process knew."""
+    entity_version: str = ""
+    """Size and time of that file; of a sample that is proved to last, size and hash of its file."""
+    may_recover: bool = True
+    """Whether another attempt may get past it; false only where that process has proved the opposite."""
+    place: str = ""
+    """`file.py in function`, where the exception was raised."""
+    hang_kind: Literal["", "behind", "different", "network", "crashed"] = ""
+    """Of a hang, what the ranks' collectives show, or that a rank has crashed; empty where nothing shows it."""
+    hang_detail: str = ""
+    """The same as a sentence, with ranks, collectives and lines of code."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its message says all, without type, rank and traceback."""
+        return self.is_input_error or self.is_diverged or self.ranks_differ
+
+
+def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "") -> WorkerFailure:
+    """Return the report of a process that ends because of `error`, which its caller has just caught."""
+    import traceback  # late: only a process that fails pays for it
+
+    is_plain = isinstance(
+        error, ConfigError | DivergedError | RanksDifferError
+    )  # the message is clear without the type
+    affected = affected_by(error)
+    return WorkerFailure(
+        rank=rank,
+        host=socket.gethostname(),
+        at=time.time(),
+        step=0,
+        exception=str(error) if is_plain else f"{type(error).__name__}: {error}",
+        log=str(log),
+        traceback="".join(traceback.format_exception(error)),
+        is_input_error=isinstance(error, ConfigError),
+        is_diverged=isinstance(error, DivergedError),
+        ranks_differ=isinstance(error, RanksDifferError),
+        is_hardware=is_of_hardware(error),
+        phase=phase,
+        exception_type=type(error).__name__,
+        entity=affected.entity,
+        entity_version=affected.version,
+        may_recover=affected.may_recover,
+        place=affected.place,
+    )
+
+
+_LOST_CONNECTION = (
+    *("DistNetworkError", "Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe"),
+    # NCCL's, and those of its watchdog, where the error of another rank reaches this one
+    *("remote process exited or there was a network error", "Connection closed by remote peer"),
+    *("NCCL communicator was aborted", "Watchdog caught collective operation timeout"),
+    *(
+        "socketStartConnect: Connect to",
+        "socketPollConnect",
+        "SocketProgressOpt: Call to",
+        "socketProgressOpt: Call to",
+    ),
+)
+_OF_DEVICE = ("CUDA error", "Cuda failure", "HIP error", "ECC error", "cuDNN error")
+_OF_CODE = (
+    *("device-side assert triggered", "invalid device ordinal", "invalid argument", "invalid configuration argument"),
+    *("invalid resource handle", "invalid device function", "no kernel image is available", "out of memory"),
+    *("operation not permitted", "operation not supported", "_STATUS_ALLOC_FAILED", "_STATUS_INVALID_VALUE"),
+    *("_STATUS_BAD_PARAM", "_STATUS_NOT_SUPPORTED", "Duplicate GPU detected"),
+)
+"""Texts of errors of a device that are the code's, or the configuration's: a healthy device reports them on each node. A memory
+access that was illegal is not among them, as a broken device causes it, too."""
+
+
+def is_lost_connection(text: str) -> bool:
+    """Tell whether an exception's text, with its type, says that another rank is gone: gloo, NCCL and the store say so."""
+    return any(phrase in text for phrase in _LOST_CONNECTION)
+
+
+def is_of_hardware(error: BaseException) -> bool:
+    """Tell whether an exception says that a device, or the library that drives it, has failed.
+
+    PyTorch has a type for the device's errors since 2.8, `torch.AcceleratorError`; before, and for NCCL and cuDNN still, it
+    raises RuntimeError or a subclass that other errors share, and only C++'s text tells them apart. By name, as only workers
+    import torch.
+    """
+    if not isinstance(error, RuntimeError):
+        return False
+    is_of_device = type(error).__name__ == "AcceleratorError" or any(text in str(error) for text in _OF_DEVICE)
+    return is_of_device and not _is_of_code(str(error))
+
+
+def _is_of_code(text: str) -> bool:
+    return any(phrase in text for phrase in _OF_CODE)
+
+
+_WATCHDOG_SAYS = ("watchdog thread terminated with exception: ", "Watchdog caught collective operation timeout")
+_LOG_END_BYTES = 64 * 1024
+"""NCCL's watchdog writes why it aborts its process; the frames of C++ and Python follow."""
+
+
+def _why_aborted(log: Path) -> str:
+    """Return what NCCL's watchdog wrote before it aborted its process; empty where it did not."""
+    with suppress(OSError), open_record(log) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_END_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+        return "\n".join(line for line in lines if any(text in line for text in _WATCHDOG_SAYS))
+    return ""
+
+
+def write_failure(path: Path, failure: WorkerFailure) -> None:
+    """Write a report to `path`, which is `RunDir.rank_error` or `RunDir.agent_error` of the attempt."""
+    make_directories(path.parent)
+    replace_text(path, json.dumps(asdict(failure), indent=1))
+
+
+def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
+    """Print and write the error of a process that failed before its worker began; `rank` is -1 for an agent."""
+    failure = failure_of(error, rank=rank, log=log, phase="starting")
+    sys.stderr.write(f"error: {error}\n" if failure.is_input_error else failure.traceback)
+    write_failure(path, failure)
+
+
+def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_out: bool = False) -> None:
+    """Write that a signal ended a worker."""
+    by_kernel = (
+        "the memory of its cgroup ran out, and the kernel killed a process there: `resources.mem_gb` asks for more"
+        if memory_ran_out
+        else "the kernel does that when memory runs out: `resources.mem_gb` asks for more"
+    )
+    hint = by_kernel if number == signal.SIGKILL else f"its log may say why: {log}"
+    # Python has no names for the real-time signals between SIGRTMIN and SIGRTMAX.
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    watchdogs = _why_aborted(log) if number == signal.SIGABRT else ""
+    failure = WorkerFailure(
+        rank=rank,
+        host=socket.gethostname(),
+        at=time.time(),
+        step=0,
+        exception=f"killed by {name} ({hint})",
+        log=str(log),
+        signal=number,
+        memory_ran_out=memory_ran_out and number == signal.SIGKILL,
+        is_secondary=is_lost_connection(watchdogs),
+        is_code_error=_is_of_code(watchdogs),
+    )
+    write_failure(path, failure)
+
+
+def silent_end(code: int, step_code: int | None) -> str:
+    """Describe how workers ended where none of them, and no agent, has written a report.
+
+    `code` is what their exit codes mean together, `step_code` what the command that started them ended with.
+    """
+    # Python returns minus the signal's number (https://docs.python.org/3/library/subprocess.html#subprocess.Popen.returncode),
+    # srun and shells return 128 plus it.
+    number = 0 if step_code is None else -step_code if step_code < 0 else step_code - 128
+    if number not in set(signal.Signals):
+        return (
+            f"the workers exited with code {code} and wrote no error report; read their logs (`ddp-hpc logs RUN --all`)"
+        )
+    is_kill = number == signal.SIGKILL
+    sender = (
+        "a user or Slurm sent it, or the kernel did because memory ran out"
+        if is_kill
+        else "they crashed, or a user or Slurm sent it"
+    )
+    return (
+        f"signal {number} ({signal.Signals(number).name}) killed all workers before they could write an error report: "
+        f"{sender}. Read the kernel's log (`dmesg`), or on Slurm the output of `sacct -j JOB --format=State,ExitCode,MaxRSS`"
+        f"{'; `resources.mem_gb` asks for more memory' if is_kill else ''}"
+    )
+
+
+def allowed_phase(run: RunDir, attempt: int) -> Phase:
+    """Return the phase in which rank zero last announced a long silence (`Watchdog.allow`), if it is still in it."""
+    path = run.allowance(attempt)
+    text = known(path, lambda: record_text(path) if path.exists() else "", unknown="")
+    return next((phase for phase in get_args(Phase) if phase == text), "")
+
+
+def read_failures(run: RunDir, attempt: int) -> Sequence[WorkerFailure]:
+    """Return the reports of an attempt, the first cause first: a lost connection follows from another failure."""
+    folder = run.attempt_errors(attempt)
+    paths: list[Path] = known(folder, lambda: sorted(folder.glob("*.json")), unknown=[])
+    failures = []
+    for path in paths:
+        record = known(path, partial(read_json, path), unknown=None) or {}
+        # Another version of ddp_hpc may have written it: an unknown key is left out, a missing one has its default.
+        fields = {key: value for key, value in record.items() if key in WorkerFailure.__annotations__}
+        with suppress(TypeError):  # the file has no report
+            failures.append(WorkerFailure(**fields))
+    return sorted(failures, key=lambda failure: (failure.is_secondary, failure.at))
+
+
+def first_failure(run: RunDir, attempt: int) -> WorkerFailure | None:
+    """Return the first to fail, or None without a report."""
+    return next(iter(read_failures(run, attempt)), None)

@@ -1,0 +1,85 @@
+"""What each rank was doing when it made no progress: its stacks, its collectives and its process's state, as files of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.patience import known
+from ddp_hpc.run.run_dir.paths import RunDir
+
+MOST_ENTRIES = 400
+"""Newest collectives that are kept of a rank; each has about 500 bytes."""
+MOST_TEXT = 256 << 10
+"""Characters of stacks that are kept of a rank."""
+SAME_HANG_S = 120.0
+"""Records that are older than the newest one by more are of an earlier time, when a rank was slow and went on."""
+
+
+DUMPING = "dumping core"
+"""The state of a process that has crashed, and whose memory the kernel still writes to a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangRecord:
+    """One rank, as its node saw it."""
+
+    rank: int
+    host: str
+    at: float
+    pid: int | None = None
+    state: str = ""
+    """Of its process: `running`, `sleeping`, `stopped`, `in the kernel (...)`, `DUMPING`; empty where it is not known."""
+    answers: bool = False
+    """Whether the process answers at all."""
+    stacks: str | None = None
+    """Of all threads, in Python's words; None where it gave none."""
+    line: str = ""
+    """The source of the innermost line of the main thread, where it was asked for and is known."""
+    flight_record: Mapping[str, Any] | None = None
+    """Its newest collectives, oldest first, and its process groups, as PyTorch writes them."""
+    wait_counters: Mapping[str, Any] | None = None
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    """What was asked for and did not come, and why."""
+
+    @property
+    def holds_interpreter(self) -> bool:
+        """Whether only the question that needs the interpreter (GIL) has no answer."""
+        return self.answers and self.stacks is None
+
+
+def write_hang_record(run: RunDir, attempt: int, record: HangRecord) -> None:
+    """Write a record, in place of an older one of the same rank."""
+    flight = record.flight_record
+    if flight is not None and isinstance(flight.get("entries"), list):
+        flight = {**flight, "entries": flight["entries"][-MOST_ENTRIES:]}
+    fields = {**asdict(record), "flight_record": flight, "stacks": record.stacks and record.stacks[:MOST_TEXT]}
+    path = run.hang_record(attempt, record.rank)
+    make_directories(path.parent)
+    replace_text(path, json.dumps(fields), durable=False)
+
+
+def read_hang_records(run: RunDir, attempt: int) -> Sequence[HangRecord]:
+    """Return the records of an attempt's last hang, by rank."""
+    folder = run.hang_record(attempt, 0).parent
+    paths: list[Path] = known(folder, lambda: sorted(folder.glob("rank-*.json")), unknown=[])
+    found: list[tuple[float, HangRecord]] = []
+    for path in paths:
+        fields = known(path, partial(read_json, path), unknown=None) or {}
+        names = HangRecord.__annotations__.keys()
+        with suppress(TypeError):  # the file has no record
+            record = HangRecord(**{key: value for key, value in fields.items() if key in names})
+            # By the file's time, which one file server gives: the clocks of nodes may differ by more.
+            found.append((known(path, partial(_written_at, path), unknown=0.0), record))
+    newest = max((written for written, _ in found), default=0.0)
+    return sorted((one for written, one in found if newest - written <= SAME_HANG_S), key=lambda one: one.rank)
+
+
+def _written_at(path: Path) -> float:
+    return path.stat().st_mtime

@@ -1,0 +1,82 @@
+"""The record of ranks that the others wait for while an attempt begins."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.patience import known
+from ddp_hpc.run.run_dir.paths import RunDir
+
+_LOG = re.compile(r"rank-(\d+)\.log")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingRanks:
+    """Who had not joined, when rank zero last checked."""
+
+    ranks: tuple[int, ...]
+    """None where all have reached rank zero, but have not all connected to each other."""
+    workers_per_node: int
+    at: float
+
+    def node_of(self, rank: int, nodes: Sequence[str]) -> str:
+        """Return the name of a rank's node; empty where it is not known."""
+        node_rank = rank // max(self.workers_per_node, 1)
+        return nodes[node_rank] if 0 <= node_rank < len(nodes) else ""
+
+
+def write_missing(run: RunDir, attempt: int, ranks: Sequence[int], *, workers_per_node: int) -> None:
+    """Write which ranks the others wait for."""
+    path = run.missing_ranks(attempt)
+    make_directories(path.parent)
+    missing = MissingRanks(ranks=tuple(ranks), workers_per_node=workers_per_node, at=time.time())
+    replace_text(path, json.dumps(asdict(missing)), durable=False)
+
+
+def read_missing(run: RunDir, attempt: int) -> MissingRanks | None:
+    """Return which ranks the others waited for; None where nobody waited for long, or the record cannot be read."""
+    path = run.missing_ranks(attempt)
+    record: dict[str, Any] | None = known(path, partial(read_json, path), unknown=None)
+    if record is None:
+        return None
+    try:
+        return MissingRanks(
+            ranks=tuple(map(int, record["ranks"])),
+            workers_per_node=int(record["workers_per_node"]),
+            at=float(record["at"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def forget_missing(run: RunDir, attempt: int) -> None:
+    """Remove the record: all have joined."""
+    with suppress(OSError):
+        run.missing_ranks(attempt).unlink(missing_ok=True)
+
+
+def started_ranks(run: RunDir, attempt: int) -> set[int] | None:
+    """Return the ranks whose processes have opened their logs; None where the file system does not say.
+
+    A network file system may leave out those of other nodes for a minute.
+    """
+    folder = run.attempt_logs(attempt)
+
+    def names() -> list[str]:
+        try:
+            return [
+                path.name for path in folder.iterdir()
+            ]  # not by `glob`, which takes an error for an empty directory
+        except FileNotFoundError:
+            return []
+
+    listed: list[str] | None = known(folder, names, unknown=None)
+    return None if listed is None else {int(found[1]) for name in listed if (found := _LOG.fullmatch(name))}

@@ -1,0 +1,381 @@
+"""The ledger of a run, `attempts.jsonl`: a line for the start of each attempt and a line for its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ddp_hpc.base import exit_codes
+from ddp_hpc.base.durable import append_json_line, read_json_lines
+from ddp_hpc.base.processes import host_name, start_ticks
+from ddp_hpc.run.run_dir.paths import RunDir
+
+_odd: set[tuple[Path, str]] = set()
+"""Lines of ledgers that were skipped, each of which is logged once."""
+
+Cluster = str
+"""The name of the back end that started an attempt (`submission.backend.BACKENDS`)."""
+
+
+class _TextEnum(str, Enum):
+    """A member that is its own text: in JSON, in messages, and where it is compared with a text."""
+
+    # `Enum` prints `Cause.HANG` from Python 3.12 on, and from 3.8 to 3.11 only outside of f-strings. Each version takes this
+    # method for f-strings too (https://docs.python.org/3/library/enum.html#enum.StrEnum, which is new in 3.11).
+    __str__ = str.__str__
+
+
+class Ending(_TextEnum):
+    """How an attempt ended."""
+
+    FINISHED = "finished"
+    """All steps are done."""
+    STOPPED = "stopped"
+    """It committed because it was asked to stop."""
+    FAILED = "failed"
+    REFUSED = "refused"
+    """The input is invalid."""
+    CANCELLED = "cancelled"
+    """The user ended it without a commit."""
+    FENCED = "fenced"
+    """A newer attempt has taken the run."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the supervisor of such an attempt."""
+        return _EXIT_CODES.get(self, exit_codes.FAILED)
+
+
+_EXIT_CODES: Mapping[Ending, int] = {
+    Ending.FINISHED: exit_codes.FINISHED,
+    Ending.STOPPED: exit_codes.STOPPED,
+    Ending.REFUSED: exit_codes.REFUSED,
+    Ending.FENCED: exit_codes.FENCED,
+}
+
+
+class Cause(_TextEnum):
+    """Why an attempt ended."""
+
+    FINISHED = "finished"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+    FENCED = "fenced"
+    STOP_ASKED = "stop asked"
+    REQUEUE_ASKED = "requeue asked"
+    SCRIPT_ASKED = "script asked"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    WORKER_CRASHED = "worker crashed"
+    HANG = "hang"
+    NODE_FAILED = "node failed"
+    DIVERGED = "diverged"
+    RANKS_DIFFER = "ranks differ"
+    UNEXPLAINED = "unexplained"
+    SUPERVISOR_DIED = "supervisor died"
+    SUSPENDED = "suspended"
+    PREFLIGHT = "preflight"
+
+
+class Next(_TextEnum):
+    """What follows an attempt; `NOTHING` is false."""
+
+    NOTHING = ""
+    IN_PLACE = "in place"
+    """Another attempt on the same nodes."""
+    REQUEUE = "requeue"
+    """The job goes back into the queue."""
+    SUCCESSOR = "successor"
+    """A new job follows this one."""
+    SLURM = "slurm"
+    """Slurm itself puts the job back into the queue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """The failure that came first in an attempt; without fields, none is known."""
+
+    fingerprint: str = ""
+    entity: str = ""
+    entity_version: str = ""
+    may_recover: bool = True
+    failed_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt at a run: from the ledger's line of its start, and of its end where it has one."""
+
+    attempt: int
+    job_id: str
+    host: str
+    pid: int
+    started_at: float
+    """Seconds since the epoch, as all times in the records."""
+    pid_start: int | None = None
+    """When that process started, in ticks since its host's boot (`processes.start_ticks`)."""
+    cluster: Cluster = "local"
+    nodes: tuple[str, ...] = ()
+    """Of the job, rank zero's first."""
+    ends_at: float | None = None
+    """When the job's time limit ends it, where that is known."""
+    ending: Ending | None = None
+    ended_at: float | None = None
+    reason: str = ""
+    exit_code: int | None = None
+    first_step: int = 0
+    """Of the newest checkpoint when it began, 0 without one."""
+    last_step: int | None = None
+    """Of the newest checkpoint when it ended."""
+    restart: int = 0
+    """How often Slurm had started the job again."""
+    queued_at: float | None = None
+    """When the job that begins with this attempt was put into the queue, where that is known."""
+    cause: Cause | None = None
+    next: Next = Next.NOTHING
+    failed_nodes: tuple[str, ...] = ()
+    """The nodes that failed, where a node did."""
+    image: str = ""
+    """Identity of the image that it ran in; empty without an image, or where that is not known."""
+    fingerprint: str = ""
+    """Of the failure that came first, without rank, node, time and entity; empty where no process reported one."""
+    entity: str = ""
+    """The sample or the file that this failure concerns."""
+    entity_version: str = ""
+    """Size and time of that file when the attempt failed; of a sample that is proved to last, size and hash of its file."""
+    may_recover: bool = True
+    """Whether another attempt may get past that failure; false only where that is proved."""
+    failed_step: int | None = None
+    """The step at which it failed, where a process reported that."""
+    why_last: str = ""
+    """Why no attempt follows, where one might be expected."""
+
+    @property
+    def root(self) -> Root:
+        """The failure that came first."""
+        return Root(**{name: getattr(self, name) for name in Root.__dataclass_fields__})
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has ended, and no other is to follow."""
+        return self.ending is not None and not self.next
+
+    def lives(self, host: str) -> bool:
+        """Return whether its supervisor runs on this `host`; a later process with the same pid does not count."""
+        if self.host != host:
+            return False
+        started = start_ticks(self.pid)
+        return started is not None and self.pid_start in (None, started)
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What the ledger records besides of an attempt that runs in a job of Slurm."""
+
+    nodes: Sequence[str]
+    ends_at: float | None = None
+    restart: int = 0
+    queued_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The content of a run's ledger at the moment when it was read: once for each decision."""
+
+    attempts: Sequence[Attempt] = ()
+    """Oldest first."""
+    newest_number: int = -1
+    """The number of the newest attempt, also of one whose first line is lost; -1 without one."""
+
+    @classmethod
+    def read(cls, run: RunDir) -> Ledger:
+        """Read the ledger; skip a line that does not record an attempt, and log that once."""
+        fields = _fields_by_attempt(run)
+        attempts = tuple(Attempt(**known) for _, known in sorted(fields.items()) if known.keys() >= _BEGUN)
+        return cls(attempts, max(fields, default=-1))
+
+    @property
+    def newest(self) -> Attempt | None:
+        """The newest attempt, or None before the first."""
+        return self.attempts[-1] if self.attempts else None
+
+    def attempt(self, number: int) -> Attempt | None:
+        """Return the attempt of this number, or None where its start was not written."""
+        return next((one for one in self.attempts if one.attempt == number), None)
+
+    def before(self, number: int) -> Attempt | None:
+        """Return the newest attempt that is older than `number`."""
+        return next((one for one in reversed(self.attempts) if one.attempt < number), None)
+
+    def since(self, number: int) -> Sequence[Attempt]:
+        """Return the attempts from `number` on, such as those of the user's newest submission."""
+        return tuple(one for one in self.attempts if one.attempt >= number)
+
+    @property
+    def newest_committed(self) -> int:
+        """The newest step of which the ledger says that a checkpoint was committed; 0 without one."""
+        return max((step or 0 for one in self.attempts for step in (one.first_step, one.last_step)), default=0)
+
+    def other_image(self, image: str) -> str:
+        """Return a warning where an earlier attempt ran in another image than this; else an empty text."""
+        before = next((one for one in reversed(self.attempts) if one.image), None)
+        if before is None or not image or before.image == image:
+            return ""
+        return (
+            f"attempt {before.attempt} ran in another image ({before.image}, now {image}), so results may differ; "
+            "to go back to that one, name it in `container.image`"
+        )
+
+
+def _fields_by_attempt(run: RunDir) -> dict[int, dict[str, Any]]:
+    """Return what the ledger says of each attempt, by its number."""
+    attempts: dict[int, dict[str, Any]] = {}
+    for line in read_json_lines(run.attempts, on_odd=lambda text: _note_odd_line(run, text)):
+        fields = _fields(line)
+        if fields is None:
+            _note_odd_line(run, json.dumps(line))
+            continue
+        attempt = attempts.setdefault(fields["attempt"], {})
+        # A cancellation stays: the processes of the cancelled attempt may write a line of their own after it.
+        if attempt.get("ending") != Ending.CANCELLED:
+            attempt.update(fields)
+    return attempts
+
+
+_BEGUN = {"attempt", "job_id", "host", "pid", "started_at"}
+"""Keys of the line of a start; an attempt without them has only the line of its end."""
+
+
+def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a line says of an attempt, as `Attempt` takes it; None where a value is not of its field's type."""
+    types = Attempt.__annotations__
+    try:
+        known = {key: _FROM_JSON[types[key]](value) for key, value in line.items() if key in types}
+    except ValueError:
+        return None
+    return known if "attempt" in known else None
+
+
+T = TypeVar("T")
+
+
+def _optional(convert: Callable[[Any], T]) -> Callable[[Any], T | None]:
+    return lambda value: None if value is None else convert(value)
+
+
+def _require(is_right: bool, value: Any) -> Any:
+    if not is_right:
+        raise ValueError
+    return value
+
+
+def _int(value: Any) -> Any:
+    return _require(isinstance(value, int) and not isinstance(value, bool), value)
+
+
+def _float(value: Any) -> Any:
+    return value if isinstance(value, float) else _int(value)
+
+
+def _str(value: Any) -> Any:
+    return _require(isinstance(value, str), value)
+
+
+_FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
+    "int": _int,
+    "int | None": _optional(_int),
+    "float": _float,
+    "float | None": _optional(_float),
+    "str": _str,
+    "bool": lambda value: _require(isinstance(value, bool), value),
+    "tuple[str, ...]": lambda value: tuple(map(_str, _require(isinstance(value, list), value))),
+    "Cluster": _str,
+    "Next": Next,
+    "Ending | None": _optional(Ending),
+    "Cause | None": _optional(Cause),
+}
+"""A field's type -> what converts a value that was read, or raises ValueError where it is of another type. By hand, as a
+library for this takes 20 ms to import."""
+
+
+def _note_odd_line(run: RunDir, text: str) -> None:
+    if (run.attempts, text) not in _odd:
+        import logging  # late: the import takes each command 4 ms, and such a line is rare
+
+        _odd.add((run.attempts, text))
+        log = logging.getLogger(__name__)
+        log.warning(
+            "%s has a line that does not record an attempt: %.80r. ddp-hpc skips this line and uses all others; nothing needs to be done.",
+            run.attempts,
+            text,
+        )
+
+
+def record_start(  # noqa: PLR0913  # what a line of the ledger holds
+    run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None = None, first_step: int = 0, image: str = ""
+) -> None:
+    """Write into the ledger that this process begins an attempt; `job` is what Slurm adds to it."""
+    about_job = {} if job is None else {"cluster": "slurm", **asdict(job), "nodes": list(job.nodes)}
+    if about_job.get("queued_at") is None:
+        about_job.pop("queued_at", None)
+    append_json_line(
+        run.attempts,
+        {
+            "attempt": attempt,
+            "job_id": job_id,
+            "host": host_name(),
+            "pid": os.getpid(),
+            "pid_start": start_ticks(os.getpid()),
+            "started_at": time.time(),
+            "first_step": first_step,
+            **({"image": image} if image else {}),
+            **about_job,
+        },
+    )
+
+
+def record_failed_nodes(run: RunDir, *, attempt: int, failed_nodes: Sequence[str]) -> None:
+    """Write into the ledger which nodes an attempt failed on, where a later attempt has shown it."""
+    append_json_line(run.attempts, {"attempt": attempt, "failed_nodes": list(failed_nodes)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """What the ledger's second line of an attempt says besides how it ended."""
+
+    cause: Cause | None = None
+    last_step: int | None = None
+    next: Next = Next.NOTHING
+    failed_nodes: tuple[str, ...] = ()
+    root: Root = field(default_factory=Root)
+    why_last: str = ""
+
+    @property
+    def as_record(self) -> Mapping[str, Any]:
+        """The keys of the line; of the root and of `why_last`, those that say something."""
+        record = asdict(self)
+        about = {**record.pop("root"), "why_last": record.pop("why_last")}
+        return {**record, **{key: value for key, value in about.items() if value != getattr(Attempt, key)}}
+
+
+def record_end(  # noqa: PLR0913  a record's fields
+    run: RunDir, *, attempt: int, ending: Ending, exit_code: int, reason: str = "", end: End | None = None
+) -> None:
+    """Write into the ledger how an attempt ended."""
+    append_json_line(
+        run.attempts,
+        {
+            "attempt": attempt,
+            "ending": ending,
+            "exit_code": exit_code,
+            "reason": reason,
+            **({} if end is None else end.as_record),
+            "ended_at": time.time(),
+        },
+    )

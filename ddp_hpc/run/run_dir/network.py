@@ -1,0 +1,195 @@
+"""The record of a probe of the network between the nodes of a job: which pairs of nodes do not reach each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.patience import known
+from ddp_hpc.run.run_dir.paths import RunDir
+
+Fault = Literal["nothing passes", "one way", "large packets", "TCP", "refused", "loss", "little loss", "no answer"]
+"""What is wrong between two nodes. Of all but the last two, workers cannot be expected to make progress."""
+_MOST_NAMED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFault:
+    """Two nodes between which the network does not carry."""
+
+    nodes: tuple[str, str]
+    """Where packets pass one way only or are lost one way only: the sender first."""
+    fault: Fault
+    loss: float = 0.0
+    """The share of packets that did not arrive, of those sent by the first node to the second; 0 where that is not known."""
+
+    @property
+    def words(self) -> str:
+        """Say it in plain English."""
+        one, other = self.nodes
+        return {
+            "nothing passes": f"no packet passes between {one} and {other}",
+            "one way": f"nothing that {one} sends arrives at {other}, while packets pass the other way",
+            "large packets": f"large packets from {one} do not arrive at {other}, small ones do (check the MTU of all nodes and switches)",
+            "TCP": f"datagrams pass between {one} and {other}, but TCP connections fail (check the firewalls)",
+            "refused": f"{other} refuses connections from {one} (check the firewalls)",
+            "loss": f"{self.loss:.0%} of the packets from {one} to {other} are lost",
+            "no answer": f"nothing is known of the link between {one} and {other}, as a process of the probe was too slow",
+            "little loss": f"{self.loss:.1%} of the packets from {one} to {other} are lost",
+        }[self.fault]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What one node measured of its link to another."""
+
+    sender: str
+    receiver: str
+    mb_per_s: float
+    """How fast its bytes arrived there, in 10^6 bytes a second."""
+    ahead_s: float
+    """How far the clock of the receiver is ahead of the sender's."""
+    trip_s: float
+    """How long the question for the time and its answer took; the clocks' difference is wrong by half of it at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkFindings:
+    """What a probe found."""
+
+    at: float
+    seconds: float
+    address: str
+    """Where the ranks met: the probe goes over the network of this address."""
+    num_nodes: int
+    num_pairs: int
+    """How many pairs were probed to the end."""
+    bad_nodes: tuple[str, ...] = ()
+    """Nodes that no other node reaches, while others reach each other."""
+    off_network: tuple[str, ...] = ()
+    """Those of `bad_nodes` that have no address on that network."""
+    pairs: tuple[PairFault, ...] = ()
+    """Pairs that do not carry, those of `bad_nodes` included."""
+    lossy: tuple[PairFault, ...] = ()
+    """Pairs that carry, but lose some packets."""
+    unknown: tuple[PairFault, ...] = ()
+    """Pairs of which nothing is known: a process stood still for some seconds."""
+    silent: tuple[str, ...] = ()
+    """Nodes that did not answer over Slurm's network: of their links nothing is known."""
+    problem: str = ""
+    """Why nothing is known at all."""
+    paces: tuple[Pace, ...] = ()
+    """How fast the links are, and how far apart the clocks; empty where that was not asked."""
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether a node or a pair of nodes is proved not to carry."""
+        return bool(self.bad_nodes or self.pairs)
+
+    def is_at_fault(self, node: str | None) -> bool:
+        """Tell whether a link of this node is proved not to carry."""
+        return node in self.bad_nodes or any(node in pair.nodes for pair in self.pairs)
+
+    @property
+    def carries(self) -> bool:
+        """Whether all pairs that were probed carry, and each node was."""
+        return bool(self.num_pairs) and not (self.is_faulty or self.silent or self.unknown or self.problem)
+
+    @property
+    def own_pairs(self) -> Sequence[PairFault]:
+        """The pairs that do not carry and are not explained by a bad node."""
+        return [pair for pair in self.pairs if not {*pair.nodes} & {*self.bad_nodes}]
+
+    @property
+    def culprits(self) -> str:
+        """Name the bad nodes, or the pairs: `node2`, `node1 - node3`."""
+        pairs = [" - ".join(pair.nodes) for pair in self.own_pairs]
+        return ", ".join([*self.bad_nodes, *_few(pairs)])
+
+    @property
+    def words(self) -> str:
+        """Say in a sentence or two what was found."""
+        if self.problem:
+            return f"the network between the nodes could not be probed: {self.problem}"
+        parts = [*self._of_nodes(), *self._of_pairs()]
+        if not parts and self.num_pairs:
+            num = self.num_nodes - len(self.silent)
+            all_pairs = f"all {num} nodes that were probed" if not self.unknown else f"{self.num_pairs} pairs of nodes"
+            parts = [f"{all_pairs} reach each other on the network of {self.address}"]
+        lossy = "; ".join(_few([pair.words for pair in self.lossy]))
+        if lossy:
+            parts.append(lossy)
+        if self.unknown:
+            parts.append("; ".join(_few([pair.words for pair in self.unknown])))
+        if self.silent:
+            parts.append(
+                f"{', '.join(_few(self.silent))} did not answer in time over Slurm's network, so nothing is known of their links"
+            )
+        return "; ".join(parts)
+
+    def _of_nodes(self) -> list[str]:
+        said = []
+        for node in self.bad_nodes:
+            if node in self.off_network:
+                said.append(
+                    f"{node} has no address of its own on the network of {self.address} (its interface is down, or has lost its address, or has another node's)"
+                )
+                continue
+            faults = {pair.fault for pair in self.pairs if node in pair.nodes}
+            senders = {pair.nodes[0] for pair in self.pairs if node in pair.nodes}
+            how = "no packet passes"
+            if faults == {"one way"} and senders == {node}:
+                how = "nothing that it sends arrives at any of them"
+            elif faults == {"one way"} and node not in senders:
+                how = "nothing that they send arrives at it"
+            elif faults != {"nothing passes"}:
+                how = "; ".join(sorted({pair.words for pair in self.pairs if node in pair.nodes})[:2])
+            said.append(f"{node} does not reach the other nodes on the network of {self.address}: {how}")
+        return said
+
+    def _of_pairs(self) -> list[str]:
+        pairs = self.own_pairs
+        if pairs and not self.bad_nodes and len(pairs) == self.num_pairs and self.num_nodes > 2:
+            return [
+                f"no two of the {self.num_nodes} nodes reach each other on the network of {self.address}: {pairs[0].words}, and so on"
+            ]
+        return [f"on the network of {self.address}, {'; '.join(_few([pair.words for pair in pairs]))}"] if pairs else []
+
+
+def _few(texts: Sequence[str]) -> list[str]:
+    shown = list(texts[:_MOST_NAMED])
+    return shown if len(shown) == len(texts) else [*shown, f"and {len(texts) - len(shown)} more"]
+
+
+def write_network(run: RunDir, attempt: int, findings: NetworkFindings) -> None:
+    """Write what a probe found at the end of an attempt."""
+    path = run.network(attempt)
+    make_directories(path.parent)
+    replace_text(path, json.dumps(asdict(findings), indent=1))
+
+
+def read_network(run: RunDir, attempt: int) -> NetworkFindings | None:
+    """Return what a probe found; None where there was none, or its record cannot be read."""
+    path = run.network(attempt)
+    record: dict[str, Any] | None = known(path, partial(read_json, path), unknown=None)
+    if record is None:
+        return None
+    fields = {key: value for key, value in record.items() if key in NetworkFindings.__annotations__}
+    try:
+        for key in ("bad_nodes", "off_network", "silent"):
+            fields[key] = tuple(map(str, fields.get(key, ())))
+        for key in ("pairs", "lossy", "unknown"):
+            fields[key] = tuple(_pair(plain) for plain in fields.get(key, ()))
+        fields["paces"] = tuple(Pace(**plain) for plain in fields.get("paces", ()))
+        return NetworkFindings(**fields)
+    except (KeyError, TypeError, ValueError, AttributeError):  # another version wrote it, or it is damaged
+        return None
+
+
+def _pair(plain: dict[str, Any]) -> PairFault:
+    one, other = plain["nodes"]
+    return PairFault(nodes=(str(one), str(other)), fault=plain["fault"], loss=float(plain.get("loss", 0.0)))

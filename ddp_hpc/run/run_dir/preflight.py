@@ -1,0 +1,103 @@
+"""The record of a check of nodes before training: what was asked, what was found, which nodes differ, and what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.patience import known
+from ddp_hpc.run.run_dir.paths import RunDir
+
+Level = Literal["ok", "warn", "fail", "unknown"]
+"""`fail`: a training would fail there, or be wrong or slow. `unknown`: nothing answered, which is never taken for `ok`."""
+_LEVELS = frozenset(get_args(Level))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    """What was checked, in a word or two: `run directory`."""
+    level: Level
+    found: str
+    to_do: str = ""
+    """Empty where nothing has to be done."""
+    nodes: tuple[str, ...] = ()
+    """The nodes that differ from the others; none where no single node can be named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """What a check of some nodes found."""
+
+    at: float
+    """When it began, in seconds since the epoch."""
+    seconds: float
+    nodes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def failures(self) -> Sequence[Finding]:
+        """The findings of which a training would fail."""
+        return [finding for finding in self.findings if finding.level == "fail"]
+
+    @property
+    def bad_nodes(self) -> tuple[str, ...]:
+        """The nodes that failures name, in the job's order; none where they are all of its nodes."""
+        named = {node for finding in self.failures for node in finding.nodes}
+        return () if named.issuperset(self.nodes) else tuple(node for node in self.nodes if node in named)
+
+    @property
+    def has_nameless_failure(self) -> bool:
+        """Whether a failure remains where the bad nodes are left out."""
+        bad = {*self.bad_nodes}
+        return any(not finding.nodes or not bad.issuperset(finding.nodes) for finding in self.failures)
+
+    @property
+    def words(self) -> str:
+        """The failures in one line, with what to do."""
+        return "; ".join(f"{one.check}: {one.found}{one.to_do and f' ({one.to_do})'}" for one in self.failures)
+
+
+def write_preflight(run: RunDir, attempt: int, found: Preflight) -> None:
+    """Write what a check found before an attempt."""
+    path = run.preflight(attempt)
+    make_directories(path.parent)
+    replace_text(path, json.dumps(asdict(found), indent=1))
+
+
+def read_preflight(run: RunDir, attempt: int) -> Preflight | None:
+    """Return what a check found; None where there was none, or its record cannot be read."""
+    path = run.preflight(attempt)
+    record: dict[str, Any] | None = known(path, partial(read_json, path), unknown=None)
+    return None if record is None else preflight_of(record)
+
+
+def preflight_of(record: Any) -> Preflight | None:
+    """Return a check's result from JSON; None for anything else."""
+    try:
+        return Preflight(
+            at=float(record["at"]),
+            seconds=float(record["seconds"]),
+            nodes=tuple(map(str, record["nodes"])),
+            findings=tuple(_finding(plain) for plain in record["findings"]),
+        )
+    except (KeyError, TypeError, ValueError):  # another version wrote it, or it is damaged
+        return None
+
+
+def _finding(plain: dict[str, Any]) -> Finding:
+    if plain["level"] not in _LEVELS:
+        raise ValueError(plain["level"])
+    return Finding(
+        check=str(plain["check"]),
+        level=plain["level"],
+        found=str(plain["found"]),
+        to_do=str(plain.get("to_do", "")),
+        nodes=tuple(map(str, plain.get("nodes", ()))),
+    )

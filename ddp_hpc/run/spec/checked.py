@@ -1,0 +1,56 @@
+"""What all parts of the configuration share: a base class that checks each field's type, and checks of values."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.field_types import annotations_of, as_field, type_in_words
+
+
+class Checked:
+    """Base of all sections: checks each field against its annotation, for values from files and from Python."""
+
+    SECTION: ClassVar[str] = ""
+    """The section's key (`train` for `TrainSpec`); empty for what stands at the top."""
+
+    def __init_subclass__(cls, *, section: str = "") -> None:
+        super().__init_subclass__()
+        cls.SECTION = section
+
+    def __post_init__(self) -> None:
+        for name, annotation in annotations_of(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
+            value = getattr(self, name)
+            try:
+                plain = as_field(value, annotation)
+            except TypeError as error:
+                key = f"{self.SECTION}.{name}" if self.SECTION else name
+                raise ConfigError(f"`{key}` is {value!r}, but it must be {type_in_words(annotation)}.") from error
+            if plain is not value:
+                object.__setattr__(self, name, plain)  # the class is frozen, also for this method
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise a ConfigError with this message unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_positive(section: str, **values: float | None) -> None:
+    """Refuse values that are not above zero; None is a value that is not set."""
+    for key, value in values.items():
+        require(
+            value is None or value > 0,
+            f"`{section}.{key}` is {value!r}, but it must be above zero.",
+        )
+
+
+def require_one_line(section: str, **values: object) -> None:
+    """Refuse texts with a line break, which would start a new line in the job script."""
+    for key, value in values.items():
+        texts = map(str, value if isinstance(value, tuple) else [value])
+        require(
+            not any("\n" in text or "\0" in text for text in texts),
+            f"`{section}.{key}` is {value!r}, but it must be one line: a line break in it would start "
+            "a new line in the job script.",
+        )

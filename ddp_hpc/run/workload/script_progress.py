@@ -1,0 +1,78 @@
+"""How often the files that a script saves its state to have changed: its progress, without a line of code in it.
+
+A file counts that was not in the last record, or whose size or modification time differs from it. So a save is seen
+whatever the clocks of nodes and file servers say, and where a script keeps its newest files only: a deletion changes nothing.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddp_hpc.base.durable import read_json, replace_text
+from ddp_hpc.run.run_dir.paths import RunDir
+
+MOST_FILES = 20_000
+"""The most files of a pattern that are recorded: one with more names something else than saved states."""
+Files = Mapping[str, tuple[int, int]]
+"""Path -> size and modification time in ns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """The last record of the files."""
+
+    num_changes: int = 0
+    files: Files = field(default_factory=dict)
+
+
+def look(pattern: str, work_dir: Path) -> Files:
+    """Return the files that a pattern matches now, and those in directories that it matches; not those of writers (`*.tmp`).
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for name in glob.iglob(os.path.join(work_dir, os.path.expanduser(pattern)), recursive=True):  # noqa: PTH111, PTH118, PTH207  text, with `~` and `**`
+        paths = Path(name).rglob("*") if Path(name).is_dir() else iter([Path(name)])
+        for path in paths:
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # a writer has renamed or removed it meanwhile
+                continue
+            if path.is_file() and path.suffix != ".tmp":
+                found[str(path)] = (status.st_size, status.st_mtime_ns)
+            if len(found) >= MOST_FILES:
+                return found
+    return found
+
+
+def num_changes(seen: Seen, files: Files) -> int:
+    """Return how often they have changed, the change since they were recorded included."""
+    return seen.num_changes + any(seen.files.get(path) != look for path, look in files.items())
+
+
+def read_seen(run: RunDir) -> Seen:
+    """Return what was recorded; nothing before the first record."""
+    record = read_json(run.script_progress)
+    if record is None:
+        return Seen()
+    try:
+        files = {str(path): (int(size), int(at)) for path, (size, at) in record["files"].items()}
+        return Seen(num_changes=int(record["num_changes"]), files=files)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return Seen()
+
+
+def record_changes(run: RunDir, seen: Seen, files: Files) -> Seen:
+    """Record that the files have changed, if they have; return what is recorded now."""
+    count = num_changes(seen, files)
+    if count == seen.num_changes:
+        return seen
+    now = Seen(num_changes=count, files=files)
+    replace_text(run.script_progress, json.dumps({"num_changes": count, "files": files}))
+    return now

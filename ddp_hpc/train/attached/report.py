@@ -1,0 +1,70 @@
+"""What a script says of its own progress, for `status`; written every few seconds at most."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import write_report
+
+INTERVAL_S = 2.0
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Rank zero's report of a run."""
+
+    run: RunDir
+    _said: dict[str, Any] = field(default_factory=dict)
+    _samples: float = 0.0
+    _written_at: float = float("-inf")
+    _samples_since: float = field(default_factory=time.monotonic)
+    _is_pending: bool = False
+    _pid: int = field(default_factory=os.getpid)
+
+    def say(self, values: Mapping[str, Any], *, samples: float | None = None, now: bool = False) -> None:
+        """Take the newest values; write them if the last time is long enough ago, or `now`."""
+        # A tensor is kept as it is: to read its value waits for the device, and most of them are never written.
+        self._said.update({key: _cut_off(value) for key, value in values.items() if value is not None})
+        self._samples += samples or 0.0
+        self._is_pending = True
+        if now or time.monotonic() - self._written_at >= INTERVAL_S:
+            self.write()
+
+    def write_last(self) -> None:
+        """Write at the end of the process what is not written yet; a process that it has forked has nothing to say."""
+        if self._is_pending and os.getpid() == self._pid:
+            self.write()
+
+    def write(self) -> None:
+        """Write the newest values."""
+        self._is_pending = False
+        if not self._said:
+            return
+        at = time.monotonic()
+        if self._samples and at > self._samples_since:
+            self._said["samples_per_s"] = self._samples / (at - self._samples_since)
+        self._samples, self._samples_since, self._written_at = 0.0, at, at
+        record = {key: _number(value) for key, value in self._said.items()}
+        with suppress(OSError):  # the file system does not answer now; the next report says the same and more
+            write_report(self.run, record)
+
+
+def _cut_off(value: Any) -> Any:
+    """Return a tensor without the graph that computed it, whose memory it would hold."""
+    if isinstance(value, Mapping):
+        return {key: _cut_off(one) for key, one in value.items()}
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _number(one) for key, one in value.items()}
+    return value if isinstance(value, int) else float(value)

@@ -1,0 +1,100 @@
+"""Has the nodes of a job checked: in the job that this process is in, or in a short one of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddp_hpc.base.durable import make_directories
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.slurm import client
+from ddp_hpc.cluster.slurm.directives import directives
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.preflight import Preflight, preflight_of
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.table import workload_of
+
+WAIT_S = 600.0
+"""How long the job may wait in the queue and run."""
+_TIME_LIMIT_MIN = 5
+_MODULE = "ddp_hpc.job.preflight"
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def check(  # noqa: PLR0913  what is checked, and where
+    spec: RunSpec,
+    nodes: str,
+    environ: Mapping[str, str],
+    *,
+    is_in_job: bool,
+    paths: Sequence[str] = (),
+    patience_s: float = WAIT_S,
+) -> Preflight:
+    """Check so many nodes, or the named ones; with `is_in_job`, those of the job that `environ` names. `paths` have to be there on each.
+
+    Raises:
+        ConfigError: where Slurm refuses the job, or the check fails.
+        SlurmBusyError: where the job does not start and end in time.
+    """
+    folder = spec.path.parent / f".doctor-{secrets.token_hex(4)}"
+    make_directories(spec.path.parent)
+    read = [*paths, *map(str, workload_of(spec).input_paths(Path.cwd()))]
+    command = [
+        sys.executable,
+        "-m",
+        _MODULE,
+        f"--folder={folder}",
+        f"--gpus-per-node={spec.resources.num_gpus}",
+        *(f"--path={path}" for path in read),
+        *(f"--interface={name}" for name in spec.network.interfaces),
+    ]
+    try:
+        if is_in_job:
+            answer = client.run_beside(command, environ, timeout_s=patience_s)
+        else:
+            answer = client.run_in_allocation(options_of(spec, nodes), command, environ, timeout_s=patience_s)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    found = result_of(answer.stdout)
+    if found is None:
+        said = (answer.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+        raise ConfigError(
+            f"No node was checked, because the job that checks them did not run to its end. Its last line is: {said} (exit code {answer.returncode}). If Slurm refused the job, change `--nodes`, `resources.*` or `slurm.*`."
+        )
+    return found
+
+
+_OF_THE_CHECK = frozenset({"nodes", "ntasks-per-node", "time", "job-name"})
+_NOT_OF_IT = frozenset(
+    {"cpus-per-task", "mem", "chdir", "output", "open-mode", "signal", "requeue", "no-requeue", "dependency"}
+)
+"""Options of a run's job that the job of a check has its own for, or does without."""
+
+
+def options_of(spec: RunSpec, nodes: str) -> list[str]:
+    """Return what salloc gets: a short job of one task on each node, in the place where a run's would be."""
+    is_list = _NUMBER.fullmatch(nodes) is None
+    left_out = _OF_THE_CHECK | _NOT_OF_IT | ({"nodelist"} if is_list else set())
+    made = directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=1)
+    chosen = [f"--{one.flag}{'' if one.value is None else f'={one.value}'}" for one in made if one.flag not in left_out]
+    where = f"--nodelist={nodes}" if is_list else f"--nodes={nodes}"
+    # Without --no-kill, Slurm ends the whole job when one of its nodes goes down, and what the others said is lost.
+    own = ["--no-kill", "--ntasks-per-node=1", f"--time={_TIME_LIMIT_MIN}", "--job-name=ddp-hpc-doctor"]
+    return [where, *own, *chosen]
+
+
+def result_of(printed: str) -> Preflight | None:
+    """Return the result among what was printed, by an environment that greets, too; None without one."""
+    for line in reversed(printed.splitlines()):
+        try:
+            found = preflight_of(json.loads(line))
+        except ValueError:
+            continue
+        if found is not None:
+            return found
+    return None

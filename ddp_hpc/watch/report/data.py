@@ -1,0 +1,111 @@
+"""All that a report shows of one run, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.run.run_dir.environment import Environment
+from ddp_hpc.run.run_dir.machine_use import MachineUse
+from ddp_hpc.run.run_dir.meeting import MeetingRecord
+from ddp_hpc.run.run_dir.slow_ranks import Alarm
+from ddp_hpc.run.run_dir.timeline import Look, Mark
+from ddp_hpc.watch.attempt_times import AttemptTime
+from ddp_hpc.watch.checkpoints import CheckpointInfo
+from ddp_hpc.watch.goodput import CheckpointCost, Goodput
+from ddp_hpc.watch.report.series import Series
+from ddp_hpc.watch.save_interval import SaveInterval
+from ddp_hpc.watch.status import RunStatus
+
+HIDDEN = "(hidden)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why the newest attempt that failed did so."""
+
+    attempt: int
+    title: str
+    root: str
+    """The rank that failed first."""
+    detail: str
+    place: str
+    to_do: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A key whose values differ between two runs."""
+
+    key: str
+    here: str
+    there: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """Another run, beside this one."""
+
+    name: str
+    loss: float | None
+    step: int
+    differences: Sequence[Difference]
+    environment: Sequence[str]
+    series: Series
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """One run."""
+
+    path: Path
+    status: RunStatus
+    times: Sequence[AttemptTime]
+    goodput: Goodput
+    cost: CheckpointCost | None
+    every_steps: int | None
+    """`checkpoint.every_steps`; with `auto`, its newest choice."""
+    series: Series
+    marks: Sequence[Mark]
+    looks: Sequence[Look]
+    alarms: Sequence[Alarm]
+    meetings: Mapping[int, MeetingRecord]
+    networks: Mapping[int, str]
+    """Attempt -> what a probe of the network found."""
+    checkpoints: Sequence[CheckpointInfo]
+    environments: Mapping[int, Environment]
+    failure: Failure | None
+    values: Mapping[str, Any]
+    """Key -> value of the configuration."""
+    is_script: bool
+    save_interval: SaveInterval | None = None
+    """The newest choice of `checkpoint.every_steps=auto`."""
+    machines: Mapping[int, Sequence[MachineUse]] = field(default_factory=dict)
+    """Attempt -> how busy its nodes were."""
+    missing: Sequence[str] = field(default_factory=list)
+    """What is not shown, why, and how to get it."""
+    against: Against | None = None
+    secrets: Sequence[str] = ()
+    """Values that are masked wherever they stand."""
+
+    @property
+    def phases(self) -> tuple[Mapping[str, float], int]:
+        """Seconds of rank zero in each phase, over all attempts, and the number of steps."""
+        newest = {mark.attempt: mark for mark in self.marks if mark.kind == "phases"}
+        seconds: dict[str, float] = {}
+        for mark in newest.values():
+            for name, one in mark.phases.items():
+                seconds[name] = seconds.get(name, 0.0) + one
+        return seconds, sum(mark.num_steps or 0 for mark in newest.values())
+
+    @property
+    def is_failure_newest(self) -> bool:
+        """Whether no attempt followed the one that failed."""
+        return self.failure is not None and self.failure.attempt == self.times[-1].attempt.attempt
+
+    @property
+    def starts(self) -> Mapping[int, int]:
+        """Attempt -> the step at which its training began."""
+        return {one.attempt.attempt: one.first_step for one in self.times if one.trained_from is not None}

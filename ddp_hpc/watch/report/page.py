@@ -1,0 +1,347 @@
+"""The report as one page of HTML that loads nothing. No other module but `render` uses jinja2."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc import __version__
+from ddp_hpc.base.shown_text import masked, visible
+from ddp_hpc.run.run_dir.environment import Environment, differences
+from ddp_hpc.run.run_dir.meeting import MeetingRecord
+from ddp_hpc.watch.attempt_times import KINDS
+from ddp_hpc.watch.checkpoints import CheckpointInfo
+from ddp_hpc.watch.goodput import measured_cost
+from ddp_hpc.watch.report import charts
+from ddp_hpc.watch.report.axes import compact
+from ddp_hpc.watch.report.data import Against, RunData
+from ddp_hpc.watch.report.machines import about_machines, machine_chart
+from ddp_hpc.watch.report.notes import RULES, Rule, facts_of, notes_of
+from ddp_hpc.watch.report.timeline import rows_of
+from ddp_hpc.watch.report.words import duration, hours, milliseconds, moment, plural, share
+
+_CODE = re.compile(r"`([^`]*)`")
+_WHERE = {
+    "finished": "Finished at",
+    "stopped": "Stopped at",
+    "failed": "Failed at",
+    "running": "Now at",
+    "starting": "Starting; it was at",
+    "stopping": "Stopping at",
+    "waiting": "In the queue; it was at",
+    "cancelled": "Cancelled at",
+    "interrupted": "Killed at",
+}
+_MOST_READINGS = 500
+_MOST_CHANGES = 12
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number at the head of the page."""
+
+    name: str
+    value: str
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class KindShare:
+    """One kind of time, of all nodes."""
+
+    name: str
+    share: float
+    title: str
+
+
+def page_of(run: RunData, *, now: float, rules: Sequence[Rule] = RULES) -> str:
+    """Return the page of one run."""
+    return render_page(
+        "run.html.j2",
+        view_of(run, rules),
+        title=f"{run.status.run}: report",
+        path=run.path,
+        now=now,
+        secrets=run.secrets,
+    )
+
+
+def view_of(run: RunData, rules: Sequence[Rule]) -> dict[str, Any]:
+    """Return what the page of one run shows: texts and shapes."""
+    rows, time_ticks = rows_of(run.times, run.marks)
+    loss, rate = charts.loss_chart(run.series, run.starts), charts.rate_chart(run.series, run.starts)
+    others = charts.other_charts(run.series, run.starts)
+    seconds, num_steps = run.phases
+    phases = charts.phase_shares(seconds, num_steps, run.looks)
+    waits = charts.wait_map(run.looks)
+    return {
+        "run": run,
+        "lead": lead(run),
+        "figures": figures(run),
+        "failure": run.failure,
+        "missing": run.missing,
+        "attempts": rows,
+        "num_hidden": len(run.times) - len(rows),
+        "time_ticks": time_ticks,
+        "kinds": kinds(run),
+        "charts": [
+            one for one in (loss, *charts.metric_charts(run.series, run.starts), rate, *others) if one is not None
+        ],
+        "has_rules": len(run.starts) > 1,
+        "has_lost": bool(run.series.superseded),
+        "has_evaluations": bool(run.series.evaluations),
+        "num_lines": run.series.num_lines,
+        "phases": phases,
+        "phases_about": _about_phases(num_steps, run),
+        "has_spread": any(one.spread_ms for one in phases),
+        "machines": machine_chart(run),
+        "machines_about": about_machines(run),
+        "map": waits,
+        "map_height": 0 if waits is None else min(26.0, max(4.0, 1.35 * len(waits.rows))),
+        "shades": [
+            f"{low:.0%} and more" if number == len(charts.SHADES) - 1 else f"from {low:.0%}"
+            for number, low in enumerate(charts.SHADES)
+        ],
+        "alarms": run.alarms[-20:],
+        "meetings": _meetings(run.meetings),
+        "networks": run.networks,
+        "checkpoints": [_checkpoint(one) for one in run.checkpoints],
+        "cost": _cost(run),
+        "environment": _environment(run),
+        "changed": list(_changes(run)),
+        "against": None if run.against is None else _beside(run, run.against),
+        "notes": notes_of(facts_of(run), rules),
+    }
+
+
+def lead(run: RunData) -> str:
+    """Say in a few sentences where the run stands, and what it took."""
+    status, good = run.status, run.goodput.goodput
+    if not run.times:
+        return f"{_sentence(status.reason)}" if status.reason else "No attempt has begun."
+    reason = "" if not status.reason or (run.failure and run.is_failure_newest) else f" {_sentence(status.reason)}"
+    took = f"{plural(len(run.times), 'attempt')} took {hours(_running_h(run))} of node time"
+    useful = f", of which {share(good)} was training whose steps the run has kept." if good is not None else "."
+    return f"{_where(run)}{reason} {took[0].upper()}{took[1:]}{useful}"
+
+
+def _where(run: RunData) -> str:
+    status = run.status
+    if status.saves is not None and not status.step:
+        times = f"saved its state {plural(status.saves, 'time')}" if status.saves else "reported no save of its state"
+        return f"The script has {times}."
+    total = "" if status.total_steps is None else f" of {status.total_steps:,}"
+    verb = _WHERE.get(status.state, "Ended at")
+    return f"{verb} step {status.step:,}{total}."
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:].rstrip('.')}."
+
+
+def _running_h(run: RunData) -> float:
+    return sum(value for kind, value in run.goodput.node_hours.items() if kind != "queued")
+
+
+def figures(run: RunData) -> list[Figure]:
+    """Return the numbers at the head of the page."""
+    status, goodput = run.status, run.goodput
+    found = []
+    if status.loss is not None:
+        found.append(Figure("training loss", compact(status.loss)))
+    found += [Figure(f"{name}, evaluation", compact(value)) for name, value in list(status.metrics.items())[:3]]
+    rates = sorted(point.value for point in run.series.rate)
+    if rates:
+        found.append(Figure("throughput", compact(rates[len(rates) // 2]), "samples/s"))
+    if goodput.goodput is not None:
+        found.append(Figure("goodput", share(goodput.goodput), "of node time"))
+    if run.times:
+        found.append(
+            Figure(
+                "node time",
+                hours(_running_h(run)),
+                f"+ {hours(goodput.node_hours['queued'])} queued" if goodput.node_hours["queued"] else "",
+            )
+        )
+    if goodput.gpu_hours:
+        found.append(Figure("GPU time", hours(goodput.gpu_hours)))
+    if goodput.steps_repeated:
+        found.append(Figure("steps repeated", f"{goodput.steps_repeated:,}"))
+    if status.eta_s is not None:
+        found.append(Figure("time left", duration(status.eta_s)))
+    if status.last_checkpoint is not None:
+        found.append(Figure("newest checkpoint", f"{status.last_checkpoint:,}", "step"))
+    return found
+
+
+def kinds(run: RunData) -> list[KindShare]:
+    """Return what the nodes' time was spent on; kinds without any are left out."""
+    spent, running = run.goodput.node_hours, _running_h(run)
+    found = []
+    for kind in KINDS:
+        if spent[kind] > 0:
+            part = spent[kind] / running if running else 0.0
+            of_all = "" if kind == "queued" else f", {share(part)}"
+            found.append(KindShare(kind, part, f"{kind} {hours(spent[kind])}{of_all}"))
+    return found
+
+
+def _about_phases(num_steps: int, run: RunData) -> str:
+    text = f"The times of rank zero, over {num_steps:,} steps of all attempts. The wait for other ranks is part of backward, where the ranks exchange gradients."
+    is_gpu = any(mark.num_gpus for mark in run.marks)
+    return (
+        f"{text} On a GPU these are times of the host, which starts kernels and does not wait for them."
+        if is_gpu
+        else text
+    )
+
+
+def _checkpoint(one: CheckpointInfo) -> dict[str, str]:
+    metrics = "  ".join(f"{name} {compact(value)}" for name, value in one.metrics.items())
+    return {
+        "step": f"{one.step:,}",
+        "committed": "-" if one.committed_at is None else moment(one.committed_at),
+        "size": "-" if one.num_bytes is None else f"{compact(one.num_bytes / 2**20)} MiB",
+        "workers": "-" if one.world_size is None else str(one.world_size),
+        "note": one.problem or metrics,
+    }
+
+
+def _cost(run: RunData) -> str:
+    """Say what checkpoints cost, and what another interval would have cost."""
+    cost = run.cost
+    if (
+        run.save_interval is not None
+    ):  # it knows more than the estimate below: how long a write takes, and what is usual elsewhere
+        return f"`checkpoint.every_steps=auto` saves {run.save_interval.sentence()}."
+    if cost is None:
+        return ""
+    best = cost.best_every_steps
+    seen = (
+        plural(cost.num_failures, "failure")
+        if cost.num_failures
+        else "no failure; the estimate assumes one at this moment"
+    )
+    others = ", ".join(
+        f"every {steps:,} steps {share(cost.share(steps))}"
+        for steps in sorted({max(1, cost.every_steps // 2), cost.every_steps * 2, best})
+        if steps != cost.every_steps
+    )
+    measured = measured_cost(run.times)
+    so_far = (
+        ""
+        if measured is None
+        else f" So far, saves, lost steps and starts after failures have taken {share(measured)}."
+    )
+    return (
+        f"A save stops training for {duration(cost.stall_s)}, a restart takes {duration(cost.restart_s)}, and this run saw {seen} in "
+        f"{duration(cost.running_s)}. By these numbers, a save every {cost.every_steps:,} steps costs {share(cost.share(cost.every_steps))} of the time; "
+        f"{others}. The cost should be least with a save every {best:,} steps (Young 1974, Daly 2006).{so_far}"
+    )
+
+
+def _environment(run: RunData) -> list[tuple[str, str]]:
+    if not run.environments:
+        return []
+    newest = run.environments[max(run.environments)]
+    named = {
+        "Python": newest.python,
+        "PyTorch": newest.torch,
+        "CUDA": newest.cuda,
+        "HIP": newest.hip,
+        "NCCL": newest.nccl,
+        "GPU driver": newest.driver,
+        "GPUs": ", ".join(newest.gpus),
+        "CPU": newest.cpu,
+        "system": newest.machine,
+        "modules": ", ".join(newest.modules),
+        "variables": ", ".join(f"{name}={value}" for name, value in newest.variables.items()),
+        "packages": plural(len(newest.packages), "package") if newest.packages else "",
+    }
+    return [(name, value) for name, value in named.items() if value]
+
+
+def _meetings(meetings: Mapping[int, MeetingRecord]) -> list[tuple[str, MeetingRecord]]:
+    """Put neighbouring attempts together that met at one place."""
+    parts: list[list[int]] = []
+    for attempt in meetings:
+        if not parts or meetings[parts[-1][-1]] != meetings[attempt]:
+            parts.append([])
+        parts[-1].append(attempt)
+    return [(f"{one[0]}" if len(one) == 1 else f"{one[0]} to {one[-1]}", meetings[one[0]]) for one in parts]
+
+
+def _changes(run: RunData) -> Iterable[tuple[int, str]]:
+    before: Environment | None = None
+    for attempt, one in sorted(run.environments.items()):
+        changes = [] if before is None else [*differences(before, one)]
+        if changes:
+            more = f"; {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
+            yield attempt, "; ".join(changes[:_MOST_CHANGES]) + more
+        before = one
+
+
+def _beside(run: RunData, other: Against) -> dict[str, Any]:
+    chart = charts.loss_chart(replace(run.series, superseded=[other.series.loss] if other.series.loss else []), {})
+    if chart is not None:
+        curves = [
+            replace(one, kind="other", title=f"loss of {other.name}") if one.kind == "lost" else one
+            for one in chart.curves
+        ]
+        chart = replace(chart, title=f"Loss, and dotted: {other.name}", curves=curves)
+    loss = (
+        ""
+        if other.loss is None or run.status.loss is None
+        else f" Its loss is {compact(other.loss)}; this run's is {compact(run.status.loss)}."
+    )
+    count = plural(len(other.differences), "key")
+    return {
+        "name": other.name,
+        "lead": f"{other.name} is at step {other.step:,}.{loss} {count} of the configuration {'differs' if len(other.differences) == 1 else 'differ'}.",
+        "chart": chart,
+        "differences": other.differences,
+        "environment": other.environment,
+    }
+
+
+# --- templates ---------------------------------------------------------------------------------------------------------
+
+
+def render_page(  # noqa: PLR0913
+    template: str, view: dict[str, Any], *, title: str, path: Path | str, now: float, secrets: Sequence[str] = ()
+) -> str:
+    """Return a page: a template of ours, filled in. All text is escaped; of secrets and control characters, none is in it."""
+    from jinja2 import Environment as Templates
+    from jinja2 import FileSystemLoader, StrictUndefined
+    from markupsafe import Markup, escape
+
+    def shown(value: Any) -> Any:
+        return visible(masked(value, secrets)) if type(value) is str else value
+
+    templates = Templates(
+        autoescape=True,
+        finalize=shown,
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(shown(text)))))  # noqa: S704  escaped
+    templates.filters.update(percent=_percent, flex="{:.5f}".format, share=share, ms=milliseconds, readings=_readings)
+    written = moment(now, "%d %b %Y, %H:%M %Z")
+    common = {"title": title, "version": __version__, "written": written, "path": path}
+    text: str = templates.get_template(template).render(**common, **view)
+    return text
+
+
+def _percent(value: float) -> str:
+    return f"{value * 100:.2f}%"
+
+
+def _readings(points: Sequence[tuple[float, float]]) -> str:
+    every = -(-len(points) // _MOST_READINGS) or 1
+    return json.dumps([[step, float(f"{value:.5g}")] for step, value in points[::every]], separators=(",", ":"))

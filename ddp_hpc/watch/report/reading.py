@@ -1,0 +1,215 @@
+"""Reads what a report shows of one run, from the run directory alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.errors import DdpHpcError
+from ddp_hpc.base.shown_text import masked, secret_values
+from ddp_hpc.run.run_dir.environment import Environment, differences, read_environment
+from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
+from ddp_hpc.run.run_dir.machine_use import read_uses
+from ddp_hpc.run.run_dir.meeting import read_meeting
+from ddp_hpc.run.run_dir.network import read_network
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.slow_ranks import read_alarms
+from ddp_hpc.run.run_dir.timeline import Look, Mark, read_looks, read_marks
+from ddp_hpc.watch.attempt_times import read_times
+from ddp_hpc.watch.checkpoints import list_checkpoints
+from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys
+from ddp_hpc.watch.goodput import checkpoint_cost, goodput_of
+from ddp_hpc.watch.report.data import HIDDEN, Against, Difference, Failure, RunData
+from ddp_hpc.watch.report.series import Series, read_series
+from ddp_hpc.watch.save_interval import newest_interval
+from ddp_hpc.watch.status import read_status
+from ddp_hpc.watch.why.findings import Verdict
+from ddp_hpc.watch.why.reading import chosen_attempt, read_facts
+from ddp_hpc.watch.why.signatures import BY_NAME
+from ddp_hpc.watch.why.verdict import verdict_of
+
+T = TypeVar("T")
+_MOST_NAMES = 5
+
+
+class _Reader:
+    """Reads what may be absent or unreadable, and remembers what was."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+
+    def read(self, what: str, ask: Callable[[], T], otherwise: T) -> T:
+        try:
+            return ask()
+        except (OSError, DdpHpcError, ValueError) as error:
+            self.missing.append(
+                f"{what} cannot be read: {str(error).rstrip('.')}. Check the permissions of the run directory."
+            )
+            return otherwise
+
+
+def read_run(
+    run: RunDir, *, now: float, against: RunDir | None = None, environ: Mapping[str, str] = MappingProxyType({})
+) -> RunData:
+    """Return what the run directory holds. Unreadable parts are left out, and named in `missing`.
+
+    What variables of `environ` hold that may be secrets is masked, also in the words of exceptions.
+
+    Raises:
+        OSError: if not even the ledger can be read.
+    """
+    reader = _Reader()
+    status = read_status(run, now=now)
+    marks: list[Mark] = reader.read("The timeline", partial(read_marks, run), [])
+    times = read_times(run, now=now, is_alive=status.is_alive, marks=marks)
+    ledger = Ledger.read(run)
+    numbers = [one.attempt for one in ledger.attempts]
+    values = config_values(run)
+    secrets = secret_values(values, environ)
+    every, interval = values.get("checkpoint.every_steps"), newest_interval(marks, times)
+    every_steps = every if isinstance(every, int) else interval.every_steps if every == "auto" and interval else None
+    series = reader.read("The metrics", partial(read_series, run), Series())
+    looks: list[Look] = reader.read("The comparison of the ranks", partial(read_looks, run), [])
+    is_script = bool(values.get("script.command")) or status.saves is not None
+    reader.missing += _gaps(ledger, series, marks, looks, is_script=is_script)
+    found = RunData(
+        path=run.path,
+        status=status,
+        times=times,
+        goodput=goodput_of(times),
+        cost=checkpoint_cost(times, every_steps),
+        every_steps=every_steps,
+        save_interval=interval if every == "auto" else None,
+        series=series,
+        marks=marks,
+        looks=looks,
+        alarms=reader.read("The history of slow ranks", partial(read_alarms, run), []),
+        meetings=_of_each(numbers, partial(read_meeting, run)),
+        networks={number: one.words for number, one in _of_each(numbers, partial(read_network, run)).items()},
+        checkpoints=reader.read("The checkpoints", partial(list_checkpoints, run, verify=False), []),
+        environments=_of_each(numbers, partial(_environment, run)),
+        failure=reader.read("Why it failed", partial(_failure, run, ledger, secrets), None),
+        machines=_of_each(numbers, lambda number: read_uses(run, number) or None),
+        secrets=secrets,
+        values=values,
+        is_script=is_script,
+        missing=reader.missing,
+    )
+    return found if against is None else replace(found, against=_against(found, against, now))
+
+
+def _of_each(attempts: Sequence[int], read: Callable[[int], T | None]) -> dict[int, T]:
+    """Return what is known of each attempt; those of which nothing is are left out."""
+    found = ((number, _quietly(read, number)) for number in attempts)
+    return {number: one for number, one in found if one is not None}
+
+
+def _quietly(read: Callable[[int], T | None], number: int) -> T | None:
+    try:
+        return read(number)
+    except (OSError, DdpHpcError):  # of another user, or damaged: the attempt is shown without it
+        return None
+
+
+def _gaps(
+    ledger: Ledger, series: Series, marks: Sequence[Mark], looks: Sequence[Look], *, is_script: bool
+) -> list[str]:
+    """Say which parts of a report a run has no records for, and how to get them."""
+    if not ledger.attempts:
+        return [
+            "No attempt has begun, so there is nothing to draw yet. Write the report again when the run has started."
+        ]
+    found = []
+    if is_script:
+        found.append(
+            "The run is a script: ddp-hpc sees its start, its saves and its end, but not its steps. `ddp_hpc.attach` in the script "
+            "reports steps and losses; with a recipe, this page shows everything."
+        )
+    elif not series.loss and not series.not_finite:
+        found.append(
+            "No loss was logged: the run ended, or this page was written, before the first log interval (`log.every_steps`)."
+        )
+    never = [name for name in series.broken_evaluations if not _has_finite(series, name)]
+    if never:
+        names = ", ".join(never[:_MOST_NAMES]) + (
+            f" and {len(never) - _MOST_NAMES} more" if len(never) > _MOST_NAMES else ""
+        )
+        found.append(f"{names}: NaN or infinite in every evaluation, so there is no chart.")
+    if not marks and not is_script and series.loss:
+        found.append(
+            "The run was made with an older version of ddp-hpc, which recorded neither the phases of a step nor waits for slow ranks."
+        )
+    if not looks and marks:
+        world = max((mark.world_size or 0 for mark in marks), default=0)
+        why = (
+            "The run has one rank, which waits for no other"
+            if world == 1
+            else "The ranks were never compared: a comparison needs the gloo backend, 20 steps and 10 seconds"
+        )
+        found.append(f"{why}, so the map of waits for ranks is missing.")
+    return found
+
+
+def _has_finite(series: Series, name: str) -> bool:
+    return any(math.isfinite(point.value) for point in series.evaluations.get(name, []))
+
+
+def _environment(run: RunDir, attempt: int) -> Environment | None:
+    return read_environment(run, attempt) if run.environment(attempt).exists() else None
+
+
+def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> Failure | None:
+    failed = [one for one in ledger.attempts if one.ending in (Ending.FAILED, Ending.REFUSED)]
+    if not failed:
+        return None
+    attempt: Attempt = chosen_attempt(run, ledger, failed[-1].attempt)
+    verdict: Verdict = verdict_of(read_facts(run, ledger, attempt))
+    if not verdict.failure:
+        return None
+    about = BY_NAME[verdict.failure]
+    rank = "" if verdict.rank is None else f"rank {verdict.rank}"
+    return Failure(
+        attempt=attempt.attempt,
+        title=about.title,
+        root=" ".join(
+            filter(
+                None,
+                [
+                    rank,
+                    f"on {verdict.host}" if rank and verdict.host else "",
+                    f"at step {verdict.step}" if verdict.step else "",
+                ],
+            )
+        ),
+        detail=masked(verdict.detail, secrets)[:400],
+        place=verdict.place,
+        to_do=about.to_do.format(run=run.word, attempt=attempt.attempt, rank=verdict.rank or 0),
+    )
+
+
+def _against(run: RunData, other: RunDir, now: float) -> Against:
+    """Return another run beside this one, and what differs."""
+    beside, others = read_status(other, now=now), config_values(other)
+    keys = differing_keys([ListedRun(run.status, run.values), ListedRun(beside, others)])
+    theirs = _of_each([one.attempt for one in Ledger.read(other).attempts], partial(_environment, other))
+    newest = [found[max(found)] for found in (theirs, run.environments) if found]
+    return Against(
+        name=other.name if other.name != run.path.name else str(other.path),
+        loss=beside.loss,
+        step=beside.step,
+        differences=[Difference(key=key, here=_shown(key, run.values), there=_shown(key, others)) for key in keys],
+        environment=[*differences(*newest)] if len(newest) == 2 else [],
+        series=read_series(other),
+    )
+
+
+def _shown(key: str, values: Mapping[str, Any]) -> str:
+    value = values.get(key)
+    if not is_key_shown(key, value):
+        return HIDDEN
+    return "unset" if value is None else str(value)

@@ -1,0 +1,170 @@
+"""The report on a sweep: one page with the points side by side, the best first, and what each key changes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.report import charts
+from ddp_hpc.watch.report.axes import compact
+from ddp_hpc.watch.report.page import render_page
+from ddp_hpc.watch.report.scatter import key_chart
+from ddp_hpc.watch.report.series import Series, read_losses
+from ddp_hpc.watch.report.sweep_points import Goal, Settings, SweptRun, best_first, goal_of, read_points
+from ddp_hpc.watch.report.words import hours, plural, share
+
+MOST_CHARTS = 60
+"""So many points have a chart of their loss."""
+_MOST_KEYS = 12
+_MOST_FAILURES = 5
+_BINS_OF_SMALL = 100
+_FAILED = ("failed", "refused", "interrupted")
+NOT_BEGUN = "not begun"
+
+
+class Cell(NamedTuple):
+    """A number of the table."""
+
+    text: str
+    value: float | str
+    """By what the table is sorted; empty where it is not known."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Points that have failed in the same way."""
+
+    count: str
+    reason: str
+    names: str
+
+
+def sweep_page(
+    name: str,
+    runs: Sequence[tuple[RunDir, Settings]],
+    *,
+    now: float,
+    on_read: Callable[[int], object] = lambda _: None,
+) -> str:
+    """Return the page of a sweep, by the runs of its points and what each sets; `on_read` hears how many are read."""
+    found, unreadable = read_points(runs, now=now, on_read=on_read)
+    goal = goal_of(found)
+    points = best_first(found, goal)
+    losses = [_losses(one.run) for one in points[:MOST_CHARTS]]
+    return render_page(
+        "sweep.html.j2",
+        _view(name, points, goal, losses, unreadable, num_points=len(runs)),
+        title=f"{name}: report",
+        path=runs[0][0].path.parent if runs else name,
+        now=now,
+    )
+
+
+def _losses(run: RunDir) -> Series:
+    try:
+        return read_losses(run, num_bins=_BINS_OF_SMALL)
+    except OSError:  # its row is there
+        return Series()
+
+
+def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
+    name: str,
+    points: Sequence[SweptRun],
+    goal: Goal,
+    losses: Sequence[Series],
+    unreadable: Sequence[str],
+    num_points: int,
+) -> dict[str, Any]:
+    keys = list(dict.fromkeys(key for one in points for key in one.sets))
+    metrics = list(dict.fromkeys(metric for one in points for metric in one.status.metrics))
+    states = [*(one.status.state for one in points), *[NOT_BEGUN] * (num_points - len(points) - len(unreadable))]
+    counts = Counter(states).most_common()
+    by_key = [chart for key in keys[:_MOST_KEYS] if (chart := _key_chart(key, points, goal)) is not None]
+    axes = charts.shared_axes(losses)
+    small = [
+        replace(chart, title=_sets(one))
+        for one, series in zip(points, losses, strict=False)
+        if (chart := charts.loss_chart(series, {}, axes)) is not None
+    ]
+    missing = [*unreadable]
+    if len(points) > MOST_CHARTS:
+        missing.append(f"Only the best {MOST_CHARTS} points have a chart of their loss; the table has all.")
+    if len(keys) > _MOST_KEYS:
+        missing.append(f"Only the first {_MOST_KEYS} of {len(keys)} keys have a chart; the table has all.")
+    return {
+        "name": name,
+        "lead": f"{plural(num_points, 'point')}: {', '.join(f'{count} {state}' for state, count in counts)}.",
+        "missing": missing,
+        "states": [(state, count, count / num_points) for state, count in counts],
+        "failures": _failures(points),
+        "goal": goal,
+        "best": _best(points, goal),
+        "keys": keys,
+        "metrics": metrics,
+        "rows": [_row(one, keys, metrics) for one in points],
+        "by_key": by_key,
+        "small": small,
+    }
+
+
+def _best(points: Sequence[SweptRun], goal: Goal) -> str:
+    value = goal.value(points[0]) if points else None
+    if value is None:
+        return ""
+    state = points[0].status.state
+    return f"Best {goal.words}: {compact(value)}, {points[0].name} ({'' if state == 'finished' else f'{state}; '}{_sets(points[0])})."
+
+
+def _sets(point: SweptRun) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.sets.items()) or point.name
+
+
+def _key_chart(key: str, points: Sequence[SweptRun], goal: Goal) -> charts.Chart | None:
+    measured = [
+        (one.sets[key], value, one.name) for one in points if key in one.sets and (value := goal.value(one)) is not None
+    ]
+    return key_chart(key, goal.metric, measured, is_highest=goal.is_highest)
+
+
+def _failures(points: Sequence[SweptRun]) -> list[Failure]:
+    """Put points together that failed in the same way, the most frequent way first."""
+    alike: Mapping[str, list[SweptRun]] = defaultdict(list)
+    for one in points:
+        if one.status.state in _FAILED:
+            alike[one.status.fingerprint or one.status.reason].append(one)
+    ordered = sorted(alike.values(), key=len, reverse=True)[:_MOST_FAILURES]
+    return [
+        Failure(
+            count=plural(len(same), "point"),
+            reason=same[0].status.reason or same[0].status.state,
+            names=", ".join(one.name for one in same[:3]) + (" ..." if len(same) > 3 else ""),
+        )
+        for same in ordered
+    ]
+
+
+def _row(point: SweptRun, keys: Sequence[str], metrics: Sequence[str]) -> dict[str, Any]:
+    status, goodput = point.status, point.goodput
+    node_hours = sum(value for kind, value in goodput.node_hours.items() if kind != "queued")
+    return {
+        "name": point.name,
+        "state": status.state,
+        "sets": [str(point.sets.get(key, "")) for key in keys],
+        "numbers": [
+            Cell(f"{status.step:,}", status.step),
+            _cell(status.loss, compact),
+            *(_cell(status.metrics.get(metric), compact) for metric in metrics),
+            _cell(goodput.goodput, share),
+            Cell(hours(node_hours), round(node_hours, 5)),
+        ],
+    }
+
+
+def _cell(value: float | None, text: Callable[[float], str]) -> Cell:
+    if value is None or not math.isfinite(value):
+        return Cell("-", "")
+    return Cell(text(value), float(f"{value:.6g}"))

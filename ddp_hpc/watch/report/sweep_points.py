@@ -1,0 +1,118 @@
+"""Reads of each point of a sweep what the sweep's page shows of it, and no more: there may be thousands of points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ddp_hpc.base.durable import json_line
+from ddp_hpc.base.errors import UnreadableError
+from ddp_hpc.base.processes import host_name
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.rereading import LastRead
+from ddp_hpc.run.run_dir.timeline import read_many_marks
+from ddp_hpc.watch.attempt_times import attempt_times, logged_steps
+from ddp_hpc.watch.compare import config_values
+from ddp_hpc.watch.goodput import Goodput, goodput_of
+from ddp_hpc.watch.status import RunStatus, observe, status_of
+
+Settings = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweptRun:
+    """One point of a sweep that has begun."""
+
+    run: RunDir
+    sets: Settings
+    status: RunStatus
+    goodput: Goodput
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """By what the points are compared."""
+
+    metric: str
+    is_highest: bool = False
+    """Whether the highest value is best."""
+    is_evaluated: bool = True
+    """Whether it is a metric of evaluations; else it is the loss of the training."""
+
+    def value(self, point: SweptRun) -> float | None:
+        """Return the newest value of a point; None where it has none, or one that is not finite."""
+        value = point.status.metrics.get(self.metric) if self.is_evaluated else point.status.loss
+        return value if value is not None and math.isfinite(value) else None
+
+    @property
+    def words(self) -> str:
+        return f"{self.metric} of the {'evaluation' if self.is_evaluated else 'training'}"
+
+
+def read_points(
+    runs: Iterable[tuple[RunDir, Settings]], *, now: float, on_read: Callable[[int], object] = lambda _: None
+) -> tuple[list[SweptRun], list[str]]:
+    """Return the points that have begun, and a sentence on each that cannot be read; `on_read` hears how many are done."""
+    found: list[SweptRun] = []
+    unreadable: list[str] = []
+    for number, (run, sets) in enumerate(runs, start=1):
+        try:
+            if run.config.is_file():
+                found.append(_read(run, sets, now))
+        except (OSError, UnreadableError) as error:
+            unreadable.append(f"{run.name} cannot be read: {error}")
+        on_read(number)
+    return found, unreadable
+
+
+def _read(run: RunDir, sets: Settings, now: float) -> SweptRun:
+    seen = observe(run, now=now, host=host_name(), files=LastRead())
+    status = status_of(run, seen)
+    times_with = partial(
+        attempt_times,
+        seen.attempts,
+        read_many_marks(run),
+        progress=seen.progress,
+        queued=seen.queued,
+        now=now if status.is_alive else None,
+    )
+    times = times_with()
+    if not all(one.is_all_kept for one in times):
+        times = times_with(logged=logged_steps(run, _line))
+    return SweptRun(run=run, sets=sets, status=status, goodput=goodput_of(times))
+
+
+def _line(raw: bytes) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError):  # half written, edited by hand, or with NaN
+        return json_line(raw)
+
+
+def goal_of(points: Sequence[SweptRun]) -> Goal:
+    """Return by what the points are compared: `checkpoint.best_metric` where some point has it, else the loss."""
+    values = config_values(points[0].run) if points else {}
+    metric = str(values.get("checkpoint.best_metric", "loss"))
+    if metric != "loss" and any(metric in one.status.metrics for one in points):
+        return Goal(metric=metric, is_highest=values.get("checkpoint.best_is") == "highest")
+    return Goal(metric="loss", is_evaluated=any("loss" in one.status.metrics for one in points))
+
+
+def best_first(points: Sequence[SweptRun], goal: Goal) -> list[SweptRun]:
+    """Return the points, the best first, and of equals the finished ones; those without a value come last."""
+
+    def place(point: SweptRun) -> tuple[bool, float, bool]:
+        value = goal.value(point)
+        measure = 0.0 if value is None else -value if goal.is_highest else value
+        return value is None, measure, point.status.state != "finished"
+
+    return sorted(points, key=place)

@@ -1,0 +1,113 @@
+"""What is known of one attempt, what is found of the end of a rank, and the verdict that follows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ddp_hpc.run.run_dir.differences import Difference
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.joining import MissingRanks
+from ddp_hpc.run.run_dir.ledger import Attempt
+from ddp_hpc.run.run_dir.network import NetworkFindings
+from ddp_hpc.run.run_dir.preflight import Preflight
+from ddp_hpc.run.run_dir.rank_ends import RankEnd
+from ddp_hpc.watch.why.lines import Line
+from ddp_hpc.watch.why.signatures import Role
+
+Basis = Literal["record", "log", "none"]
+"""What the verdict rests on: a field of a record, a text in a log, or nothing."""
+ANY_NUMBER = re.compile(r"(?:line |:)\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """A line that the verdict rests on."""
+
+    role: Role
+    rank: int | None
+    """None for the log of the job."""
+    text: str
+    line: Line | None = None
+    """Where it stands; None for a record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of one attempt."""
+
+    attempt: Attempt
+    failures: Sequence[WorkerFailure] = ()
+    logs: Mapping[int, Sequence[Line]] = field(default_factory=dict)
+    """The end of each rank's log."""
+    console: Sequence[Line] = ()
+    """What the job's log says of this attempt."""
+    places: Mapping[int, str] = field(default_factory=dict)
+    """Where each rank was when the attempt hung: `file:line in function`."""
+    missing: MissingRanks | None = None
+    """Which ranks the others waited for at the beginning; None where nobody waited for long, or all have joined."""
+    network: NetworkFindings | None = None
+    """What a probe of the network between the nodes found at the end; None without one."""
+    difference: Difference | None = None
+    """What the ranks had that differed; None where they did not."""
+    preflight: Preflight | None = None
+    """What the check of the nodes found before the workers started; None without one."""
+    ends: Mapping[int, RankEnd] = field(default_factory=dict)
+    """How the process of a rank ended that nobody had asked to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why an attempt ended."""
+
+    failure: str
+    """A name of the registry; empty where nothing failed."""
+    basis: Basis = "none"
+    rank: int | None = None
+    """That failed first, where one is known."""
+    host: str = ""
+    step: int | None = None
+    detail: str = ""
+    """The exception, the signal or the exit code."""
+    in_short: str = ""
+    """What the texts of its GPU add up to."""
+    place: str = ""
+    """The line of the user's code that raised it."""
+    entity: str = ""
+    """The sample or the file that it concerns."""
+    fingerprint: str = ""
+    evidence: Sequence[Evidence] = ()
+    num_cascades: int = 0
+    """Other ranks that lost their connection to another one."""
+    num_alike: int = 0
+    """Other ranks that failed in the same way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What is known of the end of one rank."""
+
+    failure: str
+    role: Role
+    basis: Basis
+    rank: int | None
+    host: str = ""
+    at: float = float("inf")
+    step: int | None = None
+    detail: str = ""
+    place: str = ""
+    evidence: tuple[Evidence, ...] = ()
+    has_report: bool = False
+    """Whether the rank left an error report."""
+    is_traceback: bool = False
+    """Whether it rests on a traceback in a log."""
+    is_of_silent: bool = False
+    """Whether it rests on a traceback in the log of a rank that left no report."""
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """The root comes first: by role, then by time."""
+        strength = {"root": 0, "either": 1, "confirmation": 2, "cascade": 3}[self.role]
+        return strength, self.at, -1 if self.rank is None else self.rank

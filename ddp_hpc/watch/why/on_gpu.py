@@ -1,0 +1,70 @@
+"""What a GPU's own texts add up to: which check of a kernel failed, and who has the memory. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ddp_hpc.watch.why.findings import Evidence, Finding
+from ddp_hpc.watch.why.lines import Line
+
+_ASSERTION = re.compile(
+    r"(?P<file>[^\s:]+):\d+: (?:(?P<kernel>.+?): )?block: \[[\d,]+\], thread: \[[\d,]+\] Assertion `(?P<check>.+)` failed"
+)
+"""As the device prints it through CUDA's `assert`: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#assertion"""
+_CHECKS = {
+    "n_classes": "a label of a loss is negative, or not smaller than the number of classes",
+    "srcSelectDimSize": "an index of an embedding, or of `index_select`, is not smaller than the number of rows",
+    "out of bounds": "an index is out of range",
+    "input_val >= zero": "an input of a binary cross entropy is not between 0 and 1",
+}
+"""Part of a check -> what it means that it failed."""
+_SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+_IN_GIB = {"bytes": 2.0**-30, "KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "TiB": 2.0**10}
+
+
+def in_short(finding: Finding, lines: Sequence[Line]) -> tuple[str, Sequence[Evidence]]:
+    """Return what the texts of a rank's GPU add up to, and the lines that say so; `lines` are the end of its log."""
+    if finding.failure == "gpu-memory":
+        return memory(finding.detail), ()
+    if finding.failure == "device-assert":
+        found = ((line, match) for line in lines if (match := _ASSERTION.match(line.text)))
+        for line, match in found:  # the first: others follow from the same kernel
+            evidence = Evidence(role="confirmation", rank=finding.rank, text=line.text, line=line)
+            return _check(match), (evidence,)
+    return "", ()
+
+
+def _check(match: re.Match[str]) -> str:
+    """Return which check failed in which kernel: `an index is out of range: IndexKernel.cu checks ...`."""
+    file, check = match["file"].rpartition("/")[2], match["check"]
+    means = next((text for part, text in _CHECKS.items() if part in check), "a check failed")
+    kernel = f" ({match['kernel']})" if match["kernel"] else ""
+    return f"{means}: {file}{kernel} checks `{check}`"
+
+
+def memory(text: str) -> str:
+    """Return who has the memory of a GPU, by PyTorch's text of an allocation that failed; empty where that does not say."""
+    total, free = _gib(rf"total capaci?ty of {_SIZE}", text), _gib(rf"of which {_SIZE} is free", text)
+    asked, used = _gib(rf"Tried to allocate {_SIZE}", text), _gib(rf"allocated memory {_SIZE} is allocated", text)
+    kept = _gib(rf"{_SIZE} is reserved by PyTorch but unallocated", text) or 0.0
+    if None in {total, free, asked, used}:
+        return ""
+    assert total is not None and free is not None and asked is not None and used is not None  # noqa: S101, PT018
+    others = [float(number) * _IN_GIB[unit] for number, unit in re.findall(rf"Process \d+ has {_SIZE} memory", text)]
+    ours = _gib(rf"this process has {_SIZE} memory", text)
+    if ours is None:  # in a container, the driver knows this process by another number, so it is among the others
+        ours = min((one for one in others if one >= used + kept), default=used + kept)
+        others = [one for one in others if one != ours]
+    parts = [
+        f"{asked:.2f} GiB more were asked for, and {free:.2f} of {total:.2f} GiB are free",
+        f"this process has {ours:.2f} GiB, of which {kept:.2f} GiB are reserved but unallocated",
+    ]
+    if others:
+        parts.append(f"{len(others)} other process{'es have' if len(others) > 1 else ' has'} {sum(others):.2f} GiB")
+    return "; ".join(parts)
+
+
+def _gib(pattern: str, text: str) -> float | None:
+    found = re.search(pattern, text)
+    return float(found[1]) * _IN_GIB[found[2]] if found else None

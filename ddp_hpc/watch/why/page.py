@@ -1,0 +1,40 @@
+"""The table of docs/troubleshooting.md, from the registry. `python -m ddp_hpc.watch.why.page` prints it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from ddp_hpc.watch.why.signatures import REGISTRY, Failure
+
+_ROLES = {"root": "", "either": "", "cascade": " (follows from another rank's end)", "confirmation": " (confirms it)"}
+
+
+def as_markdown(registry: Iterable[Failure] = REGISTRY) -> str:
+    """Return one section a class: its texts, what it means, and what to do."""
+    return "\n".join(line for failure in registry for line in _section(failure))
+
+
+def _section(failure: Failure) -> list[str]:
+    texts = [f"- `{_in_code(one.example)}`{_ROLES[one.role]}" for one in failure.patterns]
+    filled = failure.to_do.format(run="RUN", attempt="K", rank="N")
+    return [
+        f"## {failure.title[0].upper()}{failure.title[1:]}",
+        "",
+        f"`{failure.name}`",
+        "",
+        *texts,
+        *([""] if texts else []),
+        failure.means,
+        "",
+        f"**To do.** {filled}",
+        "",
+    ]
+
+
+def _in_code(text: str) -> str:
+    return " ".join(text.replace("`", "'").split())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown())

@@ -1,0 +1,95 @@
+"""Reads what a run directory holds on one attempt: ledger, error reports, logs and stacks. Slurm is not asked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from ddp_hpc.base.durable import record_text
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.patience import known
+from ddp_hpc.run.run_dir.differences import read_difference
+from ddp_hpc.run.run_dir.failure_reports import read_failures
+from ddp_hpc.run.run_dir.joining import read_missing
+from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
+from ddp_hpc.run.run_dir.network import read_network
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.preflight import read_preflight
+from ddp_hpc.run.run_dir.rank_ends import read_rank_ends
+from ddp_hpc.watch.why.findings import Facts
+from ddp_hpc.watch.why.lines import Line, tail
+
+MOST_LOGS = 256
+"""Of more ranks, only the logs of those that have an error report, and of the first, are read."""
+_RANK_LOG = re.compile(r"rank-(\d+)\.log")
+_STAND = re.compile(r"^=== rank (\d+) on [^\n]*?: (\S[^\n]*)$", re.MULTILINE)
+_ENDED = "ended: "
+"""What the supervisor prints at the end of each attempt."""
+
+
+def chosen_attempt(run: RunDir, ledger: Ledger, number: int | None) -> Attempt:
+    """Return the attempt of this number; without one, the newest that failed, or else the newest.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if not ledger.attempts:
+        raise ConfigError(
+            f"Run {run.name!r} has not begun an attempt. `ddp-hpc status {run.name}` shows what it waits for."
+        )
+    if number is None:
+        newest = ledger.attempts[-1]
+        before = ledger.before(newest.attempt) if newest.ending is None else None
+        return before if before is not None and before.ending == Ending.FAILED else newest
+    attempt = ledger.attempt(number)
+    if attempt is None:
+        numbers = ", ".join(str(one.attempt) for one in ledger.attempts)
+        raise ConfigError(f"Run {run.name!r} has no attempt {number}. Its attempts: {numbers}.")
+    return attempt
+
+
+def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> Facts:
+    """Return what the run directory holds on an attempt."""
+    number = attempt.attempt
+    failures = read_failures(run, number)
+    found: list[int] = known(run.attempt_logs(number), partial(_ranks, run, number), unknown=[])
+    reported = {failure.rank for failure in failures}
+    ranks = sorted(found, key=lambda rank: (rank not in reported, rank))[:MOST_LOGS]
+    return Facts(
+        attempt=attempt,
+        failures=failures,
+        logs={rank: tail(run.rank_log(number, rank)) for rank in sorted(ranks)},
+        console=_of_attempt(tail(run.console), ledger, attempt),
+        places=_places(run, number),
+        missing=read_missing(run, number),
+        network=read_network(run, number),
+        difference=read_difference(run, number),
+        preflight=read_preflight(run, number),
+        ends=read_rank_ends(run, number, sorted(ranks)),
+    )
+
+
+def _ranks(run: RunDir, attempt: int) -> list[int]:
+    matches = (_RANK_LOG.fullmatch(path.name) for path in run.attempt_logs(attempt).glob("rank-*.log"))
+    return [int(match[1]) for match in matches if match]
+
+
+def _of_attempt(lines: Sequence[Line], ledger: Ledger, attempt: Attempt) -> Sequence[Line]:
+    """Return the lines of the job's log that belong to an attempt; none where that is not sure."""
+    parts: list[list[Line]] = [[]]
+    for line in lines:
+        parts[-1].append(line)
+        if line.text.startswith(_ENDED):
+            parts.append([])
+    ended = [one.attempt for one in ledger.attempts if one.ending is not None]
+    *whole, rest = parts
+    if attempt.attempt == ledger.attempts[-1].attempt:
+        return [*(whole[-1] if whole and attempt.ending is not None else []), *rest]
+    return whole[ended.index(attempt.attempt)] if attempt.attempt in ended and len(whole) == len(ended) else []
+
+
+def _places(run: RunDir, attempt: int) -> Mapping[int, str]:
+    path = run.stacks(attempt)
+    text = known(path, lambda: record_text(path) if path.exists() else "", unknown="")
+    return {int(found[1]): found[2] for found in _STAND.finditer(text)}

@@ -1,0 +1,254 @@
+"""The verdict on one attempt: which rank failed first, and why, from records and clean lines. Pure.
+
+Fields of records count before texts. A text counts where no field says more, and only with the role that the registry gives it. Where
+nothing is proved, the verdict says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from ddp_hpc.run.run_dir.differences import Difference
+from ddp_hpc.run.run_dir.fingerprint import entity, fingerprint
+from ddp_hpc.run.run_dir.ledger import Cause, Ending
+from ddp_hpc.watch.why.ends import signalled
+from ddp_hpc.watch.why.findings import ANY_NUMBER, Evidence, Facts, Finding, Verdict
+from ddp_hpc.watch.why.hangs import is_network_to_blame, of_hang, of_missing, of_network
+from ddp_hpc.watch.why.of_rank import NO_MEMORY, abstaining, by_signal, matches_in, of_end, of_log, of_report
+from ddp_hpc.watch.why.on_gpu import in_short
+from ddp_hpc.watch.why.signatures import Match, Role, match_line
+from ddp_hpc.watch.why.slurm_lines import node_of, of_step
+
+_BY_CAUSE: Mapping[Cause, str] = {
+    Cause.PREEMPTED: "preempted",
+    Cause.TIME_LIMIT: "time-limit",
+    Cause.NODE_FAILED: "node-failed",
+    Cause.CANCELLED: "cancelled",
+    Cause.SUSPENDED: "suspended",
+    Cause.DIVERGED: "nan",
+    Cause.RANKS_DIFFER: "ranks-differ",
+    Cause.PREFLIGHT: "preflight",
+}
+_NO_FAILURE = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRIPT_ASKED, Cause.FENCED}
+_MOST_EVIDENCE = 5
+
+
+def verdict_of(facts: Facts) -> Verdict:
+    """Return why an attempt ended."""
+    attempt = facts.attempt
+    if attempt.cause in _NO_FAILURE or attempt.ending in {Ending.FINISHED, Ending.STOPPED, Ending.FENCED}:
+        return Verdict(failure="", basis="record")
+    findings = sorted(_findings(facts), key=lambda one: one.order)
+    if attempt.ending is None and not facts.failures:
+        return _of_unended(findings)
+    recorded = _of_record(facts)
+    if recorded is not None and not (attempt.cause == Cause.DIVERGED and any(one.failure == "nan" for one in findings)):
+        return _with_others(recorded, findings, facts)
+    if attempt.cause == Cause.HANG:
+        hang = of_hang(facts)
+        earlier = next(
+            (one for one in findings if one.role == "root" and one.failure not in {"killed", "unknown"}), None
+        )
+        return _with_others(earlier or hang, findings, facts)
+    first = next(iter(findings), None)
+    if is_network_to_blame(facts, findings):
+        return _with_others(of_network(facts), findings, facts)
+    reported = [one for one in findings if one.has_report]
+    if reported and all(one.role == "cascade" for one in reported) and (first is None or first.is_of_silent):
+        first = reported[0]
+    if first is not None and first.role == "cascade":
+        silent = _of_silent_rank(facts, findings)
+        memory = _of_lost_memory(facts) if silent is None or silent.failure == "unknown" else None
+        first = memory or silent or replace(first, rank=None, host="", step=None, at=float("inf"))
+        if first.failure == "peer-gone" and len(facts.logs) == 1:  # no other rank was there
+            first = replace(first, failure="unknown", role="either", basis="none")
+    if first is None and attempt.cause == Cause.SUPERVISOR_DIED:
+        first = Finding(failure="supervisor-died", role="root", basis="record", rank=None, host=attempt.host)
+    first = first or Finding(failure="unknown", role="either", basis="none", rank=None)
+    return _with_others(first, findings, facts)
+
+
+def _of_unended(findings: Sequence[Finding]) -> Verdict:
+    """Return the verdict on an attempt that may run: texts of its logs are shown, and prove nothing."""
+    shown = [replace(line, role="either") for one in findings for line in one.evidence]
+    return Verdict(failure="unknown", evidence=shown[:_MOST_EVIDENCE])
+
+
+def _of_record(facts: Facts) -> Finding | None:
+    """Return what the ledger alone proves."""
+    cause = facts.attempt.cause
+    if cause == Cause.PREFLIGHT or (cause == Cause.NODE_FAILED and _has_failed_preflight(facts)):
+        return _of_preflight(facts)
+    name = (
+        _BY_CAUSE.get(cause) if cause is not None else "cancelled" if facts.attempt.ending == Ending.CANCELLED else None
+    )
+    if name is None:
+        return None
+    if name == "ranks-differ" and facts.difference is not None:
+        return _of_difference(facts.difference)
+    evidence = tuple(
+        Evidence(role="confirmation", rank=None, text=line.text, line=line)
+        for line in facts.console
+        if match_line(line.text) == Match(name, "confirmation")
+    )
+    hosts = ", ".join(facts.attempt.failed_nodes)
+    return Finding(failure=name, role="root", basis="record", rank=None, host=hosts, evidence=evidence[:1])
+
+
+def _of_difference(difference: Difference) -> Finding:
+    """Return which rank was wrong, as the ranks' digests, or those of another attempt, show it.
+
+    A loss that is not finite on some ranks alone is a training that diverges until another attempt has proved that they were wrong.
+    """
+    only = difference.odd_ranks[0] if len(difference.odd_ranks) == 1 else None
+    return Finding(
+        failure="nan" if difference.of_loss and not difference.odd_ranks else "ranks-differ",
+        role="root",
+        basis="record",
+        rank=only,
+        host=", ".join(difference.odd_hosts),
+        step=difference.step,
+        detail=difference.what,
+        evidence=(Evidence(role="root", rank=only, text=difference.who),),
+    )
+
+
+def _has_failed_preflight(facts: Facts) -> bool:
+    """Tell whether the nodes that failed are those which the check before the training named: then no worker was started."""
+    check = facts.preflight
+    return check is not None and bool(check.bad_nodes) and {*facts.attempt.failed_nodes} == {*check.bad_nodes}
+
+
+def _of_preflight(facts: Facts) -> Finding:
+    check = facts.preflight
+    failures = check.failures if check is not None else ()
+    evidence = tuple(Evidence(role="root", rank=None, text=f"{one.check}: {one.found}") for one in failures)
+    return Finding(
+        failure="preflight",
+        role="root",
+        basis="record",
+        rank=None,
+        host=", ".join(check.bad_nodes if check is not None else ()),
+        detail="; ".join(dict.fromkeys(one.to_do for one in failures if one.to_do)),
+        evidence=evidence,
+    )
+
+
+def _findings(facts: Facts) -> list[Finding]:
+    reported = [
+        abstaining(replace(of_report(facts, failure), has_report=True))
+        for failure in facts.failures
+        if not (failure.is_hang or failure.ranks_differ)
+    ]
+    ranks = {failure.rank for failure in facts.failures}
+    silent = (of_log(facts, rank) for rank in facts.logs if rank not in ranks)
+    of_job = _of_console(facts)
+    weaker = (_weaker(one) for one in silent if one is not None)
+    return [*reported, *_of_signalled(facts, ranks), *weaker, *([of_job] if of_job is not None else [])]
+
+
+def _of_signalled(facts: Facts, reported: AbstractSet[int]) -> list[Finding]:
+    """Return the ranks without a report that a signal ended by the job's log, if no other rank is without a report."""
+    ended = signalled(facts.console, facts.attempt.nodes, len(facts.logs))
+    silent = set(facts.logs) - reported
+    found = []
+    for one in ended:
+        if one.rank not in silent or silent - {other.rank for other in ended}:
+            continue  # a rank that left nothing at all may have been the first
+        finding = Finding(failure="unknown", role="root", basis="record", rank=one.rank, host=one.host)
+        finding = replace(by_signal(facts, finding, one.signal), basis="log", has_report=True)
+        line = Evidence(role="root", rank=None, text=one.line.text.strip(), line=one.line)
+        found.append(replace(finding, evidence=(line, *finding.evidence)))
+    return found
+
+
+def _weaker(finding: Finding) -> Finding:
+    """Return what a log says of a rank that left no report: it may have gone on after that text, so it is not a root."""
+    role: Role = "either" if finding.role == "root" else finding.role
+    evidence = tuple(replace(one, role=role) for one in finding.evidence)
+    return abstaining(replace(finding, role=role, evidence=evidence, is_of_silent=finding.is_traceback))
+
+
+def _of_console(facts: Facts) -> Finding | None:
+    """Return why the workers could not be started, by what Slurm and the container runtime printed."""
+    if any(line.text for lines in facts.logs.values() for line in lines):
+        return None  # a rank has started: such a line is of a setup that went on
+    for line in facts.console:
+        found = match_line(line.text)
+        if found is not None and found.role == "root" and found.name in {"image", "launch-failed"}:
+            evidence = Evidence(role="either", rank=None, text=line.text, line=line)
+            return Finding(
+                failure=found.name, role="either", basis="log", rank=None, detail=line.text, evidence=(evidence,)
+            )
+    return None
+
+
+def _of_silent_rank(facts: Facts, findings: Iterable[Finding]) -> Finding | None:
+    """Return the one rank that left no report while all others lost a connection."""
+    silent = sorted(set(facts.logs) - {one.rank for one in findings if one.has_report})
+    if len(silent) != 1:
+        return None
+    if ended := of_end(facts, silent[0]):
+        return ended
+    said = next((one for one in findings if one.rank == silent[0]), None)
+    return Finding(
+        failure="unknown",
+        role="either",
+        basis="none",
+        rank=silent[0],
+        detail=f"rank {silent[0]} ended without an error report",
+        evidence=said.evidence if said else (),
+    )
+
+
+def _of_lost_memory(facts: Facts) -> Finding | None:
+    """Return that memory ran out in the ranks' step, where the ranks that are left only lost their connections."""
+    lines = matches_in(of_step(facts.console, facts.attempt.job_id, ""))
+    line = next((line for line, match in lines if match == NO_MEMORY), None)
+    if line is None:
+        return None
+    evidence = Evidence(role="confirmation", rank=None, text=line.text, line=line)
+    host = node_of(line)
+    return Finding(
+        failure="host-memory",
+        role="either",
+        basis="log",
+        rank=None,
+        host=host,
+        detail=line.text,
+        evidence=(evidence,),
+    )
+
+
+def _with_others(first: Finding, findings: Sequence[Finding], facts: Facts) -> Verdict:
+    """Return the verdict: the first failure, and what followed on other ranks."""
+    first = of_missing(first, facts) if first.failure == "ranks-missing" else first
+    others = [one for one in findings if one.rank is not None and one.rank != first.rank]
+    cascades = [one for one in others if one.role == "cascade"]
+    alike = [one for one in others if one.failure == first.failure and one.role != "cascade"]
+    short, proofs = in_short(first, facts.logs.get(-1 if first.rank is None else first.rank, ()))
+    evidence = [*first.evidence, *proofs, *(line for one in cascades[:1] for line in one.evidence)]
+    hosts = (*facts.attempt.nodes, facts.attempt.host, *(failure.host for failure in facts.failures))
+    where = ANY_NUMBER.sub("", first.place.rpartition("/")[2])
+    concerns = entity(first.detail) if first.failure in _OF_ENTITIES else ""
+    unique = list(dict.fromkeys(evidence))[:_MOST_EVIDENCE]
+    return Verdict(
+        failure=first.failure,
+        basis=first.basis,
+        rank=first.rank,
+        host=first.host,
+        step=first.step,
+        detail=first.detail,
+        in_short=short,
+        place=first.place,
+        entity=concerns,
+        fingerprint=fingerprint(first.failure, first.detail, where, hosts=hosts),
+        evidence=unique,
+        num_cascades=len({one.rank for one in cascades}),
+        num_alike=len({one.rank for one in alike}),
+    )
+
+
+_OF_ENTITIES = {"data", "disk-full", "quota", "stale-mount", "user-exception"}
