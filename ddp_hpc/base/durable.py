@@ -246,11 +246,8 @@ def record_text(path: Path) -> str:
     return record_bytes(path).decode("utf-8", errors="replace")
 
 
-def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, Any]]:
-    """Yield the objects in the lines of `path`; none if the file does not exist.
-
-    A line that a crash left incomplete is skipped. `on_odd` is called with it, unless it is the last line, which another
-    process may be writing now. NUL bytes around a line, which a crashed network file system may leave, are removed.
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that a run has written, with their ends, but empty ones; none if the file does not exist.
 
     Raises:
         NotARecordError: if something else than a file is there, or a file that is far too large.
@@ -262,14 +259,23 @@ def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: N
         return
     with file, named(path):
         while raw := file.readline(_LONGEST_LINE):
-            whole = raw.decode("utf-8", errors="replace").strip("\0 \t\r\n")
-            if not whole:
-                continue
-            record = json_object(whole)
-            if record is not None:
-                yield record
-            elif raw.endswith(b"\n"):
-                on_odd(whole)
+            if raw != b"\n":
+                yield raw
+
+
+def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, Any]]:
+    """Yield the objects in the lines of a file; raises what `lines_of` raises.
+
+    A line that a crash left incomplete is skipped. `on_odd` is called with it, unless it is the last line, which another
+    process may be writing now. NUL bytes around a line, which a crashed network file system may leave, are removed.
+    """
+    for raw in lines_of(path):
+        whole = raw.decode("utf-8", errors="replace").strip("\0 \t\r\n")
+        record = json_object(whole)
+        if record is not None:
+            yield record
+        elif whole and raw.endswith(b"\n"):
+            on_odd(whole)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

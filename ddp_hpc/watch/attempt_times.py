@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
-from ddp_hpc.base.durable import json_line
+from ddp_hpc.base.record import record_in
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
@@ -129,18 +128,20 @@ def read_times(run: RunDir, *, now: float, is_alive: bool, marks: Sequence[Mark]
     )
 
 
-def logged_steps(run: RunDir, read_line: Callable[[bytes], Any] = json_line) -> list[tuple[float, int]]:
-    """Return time and step of logged steps, the newest and some before them: a worker that is killed notes no end, but has logged.
+@dataclass(frozen=True)
+class _Logged:
+    kind: str
+    at: float
+    step: int
 
-    `read_line` returns the value that a line holds, or None.
-    """
+
+def logged_steps(run: RunDir) -> list[tuple[float, int]]:
+    """Return time and step of logged steps, the newest and some before them: a worker that is killed notes no end, but has logged."""
     found = []
     for path in (run.superseded_metrics, run.metrics):
         with suppress(OSError):  # then they prove nothing
-            lines = [read_line(raw) for raw in Tail(path, most_bytes=_MOST_BYTES).new_raw_lines()]
-            records = (line for line in lines if isinstance(line, dict) and line.get("kind") == "train")
-            numbers = [(line.get("at"), line.get("step")) for line in records]
-            found += [(at, step) for at, step in numbers if isinstance(at, float) and isinstance(step, int)]
+            lines = (record_in(raw, _Logged) for raw in Tail(path, most_bytes=_MOST_BYTES).new_raw_lines())
+            found += [(one.at, one.step) for one in lines if one is not None and one.kind == "train"]
     return found
 
 

@@ -8,15 +8,14 @@ slows down the controller: https://slurm.schedmd.com/squeue.html#SECTION_PERFORM
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddp_hpc.base.durable import read_json, replace_text
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.base.processes import host_name
+from ddp_hpc.base.record import read_record, write_record
 from ddp_hpc.cluster.slurm import states
 
 FRESH_S = 30.0
@@ -130,25 +129,13 @@ class _Cache:
 
     @classmethod
     def read(cls, path: Path) -> _Cache:
-        try:
-            record = read_json(path) or {}
-            statuses = {
-                key: {job: QueueStatus(**status) for job, status in record[key].items()} for key in ("jobs", "ended")
-            }
-            return cls(
-                record["at"],
-                statuses["jobs"],
-                statuses["ended"],
-                record["pause_s"],
-                record["asked_at"],
-                record["problem"],
-            )
-        except (KeyError, TypeError, AttributeError, OSError):
-            return cls(0.0, {}, {})
+        with suppress(OSError):
+            return read_record(path, cls) or cls(0.0, {}, {})
+        return cls(0.0, {}, {})
 
     def write(self, path: Path) -> None:
         try:
-            replace_text(path, json.dumps(asdict(self)), durable=False)
+            write_record(path, self, durable=False)
         except OSError:  # no home directory, or a full disk: go without the cache
             return
 
@@ -165,7 +152,7 @@ class _Cache:
 
     def status(self, job_id: str) -> QueueStatus:
         found = self.jobs.get(job_id) or self.ended.get(job_id) or QueueStatus(job_id=job_id, at=self.at)
-        return QueueStatus(**{**asdict(found), "problem": self.problem})
+        return replace(found, problem=self.problem)
 
 
 def _asked(environ: Mapping[str, str], known: _Cache, now: float) -> _Cache:

@@ -88,7 +88,7 @@ def test_a_back_end_that_is_no_name_makes_a_line_of_the_ledger_odd(name: object,
 
 def test_a_note_that_a_hand_has_spoilt_is_an_error_that_says_what_is_there(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.submission.write_text(json.dumps({"job_id": "7", "attempt": 0, "at": 1.0, "backend": ["slurm"]}))
+    run.submission.write_text(json.dumps({"job_id": "7", "attempt": 0, "at": 1.0, "backend": "slurm, please"}))
 
     with pytest.raises(ConfigError, match="this version of ddp-hpc knows only local, slurm"):
         backend_of(run)

@@ -142,7 +142,7 @@ def test_an_end_is_decided_on_one_reading_of_each_record(supervised: Make, monke
     one.slurm.knows_job(state="PENDING", restarts=1)
     one.slurm.accounts("NODE_FAIL")
     reads: list[str] = []
-    read_lines, read_file = durable.read_json_lines, durable.read_json
+    read_lines, read_file = durable.read_json_lines, durable.record_bytes
 
     def lines(path: Path, **more: Any) -> Any:
         reads.append(path.name)
@@ -153,8 +153,7 @@ def test_an_end_is_decided_on_one_reading_of_each_record(supervised: Make, monke
         return read_file(path)
 
     monkeypatch.setattr("ddp_hpc.run.run_dir.ledger.read_json_lines", lines)
-    monkeypatch.setattr("ddp_hpc.run.run_dir.records.read_json", file)
-    monkeypatch.setattr("ddp_hpc.run.run_dir.failure_reports.read_json", file)
+    monkeypatch.setattr("ddp_hpc.base.record.record_bytes", file)
 
     conclude(one.context, attempt, replace(CRASHED, avoided_nodes=("node2",)))
 

@@ -24,7 +24,7 @@ from ddp_hpc.job import preflight
 from ddp_hpc.run.config import resolve
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.preflight import Finding, Preflight, preflight_of, read_preflight, write_preflight
+from ddp_hpc.run.run_dir.preflight import Finding, Preflight, read_preflight, write_preflight
 from ddp_hpc.watch.diagnose.doctor import login, nccl_log, questions
 from ddp_hpc.watch.diagnose.doctor.drained import meaning, out_of_service
 from ddp_hpc.watch.diagnose.doctor.login import Site
@@ -534,8 +534,12 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plain", [None, {}, {"at": 1, "seconds": 1, "nodes": [], "findings": [{"level": "green"}]}])
-def test_a_damaged_record_is_no_record(plain: Any) -> None:
-    assert preflight_of(plain) is None
+def test_a_damaged_record_is_no_record(plain: Any, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.preflight(0).parent.mkdir(parents=True)
+    run.preflight(0).write_text(json.dumps(plain))
+
+    assert read_preflight(run, 0) is None
 
 
 def test_only_failures_exclude_nodes_and_never_all_of_them() -> None:

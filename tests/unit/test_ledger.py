@@ -10,7 +10,7 @@ import pytest
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.run.run_dir import ledger
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
 from tests.made_run import make_run
 
 OLD = (
@@ -70,10 +70,6 @@ def test_each_ending_has_its_exit_code() -> None:
         "cancelled": exit_codes.FAILED,
         "fenced": exit_codes.FENCED,
     }
-
-
-def test_every_field_of_an_attempt_can_be_read() -> None:
-    assert set(Attempt.__annotations__.values()) <= ledger._FROM_JSON.keys()
 
 
 def test_a_ledger_answers_for_one_attempt_or_several(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from ddp_hpc.base.durable import make_directories, record_bytes, replace_text
+from ddp_hpc.base.durable import make_directories, replace_text
+from ddp_hpc.base.record import read_record
 from ddp_hpc.cluster.slow_ranks.launches import Launches
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -47,7 +48,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Summary)
 
 
 def write_summary(run: RunDir, attempt: int, summary: Summary) -> None:
@@ -63,10 +63,8 @@ def read_summary(path: Path) -> Summary | None:
     Raises:
         OSError: if the file system does not answer.
     """
-    try:
-        return _unpacked(_DECODER.decode(record_bytes(path)))
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None
+    summary = read_record(path, Summary)
+    return None if summary is None else _unpacked(summary)
 
 
 def remove_summaries(run: RunDir, attempt: int) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from ddp_hpc.base.durable import make_directories, read_json, replace_text
 from ddp_hpc.base.patience import known
+from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _MOST_NAMED = 4
@@ -67,6 +64,8 @@ class Difference:
     """The attempt whose digests show it."""
     repeated_in: int | None = None
     """The first later attempt that has computed the step again, without a difference."""
+    of_gradients: bool = False
+    """Whether it is of gradients of one batch, which ranks compared until 2026-11-26."""
     not_comparable: str = ""
     """Why its values cannot tell who was wrong: what it computed with was not the same. Else empty."""
 
@@ -259,32 +258,17 @@ def write_difference(run: RunDir, difference: Difference) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    path = run.difference(difference.attempt)
-    make_directories(path.parent)
-    replace_text(path, json.dumps(asdict(difference), indent=1))
+    write_record(run.difference(difference.attempt), difference, indent=1)
 
 
 def read_difference(run: RunDir, attempt: int) -> Difference | None:
     """Return the record of an attempt; None where its ranks did not differ in what is compared now, or the record cannot be read."""
-    path = run.difference(attempt)
-    record: dict[str, Any] | None = known(path, partial(read_json, path), unknown=None)
-    if record is None or record.get("of_gradients"):  # until 2026-11-26, ranks also compared gradients of one batch
+    found = known_record(run.difference(attempt), Difference)
+    if found is None or found.of_gradients:
         return None
-    fields = {key: value for key, value in record.items() if key in Difference.__annotations__}
-    with suppress(KeyError, TypeError, ValueError):  # another version wrote it, or it is damaged
-        for key in ("digests", "hosts", "processors", "tensors"):
-            fields[key] = tuple(map(str, fields[key]))
-        fields["samples"] = tuple(_sample(one) for one in fields.get("samples", ()))
-        difference = Difference(**{**fields, "odd_ranks": tuple(map(int, fields.get("odd_ranks", ())))})
-        num = len(difference.digests)
-        is_whole = num == len(difference.hosts) == len(difference.processors) and bool(difference.tensors)
-        return difference if is_whole and all(0 <= rank < num for rank in difference.odd_ranks) else None
-    return None
-
-
-def _sample(record: Mapping[str, Any]) -> Sample:
-    values = tuple(tuple(map(float, of_rank)) for of_rank in record["values"])
-    return Sample(tensor=str(record["tensor"]), places=tuple(map(int, record["places"])), values=values)
+    num = len(found.digests)
+    is_whole = num == len(found.hosts) == len(found.processors) and bool(found.tensors)
+    return found if is_whole and all(0 <= rank < num for rank in found.odd_ranks) else None
 
 
 def read_differences(run: RunDir) -> list[Difference]:

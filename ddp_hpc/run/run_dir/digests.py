@@ -7,11 +7,9 @@ multiples of `integrity.every_steps`, where an attempt begins, and before each s
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from ddp_hpc.base.durable import append_json_line, read_json_lines
+from ddp_hpc.base.record import append_record, read_records
 from ddp_hpc.run.run_dir.paths import RunDir
 
 
@@ -36,7 +34,7 @@ def record_digest(run: RunDir, *, attempt: int, step: int, world_size: int, dige
         OSError: if it cannot be written.
     """
     line = StateDigest(attempt=attempt, step=step, world_size=world_size, digest=digest, at=time.time())
-    append_json_line(run.digests, asdict(line), durable=False)
+    append_record(run.digests, line, durable=False)
 
 
 def read_digests(run: RunDir) -> dict[int, StateDigest]:
@@ -46,18 +44,8 @@ def read_digests(run: RunDir) -> dict[int, StateDigest]:
         OSError: if the file cannot be read.
     """
     counted: list[StateDigest] = []
-    for line in filter(None, map(_of_record, read_json_lines(run.digests))):
+    for line in read_records(run.digests, StateDigest):
         while counted and counted[-1].step >= line.step:
             counted.pop()
         counted.append(line)
     return {line.step: line for line in counted}
-
-
-def _of_record(record: Mapping[str, Any]) -> StateDigest | None:
-    """Return a line of the file; None where it is not one, such as of a later version."""
-    try:
-        line = StateDigest(**{key: record[key] for key in StateDigest.__dataclass_fields__})
-    except KeyError:
-        return None
-    are_right = all(isinstance(number, int) for number in (line.attempt, line.step, line.world_size))
-    return line if are_right and isinstance(line.digest, str) else None

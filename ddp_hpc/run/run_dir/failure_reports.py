@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,14 +9,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ddp_hpc.base.durable import make_directories, open_record, read_json, record_text, replace_text
+from ddp_hpc.base.durable import make_directories, open_record, record_text
 from ddp_hpc.base.errors import ConfigError, DivergedError, RanksDifferError
 from ddp_hpc.base.patience import known
+from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.affected import affected_by
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -175,7 +174,7 @@ def _why_aborted(log: Path) -> str:
 def write_failure(path: Path, failure: WorkerFailure) -> None:
     """Write a report to `path`, which is `RunDir.rank_error` or `RunDir.agent_error` of the attempt."""
     make_directories(path.parent)
-    replace_text(path, json.dumps(asdict(failure), indent=1))
+    write_record(path, failure, indent=1)
 
 
 def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
@@ -247,14 +246,8 @@ def read_failures(run: RunDir, attempt: int) -> Sequence[WorkerFailure]:
     """Return the reports of an attempt, the first cause first: a lost connection follows from another failure."""
     folder = run.attempt_errors(attempt)
     paths: list[Path] = known(folder, lambda: sorted(folder.glob("*.json")), unknown=[])
-    failures = []
-    for path in paths:
-        record = known(path, partial(read_json, path), unknown=None) or {}
-        # Another version of ddp_hpc may have written it: an unknown key is left out, a missing one has its default.
-        fields = {key: value for key, value in record.items() if key in WorkerFailure.__annotations__}
-        with suppress(TypeError):  # the file has no report
-            failures.append(WorkerFailure(**fields))
-    return sorted(failures, key=lambda failure: (failure.is_secondary, failure.at))
+    found = (known_record(path, WorkerFailure) for path in paths)
+    return sorted(filter(None, found), key=lambda failure: (failure.is_secondary, failure.at))
 
 
 def first_failure(run: RunDir, attempt: int) -> WorkerFailure | None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.durable import make_directories, read_json, replace_text
 from ddp_hpc.base.patience import known
+from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 MOST_ENTRIES = 400
@@ -59,10 +57,8 @@ def write_hang_record(run: RunDir, attempt: int, record: HangRecord) -> None:
     flight = record.flight_record
     if flight is not None and isinstance(flight.get("entries"), list):
         flight = {**flight, "entries": flight["entries"][-MOST_ENTRIES:]}
-    fields = {**asdict(record), "flight_record": flight, "stacks": record.stacks and record.stacks[:MOST_TEXT]}
-    path = run.hang_record(attempt, record.rank)
-    make_directories(path.parent)
-    replace_text(path, json.dumps(fields), durable=False)
+    kept = replace(record, flight_record=flight, stacks=record.stacks and record.stacks[:MOST_TEXT])
+    write_record(run.hang_record(attempt, record.rank), kept, durable=False)
 
 
 def read_hang_records(run: RunDir, attempt: int) -> Sequence[HangRecord]:
@@ -71,10 +67,8 @@ def read_hang_records(run: RunDir, attempt: int) -> Sequence[HangRecord]:
     paths: list[Path] = known(folder, lambda: sorted(folder.glob("rank-*.json")), unknown=[])
     found: list[tuple[float, HangRecord]] = []
     for path in paths:
-        fields = known(path, partial(read_json, path), unknown=None) or {}
-        names = HangRecord.__annotations__.keys()
-        with suppress(TypeError):  # the file has no record
-            record = HangRecord(**{key: value for key, value in fields.items() if key in names})
+        record = known_record(path, HangRecord)
+        if record is not None:
             # By the file's time, which one file server gives: the clocks of nodes may differ by more.
             found.append((known(path, partial(_written_at, path), unknown=0.0), record))
     newest = max((written for written, _ in found), default=0.0)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.record import read_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 CHANGES_NO_NUMBER = frozenset(
@@ -35,9 +34,7 @@ class AttemptInputs:
 
 def write_inputs(run: RunDir, inputs: AttemptInputs) -> None:
     """Write what an attempt computes with; the configuration may hold secrets, so only the owner may read it."""
-    path = run.inputs(inputs.attempt)
-    make_directories(path.parent)
-    replace_text(path, json.dumps(asdict(inputs)), is_secret=True)
+    write_record(run.inputs(inputs.attempt), inputs, is_secret=True)
 
 
 def read_inputs(run: RunDir, attempt: int) -> AttemptInputs | None:
@@ -46,10 +43,4 @@ def read_inputs(run: RunDir, attempt: int) -> AttemptInputs | None:
     Raises:
         OSError: if the record exists, and may not be read.
     """
-    record = read_json(run.inputs(attempt))
-    try:
-        known = {key: value for key, value in (record or {}).items() if key in AttemptInputs.__dataclass_fields__}
-        known["import_paths"] = tuple(known.get("import_paths", ()))
-        return AttemptInputs(**known)
-    except TypeError:
-        return None
+    return read_record(run.inputs(attempt), AttemptInputs)

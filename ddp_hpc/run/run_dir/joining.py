@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
-from ddp_hpc.base.durable import make_directories, read_json, replace_text
 from ddp_hpc.base.patience import known
+from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _LOG = re.compile(r"rank-(\d+)\.log")
@@ -35,26 +32,13 @@ class MissingRanks:
 
 def write_missing(run: RunDir, attempt: int, ranks: Sequence[int], *, workers_per_node: int) -> None:
     """Write which ranks the others wait for."""
-    path = run.missing_ranks(attempt)
-    make_directories(path.parent)
     missing = MissingRanks(ranks=tuple(ranks), workers_per_node=workers_per_node, at=time.time())
-    replace_text(path, json.dumps(asdict(missing)), durable=False)
+    write_record(run.missing_ranks(attempt), missing, durable=False)
 
 
 def read_missing(run: RunDir, attempt: int) -> MissingRanks | None:
     """Return which ranks the others waited for; None where nobody waited for long, or the record cannot be read."""
-    path = run.missing_ranks(attempt)
-    record: dict[str, Any] | None = known(path, partial(read_json, path), unknown=None)
-    if record is None:
-        return None
-    try:
-        return MissingRanks(
-            ranks=tuple(map(int, record["ranks"])),
-            workers_per_node=int(record["workers_per_node"]),
-            at=float(record["at"]),
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
+    return known_record(run.missing_ranks(attempt), MissingRanks)
 
 
 def forget_missing(run: RunDir, attempt: int) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import msgspec
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import append_json_line, read_json_lines
+from ddp_hpc.base.field_types import annotations_of
 from ddp_hpc.base.processes import host_name, start_ticks
+from ddp_hpc.base.record import record_of
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _odd: set[tuple[Path, str]] = set()
@@ -254,54 +259,18 @@ _BEGUN = {"attempt", "job_id", "host", "pid", "started_at"}
 
 def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a line says of an attempt, as `Attempt` takes it; None where a value is not of its field's type."""
-    types = Attempt.__annotations__
-    try:
-        known = {key: _FROM_JSON[types[key]](value) for key, value in line.items() if key in types}
-    except ValueError:
+    found = record_of(line, _line_type())
+    if found is None:
         return None
-    return known if "attempt" in known else None
+    return {key: value for key, value in msgspec.structs.asdict(found).items() if value is not msgspec.UNSET}
 
 
-T = TypeVar("T")
-
-
-def _optional(convert: Callable[[Any], T]) -> Callable[[Any], T | None]:
-    return lambda value: None if value is None else convert(value)
-
-
-def _require(is_right: bool, value: Any) -> Any:
-    if not is_right:
-        raise ValueError
-    return value
-
-
-def _int(value: Any) -> Any:
-    return _require(isinstance(value, int) and not isinstance(value, bool), value)
-
-
-def _float(value: Any) -> Any:
-    return value if isinstance(value, float) else _int(value)
-
-
-def _str(value: Any) -> Any:
-    return _require(isinstance(value, str), value)
-
-
-_FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
-    "int": _int,
-    "int | None": _optional(_int),
-    "float": _float,
-    "float | None": _optional(_float),
-    "str": _str,
-    "bool": lambda value: _require(isinstance(value, bool), value),
-    "tuple[str, ...]": lambda value: tuple(map(_str, _require(isinstance(value, list), value))),
-    "Cluster": _str,
-    "Next": Next,
-    "Ending | None": _optional(Ending),
-    "Cause | None": _optional(Cause),
-}
-"""A field's type -> what converts a value that was read, or raises ValueError where it is of another type. By hand, as a
-library for this takes 20 ms to import."""
+@cache
+def _line_type() -> type[msgspec.Struct]:
+    """Return the type of a line: what `Attempt` has, of which a line leaves out all but the attempt's number."""
+    types = annotations_of(Attempt)
+    optional = [(name, kind | msgspec.UnsetType, msgspec.UNSET) for name, kind in types.items() if name != "attempt"]
+    return msgspec.defstruct("Line", [("attempt", int), *optional])
 
 
 def _note_odd_line(run: RunDir, text: str) -> None:

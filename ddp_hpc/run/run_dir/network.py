@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from ddp_hpc.base.durable import make_directories, read_json, replace_text
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 Fault = Literal["nothing passes", "one way", "large packets", "TCP", "refused", "loss", "little loss", "no answer"]
@@ -167,29 +164,9 @@ def _few(texts: Sequence[str]) -> list[str]:
 
 def write_network(run: RunDir, attempt: int, findings: NetworkFindings) -> None:
     """Write what a probe found at the end of an attempt."""
-    path = run.network(attempt)
-    make_directories(path.parent)
-    replace_text(path, json.dumps(asdict(findings), indent=1))
+    write_record(run.network(attempt), findings, indent=1)
 
 
 def read_network(run: RunDir, attempt: int) -> NetworkFindings | None:
     """Return what a probe found; None where there was none, or its record cannot be read."""
-    path = run.network(attempt)
-    record: dict[str, Any] | None = known(path, partial(read_json, path), unknown=None)
-    if record is None:
-        return None
-    fields = {key: value for key, value in record.items() if key in NetworkFindings.__annotations__}
-    try:
-        for key in ("bad_nodes", "off_network", "silent"):
-            fields[key] = tuple(map(str, fields.get(key, ())))
-        for key in ("pairs", "lossy", "unknown"):
-            fields[key] = tuple(_pair(plain) for plain in fields.get(key, ()))
-        fields["paces"] = tuple(Pace(**plain) for plain in fields.get("paces", ()))
-        return NetworkFindings(**fields)
-    except (KeyError, TypeError, ValueError, AttributeError):  # another version wrote it, or it is damaged
-        return None
-
-
-def _pair(plain: dict[str, Any]) -> PairFault:
-    one, other = plain["nodes"]
-    return PairFault(nodes=(str(one), str(other)), fault=plain["fault"], loss=float(plain.get("loss", 0.0)))
+    return known_record(run.network(attempt), NetworkFindings)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
-from ddp_hpc.base.durable import make_directories, read_json, replace_text
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 Level = Literal["ok", "warn", "fail", "unknown"]
 """`fail`: a training would fail there, or be wrong or slow. `unknown`: nothing answered, which is never taken for `ok`."""
-_LEVELS = frozenset(get_args(Level))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,38 +62,9 @@ class Preflight:
 
 def write_preflight(run: RunDir, attempt: int, found: Preflight) -> None:
     """Write what a check found before an attempt."""
-    path = run.preflight(attempt)
-    make_directories(path.parent)
-    replace_text(path, json.dumps(asdict(found), indent=1))
+    write_record(run.preflight(attempt), found, indent=1)
 
 
 def read_preflight(run: RunDir, attempt: int) -> Preflight | None:
     """Return what a check found; None where there was none, or its record cannot be read."""
-    path = run.preflight(attempt)
-    record: dict[str, Any] | None = known(path, partial(read_json, path), unknown=None)
-    return None if record is None else preflight_of(record)
-
-
-def preflight_of(record: Any) -> Preflight | None:
-    """Return a check's result from JSON; None for anything else."""
-    try:
-        return Preflight(
-            at=float(record["at"]),
-            seconds=float(record["seconds"]),
-            nodes=tuple(map(str, record["nodes"])),
-            findings=tuple(_finding(plain) for plain in record["findings"]),
-        )
-    except (KeyError, TypeError, ValueError):  # another version wrote it, or it is damaged
-        return None
-
-
-def _finding(plain: dict[str, Any]) -> Finding:
-    if plain["level"] not in _LEVELS:
-        raise ValueError(plain["level"])
-    return Finding(
-        check=str(plain["check"]),
-        level=plain["level"],
-        found=str(plain["found"]),
-        to_do=str(plain.get("to_do", "")),
-        nodes=tuple(map(str, plain.get("nodes", ()))),
-    )
+    return known_record(run.preflight(attempt), Preflight)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.record import read_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _NAME = re.compile(r"attempt-(?P<attempt>\d+)\.rank-(?P<rank>\d+)\.asked\.json")
@@ -32,14 +31,19 @@ class Profile:
     """Why it is missing, where the rank has said so."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Note:
+    kind: str
+    steps: tuple[int, int]
+    why_not: str
+
+
 def note_profile(  # noqa: PLR0913  the fields of a note
     run: RunDir, attempt: int, rank: int, *, kind: str, steps: tuple[int, int], why_not: str = ""
 ) -> None:
     """Note that a rank is to record these steps, or why it does not. On a full disk nothing is noted; the rank's log says why, too."""
-    path = run.profile_note(attempt, rank)
     with suppress(OSError):
-        make_directories(path.parent)
-        replace_text(path, json.dumps({"kind": kind, "steps": steps, "why_not": why_not}) + "\n", durable=False)
+        write_record(run.profile_note(attempt, rank), _Note(kind=kind, steps=steps, why_not=why_not), durable=False)
 
 
 def read_profiles(run: RunDir, *, is_alive: bool) -> list[Profile]:
@@ -63,29 +67,18 @@ def read_profiles(run: RunDir, *, is_alive: bool) -> list[Profile]:
 
 
 def _profile(run: RunDir, attempt: int, rank: int, names: Sequence[str], *, is_alive: bool) -> Profile | None:
-    note = read_json(run.profile_note(attempt, rank))
-    if note is None or not _is_note(note):
+    note = read_record(run.profile_note(attempt, rank), _Note)
+    if note is None:
         return None
     report = run.nsys_report(attempt, rank)
     files = (run.profile_trace(attempt, rank), report, report.with_suffix(".qdstrm"))
     file = next((str(path) for path in files if path.name in names), None)
-    first, last = note["steps"]
     return Profile(
         rank=rank,
         attempt=attempt,
-        kind=note["kind"],
-        steps=(first, last),
-        state="found" if file else "awaited" if is_alive and not note["why_not"] else "missing",
+        kind=note.kind,
+        steps=note.steps,
+        state="found" if file else "awaited" if is_alive and not note.why_not else "missing",
         file=file,
-        why="" if file else note["why_not"],
-    )
-
-
-def _is_note(note: Mapping[str, object]) -> bool:
-    steps = note.get("steps")
-    return (
-        isinstance(note.get("kind"), str)
-        and isinstance(note.get("why_not"), str)
-        and isinstance(steps, list)
-        and [type(step) for step in steps] == [int, int]
+        why="" if file else note.why_not,
     )

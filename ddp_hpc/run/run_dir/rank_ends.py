@@ -5,15 +5,12 @@ No decision rests on it: Slurm and a launcher end processes by the same signals 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 
-from ddp_hpc.base.durable import read_json, replace_text
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 
@@ -31,15 +28,10 @@ def write_rank_end(run: RunDir, attempt: int, rank: int, code: int) -> None:
     path = run.rank_end(attempt, rank)
     with suppress(OSError):
         if not path.exists():
-            replace_text(path, json.dumps(asdict(RankEnd(code=code, at=time.time()))), durable=False)
+            write_record(path, RankEnd(code=code, at=time.time()), durable=False)
 
 
 def read_rank_ends(run: RunDir, attempt: int, ranks: Sequence[int]) -> Mapping[int, RankEnd]:
     """Return the ends that are recorded of these ranks."""
-    found = {}
-    for rank in ranks:
-        path = run.rank_end(attempt, rank)
-        record = known(path, partial(read_json, path), unknown=None) or {}
-        if isinstance(code := record.get("code"), int) and isinstance(at := record.get("at"), int | float):
-            found[rank] = RankEnd(code=code, at=float(at))
-    return found
+    found = {rank: known_record(run.rank_end(attempt, rank), RankEnd) for rank in ranks}
+    return {rank: end for rank, end in found.items() if end is not None}

@@ -7,13 +7,14 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ddp_hpc.base.durable import make_directories, read_json, record_bytes, record_text, replace_text
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.patience import known, patiently
+from ddp_hpc.base.record import read_record, write_record
 from ddp_hpc.run.run_dir.ledger import Attempt, Cluster, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -52,16 +53,12 @@ def since_submission(ledger: Ledger, queued: QueuedJob | None) -> Sequence[Attem
 
 def write_queued_job(run: RunDir, job: QueuedJob) -> None:
     """Record a job that Slurm has accepted."""
-    replace_text(run.submission, json.dumps(asdict(job)))
+    write_record(run.submission, job)
 
 
 def read_queued_job(run: RunDir) -> QueuedJob | None:
     """Return the newest job that was submitted for a run, or None where none was."""
-    record = read_json(run.submission) or {}
-    try:
-        return QueuedJob(**{key: value for key, value in record.items() if key in QueuedJob.__dataclass_fields__})
-    except TypeError:
-        return None
+    return read_record(run.submission, QueuedJob)
 
 
 When = Literal["ok", "notok", "any"]
@@ -78,19 +75,21 @@ class Awaited:
     when: When = "ok"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _AllAwaited:
+    job_id: str
+    awaited: tuple[Awaited, ...]
+
+
 def write_awaited(run: RunDir, job_id: str, awaited: Sequence[Awaited]) -> None:
     """Record what a run's job waits for, for `status`; Slurm knows only the numbers of the jobs."""
-    record = {"job_id": job_id, "awaited": [asdict(one) for one in awaited]}
-    replace_text(run.awaited, json.dumps(record), durable=False)
+    write_record(run.awaited, _AllAwaited(job_id=job_id, awaited=tuple(awaited)), durable=False)
 
 
 def read_awaited(run: RunDir, job_id: str) -> list[Awaited]:
     """Return what this job of a run waits for; empty where that is not known."""
-    record = read_json(run.awaited) or {}
-    try:
-        return [Awaited(**one) for one in record["awaited"]] if record["job_id"] == job_id else []
-    except (KeyError, TypeError):
-        return []
+    record = read_record(run.awaited, _AllAwaited)
+    return [*record.awaited] if record is not None and record.job_id == job_id else []
 
 
 def write_done(run: RunDir, goal: Mapping[str, Any]) -> None:
@@ -229,18 +228,12 @@ LINE_FIELDS = ("kind", "step", "epoch", "at")
 
 def write_progress(run: RunDir, progress: Progress) -> None:
     """Replace the newest progress; a reader sees the old or the new one, whole."""
-    replace_text(run.progress, json.dumps(asdict(progress)), durable=False)
+    write_record(run.progress, progress, durable=False)
 
 
 def read_progress(run: RunDir) -> Progress | None:
     """Return the newest progress, or None before the first step."""
-    record = read_json(run.progress)
-    if record is None:
-        return None
-    try:
-        return Progress(**{key: value for key, value in record.items() if key in Progress.__dataclass_fields__})
-    except TypeError:
-        return None
+    return read_record(run.progress, Progress)
 
 
 REPORTED = ("step", "loss", "samples_per_s", "metrics", "last_checkpoint", "last_checkpoint_at", "at")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from ddp_hpc.base.durable import read_json, read_json_lines, replace_text
+from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.base.record import read_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 
@@ -38,16 +38,12 @@ class ReplayRequest:
 
 def write_request(run: RunDir, request: ReplayRequest) -> None:
     """Ask the workers of a private run directory for a replay, at their next start."""
-    replace_text(run.replay_request, json.dumps(asdict(request)))
+    write_record(run.replay_request, request)
 
 
 def read_request(run: RunDir) -> ReplayRequest | None:
     """Return what a replay asks for; None in the directory of an ordinary run."""
-    record = read_json(run.replay_request)
-    if record is None:
-        return None
-    listed = {key: tuple(record[key]) for key in ("state_steps", "digest_steps")}
-    return ReplayRequest(**{**record, **listed})
+    return read_record(run.replay_request, ReplayRequest)
 
 
 def read_trace(run: RunDir, rank: int) -> Iterator[dict[str, Any]]:

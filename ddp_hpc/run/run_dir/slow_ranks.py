@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from math import isfinite
+from dataclasses import dataclass
 from typing import Any
 
-from ddp_hpc.base.durable import append_json_line, read_json_lines
+from ddp_hpc.base.record import append_record, read_records
 from ddp_hpc.run.run_dir.paths import RunDir
 
 
@@ -40,30 +39,13 @@ class Alarm:
 def record(run: RunDir, alarms: Iterable[Alarm]) -> None:
     """Add to the run's history what has changed."""
     for alarm in alarms:
-        append_json_line(run.slow_ranks, asdict(alarm))
-
-
-def _require(value: Any, kind: str) -> Any:
-    """Return a value that is of the kind that `Alarm` names.
-
-    Raises:
-        ValueError: if it is not, or if it is NaN or infinite.
-    """
-    kinds = {"int": (int,), "float": (int, float), "str": (str,), "None": (type(None),)}
-    types = tuple(one for part in kind.split(" | ") for one in kinds[part])
-    if isinstance(value, bool) or not isinstance(value, types) or (isinstance(value, float) and not isfinite(value)):
-        raise ValueError
-    return value
+        append_record(run.slow_ranks, alarm)
 
 
 def read_alarms(run: RunDir) -> list[Alarm]:
     """Return the run's history, oldest first, each alarm as it was last recorded."""
     newest: dict[tuple[Any, ...], Alarm] = {}
-    for line in read_json_lines(run.slow_ranks):
-        try:
-            alarm = Alarm(**{key: _require(line[key], kind) for key, kind in Alarm.__annotations__.items()})
-        except (KeyError, ValueError):
-            continue
+    for alarm in read_records(run.slow_ranks, Alarm):
         newest[alarm.attempt, alarm.rank, alarm.at] = alarm
     return [*newest.values()]
 

@@ -7,13 +7,12 @@ whatever the clocks of nodes and file servers say, and where a script keeps its 
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_hpc.base.durable import read_json, replace_text
+from ddp_hpc.base.record import read_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 MOST_FILES = 20_000
@@ -58,14 +57,7 @@ def num_changes(seen: Seen, files: Files) -> int:
 
 def read_seen(run: RunDir) -> Seen:
     """Return what was recorded; nothing before the first record."""
-    record = read_json(run.script_progress)
-    if record is None:
-        return Seen()
-    try:
-        files = {str(path): (int(size), int(at)) for path, (size, at) in record["files"].items()}
-        return Seen(num_changes=int(record["num_changes"]), files=files)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return Seen()
+    return read_record(run.script_progress, Seen) or Seen()
 
 
 def record_changes(run: RunDir, seen: Seen, files: Files) -> Seen:
@@ -74,5 +66,5 @@ def record_changes(run: RunDir, seen: Seen, files: Files) -> Seen:
     if count == seen.num_changes:
         return seen
     now = Seen(num_changes=count, files=files)
-    replace_text(run.script_progress, json.dumps({"num_changes": count, "files": files}))
+    write_record(run.script_progress, now)
     return now

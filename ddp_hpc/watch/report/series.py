@@ -9,9 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
-from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_line, open_record
+from ddp_hpc.base.durable import json_line, lines_of
+from ddp_hpc.base.record import record_in
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import Tail
 from ddp_hpc.watch.metrics import not_finite_in, numbers_of
@@ -61,7 +60,8 @@ class Series:
     last_at: float | None = None
 
 
-class _Line(msgspec.Struct):
+@dataclass(frozen=True)
+class _Line:
     """A line of the metrics; an evaluation has more numbers."""
 
     kind: str
@@ -73,10 +73,6 @@ class _Line(msgspec.Struct):
     grad_norm: float | None = None
     loss_scale: float | None = None
     skipped_updates: float | None = None
-
-
-_NUMBERS = tuple(name for name in _Line.__struct_fields__ if name not in {"kind", "step", "at"})
-_DECODER = msgspec.json.Decoder(_Line)
 
 
 def read_series(run: RunDir) -> Series:
@@ -94,7 +90,7 @@ def read_series(run: RunDir) -> Series:
         if line.kind == "train":
             trained.append(line)
         elif line.kind == "eval":
-            record = _as_dict(raw)
+            record = json_line(raw) or {}
             for name, value in numbers_of(record).items():
                 evaluated.setdefault(name, []).append(Point(line.step, value))
             for name in not_finite_in(record):
@@ -126,7 +122,7 @@ def read_losses(run: RunDir, *, num_bins: int) -> Series:
         OSError: if the file system does not answer.
     """
     raws = Tail(run.metrics, most_bytes=_MOST_BYTES_OF_SMALL).new_raw_lines()
-    trained = [line for line in map(_line, raws) if line is not None and line.kind == "train"]
+    trained = [line for raw in raws if (line := record_in(raw, _Line)) is not None and line.kind == "train"]
     broken = [line.step for line in trained if not _is_finite(line.loss)]
     return Series(
         loss=thinned(_finite((line.step, line.loss) for line in trained), num_bins), not_finite=_some(broken, num_bins)
@@ -138,32 +134,7 @@ def _of_steps(lines: Sequence[_Line], name: str) -> list[Point]:
 
 
 def _lines(path: Path) -> Iterator[tuple[_Line, bytes]]:
-    try:
-        file = open_record(path, most_bytes=MOST_BYTES_OF_LINES)
-    except FileNotFoundError:
-        return
-    with file:
-        yield from ((line, raw) for raw in file if (line := _line(raw)) is not None)
-
-
-def _line(raw: bytes) -> _Line | None:
-    try:
-        return _DECODER.decode(raw)
-    except msgspec.MsgspecError:  # half written, edited by hand, or with NaN, which is not JSON
-        record = _as_dict(raw)
-        kind, step, at = record.get("kind"), record.get("step"), _number(record.get("at"))
-        if not isinstance(kind, str) or not isinstance(step, int):
-            return None
-        numbers = {name: _number(record.get(name)) for name in _NUMBERS}
-        return _Line(kind=kind, step=step, at=at, **numbers)
-
-
-def _as_dict(raw: bytes) -> dict[str, Any]:
-    return json_line(raw) or {}
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    yield from ((line, raw) for raw in lines_of(path) if (line := record_in(raw, _Line)) is not None)
 
 
 def _is_finite(value: float | None) -> bool:

@@ -6,16 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import msgspec
-
-from ddp_hpc.base.durable import json_line
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import LastRead
-from ddp_hpc.run.run_dir.timeline import read_many_marks
+from ddp_hpc.run.run_dir.timeline import read_marks
 from ddp_hpc.watch.attempt_times import attempt_times, logged_steps
 from ddp_hpc.watch.compare import config_values
 from ddp_hpc.watch.goodput import Goodput, goodput_of
@@ -80,22 +76,15 @@ def _read(run: RunDir, sets: Settings, now: float) -> SweptRun:
     times_with = partial(
         attempt_times,
         seen.attempts,
-        read_many_marks(run),
+        read_marks(run),
         progress=seen.progress,
         queued=seen.queued,
         now=now if status.is_alive else None,
     )
     times = times_with()
     if not all(one.is_all_kept for one in times):
-        times = times_with(logged=logged_steps(run, _line))
+        times = times_with(logged=logged_steps(run))
     return SweptRun(run=run, sets=sets, status=status, goodput=goodput_of(times))
-
-
-def _line(raw: bytes) -> Any:
-    try:
-        return msgspec.json.decode(raw)
-    except (ValueError, RecursionError):  # half written, edited by hand, or with NaN
-        return json_line(raw)
 
 
 def goal_of(points: Sequence[SweptRun]) -> Goal:

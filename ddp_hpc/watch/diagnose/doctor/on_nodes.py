@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import shutil
@@ -12,10 +11,11 @@ from pathlib import Path
 
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.record import record_in
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.preflight import Preflight, preflight_of
+from ddp_hpc.run.run_dir.preflight import Preflight
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
@@ -91,10 +91,7 @@ def options_of(spec: RunSpec, nodes: str) -> list[str]:
 def result_of(printed: str) -> Preflight | None:
     """Return the result among what was printed, by an environment that greets, too; None without one."""
     for line in reversed(printed.splitlines()):
-        try:
-            found = preflight_of(json.loads(line))
-        except ValueError:
-            continue
+        found = record_in(line.encode(), Preflight)
         if found is not None:
             return found
     return None

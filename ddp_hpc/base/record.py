@@ -1,0 +1,96 @@
+"""Records: dataclasses that are kept as JSON objects, in a file of their own or one a line.
+
+What is read has the types that its class names. Keys that the class does not have are left out, since another version may have
+written them; None stands for a missing file, for damage, and for a record of another kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ddp_hpc.base.durable import append_json_line, json_line, lines_of, make_directories, record_bytes, replace_text
+from ddp_hpc.base.patience import known
+
+T = TypeVar("T")
+
+
+def write_record(
+    path: Path, record: Any, *, durable: bool = True, is_secret: bool = False, indent: int | None = None
+) -> None:
+    """Replace the record at a path; a reader sees the old or the new one, whole.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    make_directories(path.parent)
+    replace_text(path, json.dumps(asdict(record), indent=indent), durable=durable, is_secret=is_secret)
+
+
+def append_record(path: Path, record: Any, *, durable: bool = True) -> None:
+    """Add one record as a line.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    append_json_line(path, asdict(record), durable=durable)
+
+
+def read_record(path: Path, kind: type[T]) -> T | None:
+    """Return the record at a path.
+
+    Raises:
+        NotARecordError: if something else than a file is there, or a file that is far too large.
+        OSError: if the file system does not answer.
+    """
+    try:
+        return record_in(record_bytes(path), kind)
+    except FileNotFoundError:
+        return None
+
+
+def known_record(path: Path, kind: type[T]) -> T | None:
+    """Return the record at a path; None, too, where the file system does not answer, which is logged."""
+    return known(path, partial(read_record, path, kind), unknown=None)
+
+
+def read_records(path: Path, kind: type[T]) -> Iterator[T]:
+    """Yield the records in the lines of a file; none without one. A line that is half written is skipped.
+
+    Raises:
+        NotARecordError: if something else than a file is there, or a file that is far too large.
+        OSError: if the file system does not answer.
+    """
+    for line in lines_of(path):
+        if (record := record_in(line, kind)) is not None:
+            yield record
+
+
+def record_in(raw: bytes, kind: type[T]) -> T | None:
+    """Return the record that some JSON holds."""
+    try:
+        record: T = _decode_as(kind)(raw)  # type: ignore[arg-type]  # a class is hashable
+    except msgspec.ValidationError:
+        return None
+    except (msgspec.DecodeError, RecursionError):  # NaN, which Python writes, or NUL bytes that a file system has left
+        return record_of(json_line(raw), kind)
+    return record
+
+
+def record_of(value: Any, kind: type[T]) -> T | None:
+    """Return the record that a value of JSON is, such as `{"step": 1}`."""
+    try:
+        return msgspec.convert(value, kind, str_keys=True)
+    except (msgspec.ValidationError, OverflowError):
+        return None
+
+
+@cache
+def _decode_as(kind: Any) -> Callable[[bytes], Any]:
+    return msgspec.json.Decoder(kind).decode
