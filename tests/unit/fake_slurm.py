@@ -50,7 +50,7 @@ class FakeSlurm:
 
     def knows_nodes(self, **states: str) -> None:
         """Have sinfo list nodes."""
-        self.has("sinfo", "\n".join(f"echo {node} {state}" for node, state in states.items()))
+        self.has("sinfo", "\n".join(f"printf '{node}\\037{state}\\036\\n'" for node, state in states.items()))
 
     def accounts(self, *ends: str) -> None:
         """Have sacct list how the starts of job 7 ended."""
@@ -62,6 +62,6 @@ class FakeSlurm:
 
     def orders(self, first_word: str = "") -> list[str]:
         """Return what was asked for, but for questions."""
-        lines = self._called.read_text().splitlines() if self._called.exists() else []
+        lines = self._called.read_text().removesuffix("\n").split("\n") if self._called.exists() else []
         questions = ("scontrol --oneliner show", "sacct", "sinfo", "squeue")
         return [line for line in lines if not line.startswith(questions) and line.startswith(first_word)]

@@ -318,7 +318,11 @@ def test_a_node_that_an_attempt_was_not_begun_on_has_not_failed_once_more(superv
 def test_only_nodes_of_the_jobs_partition_count(supervised: Make) -> None:
     one = supervised(restart=RestartSpec(exclude_after=1))
     one.slurm.has(
-        "sinfo", 'case "$*" in *--partition=gpu*) echo node1 mixed; echo node2 mixed;; *) seq -f "cpu%g idle" 9;; esac'
+        "sinfo",
+        r"""case "$*" in
+          *--partition=gpu*) printf 'node1\037mixed\036\nnode2\037mixed\036\n' ;;
+          *) seq 9 | while read -r number; do printf 'cpu%s\037idle\036\n' "$number"; done ;;
+        esac""",
     )
 
     one.killed_on(rank=1)

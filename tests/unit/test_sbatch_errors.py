@@ -486,7 +486,7 @@ def test_a_run_whose_saves_fit_into_kill_wait_is_not_warned_of_preemption_withou
 
 def test_what_slurm_would_refuse_is_an_error_with_what_the_cluster_has(slurm: FakeSlurm) -> None:
     slurm.says("sbatch", stderr="allocation failure: Invalid account", code=1)
-    slurm.says("sacctmgr", stdout="lab|normal,high\n")
+    slurm.says("sacctmgr", stdout="lab||normal,high|\n")
 
     with pytest.raises(ConfigError, match=r"you may use lab \(QOS normal, high\)"):
         slurm.check(spec(slurm={"account": "nope"}))

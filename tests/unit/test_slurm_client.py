@@ -163,6 +163,13 @@ def test_a_job_that_both_have_forgotten_is_none(slurm: Slurm) -> None:
     assert client.job("7", environ) is None
 
 
+def test_an_answer_that_holds_no_job_and_no_refusal_is_not_taken_for_a_job_that_is_gone(slurm: Slurm) -> None:
+    environ = slurm(scontrol="echo 'NOTE: maintenance on Monday | all partitions'", sacct="echo 'NOTE: the same'")
+
+    with pytest.raises(SlurmUnavailableError, match="does not say whether it knows job 42"):
+        client.job("42", environ)
+
+
 def test_a_refused_job_is_told_in_slurms_words(slurm: Slurm) -> None:
     environ = slurm(sbatch=failing("allocation failure: Invalid partition name specified"))
 

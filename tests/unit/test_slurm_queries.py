@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm import queries
 from ddp_hpc.cluster.slurm.times import minutes, moment, seconds
 
@@ -320,7 +323,7 @@ def test_qos_and_where_an_account_holds_are_understood() -> None:
     assert (normal.preempt_mode, normal.grace_time_s, normal.preempts) == ("", 0, ())
     assert (low.preempt_mode, low.grace_time_s) == ("REQUEUE", 15)
     assert high.preempts == ("low", "normal")
-    assert queries.parse_own_associations("lab||high,low|normal\nlab|gpu|low|\n") == [
+    assert queries.parse_associations("lab||high,low|normal\nlab|gpu|low|\n") == [
         queries.Association(account="lab", qos=("high", "low"), default_qos="normal"),
         queries.Association(account="lab", partition="gpu", qos=("low",)),
     ]
@@ -348,11 +351,43 @@ def test_no_type_of_preemption_is_told_from_one_that_is_not_shown(line: str, kin
     assert queries.parse_config(line).preempt_type == kind
 
 
-def test_associations_are_understood() -> None:
-    assert queries.parse_associations("lab|high,low,normal\nguest|low\n") == [
-        "lab (QOS high, low, normal)",
-        "guest (QOS low)",
-    ]
+NOTE = "NOTE: maintenance on Monday | all partitions\n12 days left = 3.5 SUs\n"
+"""What a site's wrapper of Slurm's commands prints beside their answers."""
+
+
+@pytest.mark.parametrize(
+    ("parse", "answer"),
+    [
+        (queries.parse_queue, QUEUE),
+        (queries.parse_commands, "12\x1f/home/a/job.sbatch\x1e\n13\x1f/home/a/b.sh\x1e\n"),
+        (queries.parse_job, JOB),
+        (queries.parse_job, PENDING_JOB),
+        (queries.parse_accounting, ACCOUNTING),
+        (queries.parse_partitions, PARTITIONS),
+        (queries.parse_config, CONFIG),
+        (queries.parse_shapes, "gpu|4|64|1000|gpu:a100:4\n"),
+        (queries.parse_associations, "lab||high,low|normal\n"),
+        (queries.parse_qos, "high|low|requeue|00:01:00\n"),
+        (queries.parse_nodes, "node1\x1fidle\x1e\nnode2\x1fmixed*\x1e\n"),
+        (queries.parse_node_reasons, "node1\x1fidle\x1fnone\x1e\nnode2\x1fdrained\x1fbad disk\x1e\n"),
+        (queries.parse_steps, "12.0\n12.1\n12.batch\n"),
+        (queries.parse_submitted, "12\n"),
+        (queries.parse_submitted, "Submitted batch job 12\n"),
+        (queries.parse_ping, "Slurmctld(primary) at head is UP\n"),
+    ],
+)
+def test_lines_of_a_sites_wrapper_change_no_answer(parse: Callable[[str], Any], answer: str) -> None:
+    expected = parse(answer)
+
+    assert expected
+    assert parse(NOTE + answer) == expected
+    assert parse(answer + NOTE) == expected
+
+
+@pytest.mark.parametrize("text", ["", "Welcome!\n", "job 12 is not submitted\n"])
+def test_an_answer_of_sbatch_without_a_number_is_an_error_that_says_what_to_see(text: str) -> None:
+    with pytest.raises(ConfigError, match="squeue --me"):
+        queries.parse_submitted(text)
 
 
 @pytest.mark.parametrize(
@@ -392,21 +427,36 @@ def test_a_job_tells_when_it_is_preempted_and_which_nodes_it_avoids(
             queries.submit_argv(Path("job.sbatch"), ["--dependency=afterany:7", "--exclude=node1"]),
             "sbatch --parsable --dependency=afterany:7 --exclude=node1 job.sbatch",
         ),
-        (queries.nodes_argv(["node1", "node2"]), "sinfo --Node --noheader --nodes=node1,node2 --format=%N_%T"),
-        (queries.nodes_argv(partition="gpu"), "sinfo --Node --noheader --partition=gpu --format=%N_%T"),
+        (queries.nodes_argv(["node1", "node2"]), "sinfo --Node --noheader --nodes=node1,node2 --format=%N\x1f%T\x1e"),
+        (queries.nodes_argv(partition="gpu"), "sinfo --Node --noheader --partition=gpu --format=%N\x1f%T\x1e"),
     ],
 )
 def test_orders_and_questions_are_in_slurms_words(argv: list[str], words: str) -> None:
-    assert [word.replace("%N %T", "%N_%T") for word in argv] == words.split()
+    assert argv == words.split(" ")
 
 
-@pytest.mark.parametrize("text", ["12\n", "12;lab\n", " 12 ", "Welcome!\n12\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "12\n",
+            "12;lab\n",
+            " 12 ",
+            "Welcome!\n12\n",
+            "Submitted batch job 12\n",
+            "Submitted batch job 12 on cluster lab\n",
+        ),
+        "12 estimates 2 SUs from allocation abc\n",  # LSU
+        "60 SUs are left\n12\n",
+        "NOTE: job 3 is the limit | all partitions\nSubmitted batch job 12\n",
+    ],
+)
 def test_the_number_of_a_submitted_job_is_told_with_or_without_its_cluster(text: str) -> None:
     assert queries.parse_submitted(text) == "12"
 
 
 def test_the_states_of_nodes_are_understood() -> None:
-    text = "node1 idle\nnode2 mixed*\nnode3 draining\n\nslurm_load_partitions: Unable to contact slurm controller\n"
+    text = "node1\x1fidle\x1e\nnode2\x1fmixed*\x1e\nnode3\x1fdraining\x1e\n\nslurm_load_partitions: Unable to contact slurm controller\n"
 
     assert queries.parse_nodes(text) == {"node1": "idle", "node2": "mixed*", "node3": "draining"}
 

@@ -64,6 +64,10 @@ echo x >> {counter}
 echo $((14 + n))
 """
 
+KNOWS_NO_JOB = (
+    'case "$*" in *"show job "*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1 ;; esac; true'
+)
+
 
 class Lab(FakeSlurm):
     """A cluster with a limit of submitted jobs and with small arrays."""
@@ -75,7 +79,7 @@ class Lab(FakeSlurm):
         counter = folder / "counter"
         counter.touch()
         self.has("sbatch", ACCEPTS.format(counter=counter, sent=self._sent, limit=self._limit))
-        self.has("scontrol", f'[ "$2" = config ] && echo "MaxArraySize = {max_array_size}"; true')
+        self.has("scontrol", f'[ "$2" = config ] && echo "MaxArraySize = {max_array_size}"; {KNOWS_NO_JOB}')
 
     def raise_limit(self, limit: int) -> None:
         self._limit.write_text(f"{limit}\n")
@@ -362,7 +366,7 @@ def test_a_task_of_an_array_that_came_late_does_not_start_a_point_that_has_finis
     assert "job 14_2 has the point already" in capsys.readouterr().err
     record_start(run, attempt=0, job_id="14_2")
     record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0, reason="")
-    lab.has("scontrol", "true")
+    lab.has("scontrol", KNOWS_NO_JOB)
     assert prepare_task(sweep_dir, 0, task(lab, array="77", number=2, job="80")) is None
     assert "the run has finished" in capsys.readouterr().err
 

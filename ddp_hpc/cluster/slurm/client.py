@@ -213,7 +213,12 @@ def job(job_id: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S
         raise SlurmUnavailableError(
             f"Slurm does not say whether it knows job {job_id}: `scontrol show job` failed: {_line(answer)}. Try again later."
         )
-    return queries.parse_job(answer.stdout) or next(reversed(accounting([job_id], environ, timeout_s=timeout_s)), None)
+    found = queries.parse_job(answer.stdout) or next(reversed(accounting([job_id], environ, timeout_s=timeout_s)), None)
+    if found is None and answer.returncode == 0:
+        raise SlurmUnavailableError(
+            f"Slurm does not say whether it knows job {job_id}: `scontrol show job` printed {answer.stdout[:200]!r}. Try again later."
+        )
+    return found
 
 
 def accounting(
@@ -262,10 +267,10 @@ def shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
     return queries.parse_shapes(_stdout(queries.shapes_argv(), environ))
 
 
-def associations(environ: Mapping[str, str]) -> list[str]:
-    """Return which accounts this user may use; empty if accounting is off."""
+def accounts(environ: Mapping[str, str]) -> list[str]:
+    """Return the same in words, `lab (QOS high, low)`; empty if accounting is off or does not answer."""
     try:
-        return queries.parse_associations(_stdout(queries.associations_argv(user_name()), environ))
+        return [one.words for one in associations(environ)]
     except (ConfigError, SlurmUnavailableError):
         return []
 
@@ -385,14 +390,14 @@ def node_reasons(
     return queries.parse_node_reasons(_stdout(argv, environ, timeout_s=timeout_s))
 
 
-def own_associations(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Association]:
-    """Return which accounts this user may use; other than `associations`, it tells an empty answer from none.
+def associations(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Association]:
+    """Return which accounts this user may use, where, and with which QOS.
 
     Raises:
         SlurmUnavailableError: if the accounting database does not answer.
     """
-    argv = queries.own_associations_argv(user_name())
-    return queries.parse_own_associations(_stdout(argv, environ, timeout_s=timeout_s))
+    argv = queries.associations_argv(user_name())
+    return queries.parse_associations(_stdout(argv, environ, timeout_s=timeout_s))
 
 
 def qos(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Qos]:

@@ -1,15 +1,16 @@
 """Slurm's commands in pairs: a function that returns the command line, and one that parses the output. Pure.
 
-Checked on Slurm 22.05 and 24.11, which print the same. sacct of 22.05 has no field `Restarts`.
+Checked on Slurm 22.05, 24.11 and 26.05, which print the same. What is not of Slurm's format is left out: a site's wrapper prints it. sacct of 22.05 has no field `Restarts`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm.times import minutes, moment, seconds
 
 _FIELD, _RECORD = "\x1f", "\x1e"
@@ -67,13 +68,15 @@ def queue_argv(user: str) -> list[str]:
 
 def parse_queue(text: str) -> list[QueuedEntry]:
     """Return the jobs, as listed."""
-    records = (record.lstrip("\n").split(_FIELD) for record in text.split(_RECORD))
-    rows = (
-        dict(zip(_QUEUE_FIELDS, map(str.strip, record), strict=True))
-        for record in records
-        if len(record) == len(_QUEUE_FIELDS)
-    )
-    return [_queued_entry(row) for row in rows]
+    return [_queued_entry(dict(zip(_QUEUE_FIELDS, row, strict=True))) for row in _rows(text, len(_QUEUE_FIELDS))]
+
+
+def _rows(text: str, num_fields: int) -> Iterator[list[str]]:
+    """Yield the records that have so many fields. The first one holds no line break: before it, a site's wrapper may print lines."""
+    for record in text.split(_RECORD):
+        fields = [field.strip() for field in record.split(_FIELD)]
+        if len(fields) == num_fields:
+            yield [fields[0].rpartition("\n")[2], *fields[1:]]
 
 
 def _queued_entry(row: Mapping[str, str]) -> QueuedEntry:
@@ -103,8 +106,7 @@ def commands_argv(user: str) -> list[str]:
 
 def parse_commands(text: str) -> list[tuple[str, str]]:
     """Return pairs: the number of a job, or of the array that a task belongs to; its script, with arguments before Slurm 26.05."""
-    records = (record.lstrip("\n").split(_FIELD) for record in text.split(_RECORD))
-    return [(record[0].strip(), record[1].strip()) for record in records if len(record) == 2]
+    return [(number, command) for number, command in _rows(text, 2)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +147,10 @@ def job_argv(job_id: str) -> list[str]:
 
 def parse_job(text: str) -> JobRecord | None:
     """Return the job; for an array, its first task in the output."""
-    number = re.match(r"JobId=(\d+)", text, re.ASCII)
-    # Only the part from UserId to Command is safe to parse. The job's name stands before it, the command and the comment
+    # A site's wrapper may print lines before the answer. Only the part from UserId to Command is safe to parse. The job's name stands before it, the command and the comment
     # after it; these three may hold any text, also line breaks and what looks like a field.
-    safe = re.search(r" UserId=.*?(?= Command=| WorkDir=|$)", text)
+    number = re.search(r"^JobId=(\d+) ", text, re.ASCII | re.MULTILINE)
+    safe = re.search(r" UserId=.*?(?= Command=| WorkDir=|$)", text[number.start() :]) if number else None
     fields = _fields(safe[0]) if safe else {}
     if number is None or "JobState" not in fields:
         return None
@@ -408,17 +410,6 @@ _GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]*[^:,(0-9][^:,(]*):)?(\d+)")
 """Matches `gpu:4` and `gpu:a100:4(S:0-1)`; one match for each type of GPU."""
 
 
-def associations_argv(user: str) -> list[str]:
-    """Ask which accounts a user may use, with which QOS."""
-    return ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account,qos"]
-
-
-def parse_associations(text: str) -> list[str]:
-    """Return `lab (QOS high, low)`, one an account."""
-    rows = (line.split("|") for line in text.splitlines() if "|" in line)
-    return [f"{account} (QOS {qos.replace(',', ', ')})" for account, qos, *_ in rows]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Association:
     """An account that a user may use."""
@@ -436,13 +427,13 @@ class Association:
         return f"{self.account}{where} (QOS {', '.join(self.qos)})"
 
 
-def own_associations_argv(user: str) -> list[str]:
+def associations_argv(user: str) -> list[str]:
     """Ask which accounts a user may use, where, and with which QOS."""
     shown = "format=account,partition,qos,defaultqos"
     return ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", shown]
 
 
-def parse_own_associations(text: str) -> list[Association]:
+def parse_associations(text: str) -> list[Association]:
     """Return the accounts, as listed."""
     rows = (line.split("|") for line in text.splitlines() if line.count("|") == 3)
     return [
@@ -516,23 +507,31 @@ def submit_argv(script: Path, options: Sequence[str] = (), arguments: Sequence[s
 
 
 def parse_submitted(text: str) -> str:
-    """Return the job id from the last line of the form `12` or `12;cluster`: a site's wrapper of sbatch may print text before it."""
-    lines = re.findall(r"^(\d+)(?:;.*)?$", text, re.MULTILINE | re.ASCII)
-    return lines[-1] if lines else text.strip().split(";")[0]
+    """Return the job id from what sbatch has printed; a site's wrapper may print text around it, and on the same line.
+
+    Raises:
+        ConfigError: where it holds no job's number.
+    """
+    for pattern in (r"^\s*(\d+)(?:;.*)?\s*$", r"^Submitted batch job (\d+)", r"^(\d+) "):
+        if found := re.findall(pattern, text, re.MULTILINE | re.ASCII):
+            return str(found[-1])
+    raise ConfigError(
+        f"sbatch has printed no job's number, but {text.strip()[:200]!r}, so it is not known whether Slurm has the job. See `squeue --me` before "
+        "you submit again."
+    )
 
 
 def nodes_argv(nodes: Sequence[str] = (), *, partition: str | None = None) -> list[str]:
     """Ask for the states of some nodes, or of all of a partition."""
     options = [f"--nodes={','.join(nodes)}"] if nodes else []
     options += [f"--partition={partition}"] if partition else []
-    return ["sinfo", "--Node", "--noheader", *options, "--format=%N %T"]
+    return ["sinfo", "--Node", "--noheader", *options, f"--format=%N{_FIELD}%T{_RECORD}"]
 
 
 def parse_nodes(text: str) -> dict[str, str]:
     """Return each node's state as Slurm writes it."""
     # A trailing `*` means that the node does not answer: https://slurm.schedmd.com/sinfo.html#SECTION_NODE-STATE-CODES
-    rows = (line.split() for line in text.splitlines())
-    return {row[0]: row[1] for row in rows if len(row) == 2}
+    return dict(_rows(text, 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -554,11 +553,10 @@ def node_reasons_argv(*, partition: str | None = None) -> list[str]:
 
 def parse_node_reasons(text: str) -> list[NodeState]:
     """Return each node once, as sinfo repeats it for each of its partitions."""
-    records = (record.strip("\n").split(_FIELD) for record in text.split(_RECORD))
-    rows = {row[0].strip(): row for row in records if len(row) == 3}
+    rows = {row[0]: row for row in _rows(text, 3)}
     return [
-        NodeState(node=name, state=row[1].strip(), reason="" if row[2].strip() == "none" else _or_empty(row[2].strip()))
-        for name, row in rows.items()
+        NodeState(node=name, state=state, reason="" if reason == "none" else _or_empty(reason))
+        for name, state, reason in rows.values()
     ]
 
 
@@ -605,7 +603,7 @@ def steps_argv(job_id: str) -> list[str]:
 
 def parse_steps(text: str) -> list[str]:
     """Return the ids of the steps that srun started (`12.0`), without the batch, interactive and extern steps."""
-    return [line.strip() for line in text.splitlines() if line.strip().rpartition(".")[2].isdecimal()]
+    return re.findall(r"^\s*([\d_+]+\.\d+)\s*$", text, re.MULTILINE | re.ASCII)
 
 
 def cancel_argv(job_id: str) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp_hpc.base.durable import make_directories, private_mode
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.cluster.slurm import client
+from ddp_hpc.cluster.slurm import client, queries
 from ddp_hpc.run.run_dir.paths import RunDir
 
 HOOK = "_make_submission_command"
@@ -44,6 +44,10 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
             submission_file_path.write_bytes(run.job_script.read_bytes())
             is_ours.append(submission_file_path)
             return [*client.without_inherited_argv(environ), "sbatch", str(submission_file_path)]
+
+        @staticmethod
+        def _get_job_id_from_submission_command(string: bytes | str) -> str:
+            return queries.parse_submitted(string if isinstance(string, str) else string.decode(errors="replace"))
 
     make_directories(run.submitit)
     try:

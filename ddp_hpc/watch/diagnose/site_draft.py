@@ -87,7 +87,7 @@ def _with_slurm(found: Survey, environ: Mapping[str, str]) -> Survey:
             "cluster": client.config(environ),
             "partitions": client.partitions(environ),
             "shapes": client.shapes(environ),
-            "accounts": client.associations(environ),
+            "accounts": client.accounts(environ),
         }
     )
 

@@ -117,7 +117,7 @@ class Questions:
             each.wait()  # so that none is still being asked where another has failed
         answer, partitions = self._test.answer(), self._partitions.answer()
         if answer.refusal is not None:
-            associations = client.associations(self.environ) if partitions else ()
+            associations = client.accounts(self.environ) if partitions else ()
             raise ConfigError(explain(answer.refusal, spec, Cluster(partitions, associations)))
         partition = chosen_partition(spec, partitions)
         progress = read_progress(run)

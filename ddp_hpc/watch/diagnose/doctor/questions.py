@@ -81,7 +81,7 @@ def _of_slurm(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, Callable[.
         "config": client.config,
         "partitions": client.partitions,
         "nodes": partial(client.node_reasons, partition=spec.slurm.partition),
-        "associations": client.own_associations,
+        "associations": client.associations,
         "qos": client.qos,
         "test_only": partial(_ask_start, spec),
     }
