@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _MEMBER = re.compile(r"^\d+:([^:]*):(/.*)$", re.MULTILINE)
+_ROW = re.compile(r"^(\w+) (\d+)$", re.MULTILINE)
 _MEMORY = (
     ("memory.max", "memory.current", ("file", "slab_reclaimable"), "shmem"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_cache",), "total_shmem"),
@@ -34,9 +35,8 @@ def own_cgroups(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup"))
 
 def _chain(top: Path, path: str) -> list[Path]:
     own = top / path.lstrip("/")
-    if (
-        ".." in own.parts or not own.is_dir()
-    ):  # a container may show its own cgroup as the root, while the path is the host's
+    # A container may show its own cgroup as the root, while the path is the host's.
+    if ".." in own.parts or not own.is_dir():
         return [top]
     return [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
 
@@ -51,8 +51,7 @@ def _memory(folder: Path) -> tuple[int, int] | None:
     for limit_file, used_file, freed, shared in _MEMORY:
         limit, used = (_read(folder / name).strip() for name in (limit_file, used_file))
         if limit.isdecimal() and used.isdecimal() and int(limit) < _NO_LIMIT:
-            rows = (line.split() for line in _read(folder / "memory.stat").splitlines())
-            stat = {name: int(value) for name, value in rows}
+            stat = {name: int(value) for name, value in _ROW.findall(_read(folder / "memory.stat"))}
             free = sum(stat.get(name, 0) for name in freed) - stat.get(shared, 0)
             return max(0, int(used) - free), int(limit)
     return None
