@@ -35,7 +35,6 @@ from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
 from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
 from ddp_hpc.job.joining import Joining
 from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
-from ddp_hpc.job.machine_use import note_machine_use
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.nan_check import nan_check_rule
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
@@ -49,6 +48,7 @@ from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.run.config import dropped_from, load_resolved
 from ddp_hpc.run.requeue import TABLE
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
+from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses
 from ddp_hpc.run.run_dir.meeting import write_meeting
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
@@ -334,8 +334,16 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
     notifier.leave(goes_on=bool(conclusion.decision.next))
     last_resort.leave(context, conclusion)
     if not conclusion.decision.next:  # a job that goes on is ended by Slurm at any moment from here
-        note_machine_use(run, attempt)
+        _note_machine_use(run, attempt)
     return conclusion.exit_code
+
+
+def _note_machine_use(run: RunDir, attempt: int) -> None:
+    """Say in the log how busy the nodes were, where it was measured."""
+    with suppress(OSError):  # it is for readers only
+        if use := merged(read_uses(run, attempt)):
+            words = "; ".join(in_words(use))
+            sys.stderr.write(f"note: machine use of the attempt, on average (memory: at most): {words}\n")
 
 
 def _workers(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> Workers:

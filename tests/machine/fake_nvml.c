@@ -73,19 +73,6 @@ int nvmlDeviceGetUUID(void *handle, char *text, unsigned size) {
     return OK;
 }
 
-int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending) {
-    look();
-    *current = *pending = *of(handle)->mig != 0;
-    return OK;
-}
-
-int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned index, void **found) {
-    look();
-    if (index || !*of(handle)->mig) return NOT_FOUND;
-    *found = (void *)((unsigned long)handle + 100);
-    return OK;
-}
-
 int nvmlDeviceGetUtilizationRates(void *handle, unsigned *rates) {
     look();
     if (of(handle)->is_lost) return GPU_IS_LOST;

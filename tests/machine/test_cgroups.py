@@ -1,4 +1,4 @@
-"""What cgroups of both versions say of CPUs and memory."""
+"""What cgroups of both versions say of memory and CPUs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cluster.machine.cgroups import Cgroups, CpuLimit, MemoryUse
+from ddp_hpc.cluster.machine.cgroups import memory_of, own_cgroups, quota_of
 
 GIB = 2**30
 STEP = "system.slice/slurmstepd.scope/job_7/step_0"
 
 
-def cgroups(folder: Path, member: str, files: Mapping[str, str]) -> Cgroups:
+def cgroups(folder: Path, member: str, files: Mapping[str, str]) -> list[Path]:
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/cgroup").write_text(member)
     (folder / "cgroup").mkdir()
@@ -21,7 +21,7 @@ def cgroups(folder: Path, member: str, files: Mapping[str, str]) -> Cgroups:
         path = folder / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return Cgroups(folder / "proc", folder / "cgroup")
+    return own_cgroups(folder / "proc", folder / "cgroup")
 
 
 def test_of_version_2_the_lowest_limit_of_all_levels_counts_and_the_page_cache_does_not(tmp_path: Path) -> None:
@@ -31,10 +31,7 @@ def test_of_version_2_the_lowest_limit_of_all_levels_counts_and_the_page_cache_d
         {
             f"{STEP}/user/task_0/cpu.max": "max 100000\n",
             f"{STEP}/user/task_0/memory.max": "max\n",
-            f"{STEP}/user/task_0/cpu.pressure": "some avg10=0.00 avg60=0.00 avg300=0.00 total=1\n",
-            f"{STEP}/cpu.pressure": "some avg10=1.00 avg60=0.00 avg300=0.00 total=2500000\nfull avg10=0 total=9\n",
             f"{STEP}/cpu.max": "400000 100000\n",
-            f"{STEP}/cpu.stat": "usage_usec 12\nnr_throttled 3\nthrottled_usec 1500000\n",
             f"{STEP}/memory.max": f"{8 * GIB}\n",
             f"{STEP}/memory.current": f"{7 * GIB}\n",
             f"{STEP}/memory.stat": f"anon {2 * GIB}\nfile {5 * GIB}\nshmem {GIB}\n",
@@ -44,8 +41,8 @@ def test_of_version_2_the_lowest_limit_of_all_levels_counts_and_the_page_cache_d
         },
     )
 
-    assert found.cpu() == CpuLimit(quota=4.0, throttled_s=1.5, waited_s=2.5)
-    assert found.memory() == MemoryUse(used=3 * GIB, limit=8 * GIB)
+    assert quota_of(found) == 4.0
+    assert memory_of(found) == (3 * GIB, 8 * GIB)
 
 
 def test_what_the_kernel_keeps_of_the_files_of_a_large_data_set_is_not_used_memory(tmp_path: Path) -> None:
@@ -53,7 +50,7 @@ def test_what_the_kernel_keeps_of_the_files_of_a_large_data_set_is_not_used_memo
     stat = f"anon {20 * GIB}\nfile {2 * GIB}\nshmem {GIB}\nslab_reclaimable {40 * GIB}\nslab_unreclaimable 5\n"
     files = {"memory.max": f"{64 * GIB}\n", "memory.current": f"{62 * GIB}\n", "memory.stat": stat}
 
-    assert cgroups(tmp_path, "0::/\n", files).memory() == MemoryUse(used=21 * GIB, limit=64 * GIB)
+    assert memory_of(cgroups(tmp_path, "0::/\n", files)) == (21 * GIB, 64 * GIB)
 
 
 def test_of_version_1_the_same_is_read_and_its_largest_number_is_no_limit(tmp_path: Path) -> None:
@@ -64,7 +61,6 @@ def test_of_version_1_the_same_is_read_and_its_largest_number_is_no_limit(tmp_pa
         {
             f"cpu/{job}/cpu.cfs_quota_us": "150000\n",
             f"cpu/{job}/cpu.cfs_period_us": "100000\n",
-            f"cpu/{job}/cpu.stat": "nr_periods 1\nnr_throttled 1\nthrottled_time 2000000000\n",
             "cpu/cpu.cfs_quota_us": "-1\n",
             "cpu/cpu.cfs_period_us": "100000\n",
             f"memory/{job}/step_0/memory.limit_in_bytes": "9223372036854771712\n",
@@ -75,21 +71,20 @@ def test_of_version_1_the_same_is_read_and_its_largest_number_is_no_limit(tmp_pa
         },
     )
 
-    assert found.cpu() == CpuLimit(quota=1.5, throttled_s=2.0, waited_s=None)
-    assert found.memory() == MemoryUse(used=2 * GIB, limit=4 * GIB)
+    assert quota_of(found) == 1.5
+    assert memory_of(found) == (2 * GIB, 4 * GIB)
 
 
 @pytest.mark.parametrize("member", ["0::/not/shown/here\n", "0::/../../other\n", "0::/\n"])
 def test_a_container_that_shows_its_own_cgroup_as_the_root_is_read_there(member: str, tmp_path: Path) -> None:
     found = cgroups(tmp_path, member, {"memory.max": f"{GIB}\n", "memory.current": "5\n", "cpu.max": "50000 100000\n"})
 
-    assert found.cpu().quota == 0.5
-    assert found.memory() == MemoryUse(used=5, limit=GIB)
+    assert quota_of(found) == 0.5
+    assert memory_of(found) == (5, GIB)
 
 
 @pytest.mark.parametrize("member", ["", "no cgroup at all", "0::/\n"])
 def test_where_nothing_is_said_nothing_is_known(member: str, tmp_path: Path) -> None:
-    found = cgroups(tmp_path, member, {"memory.max": "max\n", "cpu.max": "garbage\n", "cpu.stat": "throttled_usec 5\n"})
+    found = cgroups(tmp_path, member, {"memory.max": "max\n", "cpu.max": "garbage\n"})
 
-    assert found.cpu() == CpuLimit()
-    assert found.memory() is None
+    assert (quota_of(found), memory_of(found)) == (None, None)

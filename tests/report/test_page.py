@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
-from ddp_hpc.run.run_dir.machine_use import GpuUse, MachineUse, append_use
+from ddp_hpc.run.run_dir.machine_use import MachineUse, append_use
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, QueuedJob, write_progress, write_queued_job
 from ddp_hpc.watch.report.page import page_of
@@ -304,23 +304,23 @@ def test_a_page_shows_how_busy_the_machines_were_and_says_why_the_gpus_wait(tmp_
     run = large_run(tmp_path / "run")
     for node_rank in range(2):
         for at in range(100, 1000, 100):
-            gpus = (GpuUse(name="0", busy=0.3, memory_gib=8.0, total_gib=80.0),)
             use = MachineUse(
                 node_rank=node_rank,
                 node=f"node{node_rank}",
                 at=BEGIN + at,
                 seconds=100.0,
-                num_gpus=1,
-                gpus=gpus,
+                gpu_busy=0.3,
+                gpu_memory_gib=8.0,
+                gpu_memory_total_gib=80.0,
                 num_cpus=8.0,
-                cpus_used=7.9,
+                cpu_busy=0.99,
             )
             append_use(run, 0, use)
 
     shown = page(run)
 
     assert "How busy the machines were" in shown.headings
-    assert "GPUs 30% busy, 8.0 of 80.0 GiB of GPU memory; 16 CPUs 99% busy" in shown.text
+    assert "GPUs 30% busy, 8.0 of 80.0 GiB of GPU memory; 8 CPUs a node 99% busy" in shown.text
     assert (
         "The GPUs are idle for much of the time: they are busy 30% of the time, while the 8 CPUs of each node are 99% busy"
         in shown.text
@@ -329,6 +329,6 @@ def test_a_page_shows_how_busy_the_machines_were_and_says_why_the_gpus_wait(tmp_
 
 def test_a_page_of_machines_of_which_nothing_is_known_has_no_chart(tmp_path: Path) -> None:
     run = large_run(tmp_path / "run")
-    append_use(run, 0, MachineUse(node_rank=0, node="n", at=BEGIN + 100, seconds=60.0, num_gpus=4, gpu_problem="x"))
+    append_use(run, 0, MachineUse(node_rank=0, node="n", at=BEGIN + 100, seconds=60.0, gpu_problem="x"))
 
     assert "How busy the machines were" not in page(run).headings

@@ -58,13 +58,13 @@ def test_a_screen_shows_progress_time_phases_and_the_ranks_that_others_wait_for(
 def test_a_screen_shows_how_busy_the_machines_are(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     newest = Looker(run).look(BEGIN).status.attempt
     assert newest is not None
-    use = MachineUse(node_rank=0, node="n", at=BEGIN + 4990, seconds=15.0, num_gpus=1, num_cpus=4.0, cpus_used=3.0)
+    use = MachineUse(node_rank=0, node="n", at=BEGIN + 4990, seconds=15.0, gpu_problem="x", num_cpus=4.0, cpu_busy=0.75)
     append_use(run, newest, use)
 
     lines = screen(seen(run), width=100, height=90)
 
-    assert "machines    use of the GPUs is not known" in lines
-    assert "            4 CPUs 75% busy, 10 s ago" in lines
+    assert "machines    use of the GPUs is not known (x)" in lines
+    assert "            4 CPUs a node 75% busy, 10 s ago" in lines
     assert main(["top", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["machines"]["cpu_busy"] == 0.75
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.hang_records import HangRecord, write_hang_record
-from ddp_hpc.run.run_dir.machine_use import GpuUse, MachineUse, append_use
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.report.reading import read_run
-from ddp_hpc.watch.report.trace import COLLECTIVES, MACHINES, RANKS, RUN, SAVES, trace_of
+from ddp_hpc.watch.report.trace import COLLECTIVES, RANKS, RUN, SAVES, trace_of
 from tests.made_run import add_failure, make_run
 from tests.report.made import BEGIN, Plan, large_run, made_run
 
@@ -135,56 +133,6 @@ def test_saves_failures_and_phases_are_in_the_trace(tmp_path: Path) -> None:
         "forward",
         "backward",
     }
-
-
-def test_how_busy_each_node_was_is_counted_and_what_is_not_known_any_more_is_said(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "one", [Plan(first=0, reached=300, ending="finished")])
-    for node in (0, 1):
-        for number, busy in enumerate([0.5, None] if node else [0.9, 0.25]):
-            gpus = () if busy is None else (GpuUse(name="0", busy=busy, memory_gib=20.0, total_gib=80.0),)
-            problem = "the driver does not answer" if busy is None else ""
-            at = BEGIN + 55 + 15 * number
-            use = MachineUse(
-                node_rank=node,
-                node=f"n{node}",
-                at=at,
-                seconds=15.0,
-                gpus=gpus,
-                gpu_problem=problem,
-                num_cpus=4.0,
-                cpus_used=1.0,
-                memory_gib=3.5,
-            )
-            append_use(run, 0, use)
-
-    events = traced(run)
-
-    check(events)
-    assert {"node 0", "node 1"} <= {*row_names(events).values()}
-    shown: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for event in events:
-        if event["ph"] == "C" and event["pid"] == MACHINES:
-            (value,) = event["args"].values()
-            shown[event["name"]].append((event["ts"] // 1_000_000, value))
-    assert shown["node 0 n0: GPUs busy"] == [(40, 90.0), (55, 25.0), (70, 0.0)]
-    assert shown["node 1 n1: GPUs busy"] == [(40, 50.0), (55, 0.0)]
-    assert shown["node 1 n1: CPUs busy"] == [(40, 25.0), (55, 25.0), (70, 0.0)]
-    assert shown["node 0 n0: memory"][0] == (40, 3.5)
-    assert shown["node 0 n0: fullest GPU's memory"][0] == (40, 25.0)
-    (unknown,) = [event for event in events if event["name"] == "GPUs busy: not known"]
-    assert (rank_of(unknown), unknown["args"]["reason"]) == (1, "the driver does not answer")
-
-
-def test_of_very_many_lines_on_machines_evenly_spaced_ones_are_drawn(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "one", [Plan(first=0, reached=300, ending="finished")])
-    uses = [
-        MachineUse(node_rank=0, node="n0", at=BEGIN + number, seconds=1.0, memory_gib=1.0) for number in range(12_000)
-    ]
-    data = replace(read_run(run, now=BEGIN), machines={0: uses})
-
-    counted = [event for event in trace_of(data)["traceEvents"] if event["ph"] == "C" and event["pid"] == MACHINES]
-
-    assert len(counted) == 4_002
 
 
 def test_the_collectives_before_a_hang_show_which_one_has_not_ended(tmp_path: Path) -> None:

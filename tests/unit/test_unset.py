@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.machine.gpus import Gpu
 from ddp_hpc.cluster.slurm.queries import NodeShape
 from ddp_hpc.launch.submission.unset import Found, choose_gpus, fill_unset, share_cpus_by_gpus
 from ddp_hpc.run.config import Overlay, resolve
-from ddp_hpc.run.run_dir.machine_use import GpuUse
 from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, ScriptSpec
 
 
@@ -22,11 +22,11 @@ def spec(*, is_script: bool = False, **resources: Any) -> RunSpec:
     return replace(made, script=ScriptSpec(command=("python", "train.py"))) if is_script else made
 
 
-def gpus(*used_gib: float) -> list[GpuUse]:
-    return [GpuUse(name=str(number), memory_gib=used, total_gib=80.0) for number, used in enumerate(used_gib)]
+def gpus(*used_gib: float) -> list[Gpu]:
+    return [Gpu(name=str(number), memory_gib=used, total_gib=80.0) for number, used in enumerate(used_gib)]
 
 
-def chosen(asked: RunSpec, there: Sequence[GpuUse] | None, before: RunSpec | None = None) -> Found:
+def chosen(asked: RunSpec, there: Sequence[Gpu] | None, before: RunSpec | None = None) -> Found:
     return choose_gpus(asked, before, there, None)
 
 
@@ -49,7 +49,7 @@ def chosen(asked: RunSpec, there: Sequence[GpuUse] | None, before: RunSpec | Non
     ],
 )
 def test_a_run_that_asks_for_no_number_takes_the_gpus_of_the_machine(
-    asked: RunSpec, there: list[GpuUse] | None, taken: dict[str, int]
+    asked: RunSpec, there: list[Gpu] | None, taken: dict[str, int]
 ) -> None:
     assert chosen(asked, there).resources == taken
 

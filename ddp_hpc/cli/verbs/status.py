@@ -6,14 +6,14 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base.patience import known
-from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.formatting import as_json, duration
 from ddp_hpc.cli.goodput_text import as_line, as_record, goodput_of_run, interval_of_run
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker, word_for
 from ddp_hpc.cli.status_text import as_text
+from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged, newest_uses, read_uses, record_of
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus, read_status
 
@@ -74,10 +74,11 @@ def _machines(run_dir: RunDir, status: RunStatus, now: float) -> tuple[Mapping[s
     attempt = status.attempt
     if attempt is None:
         return None, ""
-    files: list[Path] = known(run_dir.attempt_logs(attempt), lambda: run_dir.machine_uses(attempt), unknown=[])
-    if not files:
+    read = newest_uses if status.is_alive else read_uses
+    uses: Sequence[MachineUse] = known(run_dir.attempt_logs(attempt), lambda: read(run_dir, attempt), unknown=[])
+    use = merged(uses)
+    if use is None:
         return None, ""
-    from ddp_hpc.cli import machine_text  # late: a run that has just begun has none of these files
-
-    uses = machine_text.uses_of_run(run_dir, status)
-    return machine_text.as_record(uses), machine_text.as_line(uses, status, now=now)
+    ago, long = duration(max(0.0, now - use.at)), duration(use.seconds)
+    when = f"{ago} ago" if status.is_alive else f"the mean of the last {long} of the newest attempt"
+    return record_of(uses), f"{'; '.join(in_words(use))}, {when}"

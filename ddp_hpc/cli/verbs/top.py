@@ -13,9 +13,9 @@ from typing import TextIO
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.machine_text import as_record as machine_record
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
 from ddp_hpc.cli.terminal import unguarded
+from ddp_hpc.run.run_dir.machine_use import record_of
 from ddp_hpc.run.run_dir.rereading import await_news
 from ddp_hpc.watch.report.looking import Looker
 from ddp_hpc.watch.report.top import LEVELS, Seen, screen
@@ -64,7 +64,7 @@ def as_record(seen: Seen) -> dict[str, object]:
         "goodput": None if seen.goodput is None else asdict(seen.goodput),
         "phases": dict(seen.phases),
         "waits": waits,
-        "machines": machine_record(seen.machines),
+        "machines": record_of(seen.machines),
         "unread": list(seen.unread),
     }
 

@@ -1,9 +1,10 @@
-"""Samples how busy this node is, beside the workers of one attempt, and writes it into the run directory.
+"""Samples how busy this node is, beside the workers of one attempt, and writes a record a minute into the run directory.
 
-    python -m ddp_hpc.cluster.machine.node RUN_DIR --attempt 0 --node-rank 1 --num-nodes 4 --gpus 8 --parent 4711 --root 4711
+    python -m ddp_hpc.cluster.machine.node RUN_DIR --attempt 0 --node-rank 1 --gpus 8 --parent 4711 --root 4711
 
 It is started beside the workers (`job.node.machine_use`), which are processes below the one that `--root` names. It ends when its standard
-input is closed, or the process that `--parent` names has ended, after a last line. A file system or a driver that does not answer delays it alone.
+input is closed, after a last record, and is killed when the process that `--parent` names ends. A file system or a driver that does not
+answer delays it alone.
 """
 
 from __future__ import annotations
@@ -13,87 +14,146 @@ import os
 import select
 import sys
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
+
+import psutil
 
 from ddp_hpc.base import processes
-from ddp_hpc.cluster.machine.cgroups import Cgroups
-from ddp_hpc.cluster.machine.gpus import GpuReader, visible_gpus
-from ddp_hpc.cluster.machine.processes import ProcessTree
-from ddp_hpc.cluster.machine.sampler import Sampler, line_s, pause_s
+from ddp_hpc.cluster.machine.cgroups import memory_of, own_cgroups, quota_of
+from ddp_hpc.cluster.machine.gpus import GIB, Gpu, GpuReader
 from ddp_hpc.cluster.slurm.allocation import cpu_grant, node_name
-from ddp_hpc.run.run_dir.machine_use import append_use
+from ddp_hpc.run.run_dir.machine_use import FULL, MachineUse, append_use, merged
 from ddp_hpc.run.run_dir.paths import RunDir
 
-LEAST_LINE_S = 1.0
-"""A last interval that is shorter says little, and is not written."""
+SAMPLE_S = 10.0
+"""The time between two looks."""
+LOOKS_A_RECORD = 6
+_PATIENCE_S = 1.0
+"""How long a look waits for NVIDIA's driver."""
 
 
-class Parent:
-    """The process beside which this one runs.
+@dataclass(kw_only=True)
+class Sampler:
+    """Says what one node uses."""
 
-    Raises:
-        ProcessLookupError: if it has ended.
+    node_rank: int
+    node: str
+    gpus: GpuReader | None
+    root: psutil.Process | None
+    """The process below which the workers are; None where it is not to be seen."""
+    granted: int | None
+    """How many CPUs Slurm has granted the job on this node."""
+    cgroups: Sequence[Path]
+    _at: float = field(default_factory=time.monotonic)  # for lengths of time: the wall clock may be set, by hours
+    _cpu_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._cpu_s, _ = cpus_of(self.workers())
+
+    def look(self) -> MachineUse:
+        """Return what was used since the last look, and what GPUs and memory say now."""
+        now, before = time.monotonic(), self._at
+        cpu_s, cpus = cpus_of(self.workers())
+        used_s, self._at, self._cpu_s = cpu_s - self._cpu_s, now, cpu_s
+        bounds = [one for one in (len(cpus), self.granted, quota_of(self.cgroups)) if one]
+        num_cpus = min(bounds) if cpus else None
+        gpus, problem = self.gpus.read(patience_s=_PATIENCE_S) if self.gpus else ([], "")
+        fullest = max(
+            gpus or [], key=lambda gpu: (gpu.memory_gib or 0.0) / (gpu.total_gib or 1.0), default=Gpu(name="")
+        )
+        busy = [gpu.busy for gpu in gpus or [] if gpu.busy is not None]
+        used, limit = memory_of(self.cgroups) or _memory_of_node()
+        return MachineUse(
+            node_rank=self.node_rank,
+            node=self.node,
+            at=time.time(),
+            seconds=now - before,
+            gpu_busy=fmean(busy) if busy else None,
+            gpu_memory_gib=fullest.memory_gib,
+            gpu_memory_total_gib=fullest.total_gib,
+            gpu_problem=problem,
+            num_cpus=num_cpus,
+            # A process whose parent has ended is below the root no more, and takes what it has used along.
+            cpu_busy=None if num_cpus is None else min(1.0, max(0.0, used_s) / (now - before) / num_cpus),
+            memory_gib=used / GIB,
+            memory_limit_gib=limit / GIB,
+        )
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the processes below the root, after it."""
+        with suppress(psutil.Error):
+            if self.root is not None:
+                return [self.root, *(one for one in self.root.children(recursive=True) if one.pid != os.getpid())]
+        return []
+
+
+def cpus_of(found: Iterable[psutil.Process]) -> tuple[float, set[int]]:
+    """Return the CPU seconds that processes, and their children that have ended, have used; and the CPUs that they may use.
+
+    Those of the first one do not count where there are others: an agent, and Slurm's step process, may use more than the workers.
     """
+    seconds, cpus = 0.0, list[set[int]]()
+    for one in found:
+        with suppress(psutil.Error, OSError):  # it has ended
+            seconds += sum(one.cpu_times()[:4])  # user, system, and both of its children
+            cpus.append(os.sched_getaffinity(one.pid))
+    return seconds, set[int]().union(*(cpus[1:] or cpus))
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._fd = processes.end_descriptor(pid)
-        self._started = processes.start_ticks(pid)
-        if self._started is None and self._fd is None:
-            raise ProcessLookupError(pid)
 
-    def is_over(self, seconds: float) -> bool:
-        """Wait; tell whether the standard input was closed meanwhile, or the parent has ended."""
-        # The children of the parent may hold the other end of the pipe, so its end alone does not tell.
-        if self._fd is not None:
-            return bool(select.select([0, self._fd], [], [], seconds)[0])
-        return bool(select.select([0], [], [], seconds)[0]) or processes.start_ticks(self._pid) != self._started
+def _memory_of_node() -> tuple[int, int]:
+    node = psutil.virtual_memory()
+    return node.total - node.available, node.total
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Sample until the standard input is closed."""
     arguments = _parse(argv)
-    try:
-        parent = Parent(arguments.parent)
-    except ProcessLookupError:  # it has ended
-        return 0
+    processes.die_after(arguments.parent)
     processes.ignore_stop_signals()
     grant = cpu_grant(os.environ)
     sampler = Sampler(
         node_rank=arguments.node_rank,
         node=node_name(os.environ),
-        num_gpus=arguments.gpus,
-        gpus=GpuReader(visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), arguments.gpus)),
-        processes=None if arguments.root is None else ProcessTree(arguments.root),
-        cgroups=Cgroups(),
+        gpus=GpuReader(os.environ.get("CUDA_VISIBLE_DEVICES"), arguments.gpus) if arguments.gpus else None,
+        root=_process(arguments.root),
         granted=grant.num_of_job if grant else None,
+        cgroups=own_cgroups(),
     )
-    _sample(sampler, RunDir(arguments.run), arguments.attempt, arguments.num_nodes, parent)
+    looks: list[MachineUse] = []
+    is_over = is_warned = False
+    while not is_over:
+        is_over = bool(select.select([0], [], [], SAMPLE_S)[0])
+        looks.append(sampler.look())
+        if not is_warned and (warning := warning_of(looks[-1])):
+            is_warned = True
+            with suppress(OSError):
+                sys.stderr.write(f"{warning}\n")
+        if is_over or len(looks) == LOOKS_A_RECORD:
+            if use := merged(looks):
+                with suppress(OSError):  # it is lost, and the next one is tried
+                    append_use(RunDir(arguments.run), arguments.attempt, use)
+            looks = []
     return 0
 
 
-def _sample(sampler: Sampler, run: RunDir, attempt: int, num_nodes: int, parent: Parent) -> None:
-    began = written = time.monotonic()
-    is_over = False
-    _look(sampler)
-    while not is_over:
-        is_over = parent.is_over(pause_s(sampler.cost_s))
-        _look(sampler)
-        now = time.monotonic()
-        if now - written >= (LEAST_LINE_S if is_over else line_s(now - began, num_nodes)):
-            use, written = sampler.line(), now
-            if use is not None:
-                with suppress(OSError):  # the next line tries again
-                    append_use(run, attempt, use)
+def _process(pid: int | None) -> psutil.Process | None:
+    with suppress(psutil.Error):
+        return None if pid is None else psutil.Process(pid)
+    return None
 
 
-def _look(sampler: Sampler) -> None:
-    if warning := sampler.sample():
-        with suppress(OSError):
-            sys.stderr.write(f"{warning}\n")
+def warning_of(use: MachineUse) -> str:
+    """Return what the log says where memory is about to run out; else an empty text."""
+    if use.memory_gib is None or use.memory_limit_gib is None or use.memory_gib < FULL * use.memory_limit_gib:
+        return ""
+    return (
+        f"warning: {use.memory_gib:.1f} of the {use.memory_limit_gib:.1f} GiB of memory that the job may use on {use.node} are in use; "
+        "at the limit, the kernel kills one of its processes. Ask for more memory (`resources.mem_gb`), or for fewer loader processes (`data.num_workers`)"
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -101,19 +161,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("run", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--node-rank", type=int, required=True)
-    parser.add_argument("--num-nodes", type=int, required=True)
     parser.add_argument("--gpus", type=int, required=True, help="how many GPUs of this node the job has")
     parser.add_argument("--parent", type=int, required=True, help="the process beside which this one runs")
     parser.add_argument("--root", type=int, help="the process below which the workers are, where it is to be seen")
-    return parser.parse_args(argv)
+    return parser.parse_known_args(argv)[0]  # an agent that runs may be of an older version, and give more
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-    except BaseException:  # noqa: BLE001  the way out is the same for all
-        code = 1
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)  # a thread may be inside of a driver that does not answer
+    code = main()
+    os._exit(code)  # a thread may be inside of a driver that does not answer

@@ -51,7 +51,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import Share, share_here
-from ddp_hpc.job.node.machine_use import BEGIN_S, MachineSampler, Node
+from ddp_hpc.job.node.machine_use import BEGIN_S, MachineSampler
 from ddp_hpc.job.node.python_environ import (
     imports_for_good,
     leave_at_once,
@@ -316,14 +316,13 @@ class Agent:
 
     def _sample_machine(self, group: WorkerGroup) -> None:
         """Begin to sample how busy this node is."""
-        node = Node(
+        group.sampler = MachineSampler(
             run=self._run,
+            environ={**os.environ, **self._python},
             attempt=group.node_workers.attempt,
             node_rank=self._node_rank,
-            num_nodes=self._num_nodes,
             num_gpus=self._arguments.gpus,
         )
-        group.sampler = MachineSampler(node, {**os.environ, **self._python})
 
     def _look_after_workers(self) -> None:
         """Record the workers that have exited; after the last one, report to the supervisor."""

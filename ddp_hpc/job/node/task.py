@@ -34,7 +34,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.node.machine_use import MachineSampler, Node
+from ddp_hpc.job.node.machine_use import MachineSampler
 from ddp_hpc.job.node.python_environ import (
     imports_for_good,
     leave_at_once,
@@ -99,15 +99,14 @@ def _sampler(run: RunDir, arguments: argparse.Namespace, environ: Mapping[str, s
     place = step_task(os.environ)
     if place.local_rank != 0:
         return None
-    node = Node(
+    return MachineSampler(
         run=run,
+        environ=environ,
         attempt=arguments.attempt,
         node_rank=place.node_rank,
-        num_nodes=place.num_nodes,
         num_gpus=arguments.gpus,
         is_of_step=place.local_world_size > 1,
     )
-    return MachineSampler(node, environ)
 
 
 def _by_srun(meeting: Meeting, import_paths: Sequence[str]) -> WorkerEnv:

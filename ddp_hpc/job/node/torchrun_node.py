@@ -29,7 +29,7 @@ from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled, without_probe
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.node.machine_use import MachineSampler, Node
+from ddp_hpc.job.node.machine_use import MachineSampler
 from ddp_hpc.job.wire.endpoint import Meeting, own_address
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -72,14 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
-    sampled = Node(
+    sampler = MachineSampler(
         run=RunDir(arguments.run),
+        environ=os.environ,
         attempt=arguments.attempt,
         node_rank=place.node_rank,
-        num_nodes=place.num_nodes,
         num_gpus=arguments.gpus,
     )
-    sampler = MachineSampler(sampled, os.environ)
     try:
         return see_through(torchrun, arguments.stop_signal, interruptions)
     finally:

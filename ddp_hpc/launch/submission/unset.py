@@ -21,8 +21,8 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 
 if TYPE_CHECKING:
+    from ddp_hpc.cluster.machine.gpus import Gpu
     from ddp_hpc.cluster.slurm.queries import NodeShape
-    from ddp_hpc.run.run_dir.machine_use import GpuUse
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 BUSY_GIB = 1.0
@@ -96,7 +96,7 @@ def _as_trained(resolved: Resolved, before: RunSpec | None, environ: Mapping[str
     return Overlay(resolved, environ).resolved({"train": {"matmul_precision": precision}}, _KEPT)
 
 
-def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> tuple[list[GpuUse] | None, str]:
+def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> tuple[list[Gpu] | None, str]:
     """Return the GPUs that the run would see, None where it uses none or the driver does not say; and in the latter case a note."""
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     may_have = any(path.exists() for path in (*_DEVICES, *(Path(folder, _LIBRARY) for folder in folders if folder)))
@@ -115,7 +115,7 @@ def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]
     )
 
 
-def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[GpuUse] | None, visible: str | None) -> Found:
+def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | None, visible: str | None) -> Found:
     """Return which GPUs of this machine a run takes; `there` are those it would see, and `visible` is CUDA_VISIBLE_DEVICES.
 
     Raises:
@@ -173,14 +173,14 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[GpuUse] |
     )
 
 
-def _on_cpus(workers: int | None, there: Sequence[GpuUse]) -> str:
+def _on_cpus(workers: int | None, there: Sequence[Gpu]) -> str:
     return (
         f"the workers train on CPUs, because `resources.workers_per_node` is {workers} and this machine shows {_count(len(there))}; "
         f"to use GPUs, set `resources.workers_per_node={len(there)}`"
     )
 
 
-def _too_few(needed: int, there: Sequence[GpuUse], visible: str | None, *, is_kept: bool) -> str:
+def _too_few(needed: int, there: Sequence[Gpu], visible: str | None, *, is_kept: bool) -> str:
     asks = "was first submitted with" if is_kept else "asks for"
     shown = "not set" if visible is None else repr(visible)
     on_gpus = f"`resources.gpus_per_node={len(there)}`, or " if there else ""

@@ -210,7 +210,7 @@ class RunDir:
         return self.attempt_logs(attempt) / f"rank-{rank}.launches.json"
 
     def machine_use(self, attempt: int, node_rank: int) -> Path:
-        """How busy the GPUs and CPUs of a node are, and how much memory is used: one line for each interval."""
+        """How busy the GPUs and CPUs of a node are, and how much memory is used: a record a minute."""
         return self.attempt_logs(attempt) / f"node-{node_rank}.machine.jsonl"
 
     def machine_uses(self, attempt: int) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.run_dir.ledger import Attempt
-from ddp_hpc.run.run_dir.machine_use import FIRST_LINE_S, MachineUse, newest_uses
+from ddp_hpc.run.run_dir.machine_use import MachineUse, newest_uses
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import LastRead, Tail, newest_attempt
 from ddp_hpc.run.run_dir.timeline import Look, Mark, look_in, read_marks, read_nodes
@@ -24,6 +24,8 @@ from ddp_hpc.watch.status import read_status
 _MOST_POINTS = 4000
 _MOST_BYTES = 4 << 20
 """Of a file of lines that are read at first: a screen shows no more of a long run."""
+_MACHINES_S = 15.0
+"""How long what was read of the nodes is shown."""
 T = TypeVar("T")
 
 
@@ -86,8 +88,8 @@ class Looker:
             return otherwise
 
     def _machines(self, attempt: int, now: float) -> Sequence[MachineUse]:
-        """Return the newest line of each node: many files, of which each is written seldom."""
-        if attempt >= 0 and (attempt != self._machines_of or now - self._machines_at >= FIRST_LINE_S):
+        """Return the newest record of each node: many files, of which each is written once a minute."""
+        if attempt >= 0 and (attempt != self._machines_of or now - self._machines_at >= _MACHINES_S):
             self._newest_uses, self._machines_of, self._machines_at = newest_uses(self.run, attempt), attempt, now
         return self._newest_uses
 

@@ -1,23 +1,30 @@
-"""How busy the machines of a run were: a chart over time, a sentence, and the numbers that notes may name. Pure."""
+"""How busy the nodes of a run were: a chart over time, a sentence, and the numbers that notes may name. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from ddp_hpc.run.run_dir.machine_use import MachineUse, Summary, summary_of
-from ddp_hpc.run.run_dir.machine_words import sentence
-from ddp_hpc.watch.report.axes import Axis, clock_times, linear
+from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged
+from ddp_hpc.watch.report.axes import clock_times, linear
 from ddp_hpc.watch.report.charts import Chart, Curve, path
 from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.series import Point
 
-_MOST_COLUMNS = 240
-"""Parts of the time; what all nodes report of one part is one point."""
+_MOST_POINTS = 240
+"""What all nodes report of one part of the time is one point."""
+_CURVES: Sequence[tuple[str, str, Callable[[MachineUse], float | None]]] = (
+    ("main", "GPUs busy, the mean of all", lambda use: use.gpu_busy),
+    ("cpu", "CPUs busy, the mean of those that the job may use", lambda use: use.cpu_busy),
+)
 
 
-def in_training(run: RunData) -> list[MachineUse]:
-    """Return the lines of all attempts from the moment when training began; all lines where that is not known, as of a script."""
+def _all(run: RunData) -> list[MachineUse]:
+    return [use for uses in run.machines.values() for use in uses]
+
+
+def _in_training(run: RunData) -> list[MachineUse]:
+    """Return the records of all attempts from the moment when training began; all records where that is not known, as of a script."""
     begun = {mark.attempt: mark.at for mark in run.marks if mark.kind == "begin"}
     return [
         use
@@ -29,68 +36,46 @@ def in_training(run: RunData) -> list[MachineUse]:
 
 def facts_of_machines(run: RunData) -> Mapping[str, float]:
     """Return the numbers by their names in `notes.Facts`, where they are known."""
-    use = summary_of(in_training(run))
+    use = merged(_in_training(run))
     if use is None:
         return {}
-    throttled = None if use.throttled is None or not use.num_cpus else use.throttled * use.num_nodes / use.num_cpus
     known = {
         "measured_s": use.seconds,
         "gpu_busy": use.gpu_busy,
         "gpu_memory_share": use.gpu_memory_share,
         "cpu_busy": use.cpu_busy,
-        "cpus_of_node": None if use.num_cpus is None else use.num_cpus / use.num_nodes,
-        "throttled_share": throttled,
-        "memory_share": None if use.is_memory_of_node else use.memory_share,
+        "cpus_of_node": use.num_cpus,
+        "memory_share": max((one.memory_share or 0.0 for one in _all(run)), default=None),
     }
     return {name: value for name, value in known.items() if value is not None}
 
 
 def about_machines(run: RunData) -> str:
     """Return a sentence on the whole run; empty where nothing was measured."""
-    use: Summary | None = summary_of(in_training(run) or [use for uses in run.machines.values() for use in uses])
-    since = "Since training began" if in_training(run) and run.marks else "While the workers ran"
-    return "" if use is None else f"{since}, on average (memory: at most): {sentence(use)}."
+    use = merged(_in_training(run) or _all(run))
+    since = "Since training began" if _in_training(run) and run.marks else "While the workers ran"
+    return "" if use is None else f"{since}, on average (memory: at most): {'; '.join(in_words(use))}."
 
 
 def machine_chart(run: RunData) -> Chart | None:
     """Return the chart of the shares of GPUs and CPUs that were busy; None where nothing was measured."""
-    uses = [use for of_attempt in run.machines.values() for use in of_attempt]
+    uses = _all(run)
     if not uses:
         return None
     x = clock_times(min(use.at - use.seconds for use in uses), max(use.at for use in uses))
     y = linear(0.0, 100.0, count=4)
-    curves = [
-        Curve(kind, drawn, title) for kind, title, value in _CURVES if (drawn := _drawn(run.machines, value, x, y))
-    ]
+    points = [_points(of_attempt, (x.high - x.low) / _MOST_POINTS) for of_attempt in run.machines.values()]
+    curves = []
+    for kind, title, value in _CURVES:
+        lines = [[Point(use.at, 100 * one) for use in uses if (one := value(use)) is not None] for uses in points]
+        if any(lines):
+            curves.append(Curve(kind, " ".join(path(line, x, y) for line in lines if line), title))
     return Chart(title="GPUs and CPUs", unit="% busy", x=x, y=y, curves=curves) if curves else None
 
 
-_CURVES: Sequence[tuple[str, str, Callable[[Summary], float | None]]] = (
-    ("main", "GPUs busy, the mean of all", lambda use: use.gpu_busy),
-    ("cpu", "CPUs busy, the mean of those that the job may use", lambda use: use.cpu_busy),
-)
-
-
-def _drawn(
-    machines: Mapping[int, Sequence[MachineUse]], value: Callable[[Summary], float | None], x: Axis, y: Axis
-) -> str:
-    """Return one line for each attempt; what is not known interrupts it."""
-    lines: list[list[Point]] = [[]]
-    for uses in machines.values():
-        lines.append([])
-        for at, column in _columns(uses, (x.high - x.low) / _MOST_COLUMNS):
-            share = value(column)
-            if share is None:
-                lines.append([])
-            else:
-                lines[-1].append(Point(at, min(100.0, share * 100)))
-    return " ".join(path(line, x, y) for line in lines if line)
-
-
-def _columns(uses: Sequence[MachineUse], width_s: float) -> list[tuple[float, Summary]]:
-    """Put the lines of one attempt together that end within one part of the time; return the middle of each, and what they say."""
+def _points(uses: Sequence[MachineUse], width_s: float) -> list[MachineUse]:
+    """Merge the records of one attempt that end within one part of the time."""
     parts: dict[int, list[MachineUse]] = {}
     for use in uses:
-        parts.setdefault(int(use.at // max(width_s, 1.0)), []).append(use)
-    found = [(part, summary) for _, part in sorted(parts.items()) if (summary := summary_of(part)) is not None]
-    return [(sum(use.at - use.seconds / 2 for use in part) / len(part), summary) for part, summary in found]
+        parts.setdefault(int(use.at // max(width_s, 60.0)), []).append(use)
+    return [*filter(None, (merged(part) for _, part in sorted(parts.items())))]

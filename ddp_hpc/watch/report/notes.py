@@ -96,10 +96,8 @@ class Facts:
     """CPU seconds that were used, as a share of those that the job may use."""
     cpus_of_node: float = math.nan
     """CPUs that the job may use on a node."""
-    throttled_share: float = math.nan
-    """Share of the CPU time that the cgroup's quota refused."""
     memory_share: float = math.nan
-    """The most memory that was used on a node, of the limit of the job's cgroup."""
+    """The most memory that was used on a node, of what the job may use."""
 
 
 NAMES = tuple(one.name for one in fields(Facts))
@@ -199,11 +197,6 @@ RULES: Sequence[Rule] = (
         when="gpu_busy < 0.05 and measured_s >= 300",
         text="The GPUs are busy {gpu_busy:.1%} of the time: the training may not use them at all.",
         key="resources.gpus_per_node=0, or change the script so that it uses its GPU",
-    ),
-    Rule(
-        when="throttled_share >= 0.05",
-        text="The CPU quota of the job's cgroup kept its threads from running for {throttled_share:.0%} of the CPU time.",
-        key="a larger resources.cpus_per_worker, or fewer threads (env.OMP_NUM_THREADS)",
     ),
     Rule(
         when="chooses_interval == 0 and lost_share >= 0.10 and steps_repeated > 0 and saving_less_lost <= 0",

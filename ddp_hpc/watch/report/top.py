@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.run.run_dir.machine_use import MachineUse, summary_of
-from ddp_hpc.run.run_dir.machine_words import cpus, gpus, memory
+from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged
 from ddp_hpc.run.run_dir.timeline import Look
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.goodput import Goodput
@@ -35,7 +34,7 @@ class Seen:
     """Rank -> its node."""
     now: float
     machines: Sequence[MachineUse] = ()
-    """The newest line of each node, in the newest attempt."""
+    """The newest record of each node, in the newest attempt."""
     unread: Sequence[str] = ()
     """Files that cannot be read now, each with the error."""
 
@@ -116,14 +115,12 @@ def _time(seen: Seen, width: int) -> list[str]:
 
 
 def _machines(seen: Seen) -> list[str]:
-    summary = summary_of(seen.machines)
-    if summary is None:
+    use = merged(seen.machines)
+    if use is None:
         return []
-    age = f", {duration(max(0.0, seen.now - summary.at))} ago"
-    told = [text for text in (gpus(summary), cpus(summary), memory(summary)) if text]
-    return [
-        _labelled("machines" if number == 0 else "", text) for number, text in enumerate([*told[:-1], told[-1] + age])
-    ]
+    *told, last = in_words(use)
+    told.append(f"{last}, {duration(max(0.0, seen.now - use.at))} ago")
+    return [_labelled("" if number else "machines", text) for number, text in enumerate(told)]
 
 
 def _ranks(seen: Seen, width: int) -> list[str]:

@@ -8,14 +8,13 @@ a slice that begins within another one and ends after it (https://github.com/goo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ddp_hpc.base.shown_text import masked_record
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, read_failures
 from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records
-from ddp_hpc.run.run_dir.machine_use import MachineUse
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
@@ -23,18 +22,15 @@ from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.timeline import parts_of
 
 Event = dict[str, Any]
-RUN, RANKS, COLLECTIVES, SAVES, MACHINES = 1, 2, 3, 4, 5
+RUN, RANKS, COLLECTIVES, SAVES = 1, 2, 3, 4
 """Process numbers of the trace: groups of rows."""
 _ROWS, _LANES = 1_000_000, 100_000
 """A row's number in the file is `group * _ROWS + lane * _LANES + rank`: unlike all others, and never 0."""
-_MOST_USES = 5_000
-"""How many lines on the use of machines are drawn, four counters each: of more, evenly spaced ones."""
 _GROUPS = {
     RUN: "run",
     RANKS: "ranks",
     COLLECTIVES: "collectives before a hang",
     SAVES: "checkpoint writer",
-    MACHINES: "machines",
 }
 
 
@@ -47,7 +43,6 @@ def trace_of(run: RunData) -> dict[str, Any]:
         *_ranks(run),
         *_marks(run.marks),
         *_waits(run),
-        *_machines(run.machines),
         *(event for number in numbers for event in _failures(number, read_failures(files, number))),
         *(event for number in numbers for event in _hangs(read_hang_records(files, number))),
     ]
@@ -107,8 +102,8 @@ def _instant(pid: int, tid: int, name: str, at: float, **args: Any) -> Event:
     return {"ph": "i", "s": "t", "pid": pid, "tid": tid, "name": name, "ts": at, "args": args}
 
 
-def _counter(name: str, at: float, values: Mapping[str, float], row: tuple[int, int] = (RUN, 0)) -> Event:
-    return {"ph": "C", "pid": row[0], "tid": row[1], "name": name, "ts": at, "args": dict(values)}
+def _counter(name: str, at: float, values: Mapping[str, float]) -> Event:
+    return {"ph": "C", "pid": RUN, "tid": 0, "name": name, "ts": at, "args": dict(values)}
 
 
 def _names(rows: Sequence[tuple[int, int, int]]) -> Iterator[Event]:
@@ -119,9 +114,7 @@ def _names(rows: Sequence[tuple[int, int, int]]) -> Iterator[Event]:
         yield {**first, "name": "process_sort_index", "args": {"sort_index": group}}
     for number, (group, rank, lane) in enumerate(rows):
         row = {"ph": "M", "pid": group, "tid": _number(group, rank, lane)}
-        name = ("attempts" if group == RUN else f"{'node' if group == MACHINES else 'rank'} {rank}") + (
-            f" ({lane + 1})" if lane else ""
-        )
+        name = ("attempts" if group == RUN else f"rank {rank}") + (f" ({lane + 1})" if lane else "")
         yield {**row, "name": "thread_name", "args": {"name": name}}
         yield {**row, "name": "thread_sort_index", "args": {"sort_index": number}}
 
@@ -183,42 +176,6 @@ def _waits(run: RunData) -> Iterator[Event]:
         yield _instant(RANKS, alarm.rank, "slow", alarm.at, **known)
         if alarm.ended_at is not None:
             yield _instant(RANKS, alarm.rank, "not slow any more", alarm.ended_at)
-
-
-_USE: Sequence[tuple[str, str, Callable[[MachineUse], float | None]]] = (
-    ("GPUs busy", "%", lambda use: _percent(use.gpu_busy)),
-    ("fullest GPU's memory", "%", lambda use: _percent(use.gpu_memory_share)),
-    ("CPUs busy", "%", lambda use: _percent(use.cpu_busy)),
-    ("memory", "GiB", lambda use: use.memory_gib),
-)
-"""Counters of each node: name, unit, value. Perfetto shows name and unit as the track's name."""
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else share * 100
-
-
-def _machines(machines: Mapping[int, Sequence[MachineUse]]) -> Iterator[Event]:
-    """Draw how busy each node was as counters, from the beginning of each interval on.
-
-    A counter keeps its value until the next one. So it falls to zero where the attempt's workers are gone, and where its value
-    is not known any more, which is said beside it.
-    """
-    every = 1 + sum(map(len, machines.values())) // _MOST_USES
-    for uses in machines.values():
-        for node, of_node in groupby(uses, key=lambda use: use.node_rank):
-            lines = [*of_node]
-            for name, unit, value in _USE:
-                title, is_known = f"node {node} {lines[-1].node}: {name}", False
-                for use in [one for number, one in enumerate(lines) if number % every == 0 or one is lines[-1]]:
-                    begin, one = use.at - use.seconds, value(use)
-                    if one is not None or is_known:
-                        yield _counter(title, begin, {unit: round(one or 0.0, 2)}, row=(MACHINES, node))
-                    if one is None and is_known:
-                        yield _instant(MACHINES, node, f"{name}: not known", begin, reason=use.gpu_problem)
-                    is_known = one is not None
-                if is_known:
-                    yield _counter(title, lines[-1].at, {unit: 0.0}, row=(MACHINES, node))
 
 
 def _failures(attempt: int, failures: Sequence[WorkerFailure]) -> Iterator[Event]:
