@@ -268,7 +268,7 @@ def shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
 
 
 def accounts(environ: Mapping[str, str]) -> list[str]:
-    """Return the same in words, `lab (QOS high, low)`; empty if accounting is off or does not answer."""
+    """Return the same as texts, `lab (QOS high, low)`; empty if accounting is off or does not answer."""
     try:
         return [one.words for one in associations(environ)]
     except (ConfigError, SlurmUnavailableError):

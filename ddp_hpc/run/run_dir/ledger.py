@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -260,9 +261,10 @@ _BEGUN = {"attempt", "job_id", "host", "pid", "started_at"}
 def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a line says of an attempt, as `Attempt` takes it; None where a value is not of its field's type."""
     found = record_of(line, _line_type())
-    if found is None:
+    fields = {} if found is None else msgspec.structs.asdict(found)
+    if not fields or any(isinstance(value, float) and not isfinite(value) for value in fields.values()):
         return None
-    return {key: value for key, value in msgspec.structs.asdict(found).items() if value is not msgspec.UNSET}
+    return {key: value for key, value in fields.items() if value is not msgspec.UNSET}
 
 
 @cache

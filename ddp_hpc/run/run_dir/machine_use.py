@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.durable import append_json_line, open_record
+from ddp_hpc.base.record import record_in
 from ddp_hpc.run.run_dir.paths import RunDir
 
 FULL = 0.9
@@ -89,17 +89,11 @@ def newest_uses(run: RunDir, attempt: int) -> list[MachineUse]:
 
 
 def _newest(path: Path, most_bytes: int) -> list[MachineUse]:
-    import msgspec  # late: `status` of a run that has just begun does without it
-
-    decoder = msgspec.json.Decoder(MachineUse)
     with open_record(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
         lines = file.read(most_bytes).split(b"\n")
-    found = []
-    for line in lines:
-        with suppress(ValueError, RecursionError):  # empty, half written, or of another version
-            found.append(decoder.decode(line))
-    return [use for use in found if use.seconds > 0]
+    uses = (record_in(line, MachineUse) for line in lines)  # the first one may have been cut
+    return [use for use in uses if use is not None and use.seconds > 0]
 
 
 def merged(uses: Sequence[MachineUse]) -> MachineUse | None:
