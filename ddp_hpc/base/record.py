@@ -42,7 +42,7 @@ def append_record(path: Path, record: Any, *, durable: bool = True) -> None:
     append_json_line(path, asdict(record), durable=durable)
 
 
-def read_record(path: Path, kind: type[T]) -> T | None:
+def read_record(path: Path, kind: type[T], *, may_have_nan: bool = False) -> T | None:
     """Return the record at a path.
 
     Raises:
@@ -50,14 +50,14 @@ def read_record(path: Path, kind: type[T]) -> T | None:
         OSError: if the file system does not answer.
     """
     try:
-        return record_in(record_bytes(path), kind)
+        return record_in(record_bytes(path), kind, may_have_nan=may_have_nan)
     except FileNotFoundError:
         return None
 
 
-def known_record(path: Path, kind: type[T]) -> T | None:
+def known_record(path: Path, kind: type[T], *, may_have_nan: bool = False) -> T | None:
     """Return the record at a path; None, too, where the file system does not answer, which is logged."""
-    return known(path, partial(read_record, path, kind), unknown=None)
+    return known(path, partial(read_record, path, kind, may_have_nan=may_have_nan), unknown=None)
 
 
 def read_records(path: Path, kind: type[T]) -> Iterator[T]:
@@ -72,14 +72,18 @@ def read_records(path: Path, kind: type[T]) -> Iterator[T]:
             yield record
 
 
-def record_in(raw: bytes, kind: type[T]) -> T | None:
-    """Return the record that some JSON holds."""
+def record_in(raw: bytes, kind: type[T], *, may_have_nan: bool = False) -> T | None:
+    """Return the record that some JSON holds. NUL bytes around it are removed, as crashed file systems leave them.
+
+    NaN and infinite numbers, which Python writes and JSON does not have, count as damage unless the record `may_have_nan`.
+    """
+    record: T | None = None
     try:
-        record: T = _decode_as(kind)(raw)  # type: ignore[arg-type]  # a class is hashable
+        record = _decode_as(kind)(raw.strip(b"\0 \t\r\n"))  # type: ignore[arg-type]  # a class is hashable
     except msgspec.ValidationError:
         return None
-    except (msgspec.DecodeError, RecursionError):  # NaN, which Python writes, or NUL bytes that a file system has left
-        return record_of(json_line(raw), kind)
+    except (msgspec.DecodeError, RecursionError):
+        return record_of(json_line(raw), kind) if may_have_nan else None
     return record
 
 

@@ -263,7 +263,7 @@ def write_difference(run: RunDir, difference: Difference) -> None:
 
 def read_difference(run: RunDir, attempt: int) -> Difference | None:
     """Return the record of an attempt; None where its ranks did not differ in what is compared now, or the record cannot be read."""
-    found = known_record(run.difference(attempt), Difference)
+    found = known_record(run.difference(attempt), Difference, may_have_nan=True)
     if found is None or found.of_gradients:
         return None
     num = len(found.digests)

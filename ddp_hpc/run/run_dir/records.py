@@ -233,7 +233,7 @@ def write_progress(run: RunDir, progress: Progress) -> None:
 
 def read_progress(run: RunDir) -> Progress | None:
     """Return the newest progress, or None before the first step."""
-    return read_record(run.progress, Progress)
+    return read_record(run.progress, Progress, may_have_nan=True)
 
 
 REPORTED = ("step", "loss", "samples_per_s", "metrics", "last_checkpoint", "last_checkpoint_at", "at")

@@ -122,7 +122,9 @@ def read_losses(run: RunDir, *, num_bins: int) -> Series:
         OSError: if the file system does not answer.
     """
     raws = Tail(run.metrics, most_bytes=_MOST_BYTES_OF_SMALL).new_raw_lines()
-    trained = [line for raw in raws if (line := record_in(raw, _Line)) is not None and line.kind == "train"]
+    trained = [
+        line for raw in raws if (line := record_in(raw, _Line, may_have_nan=True)) is not None and line.kind == "train"
+    ]
     broken = [line.step for line in trained if not _is_finite(line.loss)]
     return Series(
         loss=thinned(_finite((line.step, line.loss) for line in trained), num_bins), not_finite=_some(broken, num_bins)
@@ -134,7 +136,7 @@ def _of_steps(lines: Sequence[_Line], name: str) -> list[Point]:
 
 
 def _lines(path: Path) -> Iterator[tuple[_Line, bytes]]:
-    yield from ((line, raw) for raw in lines_of(path) if (line := record_in(raw, _Line)) is not None)
+    yield from ((line, raw) for raw in lines_of(path) if (line := record_in(raw, _Line, may_have_nan=True)) is not None)
 
 
 def _is_finite(value: float | None) -> bool:
