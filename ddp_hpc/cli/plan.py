@@ -48,7 +48,7 @@ _IN_JOB = Meeting("ADDRESS", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """The commands of an attempt, and what its first worker finds in its environment."""
 
     steps: Mapping[str, str]
@@ -78,7 +78,7 @@ class Plan:
         return "".join(f"# {' '.join(line.splitlines())}\n" for line in lines)
 
 
-def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environment: Mapping[str, str]) -> Plan:
+def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environment: Mapping[str, str]) -> LaunchPlan:
     """Return what a run of the back end of that name would start, made by the code that starts it.
 
     Raises:
@@ -96,7 +96,7 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
     ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0)
     environ = {**(environment if start.inherits(spec) else {}), **spec.environ}
     made = settled({**node.endpoint, **node_variables(node.interface, node.computing)}, environ, fixed=ENDPOINT)
-    return Plan(
+    return LaunchPlan(
         steps=start.steps(
             Launch(spec=spec, run=run, workload=workload_of(spec), world=spec.resources.world, wrapper=wrapper)
         ),

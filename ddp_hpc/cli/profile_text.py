@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_hpc.run.run_dir.profile_notes import Profile
+from ddp_hpc.run.run_dir.profile_notes import RankProfile
 
 
-def as_line(profiles: Sequence[Profile], *, word: str) -> str:
+def as_line(profiles: Sequence[RankProfile], *, word: str) -> str:
     """Return one line, with what to do where a profile is missing; empty where none was asked for. `word` names the run on the command line."""
     if not profiles:
         return ""
@@ -16,7 +16,7 @@ def as_line(profiles: Sequence[Profile], *, word: str) -> str:
     return f"{newest.kind}, steps {first} to {last}: {'; '.join(_of_rank(one, word) for one in profiles)}"
 
 
-def _of_rank(one: Profile, word: str) -> str:
+def _of_rank(one: RankProfile, word: str) -> str:
     if one.state == "found":
         return f"rank {one.rank} is in {one.file}"
     if one.state == "awaited":

@@ -11,7 +11,7 @@ from ddp_hpc.prove.replay.auditing import AuditReport
 from ddp_hpc.prove.replay.bisecting import BisectReport
 from ddp_hpc.prove.replay.circumstances import Circumstances
 from ddp_hpc.prove.replay.first_difference import Parting, Value
-from ddp_hpc.prove.replay.replaying import Report
+from ddp_hpc.prove.replay.replaying import ReplayReport
 
 _MOST_LETTERS = 100
 """Of an option, or of the ids of a batch."""
@@ -21,7 +21,7 @@ _CAUSES = "Possible causes: the run's code, data or environment has changed sinc
 _OTHER_WORLD = "The replay had another number of ranks or another device than the run, where dropout and batch normalisation give other losses, so this proves nothing. Repeat it without `--world`, on a machine like the run's."
 
 
-def replay_text(report: Report) -> str:
+def replay_text(report: ReplayReport) -> str:
     """Return the result of a replay as text."""
     compared = f"{report.num_losses} losses, {report.num_steps_with_samples} steps' samples, {report.num_digests} digests, {len(report.checkpoints)} checkpoints"
     steps = f"steps {report.from_step + 1} to {report.to_step}"

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.launch.sweep.follow import Look, follow
+from ddp_hpc.launch.sweep.follow import SweepLook, follow
 from ddp_hpc.launch.sweep.point_states import PointState
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.start import Started
@@ -68,9 +68,9 @@ def _follow(sweep_dir: SweepDir, environment: Mapping[str, str], *, word: str, i
     return exit_codes.FINISHED if set(counts) == {"finished"} else exit_codes.FAILED
 
 
-def show(looks: Iterable[Look], out: TextIO, *, is_quiet: bool) -> Look:
+def show(looks: Iterable[SweepLook], out: TextIO, *, is_quiet: bool) -> SweepLook:
     """Print a line for each point whose state changes, and then the counts; return the last look."""
-    before: Look | None = None
+    before: SweepLook | None = None
     for look in looks:
         if look.problem and (before is None or before.problem != look.problem):
             print(f"note: {look.problem}", file=sys.stderr, flush=True)
@@ -84,7 +84,7 @@ def show(looks: Iterable[Look], out: TextIO, *, is_quiet: bool) -> Look:
     return before
 
 
-def _changes(before: Look, look: Look) -> list[str]:
+def _changes(before: SweepLook, look: SweepLook) -> list[str]:
     pairs = ((point, before.states.get(point.number), look.states[point.number]) for point in look.points)
     lines = ((point, _event(old, new)) for point, old, new in pairs)
     return [f"{point.name} {event}" for point, event in lines if event]
@@ -108,7 +108,7 @@ def _counts(states: Iterable[PointState]) -> dict[str, int]:
     return dict(sorted(Counter(str(state.word) for state in states).items()))
 
 
-def _counts_line(look: Look) -> str:
+def _counts_line(look: SweepLook) -> str:
     counts = _counts(look.states.values())
     return f"{_points(look.points)}: {', '.join(f'{count} {word}' for word, count in counts.items())}"
 

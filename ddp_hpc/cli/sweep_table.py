@@ -29,7 +29,7 @@ _FAILED = frozenset({"failed", "refused"})
 
 
 @dataclass(frozen=True)
-class Row:
+class PointRow:
     """A point, and the status of its run; None where it has none yet."""
 
     point: Point
@@ -63,14 +63,14 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     return 0
 
 
-def _rows(sweep_dir: SweepDir, environment: Mapping[str, str]) -> list[Row]:
+def _rows(sweep_dir: SweepDir, environment: Mapping[str, str]) -> list[PointRow]:
     sweep = read_sweep(sweep_dir)
     queue = queue_now(environment, time.time()) if sweep.arrays else Queue(jobs={}, at=0.0)
     states = PointReader(sweep_dir, slurm_asker(environment)).read(sweep, queue, is_being_sent=is_being_sent(sweep_dir))
-    return [Row(point, states[point.number].word, states[point.number].status) for point in sweep.points]
+    return [PointRow(point, states[point.number].word, states[point.number].status) for point in sweep.points]
 
 
-def _sorted(rows: Sequence[Row], by: str, *, is_reversed: bool) -> list[Row]:
+def _sorted(rows: Sequence[PointRow], by: str, *, is_reversed: bool) -> list[PointRow]:
     """Return the points sorted by a swept key, a column or a metric; those without a value come last."""
     begun = {row.point.name: row for row in rows if row.status is not None}
     if any(by in row.point.settings for row in rows):
@@ -87,7 +87,7 @@ def _sorted(rows: Sequence[Row], by: str, *, is_reversed: bool) -> list[Row]:
     return [*ordered, *(row for row in rows if row not in ordered)]
 
 
-def _cells(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
+def _cells(row: PointRow, keys: Sequence[str]) -> tuple[str, ...]:
     status = row.status
     known = ("-",) * 5
     if status is not None:
@@ -102,6 +102,6 @@ def _shown(value: Any) -> str:
     return or_dash(text and visible(text.replace("\n", "\\n")))
 
 
-def _as_record(row: Row) -> dict[str, Any]:
+def _as_record(row: PointRow) -> dict[str, Any]:
     status = {} if row.status is None else asdict(row.status)
     return {**status, "run": row.point.name, "state": row.state, "point": row.point.number, "set": row.point.shown}

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.watch.why.findings import Evidence, Verdict
+from ddp_hpc.watch.why.findings import EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import number_of
 from ddp_hpc.watch.why.signatures import BY_NAME, Role
 
@@ -123,20 +123,20 @@ def _others(verdict: Verdict) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _shown(run: RunDir, evidence: Evidence) -> str:
+def _shown(run: RunDir, evidence: EvidenceLine) -> str:
     return f"{_ROLES[evidence.role]} ({_where(run, evidence)}): {_quoted(evidence)}"
 
 
-def _where(run: RunDir, evidence: Evidence) -> str:
+def _where(run: RunDir, evidence: EvidenceLine) -> str:
     rank = "" if evidence.rank is None else f"rank {evidence.rank}, "
     return rank + ("record" if evidence.line is None else place_of(run, evidence))
 
 
-def _quoted(evidence: Evidence) -> str:
+def _quoted(evidence: EvidenceLine) -> str:
     return evidence.text[:_LONGEST].strip()
 
 
-def place_of(run: RunDir, evidence: Evidence) -> str:
+def place_of(run: RunDir, evidence: EvidenceLine) -> str:
     """Return the file and the line of a piece of evidence: `logs/attempt-0/rank-1.log:57`."""
     if evidence.line is None:
         return ""

@@ -22,7 +22,7 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
 from ddp_hpc.cluster.containers import CommandWrapper
-from ddp_hpc.cluster.node_checks.answers import Answers, Asked
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds
 from ddp_hpc.cluster.node_checks.facts import facts_of
 from ddp_hpc.cluster.node_checks.verdict import findings_of
 from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
@@ -56,7 +56,7 @@ class Question:
     """The beginning of the command that starts a process on each node as workers start; None for a step of one CPU."""
     interfaces: Sequence[str] = ()
     """Networks to prefer (`network.interfaces`)."""
-    asked: Asked = field(default_factory=Asked)
+    asked: NodeNeeds = field(default_factory=NodeNeeds)
 
 
 def examine(question: Question) -> Preflight:
@@ -78,7 +78,7 @@ def examine(question: Question) -> Preflight:
     if len(facts) > 1 and not processes.is_stop_pending():
         with diagnosis("the network between the nodes"):
             network = _network(question, tuple(facts))
-    answers = Answers(
+    answers = NodeAnswers(
         nodes=nodes,
         facts=facts,
         unstarted=answered.unstarted,
@@ -141,7 +141,7 @@ def _question(context: JobContext, wrapper: CommandWrapper, attempt: int, alloca
         python=wrapper.command,
         step=[*step, *wrapper.srun_args],
         interfaces=spec.network.interfaces,
-        asked=Asked(
+        asked=NodeNeeds(
             cpus_per_node=workload.cpus_per_worker * world.workers_per_node, gpus_per_node=spec.resources.num_gpus
         ),
     )
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             environ=os.environ,
             paths=arguments.path,
             interfaces=arguments.interface,
-            asked=Asked(gpus_per_node=arguments.gpus_per_node),
+            asked=NodeNeeds(gpus_per_node=arguments.gpus_per_node),
         )
         found = examine(question)
     except (DdpHpcError, OSError) as error:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.job.wire import subprocesses
-from ddp_hpc.job.wire.control_channel import Line
+from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.failure_reports import first_failure
@@ -156,7 +156,7 @@ class _Step:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None  # noqa: S101  `on_line`
         assert stdout is not None  # noqa: S101
-        self.line = Line(os.dup(stdout.fileno()), os.dup(stdin.fileno()))
+        self.line = ControlChannel(os.dup(stdout.fileno()), os.dup(stdin.fileno()))
         stdin.close()
         stdout.close()
 

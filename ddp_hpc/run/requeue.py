@@ -20,7 +20,7 @@ _RESERVE_S = 15.0
 
 
 @dataclass(frozen=True)
-class Row:
+class RequeueRow:
     """What follows one cause."""
 
     ending: Ending
@@ -30,25 +30,25 @@ class Row:
     """Whether it counts as a failure, for the limit on failures in a row without a new checkpoint."""
 
 
-TABLE: Mapping[Cause, Row] = {
-    Cause.FINISHED: Row(Ending.FINISHED, Next.NOTHING),
-    Cause.REFUSED: Row(Ending.REFUSED, Next.NOTHING),
-    Cause.CANCELLED: Row(Ending.CANCELLED, Next.NOTHING),
-    Cause.FENCED: Row(Ending.FENCED, Next.NOTHING),
-    Cause.STOP_ASKED: Row(Ending.STOPPED, Next.NOTHING),
-    Cause.REQUEUE_ASKED: Row(Ending.STOPPED, Next.REQUEUE),
-    Cause.SCRIPT_ASKED: Row(Ending.STOPPED, Next.REQUEUE, is_failure=True),
-    Cause.PREEMPTED: Row(Ending.STOPPED, Next.REQUEUE),
-    Cause.TIME_LIMIT: Row(Ending.STOPPED, Next.REQUEUE, is_failure=True),
-    Cause.WORKER_CRASHED: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
-    Cause.HANG: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
-    Cause.NODE_FAILED: Row(Ending.FAILED, Next.REQUEUE, is_failure=True),
-    Cause.DIVERGED: Row(Ending.FAILED, Next.NOTHING),
-    Cause.RANKS_DIFFER: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
-    Cause.UNEXPLAINED: Row(Ending.FAILED, Next.REQUEUE, is_failure=True),
-    Cause.SUPERVISOR_DIED: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
-    Cause.SUSPENDED: Row(Ending.FAILED, Next.IN_PLACE),
-    Cause.PREFLIGHT: Row(Ending.FAILED, Next.NOTHING),
+TABLE: Mapping[Cause, RequeueRow] = {
+    Cause.FINISHED: RequeueRow(Ending.FINISHED, Next.NOTHING),
+    Cause.REFUSED: RequeueRow(Ending.REFUSED, Next.NOTHING),
+    Cause.CANCELLED: RequeueRow(Ending.CANCELLED, Next.NOTHING),
+    Cause.FENCED: RequeueRow(Ending.FENCED, Next.NOTHING),
+    Cause.STOP_ASKED: RequeueRow(Ending.STOPPED, Next.NOTHING),
+    Cause.REQUEUE_ASKED: RequeueRow(Ending.STOPPED, Next.REQUEUE),
+    Cause.SCRIPT_ASKED: RequeueRow(Ending.STOPPED, Next.REQUEUE, is_failure=True),
+    Cause.PREEMPTED: RequeueRow(Ending.STOPPED, Next.REQUEUE),
+    Cause.TIME_LIMIT: RequeueRow(Ending.STOPPED, Next.REQUEUE, is_failure=True),
+    Cause.WORKER_CRASHED: RequeueRow(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.HANG: RequeueRow(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.NODE_FAILED: RequeueRow(Ending.FAILED, Next.REQUEUE, is_failure=True),
+    Cause.DIVERGED: RequeueRow(Ending.FAILED, Next.NOTHING),
+    Cause.RANKS_DIFFER: RequeueRow(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.UNEXPLAINED: RequeueRow(Ending.FAILED, Next.REQUEUE, is_failure=True),
+    Cause.SUPERVISOR_DIED: RequeueRow(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.SUSPENDED: RequeueRow(Ending.FAILED, Next.IN_PLACE),
+    Cause.PREFLIGHT: RequeueRow(Ending.FAILED, Next.NOTHING),
 }
 """A preemption is not a failure of the run, so it does not count. A time limit counts: a run that cannot commit between two
 time limits never will. A script that asks to be started again counts for the same reason."""

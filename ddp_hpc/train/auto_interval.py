@@ -40,7 +40,7 @@ _LEAST_S = 1.0
 
 
 @dataclass(frozen=True)
-class Job:
+class IntervalFacts:
     """What is known when an attempt begins."""
 
     past: Past
@@ -55,7 +55,7 @@ class AutoInterval:
     def __init__(  # noqa: PLR0913  most are callbacks
         self,
         bounds: Bounds,
-        job: Callable[[], Job],
+        job: Callable[[], IntervalFacts],
         *,
         phases: Callable[[], Phases],
         note: Callable[[int, Mapping[str, float]], None],
@@ -69,7 +69,7 @@ class AutoInterval:
         self._note = note
         self._wait_for_device = wait_for_device
         self._clock = clock
-        self._job = Job(Past(), 1, 0.0)
+        self._job = IntervalFacts(Past(), 1, 0.0)
         self._began_at = clock()
         self._stalls: deque[float] = deque(maxlen=_NEWEST_SAVES)
         self._writes: deque[float] = deque(maxlen=_NEWEST_SAVES)
@@ -175,12 +175,12 @@ class AutoInterval:
         log.info("the run saves %s: %s", interval_text.every(self._every, seconds), why)
 
 
-def read_job(run: RunDir, attempt: int, num_nodes: int) -> Job:
+def read_job(run: RunDir, attempt: int, num_nodes: int) -> IntervalFacts:
     """Read what is known when training begins; where the file system does not answer, nothing is."""
 
-    def read() -> Job:
+    def read() -> IntervalFacts:
         this = Ledger.read(run).attempt(attempt)
         restart_s = 0.0 if this is None else max(0.0, time.time() - this.started_at)
-        return Job(read_past(run, before=attempt, num_nodes=num_nodes), num_nodes, restart_s)
+        return IntervalFacts(read_past(run, before=attempt, num_nodes=num_nodes), num_nodes, restart_s)
 
-    return known(run.timeline, read, unknown=Job(Past(), num_nodes, 0.0))
+    return known(run.timeline, read, unknown=IntervalFacts(Past(), num_nodes, 0.0))

@@ -23,7 +23,7 @@ from typing import Any
 from ddp_hpc.cluster.slow_ranks.summary import Phases
 from ddp_hpc.run.checkpoints.past_saves import PastAttempt, summary
 from ddp_hpc.run.checkpoints.save_interval import Bounds, SaveCosts, best_interval_s
-from ddp_hpc.train.auto_interval import AutoInterval, Job
+from ddp_hpc.train.auto_interval import AutoInterval, IntervalFacts
 from tests.campaigns.command_line import parser_of
 from tests.campaigns.written import RESULTS, stamp
 
@@ -179,7 +179,7 @@ class Auto(Policy):
         self.since = self.steps = self.every = 0
         self.auto = AutoInterval(
             BOUNDS,
-            lambda: Job(past, case.num_nodes, case.restart_s),
+            lambda: IntervalFacts(past, case.num_nodes, case.restart_s),
             phases=lambda: Phases(num_steps=self.steps, seconds={"forward": self.steps * STEP_S}),
             note=lambda _step, _interval: None,
             clock=lambda: self.world.now,

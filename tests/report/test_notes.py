@@ -10,7 +10,17 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.slow_ranks import Alarm, read_alarms, record
-from ddp_hpc.watch.report.notes import MOST_NOTES, NOTHING, RULES, Facts, Note, Rule, facts_of, notes_of, read_rules
+from ddp_hpc.watch.report.notes import (
+    MOST_NOTES,
+    NOTHING,
+    RULES,
+    Note,
+    NoteFacts,
+    NoteRule,
+    facts_of,
+    notes_of,
+    read_rules,
+)
 from ddp_hpc.watch.report.reading import read_run
 from tests.report.made import BEGIN, Plan, large_run, line_of, made_run
 
@@ -24,25 +34,25 @@ def site_file(folder: Path, text: str) -> Path:
 
 
 def test_a_run_of_which_no_number_stands_out_has_one_note_that_says_so() -> None:
-    assert notes_of(Facts(goodput=0.99, lost_share=0.0), RULES) == [NOTHING]
+    assert notes_of(NoteFacts(goodput=0.99, lost_share=0.0), RULES) == [NOTHING]
 
 
 def test_a_number_that_is_not_known_makes_no_note() -> None:
-    assert notes_of(Facts(), [Rule(when="lost_share < 5", text="x", key="y")]) == [NOTHING]
+    assert notes_of(NoteFacts(), [NoteRule(when="lost_share < 5", text="x", key="y")]) == [NOTHING]
 
 
 @pytest.mark.parametrize(
     ("facts", "beginning", "key"),
     [
-        (Facts(measured_s=600, gpu_busy=0.35, cpu_busy=0.97, cpus_of_node=8, data_share=0.4), "The GPUs are idle for much of the time: they are busy 35% of the time, while the 8 CPUs of each node are 97% busy, and rank zero waits", "a larger resources.cpus_per_worker"),
-        (Facts(measured_s=600, gpu_busy=0.35, cpu_busy=0.2, data_share=0.4, data_workers=1), "The GPUs are idle for much of the time: they are busy 35% of the time, and rank zero waits", "a larger data.num_workers, or stage.*"),
-        (Facts(measured_s=600, gpu_busy=0.35, cpu_busy=0.97, cpus_of_node=8), "The GPUs are idle for much of the time: they are busy 35% of the time, while the 8 CPUs of each node are 97% busy.", "a larger resources.cpus_per_worker"),
-        (Facts(data_share=0.4, data_workers=0), "Rank zero waits for samples in 40% of its steps", "data.num_workers, a faster disk, or stage.*"),
+        (NoteFacts(measured_s=600, gpu_busy=0.35, cpu_busy=0.97, cpus_of_node=8, data_share=0.4), "The GPUs are idle for much of the time: they are busy 35% of the time, while the 8 CPUs of each node are 97% busy, and rank zero waits", "a larger resources.cpus_per_worker"),
+        (NoteFacts(measured_s=600, gpu_busy=0.35, cpu_busy=0.2, data_share=0.4, data_workers=1), "The GPUs are idle for much of the time: they are busy 35% of the time, and rank zero waits", "a larger data.num_workers, or stage.*"),
+        (NoteFacts(measured_s=600, gpu_busy=0.35, cpu_busy=0.97, cpus_of_node=8), "The GPUs are idle for much of the time: they are busy 35% of the time, while the 8 CPUs of each node are 97% busy.", "a larger resources.cpus_per_worker"),
+        (NoteFacts(data_share=0.4, data_workers=0), "Rank zero waits for samples in 40% of its steps", "data.num_workers, a faster disk, or stage.*"),
     ],
     ids=["CPUs are the reason", "loader processes are", "a script", "no GPUs"],
 )  # fmt: skip
 def test_of_what_is_known_of_waiting_for_data_one_note_is_made_with_one_advice(
-    facts: Facts, beginning: str, key: str
+    facts: NoteFacts, beginning: str, key: str
 ) -> None:
     [note] = notes_of(facts, RULES)
 
@@ -53,25 +63,25 @@ def test_of_what_is_known_of_waiting_for_data_one_note_is_made_with_one_advice(
 @pytest.mark.parametrize(
     "facts",
     [
-        Facts(measured_s=30, gpu_busy=0.01, cpu_busy=0.2, data_share=0.15),
-        Facts(measured_s=30, gpu_busy=0.01, cpu_busy=0.99, cpus_of_node=8),
-        Facts(measured_s=600, gpu_busy=0.35, cpu_busy=0.99),
+        NoteFacts(measured_s=30, gpu_busy=0.01, cpu_busy=0.2, data_share=0.15),
+        NoteFacts(measured_s=30, gpu_busy=0.01, cpu_busy=0.99, cpus_of_node=8),
+        NoteFacts(measured_s=600, gpu_busy=0.35, cpu_busy=0.99),
     ],
 )
-def test_gpus_that_were_measured_for_a_moment_and_cpus_that_nobody_counted_make_no_note(facts: Facts) -> None:
+def test_gpus_that_were_measured_for_a_moment_and_cpus_that_nobody_counted_make_no_note(facts: NoteFacts) -> None:
     """A script's first half minute is imports."""
     assert notes_of(facts, RULES) == [NOTHING]
 
 
 @pytest.mark.parametrize(
-    "facts", [Facts(cpu_busy=1.0, data_share=0.1), Facts(gpu_busy=0.9, cpu_busy=1.0, data_share=0.1)]
+    "facts", [NoteFacts(cpu_busy=1.0, data_share=0.1), NoteFacts(gpu_busy=0.9, cpu_busy=1.0, data_share=0.1)]
 )
-def test_gpus_that_are_busy_or_not_known_do_not_wait(facts: Facts) -> None:
+def test_gpus_that_are_busy_or_not_known_do_not_wait(facts: NoteFacts) -> None:
     assert notes_of(facts, RULES) == [NOTHING]
 
 
 def test_the_most_important_notes_come_first_and_are_at_most_three() -> None:
-    facts = Facts(
+    facts = NoteFacts(
         not_finite=3,
         not_finite_at_end=1,
         slow_rank=5,
@@ -90,7 +100,7 @@ def test_the_most_important_notes_come_first_and_are_at_most_three() -> None:
 
 @pytest.mark.parametrize(("saving", "lost", "word"), [(0.3, 0.2, "larger"), (0.12, 0.2, "smaller")])
 def test_saves_are_never_too_many_and_too_few_at_once(saving: float, lost: float, word: str) -> None:
-    facts = Facts(saving_share=saving, lost_share=lost, saving_less_lost=saving - lost, steps_repeated=50)
+    facts = NoteFacts(saving_share=saving, lost_share=lost, saving_less_lost=saving - lost, steps_repeated=50)
 
     assert [one.key for one in notes_of(facts, RULES)] == [f"a {word} checkpoint.every_steps"]
 
@@ -160,7 +170,7 @@ def test_an_odd_line_of_a_slow_rank_is_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.when)
-def test_each_rule_of_ours_is_one_that_a_site_could_write(rule: Rule, tmp_path: Path) -> None:
+def test_each_rule_of_ours_is_one_that_a_site_could_write(rule: NoteRule, tmp_path: Path) -> None:
     text = f"notes:\n- when: {rule.when!r}\n  text: {rule.text!r}\n  key: {rule.key!r}\n"
     if rule.topic:
         text += f"  topic: {rule.topic!r}\n"
@@ -203,12 +213,12 @@ def test_a_sites_notes_come_first_in_its_report(tmp_path: Path, monkeypatch: pyt
 
 
 def test_notes_are_texts() -> None:
-    assert notes_of(Facts(lost_share=0.5), [Rule(when="lost_share > 0.1", text="{lost_share:.0%}", key="k")]) == [
-        Note("50%", "k")
-    ]
+    assert notes_of(
+        NoteFacts(lost_share=0.5), [NoteRule(when="lost_share > 0.1", text="{lost_share:.0%}", key="k")]
+    ) == [Note("50%", "k")]
 
 
 def test_the_document_names_each_number_that_a_note_may_use() -> None:
     text = DOCUMENT.read_text()
 
-    assert [one.name for one in fields(Facts) if f"`{one.name}`" not in text] == []
+    assert [one.name for one in fields(NoteFacts) if f"`{one.name}`" not in text] == []

@@ -11,7 +11,7 @@ import pytest
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Look
 from ddp_hpc.watch.report.charts import loss_chart, metric_charts, other_charts, wait_map
-from ddp_hpc.watch.report.series import NUM_BINS, Point, read_series, thinned
+from ddp_hpc.watch.report.series import NUM_BINS, ChartPoint, read_series, thinned
 from tests.made_run import make_run
 
 
@@ -28,9 +28,9 @@ def run_with(folder: Path, text: str, superseded: str = "") -> RunDir:
 
 
 def test_thinning_keeps_ends_and_extremes() -> None:
-    points = [Point(step, math.sin(step / 900)) for step in range(200_000)]
-    points[123_456] = Point(123_456, 99.0)
-    points[77_777] = Point(77_777, -99.0)
+    points = [ChartPoint(step, math.sin(step / 900)) for step in range(200_000)]
+    points[123_456] = ChartPoint(123_456, 99.0)
+    points[77_777] = ChartPoint(77_777, -99.0)
 
     kept = thinned(points)
 
@@ -40,7 +40,7 @@ def test_thinning_keeps_ends_and_extremes() -> None:
 
 
 def test_few_points_stay_as_they_are() -> None:
-    points = [Point(step, 1.0) for step in range(100)]
+    points = [ChartPoint(step, 1.0) for step in range(100)]
 
     assert thinned(points) == points
 

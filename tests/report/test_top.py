@@ -25,8 +25,8 @@ from ddp_hpc.run.run_dir.machine_use import MachineUse, append_use
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.watch.report.looking import Looker
-from ddp_hpc.watch.report.series import Point
-from ddp_hpc.watch.report.top import PLAIN_LEVELS, Seen, screen, sparkline
+from ddp_hpc.watch.report.series import ChartPoint
+from ddp_hpc.watch.report.top import PLAIN_LEVELS, RunScreen, screen, sparkline
 from tests.made_run import make_run
 from tests.report.made import BEGIN, Plan, large_run, line_of, made_run
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunDir:
     return large_run(tmp_path / "runs" / "large")
 
 
-def seen(run: RunDir) -> Seen:
+def seen(run: RunDir) -> RunScreen:
     return Looker(run).look(BEGIN + 5000)
 
 
@@ -74,13 +74,13 @@ def test_a_terminal_without_unicode_gets_ascii(run: RunDir) -> None:
 
 
 def test_a_sparkline_falls_as_the_values_fall() -> None:
-    falling = [Point(step, 1 / (step + 1)) for step in range(500)]
+    falling = [ChartPoint(step, 1 / (step + 1)) for step in range(500)]
 
     line = sparkline(falling, 20, PLAIN_LEVELS)
 
     assert len(line) == 20
     assert [*line] == sorted(line, key=PLAIN_LEVELS.index, reverse=True)
-    assert sparkline([Point(1, 3.0)], 20) == sparkline([Point(1, 5.0)], 20)
+    assert sparkline([ChartPoint(1, 3.0)], 20) == sparkline([ChartPoint(1, 5.0)], 20)
     assert sparkline([], 20) == ""
 
 

@@ -10,16 +10,16 @@ import pytest
 
 from ddp_hpc.cluster.slow_ranks.alarms import MOST, MOST_OF_RANK, Alarms
 from ddp_hpc.cluster.slow_ranks.reporter import LOOK_S, pause_s
-from ddp_hpc.cluster.slow_ranks.verdict import SlowRank, Verdict
+from ddp_hpc.cluster.slow_ranks.verdict import SlowRank, SlowRankVerdict
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.slow_ranks import open_alarms, read_alarms, record
 
 FIVE = SlowRank(rank=5, node="node7", lost_s=0.023, share=0.18, num_waiting=7)
-SLOW = Verdict(slow=(FIVE,), num_steps=30, seconds=6.0, step_s=0.128)
-HEALTHY = Verdict(clear=frozenset({4, 5}), num_steps=30, seconds=6.0, step_s=0.128)
+SLOW = SlowRankVerdict(slow=(FIVE,), num_steps=30, seconds=6.0, step_s=0.128)
+HEALTHY = SlowRankVerdict(clear=frozenset({4, 5}), num_steps=30, seconds=6.0, step_s=0.128)
 BETWEEN = replace(HEALTHY, clear=frozenset({4}))
 """Rank 5 was compared and is a little below the threshold, or was not compared."""
-UNKNOWN = Verdict(unknown="nothing was seen")
+UNKNOWN = SlowRankVerdict(unknown="nothing was seen")
 
 
 def test_an_alarm_begins_after_two_looks_that_agree_and_ends_after_two_healthy_ones_in_a_row(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS, NodeProbe, Place, Sockets
+from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS, NodeProbe, ProbeAddress, Sockets
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
-from ddp_hpc.cluster.rendezvous.links.verdict import Answer, findings_of
+from ddp_hpc.cluster.rendezvous.links.verdict import LinkAnswer, findings_of
 from ddp_hpc.job.ending import network_probe
 from tests.distributed.node_networks import step_argv
 
@@ -73,7 +73,7 @@ def test_the_network_may_have_ipv6_only() -> None:
 
 
 def test_strangers_are_neither_answered_nor_counted_and_do_not_keep_partners_out() -> None:
-    sockets = [Sockets.open(Place("127.0.0.1", 0)) for _ in range(2)]
+    sockets = [Sockets.open(ProbeAddress("127.0.0.1", 0)) for _ in range(2)]
     places = {number: ("127.0.0.1", one.place.port) for number, one in enumerate(sockets)}
     probes = [NodeProbe(one, number, b"t" * 16, places, 2) for number, one in enumerate(sockets)]
     probes[0].serve()
@@ -126,9 +126,9 @@ def test_nodes_of_one_image_that_share_an_address_are_not_taken_for_each_other()
     assert (findings.bad_nodes, findings.num_pairs) == (("c",), 1)
 
 
-def answer(number: int, num_nodes: int, partners: Sequence[int] | None = None) -> Answer:
+def answer(number: int, num_nodes: int, partners: Sequence[int] | None = None) -> LinkAnswer:
     others = [one for one in range(num_nodes) if one != number] if partners is None else partners
-    return Answer(
+    return LinkAnswer(
         address=f"10.2.{number // 250}.{number % 250 + 1}",
         network="10.2.0.0/16",
         tcp=dict.fromkeys(others, "good"),

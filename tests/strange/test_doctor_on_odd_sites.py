@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cluster.node_checks.answers import Answers, Asked
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds
 from ddp_hpc.cluster.node_checks.facts import Disk, NodeFacts, Shared
 from ddp_hpc.cluster.node_checks.node import gather
 from ddp_hpc.cluster.node_checks.verdict import findings_of
@@ -27,14 +27,14 @@ def many(count: int) -> dict[str, NodeFacts]:
 
 
 def not_good(facts: dict[str, NodeFacts], known: NetworkFindings | None = None) -> list[Finding]:
-    whole = Answers(nodes=tuple(facts), facts=facts, network=known or network(tuple(facts)))
+    whole = NodeAnswers(nodes=tuple(facts), facts=facts, network=known or network(tuple(facts)))
     return [one for one in findings_of(whole) if one.level != "ok"]
 
 
 def test_a_job_of_one_node_has_no_network_to_probe_and_nothing_to_compare() -> None:
     facts = many(1)
 
-    assert [one for one in findings_of(Answers(nodes=("n0",), facts=facts)) if one.level != "ok"] == []
+    assert [one for one in findings_of(NodeAnswers(nodes=("n0",), facts=facts)) if one.level != "ok"] == []
 
 
 def test_of_many_nodes_all_that_differ_are_named() -> None:
@@ -86,7 +86,7 @@ def test_a_node_of_another_version_of_ddp_hpc_is_named() -> None:
     del facts["n1"]  # its answer had another form, so it counts as none
     facts = {name: replace(one, shared=Shared(seen=("n0", "n2"))) for name, one in facts.items()}
 
-    found = findings_of(Answers(nodes=("n0", "n1", "n2"), facts=facts, network=network(("n0", "n1", "n2"))))
+    found = findings_of(NodeAnswers(nodes=("n0", "n1", "n2"), facts=facts, network=network(("n0", "n1", "n2"))))
 
     assert [(one.check, one.nodes) for one in found if one.level == "fail"] == [("nodes", ("n1",))]
 
@@ -151,11 +151,11 @@ def test_a_node_that_the_user_asked_for_is_not_left_out_but_ends_the_run() -> No
 
 def test_more_cpus_are_asked_for_than_one_node_has() -> None:
     facts = many(3)
-    whole = Answers(
+    whole = NodeAnswers(
         nodes=tuple(facts),
         facts={**facts, "n2": replace(facts["n2"], num_cpus=1)},
         network=network(tuple(facts)),
-        asked=Asked(cpus_per_node=8),
+        asked=NodeNeeds(cpus_per_node=8),
     )
 
     assert [(one.check, one.level, one.nodes) for one in findings_of(whole) if one.level != "ok"] == [

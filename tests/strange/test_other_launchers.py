@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ddp_hpc.base.errors import WorkerError
-from ddp_hpc.cluster.rendezvous.launchers import Place, find_place
+from ddp_hpc.cluster.rendezvous.launchers import RankPlace, find_place
 from ddp_hpc.cluster.rendezvous.ports import candidate_ports, is_free
 from ddp_hpc.job.node.gather import Gathering, gather_at_port
 from ddp_hpc.run.run_dir.ledger import Ledger
@@ -37,7 +37,7 @@ SKYPILOT = {
 RUN = Path("/runs/one")
 
 
-def place_of(rank: int, world_size: int, port: int) -> Place:
+def place_of(rank: int, world_size: int, port: int) -> RankPlace:
     environ = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

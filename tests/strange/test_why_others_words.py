@@ -8,8 +8,8 @@ import pytest
 
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
-from ddp_hpc.watch.why.findings import Facts, Verdict
-from ddp_hpc.watch.why.lines import Line, clean
+from ddp_hpc.watch.why.findings import AttemptFacts, Verdict
+from ddp_hpc.watch.why.lines import LogLine, clean
 from ddp_hpc.watch.why.signatures import match_exception
 from ddp_hpc.watch.why.verdict import verdict_of
 
@@ -20,8 +20,8 @@ def verdict_on(text: str, *, exit_code: int = 1) -> Verdict:
         attempt=0, job_id="1", host="n", pid=1, started_at=0.0, ending=Ending.FAILED, cause=Cause.WORKER_CRASHED
     )
     failure = WorkerFailure(rank=0, host="n", at=0.0, step=0, exception="", log="", of_script=True, exit_code=exit_code)
-    lines = [Line(Path("rank-0.log"), number, clean(line)) for number, line in enumerate(text.splitlines())]
-    return verdict_of(Facts(attempt=attempt, failures=[failure], logs={0: lines}))
+    lines = [LogLine(Path("rank-0.log"), number, clean(line)) for number, line in enumerate(text.splitlines())]
+    return verdict_of(AttemptFacts(attempt=attempt, failures=[failure], logs={0: lines}))
 
 
 @pytest.mark.parametrize(

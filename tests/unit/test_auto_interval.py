@@ -10,7 +10,7 @@ import pytest
 from ddp_hpc.cluster.slow_ranks.summary import Phases
 from ddp_hpc.run.checkpoints.past_saves import Past
 from ddp_hpc.run.checkpoints.save_interval import Bounds
-from ddp_hpc.train.auto_interval import AutoInterval, Job
+from ddp_hpc.train.auto_interval import AutoInterval, IntervalFacts
 from ddp_hpc.train.save_plan import SavePlan
 
 
@@ -24,7 +24,7 @@ class Training:
         self.notes: list[Mapping[str, float]] = []
         self.auto = AutoInterval(
             Bounds(shortest_s=shortest_s, longest_s=longest_s),
-            lambda: Job(past or Past(), 1, 7.0),
+            lambda: IntervalFacts(past or Past(), 1, 7.0),
             phases=lambda: Phases(num_steps=self.step, seconds=dict(self.seconds)),
             note=lambda _, interval: self.notes.append(interval),
             wait_for_device=self.wait,

@@ -27,10 +27,10 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight, read_preflight, write_preflight
 from ddp_hpc.watch.diagnose.doctor import login, nccl_log, questions
 from ddp_hpc.watch.diagnose.doctor.drained import meaning, out_of_service
-from ddp_hpc.watch.diagnose.doctor.login import Site
+from ddp_hpc.watch.diagnose.doctor.login import LoginSite
 from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, result_of
 from ddp_hpc.watch.diagnose.doctor.slurm_versions import known_holes
-from ddp_hpc.watch.why.findings import Facts
+from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of
 
 SLURM: dict[str, str] = {
@@ -90,7 +90,7 @@ def a_slurm(
 def found_by(environ: dict[str, str], *settings: str, folder: Path) -> dict[str, list[Finding]]:
     resolved = resolve(None, ["name=doctor", f"runs_dir={folder / 'runs'}", *settings], environ)
     found: dict[str, list[Finding]] = {}
-    for one in login.findings_of(Site(resolved, environ)):
+    for one in login.findings_of(LoginSite(resolved, environ)):
         found.setdefault(one.check, []).append(one)
     return found
 
@@ -147,7 +147,7 @@ def test_a_login_node_compares_its_driver_with_pytorch(
         *(one.replace("torch.sif", f"{tmp_path}/torch.sif") for one in settings),
     ]
 
-    found = login.findings_of(Site(resolve(None, settings, slurm), slurm, proc))
+    found = login.findings_of(LoginSite(resolve(None, settings, slurm), slurm, proc))
 
     told = [one for one in found if one.check == "driver"]
     assert [one.level for one in told] == ([level] if level else [])
@@ -270,7 +270,7 @@ def test_variables_of_a_job_count_only_while_it_runs(
     rest = scontrol.read_text().removeprefix("#!/bin/sh\n")
     scontrol.write_text(f"#!/bin/sh\ncase \"$*\" in *'show job'*) {answer};; *) {rest}\n;; esac\n")
     environ = {**slurm, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
-    site = Site(resolve(None, ["name=doctor", f"runs_dir={tmp_path / 'runs'}"], environ), environ)
+    site = LoginSite(resolve(None, ["name=doctor", f"runs_dir={tmp_path / 'runs'}"], environ), environ)
 
     findings = login.findings_of(site)
 
@@ -288,7 +288,7 @@ def test_a_host_without_slurm_says_so(tmp_path: Path) -> None:
 def test_a_runs_directory_that_cannot_be_written_is_a_failure(slurm: dict[str, str]) -> None:
     resolved = resolve(None, ["name=doctor", "runs_dir=/proc/1/runs"], slurm)
 
-    (found,) = [one for one in login.findings_of(Site(resolved, slurm)) if one.check == "runs directory"]
+    (found,) = [one for one in login.findings_of(LoginSite(resolved, slurm)) if one.check == "runs directory"]
 
     assert (found.level, "cannot be written" in found.found) == ("fail", True)
 
@@ -306,7 +306,7 @@ def test_a_runs_directory_whose_mount_is_stale_is_a_failure(
     resolved = resolve(None, ["name=doctor", "runs_dir=/stale/runs"], slurm)
     monkeypatch.setattr(os, "stat", stat)
 
-    (found,) = [one for one in login.findings_of(Site(resolved, slurm)) if one.check == "runs directory"]
+    (found,) = [one for one in login.findings_of(LoginSite(resolved, slurm)) if one.check == "runs directory"]
 
     assert (found.level, "Stale file handle" in found.found) == ("fail", True), found
 
@@ -571,7 +571,7 @@ def test_why_shows_what_the_check_found(cause: Cause, failed_nodes: tuple[str, .
         failed_nodes=failed_nodes,
     )
 
-    verdict = verdict_of(Facts(attempt=attempt, preflight=FAILED))
+    verdict = verdict_of(AttemptFacts(attempt=attempt, preflight=FAILED))
 
     assert verdict.failure == failure
     if failure == "preflight":

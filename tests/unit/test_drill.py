@@ -152,7 +152,7 @@ def test_a_drill_that_meets_a_run_of_its_name_cancels_only_what_it_has_made(
         Resolved(RunSpec(name=name, runs_dir=str(tmp_path)), dict.fromkeys(flat(RunSpec(name=name)), "test"))
         for name in ("mine", "mine-unbroken")
     )
-    plan = scenario.Plan(fault="preempt", faulty=faulty, unbroken=unbroken, import_paths=[])
+    plan = scenario.DrillPlan(fault="preempt", faulty=faulty, unbroken=unbroken, import_paths=[])
 
     with pytest.raises(ConfigError, match="mine exists already"):
         scenario.drill(plan, {}, lambda _: None)

@@ -12,7 +12,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous import launchers
 from ddp_hpc.cluster.rendezvous.launchers import (
     LAUNCHERS,
-    Place,
+    RankPlace,
     find_place,
     numeric_address,
     of_run,
@@ -89,7 +89,7 @@ DSTACK = {
 NODES = {"Kubeflow, or torchrun's own variables": KUBEFLOW, "SkyPilot": SKYPILOT, "dstack": DSTACK}
 
 
-def placed(environ: Mapping[str, str], *, first_node: str | None = None) -> Place:
+def placed(environ: Mapping[str, str], *, first_node: str | None = None) -> RankPlace:
     place = find_place(environ, read_allocation(environ), HOST, first_node=first_node)
     assert place is not None
     return place

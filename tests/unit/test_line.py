@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc.base import processes
-from ddp_hpc.job.wire.control_channel import Line
+from ddp_hpc.job.wire.control_channel import ControlChannel
 from tests.unit.held_signals import signals_held_back
 
 PATIENCE_S = 30.0
@@ -30,10 +30,10 @@ def _signals() -> Iterator[None]:
 
 
 @contextmanager
-def two_ends() -> Iterator[tuple[Line, Line]]:
+def two_ends() -> Iterator[tuple[ControlChannel, ControlChannel]]:
     """Yield both ends of a line, in one process."""
     (down_read, down_write), (up_read, up_write) = os.pipe(), os.pipe()
-    ours, theirs = Line(up_read, down_write), Line(down_read, up_write)
+    ours, theirs = ControlChannel(up_read, down_write), ControlChannel(down_read, up_write)
     try:
         yield ours, theirs
     finally:
@@ -42,10 +42,10 @@ def two_ends() -> Iterator[tuple[Line, Line]]:
 
 
 @contextmanager
-def raw_end() -> Iterator[tuple[int, Line]]:
+def raw_end() -> Iterator[tuple[int, ControlChannel]]:
     """Yield a descriptor to write anything to, and the line that reads it; the descriptor may be closed within."""
     (read_fd, write_fd), spare = os.pipe(), os.open(os.devnull, os.O_WRONLY)
-    line = Line(read_fd, spare)
+    line = ControlChannel(read_fd, spare)
     try:
         yield write_fd, line
     finally:
@@ -210,7 +210,7 @@ def test_an_agent_in_another_process_is_woken_by_each_order_and_by_the_end() -> 
     assert child.stdin is not None
     assert child.stdout is not None
     assert child.stderr is not None
-    line = Line(os.dup(child.stdout.fileno()), os.dup(child.stdin.fileno()))
+    line = ControlChannel(os.dup(child.stdout.fileno()), os.dup(child.stdin.fileno()))
     child.stdin.close()
     child.stdout.close()
 
@@ -227,7 +227,7 @@ def test_an_agent_in_another_process_is_woken_by_each_order_and_by_the_end() -> 
     assert printed.splitlines() == ["printed by the user's module", "left"]
 
 
-def until_heard(line: Line) -> dict[str, Any]:
+def until_heard(line: ControlChannel) -> dict[str, Any]:
     """Return the next object; nothing else may come with it."""
     messages: list[dict[str, Any]] = []
     deadline = time.monotonic() + PATIENCE_S

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS
 from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO, partners, rounds_of
-from ddp_hpc.cluster.rendezvous.links.verdict import Answer, confirmed, findings_of
+from ddp_hpc.cluster.rendezvous.links.verdict import LinkAnswer, confirmed, findings_of
 from ddp_hpc.job.ending.network_probe import probe
 from ddp_hpc.run.run_dir.network import Fault, NetworkFindings, PairFault, read_network, write_network
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -45,10 +45,10 @@ def test_in_a_large_job_each_node_is_probed_by_both_neighbours_and_by_few_others
     assert all(4 <= len([one for one in partners(num_nodes, node) if one is not None]) <= 18 for node in (0, 1, 16))
 
 
-def healthy(num_nodes: int) -> dict[int, Answer]:
+def healthy(num_nodes: int) -> dict[int, LinkAnswer]:
     others = {node: [one for one in range(num_nodes) if one != node] for node in range(num_nodes)}
     return {
-        node: Answer(
+        node: LinkAnswer(
             address=f"10.2.0.{node + 1}",
             network="10.2.0.0/24",
             tcp=dict.fromkeys(others[node], "good"),
@@ -60,8 +60,8 @@ def healthy(num_nodes: int) -> dict[int, Answer]:
 
 
 def with_link(
-    answers: dict[int, Answer], sender: int, receiver: int, tcp: str, heard: tuple[int, int] = (0, 0)
-) -> dict[int, Answer]:
+    answers: dict[int, LinkAnswer], sender: int, receiver: int, tcp: str, heard: tuple[int, int] = (0, 0)
+) -> dict[int, LinkAnswer]:
     """Change what the sender's connection came to, and what the receiver heard of it."""
     one, other = answers[sender], answers[receiver]
     return {
@@ -71,11 +71,11 @@ def with_link(
     }
 
 
-def cut(answers: dict[int, Answer], one: int, other: int) -> dict[int, Answer]:
+def cut(answers: dict[int, LinkAnswer], one: int, other: int) -> dict[int, LinkAnswer]:
     return with_link(with_link(answers, one, other, "connect"), other, one, "connect")
 
 
-def found(answers: dict[int, Answer], num_nodes: int = 4) -> NetworkFindings:
+def found(answers: dict[int, LinkAnswer], num_nodes: int = 4) -> NetworkFindings:
     names = [f"node{number + 1}" for number in range(num_nodes)]
     return findings_of(names, answers, address=ADDRESS, at=0.0, seconds=1.0)
 
@@ -228,7 +228,7 @@ def test_only_a_node_that_two_probes_find_bad_is_bad() -> None:
     for other in (0, 1, 3):
         answers = cut(answers, 2, other)
     bad, well, unknown = found(answers), found(healthy(4)), replace(found(healthy(4)), problem="srun failed")
-    off = found({**healthy(4), 1: Answer(is_whole=True)})
+    off = found({**healthy(4), 1: LinkAnswer(is_whole=True)})
 
     assert confirmed(bad, bad) == replace(bad, seconds=2.0)
     assert confirmed(bad, well) == replace(well, seconds=2.0)
@@ -244,7 +244,7 @@ def test_a_node_that_does_not_answer_is_said_apart_and_not_taken_for_bad() -> No
     for other in (0, 1, 2):
         answers = cut(answers, 3, other)
 
-    for silent in ({key: value for key, value in answers.items() if key != 3}, {**answers, 3: Answer()}):
+    for silent in ({key: value for key, value in answers.items() if key != 3}, {**answers, 3: LinkAnswer()}):
         findings = found(silent)
 
         assert (findings.silent, findings.bad_nodes, findings.num_pairs, findings.carries) == (("node4",), (), 3, False)
@@ -252,25 +252,25 @@ def test_a_node_that_does_not_answer_is_said_apart_and_not_taken_for_bad() -> No
 
 
 def test_a_node_without_an_address_on_the_network_is_named() -> None:
-    findings = found({**healthy(4), 2: Answer(is_whole=True)})
+    findings = found({**healthy(4), 2: LinkAnswer(is_whole=True)})
 
     assert (findings.bad_nodes, findings.off_network, findings.num_pairs) == (("node3",), ("node3",), 3)
     assert "node3 has no address of its own on the network of 10.2.0.1" in findings.words
 
 
 def test_a_node_that_could_not_listen_for_another_reason_is_not_known() -> None:
-    findings = found({**healthy(4), 2: Answer()})
+    findings = found({**healthy(4), 2: LinkAnswer()})
 
     assert (findings.bad_nodes, findings.silent) == ((), ("node3",))
 
 
 def test_rank_zeros_own_interface_may_be_the_one_that_is_down() -> None:
-    answers = {**healthy(4), 0: Answer(address="10.1.0.1", network="10.1.0.0/24", is_whole=True)}
+    answers = {**healthy(4), 0: LinkAnswer(address="10.1.0.1", network="10.1.0.0/24", is_whole=True)}
 
     assert found(answers).bad_nodes == ("node1",)
 
 
-def in_racks(answers: dict[int, Answer], size: int) -> dict[int, Answer]:
+def in_racks(answers: dict[int, LinkAnswer], size: int) -> dict[int, LinkAnswer]:
     """Give each rack a subnet of its own."""
     return {
         number: replace(answer, address=f"10.2.{number // size}.{number + 1}", network=f"10.2.{number // size}.0/24")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.cluster.node_checks.answers import Answers, Asked, odd_ones
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds, odd_ones
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, Disk, NodeFacts, Shared, facts_of, neighbours
 from ddp_hpc.cluster.node_checks.verdict import findings_of
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault
@@ -50,12 +50,12 @@ def network(nodes: tuple[str, ...] = NODES, **fields: Any) -> NetworkFindings:
     return NetworkFindings(**{**whole, "num_pairs": len(pairs) // 2, "paces": paces, **fields})
 
 
-def answers(changed: dict[str, NodeFacts] | None = None, **fields: Any) -> Answers:
+def answers(changed: dict[str, NodeFacts] | None = None, **fields: Any) -> NodeAnswers:
     facts = {**dict.fromkeys(NODES, GOOD), **(changed or {})}
-    return Answers(**{"nodes": NODES, "facts": facts, "network": network(), **fields})
+    return NodeAnswers(**{"nodes": NODES, "facts": facts, "network": network(), **fields})
 
 
-def bad(found: Answers) -> list[Finding]:
+def bad(found: NodeAnswers) -> list[Finding]:
     return [one for one in findings_of(found) if one.level != "ok"]
 
 
@@ -118,7 +118,7 @@ def test_gpus_that_nothing_shows_are_unknown_and_lost_ones_are_told(
 ) -> None:
     facts = replace(GOOD, num_gpus=num_gpus, granted_gpus=granted)
 
-    (found,) = bad(answers({"node3": facts}, asked=Asked(gpus_per_node=asked)))
+    (found,) = bad(answers({"node3": facts}, asked=NodeNeeds(gpus_per_node=asked)))
 
     assert (found.check, found.level) == ("GPUs", level)
     assert said in found.found
@@ -134,7 +134,7 @@ def test_a_name_that_was_not_answered_in_time_is_not_taken_for_one_that_does_not
 
 
 def test_equal_nodes_have_no_finding() -> None:
-    assert bad(answers(asked=Asked(cpus_per_node=64, gpus_per_node=4))) == []
+    assert bad(answers(asked=NodeNeeds(cpus_per_node=64, gpus_per_node=4))) == []
 
 
 OTHER_TORCH = replace(GOOD, software={**(GOOD.software or {}), "torch": "2.8.0"})
@@ -172,7 +172,7 @@ FEW_GPUS = replace(GOOD, num_gpus=3)
     ],
 )
 def test_the_node_that_differs_is_named(facts: NodeFacts, check: str, level: str, word: str) -> None:
-    found = bad(answers({"node3": facts}, asked=Asked(gpus_per_node=4)))
+    found = bad(answers({"node3": facts}, asked=NodeNeeds(gpus_per_node=4)))
 
     assert [(one.check, one.level, one.nodes) for one in found] == [(check, level, ("node3",))]
     assert word in found[0].found
@@ -238,7 +238,7 @@ def test_of_many_nodes_the_one_on_another_file_system_is_named() -> None:
     }
     facts["n7"] = replace(facts["n7"], shared=Shared(seen=("n7",)))
 
-    (found,) = bad(Answers(nodes=nodes, facts=facts, network=network(nodes)))
+    (found,) = bad(NodeAnswers(nodes=nodes, facts=facts, network=network(nodes)))
 
     assert (found.check, found.nodes) == ("run directory", ("n7",))
 
@@ -256,7 +256,7 @@ def test_of_two_nodes_that_differ_neither_is_named() -> None:
     shared = Shared(write_s=0.01, seen=nodes, seen_s=0.1)
     facts = {"node1": replace(GOOD, shared=shared), "node2": replace(OTHER_TORCH, shared=shared)}
 
-    (found,) = bad(Answers(nodes=nodes, facts=facts, network=network(nodes)))
+    (found,) = bad(NodeAnswers(nodes=nodes, facts=facts, network=network(nodes)))
 
     assert (found.check, found.level, found.nodes) == ("torch", "fail", ())
     assert "node1 has 2.9.0, node2 has 2.8.0" in found.found
@@ -305,7 +305,7 @@ def test_where_slurm_cannot_start_the_check_on_a_node_the_others_that_it_then_en
 
 
 def test_without_any_answer_nothing_is_known() -> None:
-    (found,) = findings_of(Answers(nodes=NODES, facts={}, problem="srun: error: Unable to create step"))
+    (found,) = findings_of(NodeAnswers(nodes=NODES, facts={}, problem="srun: error: Unable to create step"))
 
     assert found.level == "unknown"
     assert "Unable to create step" in found.found
@@ -336,7 +336,7 @@ def test_a_node_may_resolve_its_own_name_to_the_loopback() -> None:
     ],
 )
 def test_what_all_nodes_of_a_healthy_site_have_is_no_failure(everywhere: NodeFacts) -> None:
-    found = bad(answers(dict.fromkeys(NODES, everywhere), asked=Asked(gpus_per_node=4)))
+    found = bad(answers(dict.fromkeys(NODES, everywhere), asked=NodeNeeds(gpus_per_node=4)))
 
     assert [one for one in found if one.level == "fail"] == []
 
@@ -442,7 +442,7 @@ def test_a_cut_fabric_names_its_node() -> None:
 
 
 def test_few_cpus_on_all_nodes_are_a_warning_about_none() -> None:
-    (found,) = bad(answers(asked=Asked(cpus_per_node=65)))
+    (found,) = bad(answers(asked=NodeNeeds(cpus_per_node=65)))
 
     assert (found.check, found.level, found.nodes) == ("CPUs", "warn", ())
 

@@ -28,7 +28,16 @@ from ddp_hpc.train import worker
 from ddp_hpc.train.recording import to_tensorboard
 from ddp_hpc.train.recording.follower import follow, shown, take_alone
 from ddp_hpc.train.recording.metrics_file import MetricsFile
-from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Row, Sent, Subject, identity_of, row_of
+from ddp_hpc.train.recording.recorders import (
+    BACK_ENDS,
+    Ending,
+    MetricsRow,
+    Recorder,
+    SentSteps,
+    Subject,
+    identity_of,
+    row_of,
+)
 from ddp_hpc.train.recording.temporary import temporary_folder
 from ddp_hpc.train.watchdog import Watchdog
 from tests.made_run import make_run
@@ -51,12 +60,12 @@ class Listed:
     """A recorder that keeps what it gets, and fails when it is to."""
 
     def __init__(self, fails_at: Sequence[int] = ()) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[MetricsRow] = []
         self.fails_at = [*fails_at]
         self.num_flushed = 0
         self.ending: Ending | None = None
 
-    def record(self, row: Row) -> None:
+    def record(self, row: MetricsRow) -> None:
         if row.step in self.fails_at:
             self.fails_at.remove(row.step)
             raise RuntimeError("the server says no")
@@ -176,7 +185,7 @@ def test_a_recorder_gets_the_configuration_without_secrets_also_those_in_address
 
 
 def test_a_number_is_taken_once_also_nan_and_steps_that_change_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    sent = Sent()
+    sent = SentSteps()
 
     taken = [
         sent.takes(step, "train/loss", value) for step, value in ((1, math.nan), (1, math.nan), (2, 0.5), (2, 0.5))

@@ -26,11 +26,11 @@ from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay import auditing
 from ddp_hpc.prove.replay.auditing import AuditReport, Segment, audit, chosen, judged, segments_of, verdict_of
 from ddp_hpc.prove.replay.comparison import compare
-from ddp_hpc.prove.replay.history import History, Stretch, environ_of, read_history
+from ddp_hpc.prove.replay.history import History, StepRange, environ_of, read_history
 from ddp_hpc.prove.replay.known_states import narrowed
 from ddp_hpc.prove.replay.private_run import Wanted, _run_supervised, compute_again, num_gpus_here, replay_spec
 from ddp_hpc.prove.replay.record import Record, State
-from ddp_hpc.prove.replay.replaying import Asked, Report, check_range
+from ddp_hpc.prove.replay.replaying import ReplayOrder, ReplayReport, check_range
 from ddp_hpc.run.run_dir.environment import capture, write_environment
 from ddp_hpc.run.run_dir.inputs import AttemptInputs, read_inputs, write_inputs
 from ddp_hpc.run.run_dir.ledger import Ending, record_start
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
-    parts = [Stretch(20, 30, inputs(0))]
+    parts = [StepRange(20, 30, inputs(0))]
     wanted = Wanted(run=run, start=20, stretches=parts, request=ReplayRequest(end_step=30))
     with pytest.raises(UnreadableError, match=r"checkpoint of step 20 of .* was deleted meanwhile"):
         compute_again(wanted, {}, folder=tmp_path / "private")
@@ -322,11 +322,11 @@ def test_an_audit_passes_only_if_the_state_at_the_end_of_every_segment_is_the_sa
     assert verdict_of([segment(one) for one in verdicts]) == together
 
 
-def report(**fields: Any) -> Report:
+def report(**fields: Any) -> ReplayReport:
     known: dict[str, Any] = {"verdict": "the same", "tolerance": 0.0, "same_state_at": 30, "first": None}
     counts = {"num_losses": 9, "num_steps_with_samples": 0, "num_digests": 0, "checkpoints": [], "largest_error": 0.0}
     steps = {"run": "runs/digits", "from_step": 20, "to_step": 30, "started_at": 20, "world_sizes": [1]}
-    return Report(**{**steps, **counts, **known, **fields})
+    return ReplayReport(**{**steps, **counts, **known, **fields})
 
 
 @pytest.mark.parametrize("fields", [{"tolerance": 1e-3, "same_state_at": None}, {"same_state_at": None}])
@@ -376,7 +376,7 @@ def test_numbers_with_which_nothing_would_be_compared_are_refused(
 def test_an_audit_goes_on_where_a_checkpoint_was_pruned_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(asked: Asked, *_: Any, **__: Any) -> Any:
+    def gone(asked: ReplayOrder, *_: Any, **__: Any) -> Any:
         if asked.end == 40:
             raise UnreadableError("the checkpoint has gone")
         return report(from_step=asked.start, to_step=asked.end, same_state_at=asked.end), None

@@ -15,7 +15,7 @@ from ddp_hpc.base.errors import RunBusyError
 from ddp_hpc.cli.sweep_follow import _next_steps, show
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.sweep import array
-from ddp_hpc.launch.sweep.follow import Look, follow
+from ddp_hpc.launch.sweep.follow import SweepLook, follow
 from ddp_hpc.launch.sweep.start import cancel_sweep, continue_sweep
 from ddp_hpc.launch.sweep.states import sending_alone
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir, read_sweep
@@ -40,14 +40,14 @@ class Watched:
         self._looks = self._follow()
         self.out = io.StringIO()
 
-    def _follow(self) -> Iterator[Look]:
+    def _follow(self) -> Iterator[SweepLook]:
         environ = {**self.lab.environ, "HOME": str(self.sweep_dir.path.parent)}
         return follow(self.sweep_dir, environ, clock=lambda: self.now, pause=self._pause)
 
     def _pause(self, seconds: float) -> None:
         self.paused = seconds
 
-    def look(self, *, later_s: float = FRESH_S) -> Look:
+    def look(self, *, later_s: float = FRESH_S) -> SweepLook:
         self.now += later_s
         return next(self._looks)
 
@@ -208,7 +208,7 @@ def test_each_change_of_a_point_is_a_line_and_the_counts_follow(tmp_path: Path) 
     (array,) = read_sweep(watched.sweep_dir).arrays
     lab.lists(array)
 
-    def steps() -> Iterator[Look]:
+    def steps() -> Iterator[SweepLook]:
         yield watched.look()
         begin(first, "14_0", at=watched.now)
         yield watched.look(later_s=1)

@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.machine.gpus import Gpu
 from ddp_hpc.cluster.slurm.queries import NodeShape
-from ddp_hpc.launch.submission.unset import Found, choose_gpus, fill_unset, share_cpus_by_gpus
+from ddp_hpc.launch.submission.unset import FilledIn, choose_gpus, fill_unset, share_cpus_by_gpus
 from ddp_hpc.run.config import Overlay, resolve
 from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, ScriptSpec
 
@@ -26,7 +26,7 @@ def gpus(*used_gib: float) -> list[Gpu]:
     return [Gpu(name=str(number), memory_gib=used, total_gib=80.0) for number, used in enumerate(used_gib)]
 
 
-def chosen(asked: RunSpec, there: Sequence[Gpu] | None, before: RunSpec | None = None) -> Found:
+def chosen(asked: RunSpec, there: Sequence[Gpu] | None, before: RunSpec | None = None) -> FilledIn:
     return choose_gpus(asked, before, there, None)
 
 
@@ -155,4 +155,4 @@ def test_the_share_of_the_cpus_is_in_the_configuration_with_its_source_and_is_to
 def test_loader_processes_keep_their_cpus_where_a_node_has_few() -> None:
     asked = replace(spec(gpus_per_node=8), data=DataSpec(num_workers=15))
 
-    assert share_cpus_by_gpus(asked, "gpu", SHAPES) == Found()
+    assert share_cpus_by_gpus(asked, "gpu", SHAPES) == FilledIn()

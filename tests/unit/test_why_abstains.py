@@ -7,7 +7,7 @@ import pytest
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.fingerprint import entity
 from ddp_hpc.run.run_dir.ledger import Cause
-from ddp_hpc.watch.why.findings import Facts
+from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of
 from tests.unit.test_why_verdict import OOM_KILL, USERS, facts, raised, report, reset
 
@@ -71,7 +71,9 @@ def error(rank: int, text: str, **more: object) -> WorkerFailure:
         (facts(reset(0), logs={0: "", 1: USERS, 2: ""}), "peer-gone", None),
     ],
 )  # fmt: skip
-def test_a_text_that_only_looks_like_a_cause_is_not_taken_for_one(made: Facts, failure: str, rank: int | None) -> None:
+def test_a_text_that_only_looks_like_a_cause_is_not_taken_for_one(
+    made: AttemptFacts, failure: str, rank: int | None
+) -> None:
     found = verdict_of(made)
 
     assert (found.failure, found.rank) == (failure, rank)

@@ -8,7 +8,7 @@ import pytest
 
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rank_ends import RankEnd, read_rank_ends, write_rank_end
-from ddp_hpc.watch.why.findings import Facts
+from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of
 from tests.unit.test_why_verdict import OOM_KILL, facts, reset
 
@@ -37,7 +37,7 @@ Root Cause (first observed failure):
 """
 
 
-def after(console: str, *reported: int) -> Facts:
+def after(console: str, *reported: int) -> AttemptFacts:
     return facts(*(reset(rank) for rank in reported or (0, 2, 3)), logs=SILENT_1, console=console, nodes=NODES)
 
 
@@ -67,7 +67,9 @@ def torchrun(rank: int, code: int, other: int = 0, other_code: int = 1) -> str:
         (after("srun: error: node1: task 1: Segmentation fault", 0, 2), "peer-gone", None),
     ],
 )  # fmt: skip
-def test_a_rank_that_a_signal_ended_is_named_from_the_jobs_log(made: Facts, failure: str, rank: int | None) -> None:
+def test_a_rank_that_a_signal_ended_is_named_from_the_jobs_log(
+    made: AttemptFacts, failure: str, rank: int | None
+) -> None:
     found = verdict_of(made)
 
     assert (found.failure, found.rank) == (failure, rank)

@@ -14,7 +14,7 @@ from ddp_hpc.watch.why.page import as_markdown
 from ddp_hpc.watch.why.signatures import (
     BY_NAME,
     REGISTRY,
-    Failure,
+    FailureClass,
     Match,
     Pattern,
     is_advice,
@@ -27,7 +27,7 @@ PATTERNS = [(failure, pattern) for failure in REGISTRY for pattern in failure.pa
 
 
 @pytest.mark.parametrize(("failure", "pattern"), PATTERNS, ids=lambda one: getattr(one, "example", "")[:60] or one.name)
-def test_each_text_of_the_registry_is_of_its_own_class(failure: Failure, pattern: Pattern) -> None:
+def test_each_text_of_the_registry_is_of_its_own_class(failure: FailureClass, pattern: Pattern) -> None:
     match = match_exception if pattern.source == "exception" else match_line
 
     assert match(pattern.example) == Match(failure.name, pattern.role)

@@ -21,8 +21,8 @@ from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault
 from ddp_hpc.run.run_dir.rank_ends import RankEnd
 from ddp_hpc.watch.why.exceptions import tracebacks, uncaught
-from ddp_hpc.watch.why.findings import Facts
-from ddp_hpc.watch.why.lines import Line, clean, number_of, tail
+from ddp_hpc.watch.why.findings import AttemptFacts
+from ddp_hpc.watch.why.lines import LogLine, clean, number_of, tail
 from ddp_hpc.watch.why.verdict import verdict_of
 
 USERS = """Traceback (most recent call last):
@@ -50,10 +50,10 @@ def report(rank: int, exception: str = "", **more: Any) -> WorkerFailure:
     return msgspec.convert({"rank": rank, **known}, WorkerFailure)
 
 
-def log(text: str, name: str = "rank.log") -> Sequence[Line]:
+def log(text: str, name: str = "rank.log") -> Sequence[LogLine]:
     lines, offset = [], 0
     for raw in text.splitlines():
-        lines.append(Line(Path(name), offset, clean(raw)))
+        lines.append(LogLine(Path(name), offset, clean(raw)))
         offset += len(raw) + 1
     return lines
 
@@ -66,9 +66,9 @@ def facts(
     places: Mapping[int, str] | None = None,
     ends: Mapping[int, RankEnd] | None = None,
     **more: Any,
-) -> Facts:
+) -> AttemptFacts:
     lines = {rank: log(text, f"rank-{rank}.log") for rank, text in (logs or {}).items()}
-    return Facts(
+    return AttemptFacts(
         attempt=attempt(cause, **more),
         failures=failures,
         logs=lines,
@@ -146,7 +146,7 @@ def test_the_same_exception_on_all_ranks_is_one_event() -> None:
         (facts(console="FATAL:   could not open image /images/torch.sif: no such file or directory"), "image", None),
     ],
 )  # fmt: skip
-def test_records_count_before_texts(made: Facts, failure: str, rank: int | None) -> None:
+def test_records_count_before_texts(made: AttemptFacts, failure: str, rank: int | None) -> None:
     found = verdict_of(made)
 
     assert (found.failure, found.rank) == (failure, rank)
@@ -164,7 +164,7 @@ def test_records_count_before_texts(made: Facts, failure: str, rank: int | None)
         facts(cause=Cause.UNEXPLAINED),
     ],
 )
-def test_where_nothing_is_proved_the_verdict_abstains(made: Facts) -> None:
+def test_where_nothing_is_proved_the_verdict_abstains(made: AttemptFacts) -> None:
     found = verdict_of(made)
 
     assert (found.failure, found.basis, found.rank) == ("unknown", "none", None)

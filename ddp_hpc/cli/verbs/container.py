@@ -23,7 +23,7 @@ from ddp_hpc.cli.runs import add_site
 from ddp_hpc.cli.verbs.submit import sort_words
 
 if TYPE_CHECKING:
-    from ddp_hpc.watch.diagnose.image_probe import Found
+    from ddp_hpc.watch.diagnose.image_probe import ImageFindings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +107,7 @@ def _check(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return FAILED if found.problems else FINISHED
 
 
-def _as_text(found: Found) -> str:
+def _as_text(found: ImageFindings) -> str:
     built = [f"{name} {value}" for name, value in found.torch.items() if value not in {None, False}]
     rows = [
         ("image", f"{found.image}, by {found.runtime}"),

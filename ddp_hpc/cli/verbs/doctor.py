@@ -80,7 +80,7 @@ def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     # Without a configuration, a job of any command stands for the run: of a training, the batch would have to fit the nodes.
     command = ("true",) if args.config is None else ()
     resolved = resolve(args.config, settings, environment, site=args.site, command=command)
-    site = login.Site(resolved, environment)
+    site = login.LoginSite(resolved, environment)
     findings = login.findings_of(site)
     if not args.json:
         print(as_text(findings), flush=True)

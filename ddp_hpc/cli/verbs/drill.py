@@ -22,7 +22,7 @@ from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_s
 from ddp_hpc.watch.find import find_run
 
 if TYPE_CHECKING:
-    from ddp_hpc.prove.drill.scenario import Plan, Report
+    from ddp_hpc.prove.drill.scenario import DrillPlan, DrillReport
     from ddp_hpc.run.config import Resolved
 
 
@@ -75,9 +75,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return FINISHED if report.verdict == "PASS" else FAILED
 
 
-def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
+def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> DrillPlan:
     from ddp_hpc.prove.drill.faults import FAULTS
-    from ddp_hpc.prove.drill.scenario import Plan
+    from ddp_hpc.prove.drill.scenario import DrillPlan
 
     fault = FAULTS[args.fault]
     if fault.inject is None and not args.by_hand:
@@ -96,7 +96,7 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
     unbroken = (
         find_run(args.unbroken, runs_dir) if args.unbroken else _resolve(args, common, environment, unbroken_name)
     )
-    return Plan(
+    return DrillPlan(
         fault=args.fault,
         faulty=faulty,
         unbroken=unbroken,
@@ -116,7 +116,7 @@ def _resolve(args: argparse.Namespace, settings: list[str], environment: Mapping
     return resolve(args.config or CONFIG, [*settings, *args.settings, *here, *last], environment, site=args.site)
 
 
-def _as_text(report: Report) -> str:
+def _as_text(report: DrillReport) -> str:
     rows = [(one.name, "yes" if one.is_good else "NO", one.told) for one in report.checks]
     running = None if report.seconds_to_running is None else f"{report.seconds_to_running:.1f} s after the fault"
     told = [

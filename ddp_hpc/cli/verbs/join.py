@@ -24,7 +24,7 @@ from ddp_hpc.cli.verbs.submit import sorted_words
 from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
-    from ddp_hpc.cluster.rendezvous.launchers import Place
+    from ddp_hpc.cluster.rendezvous.launchers import RankPlace
     from ddp_hpc.run.config import Resolved
 
 _BY_HAND = {
@@ -130,8 +130,12 @@ def first_node_of(environ: Mapping[str, str]) -> str | None:
 
 
 def _resolve(
-    args: argparse.Namespace, place: Place, path: Path | None, settings: Sequence[str], environment: Mapping[str, str]
-) -> tuple[Place, Resolved]:
+    args: argparse.Namespace,
+    place: RankPlace,
+    path: Path | None,
+    settings: Sequence[str],
+    environment: Mapping[str, str],
+) -> tuple[RankPlace, Resolved]:
     """Return the place with its number of workers, and the configuration with the nodes and workers that the launcher gives."""
     from ddp_hpc.cluster.rendezvous.launchers import with_workers
     from ddp_hpc.run.config import resolve
@@ -171,7 +175,7 @@ def _resolve(
     return placed, resolved
 
 
-def _without_workers(place: Place) -> Place:
+def _without_workers(place: RankPlace) -> RankPlace:
     from dataclasses import replace
 
     return replace(place, local_world_size=None, sources={"node_rank": place.sources["node_rank"]})
@@ -206,7 +210,7 @@ def _worker_argv(run_dir: RunDir, options: Sequence[str]) -> list[str]:
     return ["-m", _WORKER, str(run_dir.path), *options]
 
 
-def _node_argv(run_dir: RunDir, resolved: Resolved, place: Place, options: Sequence[str]) -> list[str]:
+def _node_argv(run_dir: RunDir, resolved: Resolved, place: RankPlace, options: Sequence[str]) -> list[str]:
     """Return the command that starts torchrun on this node."""
     from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
     from ddp_hpc.job.wire.endpoint import Meeting

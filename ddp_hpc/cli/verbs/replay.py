@@ -79,13 +79,13 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Replay, and print the result; the exit code is 0 where all is the same."""
     from ddp_hpc.cli.replay_text import replay_text
     from ddp_hpc.prove.replay.history import read_history
-    from ddp_hpc.prove.replay.replaying import Asked, replay
+    from ddp_hpc.prove.replay.replaying import ReplayOrder, replay
 
     with or_not_computed():
         history = read_history(chosen_run(args, environment))
     end = history.last_step if args.end is None else args.end
     start = history.newest_checkpoint(end - 1) if args.start is None else args.start
-    asked = Asked(
+    asked = ReplayOrder(
         history=history,
         start=start,
         end=end,

@@ -18,7 +18,7 @@ from ddp_hpc.cli.output_file import write_output
 from ddp_hpc.cli.runs import add_run, add_site, chosen_run, chosen_runs_dir
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.find import find_run
-from ddp_hpc.watch.report.notes import RULES, Rule, read_rules
+from ddp_hpc.watch.report.notes import RULES, NoteRule, read_rules
 from ddp_hpc.watch.report.page import page_of
 from ddp_hpc.watch.report.reading import read_run
 from ddp_hpc.watch.report.sweep import sweep_page
@@ -88,7 +88,7 @@ def _points(text: str | None, runs_dir: Path) -> tuple[str, list[tuple[RunDir, M
     return sweep_dir.name, [(sweep_dir.run(point), point.shown) for point in read_sweep(sweep_dir).points]
 
 
-def _rules(named: str | None, environment: Mapping[str, str]) -> list[Rule]:
+def _rules(named: str | None, environment: Mapping[str, str]) -> list[NoteRule]:
     """Return the notes of this host's site, if it has some, before ours."""
     from ddp_hpc.run.config.site import find_profile  # late: with the spec's classes
 

@@ -18,7 +18,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus, read_status
 
 if TYPE_CHECKING:
-    from ddp_hpc.run.run_dir.profile_notes import Profile
+    from ddp_hpc.run.run_dir.profile_notes import RankProfile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return 0
 
 
-def _profiles(run_dir: RunDir, status: RunStatus) -> Sequence[Profile]:
+def _profiles(run_dir: RunDir, status: RunStatus) -> Sequence[RankProfile]:
     """Return what became of the profiles that the run was asked for."""
     if not known(run_dir.profile, run_dir.profile.is_dir, unknown=False):
         return []
@@ -61,7 +61,7 @@ def _profiles(run_dir: RunDir, status: RunStatus) -> Sequence[Profile]:
     return known(run_dir.profile, lambda: read_profiles(run_dir, is_alive=status.is_alive), unknown=[])
 
 
-def _in_words(profiles: Sequence[Profile], word: str) -> str:
+def _in_words(profiles: Sequence[RankProfile], word: str) -> str:
     if not profiles:
         return ""
     from ddp_hpc.cli import profile_text  # late: as above

@@ -18,7 +18,7 @@ from ddp_hpc.cli.terminal import unguarded
 from ddp_hpc.run.run_dir.machine_use import record_of
 from ddp_hpc.run.run_dir.rereading import await_news
 from ddp_hpc.watch.report.looking import Looker
-from ddp_hpc.watch.report.top import LEVELS, Seen, screen
+from ddp_hpc.watch.report.top import LEVELS, RunScreen, screen
 
 _UP_AND_CLEAR = "\x1b[{}F\x1b[J"
 _CLEAR_ALL = "\x1b[2J\x1b[H"
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return 0
 
 
-def as_record(seen: Seen) -> dict[str, object]:
+def as_record(seen: RunScreen) -> dict[str, object]:
     """Return what a screen shows as `--json` prints it."""
     look = seen.look
     waits = (
@@ -81,7 +81,7 @@ class Screens:
         self._height = 0
         self._size: tuple[int, int] | None = None
 
-    def draw(self, seen: Seen) -> None:
+    def draw(self, seen: RunScreen) -> None:
         """Draw one screen; in a file or a pipe, below the last one."""
         terminal = tuple(os.get_terminal_size(self._out.fileno())) if self._is_terminal else None
         width, height = size = size_of(terminal, self._environment)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class NodeNeeds:
     """What a run needs of each node; None and 0 where that is not known."""
 
     cpus_per_node: int = 0
@@ -23,7 +23,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class NodeAnswers:
     """All that is known of the nodes."""
 
     nodes: Sequence[str]
@@ -35,7 +35,7 @@ class Answers:
     problem: str = ""
     """Why they did not, as srun says."""
     network: NetworkFindings | None = None
-    asked: Asked = field(default_factory=Asked)
+    asked: NodeNeeds = field(default_factory=NodeNeeds)
 
     def of(self, part: Callable[[NodeFacts], T | None]) -> dict[str, T]:
         """Return one part of the answers, of the nodes that gave it."""
@@ -69,7 +69,7 @@ def difference(check: str, values: Mapping[str, str], *, level: Level, to_do: st
 def judged(  # noqa: PLR0913  the fields of a finding
     check: str,
     bad: Sequence[str],
-    answers: Answers,
+    answers: NodeAnswers,
     bad_words: str,
     good_words: str,
     *,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ddp_hpc.base.mounts import AUTOMOUNT
-from ddp_hpc.cluster.node_checks.answers import Answers, judged, listed, odd_ones
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, judged, listed, odd_ones
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, Shared, neighbours
 from ddp_hpc.run.run_dir.preflight import Finding
 
@@ -39,7 +39,7 @@ _OF_NODE = {
 _UNMOUNTED = "compare `findmnt --target DIR` on the nodes; if a mount is missing on one, tell your cluster's support"
 
 
-def shared(answers: Answers) -> Iterator[Finding]:
+def shared(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes that cannot write into the shared directory, or do not see there what the others have written."""
     told = answers.of(lambda facts: facts.shared)
     cannot = {node: one.error for node, one in told.items() if one.error}
@@ -90,7 +90,7 @@ def _unseen(told: Mapping[str, Shared], nodes: Sequence[str]) -> list[str]:
     ]
 
 
-def paths(answers: Answers) -> Iterator[Finding]:
+def paths(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes on which a path that workers read is missing or empty, though others have it."""
     told = answers.of(lambda facts: facts.paths)
     local = {"/tmp", "/var/tmp", "/dev/shm"}  # noqa: S108  each node has its own there
@@ -116,7 +116,7 @@ def paths(answers: Answers) -> Iterator[Finding]:
         yield Finding(check="data", level="ok", found=f"all nodes have: {', '.join(good)}")
 
 
-def _mounts(answers: Answers, path: str) -> dict[str, tuple[str, str, str]]:
+def _mounts(answers: NodeAnswers, path: str) -> dict[str, tuple[str, str, str]]:
     told = answers.of(lambda facts: facts.mounts)
     return {node: mounts[path] for node, mounts in told.items() if path in mounts}
 
@@ -164,7 +164,7 @@ _OTHER_DISK = "remove files from this disk, or set TMPDIR to another disk (`env.
 _MORE_MEMORY = "remove files from /dev/shm, use fewer loader processes (`data.num_workers`), or give the container more (`--shm-size`)"
 
 
-def disks(answers: Answers) -> Iterator[Finding]:
+def disks(answers: NodeAnswers) -> Iterator[Finding]:
     """Find disks of nodes that are full, or nearly so."""
     told = answers.of(lambda facts: facts.disks)
     is_good = bool(told)

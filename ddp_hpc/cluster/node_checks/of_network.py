@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ddp_hpc.cluster.node_checks.answers import Answers, listed, odd_ones
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, listed, odd_ones
 from ddp_hpc.cluster.rendezvous.choice import speed_order
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
 from ddp_hpc.run.run_dir.preflight import Finding, Level
@@ -21,7 +21,7 @@ SLOW_SHARE = 1 / 8
 """A link is slow that has less than this share of the speed of the middle one."""
 
 
-def network(answers: Answers) -> Iterator[Finding]:
+def network(answers: NodeAnswers) -> Iterator[Finding]:
     """Say which nodes the network does not carry; then compare clocks and speeds, as far as they were measured."""
     network = answers.network
     if network is None:
@@ -41,7 +41,7 @@ def network(answers: Answers) -> Iterator[Finding]:
     yield from _speed(network)
 
 
-def interfaces(answers: Answers) -> Iterator[Finding]:
+def interfaces(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes without a kind of network that most have: the ranks would meet on a slower one, which all nodes share."""
     told = answers.of(lambda facts: facts.networks)
     kinds = sorted({kind for networks in told.values() for kind in networks}, key=speed_order)

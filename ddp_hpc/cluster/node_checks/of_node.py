@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 
-from ddp_hpc.cluster.node_checks.answers import Answers, difference, judged, listed, odd_ones
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, difference, judged, listed, odd_ones
 from ddp_hpc.cluster.node_checks.facts import SOFTWARE, UNLIMITED
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 
@@ -34,7 +34,7 @@ MUST_AGREE: Mapping[str, Level] = {
 """Software -> what a difference between nodes is."""
 
 
-def answered(answers: Answers) -> Iterator[Finding]:
+def answered(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes that did not answer, or not to the end, or left out a part."""
     silent = [node for node in answers.nodes if node not in answers.facts]
     if not answers.facts and not answers.unstarted:
@@ -75,7 +75,7 @@ _OF_FILES = frozenset({"shared", "disks"})
 """Parts of a node's answer that wait for a file system, as `path ...` do."""
 
 
-def software(answers: Answers) -> Iterator[Finding]:
+def software(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes with other versions."""
     told = answers.of(lambda facts: facts.software)
     for name in SOFTWARE:
@@ -111,7 +111,7 @@ def misfit(software: Mapping[str, str]) -> str:
 TO_FIT = "install a PyTorch for the driver (docs/install.md has the table); an older driver does only with CUDA's forward compatibility package"
 
 
-def drivers(answers: Answers) -> Iterator[Finding]:
+def drivers(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes whose driver does not fit their PyTorch."""
     told = answers.of(lambda facts: facts.software)
     why = {node: reason for node, one in told.items() if (reason := misfit(one))}
@@ -120,7 +120,7 @@ def drivers(answers: Answers) -> Iterator[Finding]:
         yield judged("driver", bad, answers, f"{listed(bad)}: {reason}", "", level="warn", to_do=TO_FIT)
 
 
-def gpus(answers: Answers) -> Iterator[Finding]:
+def gpus(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes with other GPUs, or fewer than the run asks for."""
     models = {
         node: ", ".join(f"{count} x {model}" for model, count in sorted(Counter(gpus).items()))
@@ -158,7 +158,7 @@ def _wanted(asked: int, granted: int) -> str:
     return f"the {asked} GPUs that the run asks for"
 
 
-def cpus(answers: Answers) -> Iterator[Finding]:
+def cpus(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes that give a process fewer CPUs than its workers and their loader processes need."""
     counts, asked = answers.of(lambda facts: facts.num_cpus), answers.asked.cpus_per_node
     if not asked:
@@ -170,7 +170,7 @@ def cpus(answers: Answers) -> Iterator[Finding]:
     yield judged("CPUs", few, answers, told, f"{asked} or more on all nodes", level="warn", to_do=to_do)
 
 
-def names(answers: Answers) -> Iterator[Finding]:
+def names(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes that resolve the name of another one to other addresses than most."""
     told = answers.of(lambda facts: facts.names)
     if not told:
@@ -215,7 +215,7 @@ def _outside(addresses: Sequence[str]) -> list[str]:
     return [text for text in addresses if not ip_address(text.partition("%")[0]).is_loopback]
 
 
-def limits(answers: Answers) -> Iterator[Finding]:
+def limits(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes whose limits are too low."""
     told = answers.of(lambda facts: facts.limits)
     rdma = answers.of(lambda facts: facts.has_rdma or None)

@@ -76,7 +76,7 @@ class HangVerdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rank:
+class _RankCollectives:
     """What one rank's record says of its collectives."""
 
     newest: Mapping[GroupId, int] = field(default_factory=dict)
@@ -128,7 +128,7 @@ def _by_collectives(by_rank: Mapping[int, HangRecord], world_size: int) -> HangV
 
 
 def _nobody(
-    ranks: Mapping[int, _Rank],
+    ranks: Mapping[int, _RankCollectives],
     waiting: Mapping[int, Sequence[Collective]],
     missing: Mapping[int, Collection[int]],
     by_rank: Mapping[int, HangRecord],
@@ -147,7 +147,9 @@ def _nobody(
 
 
 def _different(
-    ranks: Mapping[int, _Rank], waiting: Mapping[int, Sequence[Collective]], by_rank: Mapping[int, HangRecord]
+    ranks: Mapping[int, _RankCollectives],
+    waiting: Mapping[int, Sequence[Collective]],
+    by_rank: Mapping[int, HangRecord],
 ) -> HangVerdict | None:
     """Return the first collective that is not the same on all ranks, among those that are not over."""
     open_ = sorted({(one.number, one.group) for several in waiting.values() for one in several})
@@ -163,7 +165,9 @@ def _different(
     return None
 
 
-def _missing(ranks: Mapping[int, _Rank], waiting: Mapping[int, Sequence[Collective]]) -> Mapping[int, set[int]]:
+def _missing(
+    ranks: Mapping[int, _RankCollectives], waiting: Mapping[int, Sequence[Collective]]
+) -> Mapping[int, set[int]]:
     """Return for each waiting rank the ranks that have not launched what it waits in."""
     late: dict[tuple[GroupId, int], set[int]] = {}  # most ranks wait in the same one
     for one in (one for several in waiting.values() for one in several):
@@ -177,7 +181,7 @@ def _missing(ranks: Mapping[int, _Rank], waiting: Mapping[int, Sequence[Collecti
     }
 
 
-def _members(group: GroupId, ranks: Mapping[int, _Rank]) -> Collection[int]:
+def _members(group: GroupId, ranks: Mapping[int, _RankCollectives]) -> Collection[int]:
     """Return the ranks of a group that have answered; where no record lists them, those that have used it."""
     listed = next((one.members[group.name] for one in ranks.values() if group.name in one.members), None)
     if listed is not None:
@@ -188,7 +192,7 @@ def _members(group: GroupId, ranks: Mapping[int, _Rank]) -> Collection[int]:
 
 def _behind(
     behind: Sequence[int],
-    ranks: Mapping[int, _Rank],
+    ranks: Mapping[int, _RankCollectives],
     waiting: Mapping[int, Sequence[Collective]],
     by_rank: Mapping[int, HangRecord],
 ) -> HangVerdict:
@@ -299,14 +303,14 @@ def _few(ranks: Mapping[int, object]) -> Sequence[int]:
 # --- flight records ----------------------------------------------------------------------------------------------------
 
 
-def _read(flight_record: Mapping[str, Any]) -> _Rank:
+def _read(flight_record: Mapping[str, Any]) -> _RankCollectives:
     """Read one flight record; an entry that is not as expected is left out."""
     newest: dict[GroupId, int] = {}
     by_number: dict[tuple[GroupId, int], Collective] = {}
     for one in _collectives(flight_record.get("entries")):
         newest[one.group] = max(newest.get(one.group, 0), one.number)
         by_number[one.group, one.number] = one
-    return _Rank(newest=newest, by_number=by_number, members=dict(_listed(flight_record.get("pg_config"))))
+    return _RankCollectives(newest=newest, by_number=by_number, members=dict(_listed(flight_record.get("pg_config"))))
 
 
 def _collectives(entries: object) -> Iterator[Collective]:

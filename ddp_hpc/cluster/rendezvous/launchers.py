@@ -157,7 +157,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where a process belongs, by what its launcher says."""
 
     launcher: str
@@ -198,7 +198,7 @@ class Place:
 
 def find_place(
     environ: Mapping[str, str], allocation: Allocation | None, host: Host, *, first_node: str | None = None
-) -> Place | None:
+) -> RankPlace | None:
     """Return the place of this process; None where no launcher of the table has started it.
 
     `first_node` is the first line of the file that PBS_NODEFILE names, where this host has that file.
@@ -225,7 +225,7 @@ def _has(environ: Mapping[str, str], row: Launcher) -> bool:
     return all(environ.get(name, "").strip() for name in row.marks)
 
 
-def _of_srun(environ: Mapping[str, str], allocation: Allocation, host: Host) -> Place:
+def _of_srun(environ: Mapping[str, str], allocation: Allocation, host: Host) -> RankPlace:
     step = allocation.step
     assert step is not None  # noqa: S101  by it, srun was recognised
     _require_even("srun", step.tasks_per_node)
@@ -233,7 +233,7 @@ def _of_srun(environ: Mapping[str, str], allocation: Allocation, host: Host) -> 
     _require_block("srun", step.rank, step.local_rank, local_world_size)
     users = environ.get("MASTER_ADDR")
     address = Fact(value=users, source=USERS, rule="already set") if users else find_address(allocation, host)
-    return Place(
+    return RankPlace(
         launcher=SRUN.name,
         scope="worker",
         recognised_by=("Slurm's variables of a job step",),
@@ -248,7 +248,7 @@ def _of_srun(environ: Mapping[str, str], allocation: Allocation, host: Host) -> 
     )
 
 
-def _of_worker(row: Launcher, environ: Mapping[str, str], first_node: str | None) -> Place:
+def _of_worker(row: Launcher, environ: Mapping[str, str], first_node: str | None) -> RankPlace:
     """Return the place of a process that is one worker."""
     rank, local_rank = _number(environ, row.rank), _number(environ, row.local_rank)
     world_size = _number(environ, row.world_size)
@@ -270,7 +270,7 @@ def _of_worker(row: Launcher, environ: Mapping[str, str], first_node: str | None
         _refuse_uneven(row.name)
     _require_block(row.name, rank, local_rank, local_world_size)
     is_torchrun = row is TORCHRUN
-    return Place(
+    return RankPlace(
         launcher=row.name,
         scope="worker",
         recognised_by=row.marks,
@@ -289,7 +289,7 @@ def _of_worker(row: Launcher, environ: Mapping[str, str], first_node: str | None
     )
 
 
-def _of_node(row: Launcher, environ: Mapping[str, str], first_node: str | None) -> Place:
+def _of_node(row: Launcher, environ: Mapping[str, str], first_node: str | None) -> RankPlace:
     """Return the place of a process that is to start the workers of its node."""
     addresses = environ[row.address].split()
     num_nodes = _num_nodes(row, environ, len(addresses))
@@ -301,7 +301,7 @@ def _of_node(row: Launcher, environ: Mapping[str, str], first_node: str | None) 
         )
     workers = environ.get(row.local_world_size, "").strip() if row.local_world_size else ""
     known = int(workers) if workers.isdecimal() and int(workers) > 0 else None  # `auto`, `gpu` and 0 GPUs say nothing
-    return Place(
+    return RankPlace(
         launcher=row.name,
         scope="node",
         recognised_by=row.marks,
@@ -401,7 +401,7 @@ def _require_block(launcher: str, rank: int, local_rank: int, local_world_size: 
 # --- variables ---------------------------------------------------------------------------------------------------------
 
 
-def with_workers(place: Place, num_workers: int) -> Place:
+def with_workers(place: RankPlace, num_workers: int) -> RankPlace:
     """Return the place with the number of workers that the run's configuration asks for, where the launcher says none."""
     known = place.local_world_size or num_workers
     return replace(
@@ -409,7 +409,7 @@ def with_workers(place: Place, num_workers: int) -> Place:
     )
 
 
-def of_run(place: Place, run: Path) -> Place:
+def of_run(place: RankPlace, run: Path) -> RankPlace:
     """Return the place with the run's own port, where nobody has named one: a job may have several runs, and some have no job.
 
     `run` is the run's absolute path: all processes of the run have the same.
@@ -421,7 +421,7 @@ def of_run(place: Place, run: Path) -> Place:
     return replace(place, port=replace(place.port, value=str(port)))
 
 
-def numeric_address(place: Place, host: Host) -> str:
+def numeric_address(place: RankPlace, host: Host) -> str:
     """Return rank zero's address as a number.
 
     Raises:
@@ -447,7 +447,9 @@ def numeric_address(place: Place, host: Host) -> str:
     return name
 
 
-def variables_of(place: Place, environ: Mapping[str, str], host: Host, cpu_threads: Fact | None = None) -> WorkerEnv:
+def variables_of(
+    place: RankPlace, environ: Mapping[str, str], host: Host, cpu_threads: Fact | None = None
+) -> WorkerEnv:
     """Return every variable of this worker, or of the first worker of this node."""
     address = numeric_address(place, host)
     computing = cpu_threads or threads(host.num_cpus, place.local_world_size or 1, source="this host")

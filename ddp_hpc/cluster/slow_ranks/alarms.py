@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 
-from ddp_hpc.cluster.slow_ranks.verdict import SlowRank, Verdict
+from ddp_hpc.cluster.slow_ranks.verdict import SlowRank, SlowRankVerdict
 from ddp_hpc.run.run_dir.slow_ranks import Alarm
 
 LOOKS_TO_BEGIN = LOOKS_TO_END = 2
@@ -28,7 +28,7 @@ class Alarms:
     _begun: Counter[int] = field(default_factory=Counter)
     """How many alarms each rank has had."""
 
-    def look(self, verdict: Verdict, *, now: float, step: int | None) -> list[Alarm]:
+    def look(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> list[Alarm]:
         """Return the alarms that begin, end, or have got a cause. A look that says nothing changes nothing."""
         if not verdict.is_known:
             return []

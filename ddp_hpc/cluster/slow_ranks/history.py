@@ -9,7 +9,7 @@ from statistics import median
 
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.cluster.slow_ranks.summary import Summary
-from ddp_hpc.cluster.slow_ranks.verdict import Verdict
+from ddp_hpc.cluster.slow_ranks.verdict import SlowRankVerdict
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Look, encode
 
@@ -26,7 +26,7 @@ class WaitHistory:
     began_at: float
     _noted_at: float | None = None
 
-    def note(self, verdict: Verdict, reports: Sequence[Summary], *, now: float, step: int | None) -> None:
+    def note(self, verdict: SlowRankVerdict, reports: Sequence[Summary], *, now: float, step: int | None) -> None:
         """Add a line, where the ranks could be compared and there is none that is nearly as new."""
         is_first = self._noted_at is None
         if not verdict.lost_s or (self._noted_at and now - self._noted_at < SHARE * (now - self.began_at)):

@@ -54,7 +54,7 @@ class SlowRank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class SlowRankVerdict:
     """What the launches of one look say."""
 
     slow: tuple[SlowRank, ...] = ()
@@ -85,20 +85,20 @@ class _Joined:
     error_s: float
 
 
-def judge(summaries: Sequence[Summary]) -> Verdict:
+def judge(summaries: Sequence[Summary]) -> SlowRankVerdict:
     """Return which ranks are slow, by the process group in which the most time is lost."""
     if {one.rank for one in summaries} != {*range(max((one.world_size for one in summaries), default=2))}:
-        return Verdict(unknown="not all ranks have reported")
+        return SlowRankVerdict(unknown="not all ranks have reported")
     if len({one.turn for one in summaries}) > 1:
-        return Verdict(unknown="some ranks have not reported again")
+        return SlowRankVerdict(unknown="some ranks have not reported again")
     # Of a group of some ranks only, the others do not wait for its ranks.
     groups = set.intersection(*({launches.group for launches in one.launches} for one in summaries))
     clocks = [ranks for ranks in _of_one_clock(summaries) if len(ranks) > 1]
     found = [_verdict_of(ranks, group) for ranks in clocks for group in sorted(groups)]
     if clocks and not found:
-        return Verdict(unknown="no process group of all ranks has collectives")
+        return SlowRankVerdict(unknown="no process group of all ranks has collectives")
     if not found:
-        return Verdict(unknown="fewer than two ranks whose clocks can be compared have reported collectives")
+        return SlowRankVerdict(unknown="fewer than two ranks whose clocks can be compared have reported collectives")
     worst = max(
         found, key=lambda one: (one.is_known, max((slow.lost_s for slow in one.slow), default=0.0), one.seconds)
     )
@@ -124,27 +124,29 @@ def _of_one_clock(summaries: Iterable[Summary]) -> list[list[Summary]]:
     return [ranks for ranks in (compared, *alone) if ranks]
 
 
-def _verdict_of(summaries: Sequence[Summary], group: str) -> Verdict:
+def _verdict_of(summaries: Sequence[Summary], group: str) -> SlowRankVerdict:
     """Judge the ranks in one process group."""
     joined = _join(summaries, group)
     if joined is None:
-        return Verdict(
+        return SlowRankVerdict(
             unknown="the ranks have no collectives of gloo in common, in which each waits for all, in what they have reported"
         )
     reference = [_lower_median(times) for times in joined.at_s]
     starts = _newest(step_starts(joined.kinds, reference), reference)
     if not starts:
-        return Verdict(unknown="the collectives do not repeat in steps")
+        return SlowRankVerdict(unknown="the collectives do not repeat in steps")
     num_steps = len(starts) - 1
     if num_steps < LEAST_STEPS:
-        return Verdict(num_steps=num_steps, unknown=f"fewer than {LEAST_STEPS} steps have been seen of all ranks")
+        return SlowRankVerdict(
+            num_steps=num_steps, unknown=f"fewer than {LEAST_STEPS} steps have been seen of all ranks"
+        )
     if 2 * max(_num_to_one(one) for one in joined.ranks) >= num_steps:
-        return Verdict(num_steps=num_steps, unknown="ranks wait for single other ranks in each step")
+        return SlowRankVerdict(num_steps=num_steps, unknown="ranks wait for single other ranks in each step")
     found = _compare(joined, reference, starts)
     return replace(found, slow=tuple(replace(one, cause=cause_of(one, found.slow, joined.ranks)) for one in found.slow))
 
 
-def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int]) -> Verdict:
+def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int]) -> SlowRankVerdict:
     """Judge the ranks by their launches in the steps that begin at `starts`."""
     num_steps = len(starts) - 1
     seconds = reference[starts[-1]] - reference[starts[0]]
@@ -153,7 +155,7 @@ def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int])
     lost = [*zip(*steps, strict=True)]
     beyond = [median(one) for one in lost]
     if max(beyond) >= step_s:
-        return Verdict(
+        return SlowRankVerdict(
             num_steps=num_steps, unknown="a rank is late by more than a step, so the others do not wait for it"
         )
     slow = [
@@ -162,12 +164,12 @@ def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int])
         if _is_slow(in_each, step_s) and lost_s > 2 * joined.error_s
     ]
     if 2 * len(slow) >= max(len(joined.ranks), 3):
-        return Verdict(
+        return SlowRankVerdict(
             num_steps=num_steps,
             unknown="half of the ranks are late: a clock was set, or the ranks have different tasks",
         )
     if slow and not _stand_apart(slow, joined.ranks, beyond):
-        return Verdict(
+        return SlowRankVerdict(
             num_steps=num_steps, unknown="the ranks are late by different times, as stages of a pipeline are"
         )
     named = tuple(
@@ -182,7 +184,7 @@ def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int])
     )
     # Between the two, a rank stays what it was.
     clear = (one.rank for one, lost_s in zip(joined.ranks, beyond, strict=True) if lost_s < LEAST_SHARE * step_s / 2)
-    return Verdict(
+    return SlowRankVerdict(
         slow=named,
         clear=frozenset(clear),
         num_steps=num_steps,

@@ -16,13 +16,13 @@ from typing import Any
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.cluster.rendezvous.links.node import LONGEST_S, PACE_S
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
-from ddp_hpc.cluster.rendezvous.links.verdict import Answer, confirmed, findings_of
+from ddp_hpc.cluster.rendezvous.links.verdict import LinkAnswer, confirmed, findings_of
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.ending import stacks
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire import subprocesses
-from ddp_hpc.job.wire.control_channel import Line
+from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.run.requeue import reserve_s
 from ddp_hpc.run.run_dir.network import NetworkFindings, write_network
 
@@ -140,12 +140,12 @@ class _Talk:
     deadline: float
     measures: bool = False
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, LinkAnswer] = field(default_factory=dict)
     places: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Where the nodes listen that do."""
     _done: set[int] = field(default_factory=set)
     _step: Any = None
-    _line: Line | None = None
+    _line: ControlChannel | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -165,7 +165,7 @@ class _Talk:
         ]
         self._step = subprocesses.start([*self.step_argv(nodes), *command], [], on_line=True)
         stdin, stdout = self._step.stdin, self._step.stdout
-        self._line = Line(stdout.fileno(), stdin.fileno(), wakes=False)
+        self._line = ControlChannel(stdout.fileno(), stdin.fileno(), wakes=False)
         self._read_until(lambda: len(self.answers) == len(nodes), seconds)
 
     def carry_out(self) -> None:
@@ -210,13 +210,13 @@ class _Talk:
     def _note(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"ready": str(name), "error": str(), "has_address": bool(has_address)} if name in self.nodes:
-                self.answers[self.nodes.index(name)] = Answer(is_whole=not has_address)
+                self.answers[self.nodes.index(name)] = LinkAnswer(is_whole=not has_address)
             case {"ready": str(name), "address": str(address), "port": int(port), "network": str(network)} if (
                 name in self.nodes
             ):
                 number = self.nodes.index(name)
                 self.places[number] = (address, port)
-                self.answers[number] = Answer(address=address, network=network)
+                self.answers[number] = LinkAnswer(address=address, network=network)
             case {"tcp": str(found), "at": int(number), "to": int(partner)} if number in self.answers:
                 answer = self.answers[number]
                 self.answers[number] = replace(answer, tcp={**answer.tcp, partner: found})

@@ -50,7 +50,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     settled,
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
-from ddp_hpc.job.node.cpus import Share, share_here
+from ddp_hpc.job.node.cpus import CpuShare, share_here
 from ddp_hpc.job.node.machine_use import BEGIN_S, MachineSampler
 from ddp_hpc.job.node.python_environ import (
     imports_for_good,
@@ -58,7 +58,7 @@ from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
     python_environ,
 )
-from ddp_hpc.job.wire.control_channel import Line
+from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
 from ddp_hpc.job.workers import ask_by_file
 from ddp_hpc.run.run_dir.failure_reports import report, report_killed
@@ -80,7 +80,7 @@ class NodeWorkers:
     attempt: int
     num_workers: int
     """On this node."""
-    share: Share
+    share: CpuShare
     node: Mapping[str, Fact]
     """Variables that all workers of this node have in common."""
     users_environ: Mapping[str, str]
@@ -129,7 +129,11 @@ class Agent:
     """One node's agent: carries out orders until the connection is closed."""
 
     def __init__(
-        self, arguments: argparse.Namespace, line: Line, python: Mapping[str, str], import_paths: Sequence[str]
+        self,
+        arguments: argparse.Namespace,
+        line: ControlChannel,
+        python: Mapping[str, str],
+        import_paths: Sequence[str],
     ) -> None:
         self._run = RunDir(arguments.run)
         self._arguments = arguments
@@ -360,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in (PROBE_FOLDER, PROBES_ITSELF):  # of a rank from whose script this run was submitted
         os.environ.pop(name, None)
     import_paths = make_users_code_importable(os.environ)
-    Agent(arguments, Line.of_agent(), python, import_paths).serve()
+    Agent(arguments, ControlChannel.of_agent(), python, import_paths).serve()
     return exit_codes.FINISHED
 
 

@@ -34,7 +34,7 @@ class Cpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class CpuShare:
     """What the workers of a node compute with."""
 
     cpu_sets: tuple[tuple[int, ...], ...]
@@ -45,7 +45,7 @@ class Share:
     """A note on it for the job's log."""
 
 
-def share_here(environ: Mapping[str, str], num_workers: int, cpus_per_worker: int | None) -> Share:
+def share_here(environ: Mapping[str, str], num_workers: int, cpus_per_worker: int | None) -> CpuShare:
     """Return the shares of the workers of this node."""
     return share_cpus(
         read_cpus(sorted(os.sched_getaffinity(0))),
@@ -63,7 +63,7 @@ def share_cpus(
     *,
     grant: CpuGrant | None = None,
     near: Sequence[int | None] = (),
-) -> Share:
+) -> CpuShare:
     """Assign CPUs to workers, neighbours together; workers share them all where there are too few.
 
     `grant` bounds them by what Slurm gave; `near` names the NUMA node that each worker should be on.
@@ -76,7 +76,7 @@ def share_cpus(
     is_bound = grant is None or len(cpus) <= grant.num_of_job
     sets = _assign(sorted(cpus), num_workers, each, near) if fits and is_bound else [everything] * num_workers
     note = "" if is_bound or grant is None else _unbound(len(cpus), grant, computing.value)
-    return Share(cpu_sets=tuple(sets), threads=computing, note=note)
+    return CpuShare(cpu_sets=tuple(sets), threads=computing, note=note)
 
 
 def _unbound(num_seen: int, grant: CpuGrant, num_threads: str | None) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cluster.rendezvous.choice import source_address
-from ddp_hpc.cluster.rendezvous.launchers import Place
+from ddp_hpc.cluster.rendezvous.launchers import RankPlace
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
 
 PATIENCE_S = 600.0
@@ -50,7 +50,7 @@ class Gathering:
 
 
 def gather_at_port(
-    place: Place, address: str, begin: Callable[[], Answer], *, run: Path, patience_s: float = PATIENCE_S
+    place: RankPlace, address: str, begin: Callable[[], Answer], *, run: Path, patience_s: float = PATIENCE_S
 ) -> Gathering:
     """Meet at rank zero's socket; `begin` is called on rank zero when all are there.
 
@@ -91,7 +91,7 @@ def _own(meeting: Meeting, *, is_alone: bool) -> Meeting:
     return meeting if is_alone else Meeting("::" if ":" in meeting.address else "0.0.0.0", meeting.port)  # noqa: S104  see above
 
 
-def _listen(meeting: Meeting, place: Place) -> socket.socket:
+def _listen(meeting: Meeting, place: RankPlace) -> socket.socket:
     deadline = time.monotonic() + PORT_PATIENCE_S
     while True:
         try:
@@ -169,7 +169,7 @@ def _ask(meeting: Meeting, rank: int, identity: str, deadline: float) -> Answer:
 # --- in torchrun's store -----------------------------------------------------------------------------------------------
 
 
-def gather_in_store(place: Place, begin: Callable[[], Answer], *, patience_s: float = PATIENCE_S) -> Gathering:
+def gather_in_store(place: RankPlace, begin: Callable[[], Answer], *, patience_s: float = PATIENCE_S) -> Gathering:
     """Meet in the store that torchrun's agent serves.
 
     The store outlives restarts of the workers, so it may hold keys of earlier ones. Each worker makes a word of its own: an answer

@@ -20,7 +20,7 @@ from pathlib import Path
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, exit_code_of
 from ddp_hpc.cluster.rendezvous.address import this_host
-from ddp_hpc.cluster.rendezvous.launchers import TORCHRUN, Place, find_place, numeric_address, of_run, variables_of
+from ddp_hpc.cluster.rendezvous.launchers import TORCHRUN, RankPlace, find_place, numeric_address, of_run, variables_of
 from ddp_hpc.cluster.rendezvous.worker_env import import_path
 from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.job.ending import last_resort
@@ -94,7 +94,7 @@ class _Joining:
     """This worker's share of a run."""
 
     run: RunDir
-    place: Place
+    place: RankPlace
     lock_fd: int | None = None
     is_stop_asked: bool = False
     """Whether the user has asked the run to stop, as rank zero sees it."""

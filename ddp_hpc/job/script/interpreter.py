@@ -16,13 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 
-from ddp_hpc.job.script.plan import Plan
+from ddp_hpc.job.script.plan import ScriptPlan
 
 _SIGINT_CODE = 130
 
 
 def run_as_main(
-    plan: Plan, environ: Mapping[str, str], python_path: Sequence[str], on_error: Callable[[BaseException], object]
+    plan: ScriptPlan,
+    environ: Mapping[str, str],
+    python_path: Sequence[str],
+    on_error: Callable[[BaseException], object],
 ) -> int:
     """Run the script to its end, with what Python does at its own end; return the exit code.
 
@@ -61,7 +64,7 @@ def _close_files() -> None:
                 os.write(2, text.encode(errors="replace"))
 
 
-def _prepare(plan: Plan, environ: Mapping[str, str], python_path: Sequence[str]) -> None:
+def _prepare(plan: ScriptPlan, environ: Mapping[str, str], python_path: Sequence[str]) -> None:
     """Make this process what a new Python would be when the script begins."""
     before = {*os.environ}
     os.environ.update(environ)
@@ -97,7 +100,7 @@ def _unbuffer() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _run(plan: Plan, on_error: Callable[[BaseException], object]) -> int:
+def _run(plan: ScriptPlan, on_error: Callable[[BaseException], object]) -> int:
     pid = os.getpid()
     try:
         if plan.program.module is not None:
@@ -131,7 +134,7 @@ def _run_file(path: str) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102  this is what the user asks for
 
 
-def _run_archive(plan: Plan) -> None:
+def _run_archive(plan: ScriptPlan) -> None:
     """Run the `__main__.py` of a directory or an archive as Python does, which imports from it first."""
     # Not `runpy.run_path`: it sets `sys.argv[0]` to the absolute path.
     if sys.path[:1] == [plan.folder]:

@@ -26,7 +26,7 @@ _FROM_COPY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ScriptPlan:
     """What a worker starts."""
 
     program: Program
@@ -66,7 +66,7 @@ class Plan:
         return [self.executable, *program.options, "-c", _FROM_COPY, self.folder, program.module, *program.arguments]
 
 
-def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> Plan:
+def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> ScriptPlan:
     """Return what a worker starts; `code` is the directory of the script in the job's copy of the code, if it has one.
 
     Raises:
@@ -93,7 +93,7 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
             "script's file."
         )
     text = _read(source) if source is not None and source.is_file() else None
-    return Plan(
+    return ScriptPlan(
         program=program,
         path=path,
         file=file,
@@ -115,7 +115,7 @@ def _read(source: Path) -> str:
         ) from error
 
 
-def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> Plan:
+def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> ScriptPlan:
     """Return what is started for a program that is not a Python script."""
     word = program.words[0]
     found: Path | None = None
@@ -135,7 +135,7 @@ def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, st
     if found is None:
         beside = " For a file in this directory, write `python FILE` or `./FILE`." if (work_dir / word).exists() else ""
         raise ConfigError(f"`script.command` starts {word!r}, but PATH has no such program.{beside}")
-    return Plan(
+    return ScriptPlan(
         program=replace(program),
         path=None,
         file="",

@@ -22,7 +22,7 @@ from ddp_hpc.run.run_dir.failure_reports import (
     write_failure,
 )
 from ddp_hpc.run.run_dir.records import write_remark
-from ddp_hpc.run.workload.script_progress import Seen
+from ddp_hpc.run.workload.script_progress import SeenFiles
 
 SHORT_S = 5.0
 """A script that takes no longer has perhaps not trained."""
@@ -70,7 +70,7 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_
     write_failure(path, failure)
 
 
-def what_was_short(script_rank: ScriptRank, seen: Seen, ran_s: float) -> str:
+def what_was_short(script_rank: ScriptRank, seen: SeenFiles, ran_s: float) -> str:
     """Return why a user may doubt that a script that has finished has trained; rank zero does that for all."""
     pattern = script_rank.spec.script.progress
     if script_rank.rank != 0 or seen.num_changes or _may_have_committed(script_rank):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.job.script.plan import Plan
+from ddp_hpc.job.script.plan import ScriptPlan
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 
@@ -16,7 +16,7 @@ class ScriptRank:
 
     run: RunDir
     spec: RunSpec
-    plan: Plan
+    plan: ScriptPlan
     rank: int
     attempt: int
 

@@ -24,7 +24,7 @@ from ddp_hpc.job.script.script_rank import ScriptRank
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.rank_ends import write_rank_end
 from ddp_hpc.run.run_dir.records import Progress, with_report, write_progress
-from ddp_hpc.run.workload.script_progress import Seen, look, record_changes
+from ddp_hpc.run.workload.script_progress import SeenFiles, look, record_changes
 
 ECHO_S = 0.25
 """How often rank zero's output is copied to the console."""
@@ -41,7 +41,7 @@ class Watcher:
     """Waits for a script's end, and does meanwhile what has to be done beside it."""
 
     script_rank: ScriptRank
-    seen: Seen
+    seen: SeenFiles
     probe_folder: Path | None = None
     """Where the script answers questions, if it does."""
     echo: Echo | None

@@ -30,7 +30,7 @@ from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
 from ddp_hpc.cluster.slow_ranks.reporter import Reporter
 from ddp_hpc.job.script.ending import meaning
 from ddp_hpc.job.script.output import Echo, open_log
-from ddp_hpc.job.script.plan import Plan, frozen_code, plan_of
+from ddp_hpc.job.script.plan import ScriptPlan, frozen_code, plan_of
 from ddp_hpc.job.script.report import remark, report_exit, what_was_short
 from ddp_hpc.job.script.script_rank import ScriptRank
 from ddp_hpc.job.script.start import start
@@ -97,7 +97,7 @@ def _what_a_fork_would_lose() -> str:
     )
 
 
-def _plan(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Plan:
+def _plan(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> ScriptPlan:
     code = frozen_code(environ, [run.snapshot, run.snapshots])
     return plan_of(spec.script, code, environ, Path.cwd())
 

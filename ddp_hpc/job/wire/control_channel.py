@@ -18,7 +18,7 @@ from ddp_hpc.base import processes
 _CHUNK_BYTES = 1 << 16
 
 
-class Line:
+class ControlChannel:
     """One end of the connection: reading returns whole objects and never waits; each object is one write(2).
 
     With `wakes`, input wakes `processes.await_signal`; a process that does not block SIGIO would be killed by it.
@@ -36,7 +36,7 @@ class Line:
             os.set_blocking(read_fd, False)
 
     @classmethod
-    def of_agent(cls) -> Line:
+    def of_agent(cls) -> ControlChannel:
         """Return an agent's end; from here on, what is printed goes to standard error."""
         # Users' code and libraries print to descriptors 0 to 2, which children inherit. So the pipes move to new descriptors,
         # which exec closes, and 1 becomes a copy of 2 (dup(2)).

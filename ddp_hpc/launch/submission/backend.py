@@ -152,7 +152,7 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class BackendRow:
     """A line of the table."""
 
     module: str
@@ -161,9 +161,9 @@ class Place:
     """A program that is on PATH wherever `auto` may choose it; None: everywhere."""
 
 
-BACKENDS: dict[str, Place] = {
-    "slurm": Place("ddp_hpc.launch.submission.slurm", command="sbatch"),
-    "local": Place("ddp_hpc.launch.submission.local"),
+BACKENDS: dict[str, BackendRow] = {
+    "slurm": BackendRow("ddp_hpc.launch.submission.slurm", command="sbatch"),
+    "local": BackendRow("ddp_hpc.launch.submission.local"),
 }
 """Name -> back end, in the order in which `auto` tries them."""
 

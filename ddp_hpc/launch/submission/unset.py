@@ -34,7 +34,7 @@ _LIBRARY = "libnvidia-ml.so.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FilledIn:
     """What the machine decides."""
 
     resources: Mapping[str, int | None] = field(default_factory=dict)
@@ -115,7 +115,7 @@ def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]
     )
 
 
-def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | None, visible: str | None) -> Found:
+def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | None, visible: str | None) -> FilledIn:
     """Return which GPUs of this machine a run takes; `there` are those it would see, and `visible` is CUDA_VISIBLE_DEVICES.
 
     Raises:
@@ -131,7 +131,7 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | No
         if there is not None and needed is not None and len(there) < needed:
             raise ConfigError(_too_few(needed, there, visible, is_kept=asked is None))
     if asked is not None:
-        return Found()
+        return FilledIn()
     if kept == 0 or not there:
         source = "no GPU of NVIDIA's here" if kept is None else _KEPT
         is_hidden = there is not None and visible and kept is None
@@ -140,13 +140,13 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | No
             if is_hidden
             else ""
         )
-        return Found(resources={"gpus_per_node": kept or 0}, source=source, note=note)
+        return FilledIn(resources={"gpus_per_node": kept or 0}, source=source, note=note)
     is_busy = {gpu.name: (gpu.memory_gib or 0.0) > BUSY_GIB for gpu in there}
     free = [gpu for gpu in there if not is_busy[gpu.name]] or there
     wanted = kept or (max(len(free), workers or 0) if is_script else workers or len(free))
     if wanted > len(there):
         note = "" if is_script else _on_cpus(workers, there)  # which device a script uses is its own affair
-        return Found(resources={"gpus_per_node": 0}, source=f"{_count(len(there))} here", note=note)
+        return FilledIn(resources={"gpus_per_node": 0}, source=f"{_count(len(there))} here", note=note)
     taken = sorted(there, key=lambda gpu: gpu not in free)[:wanted]
     left_out = [gpu for gpu in there if gpu not in free and gpu not in taken]
     names = [gpu.name for gpu in taken]
@@ -165,7 +165,7 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | No
                 f"the script gets one worker, which sees {len(taken)} GPUs, as with plain `python`; for one worker for each, "
                 f"set `resources.workers_per_node={len(taken)}`"
             )
-    return Found(
+    return FilledIn(
         resources=resources,
         env={VISIBLE: ",".join(names), **order} if left_out else {},
         source=_KEPT if kept else f"{_count(len(taken))} of this machine",
@@ -194,14 +194,14 @@ def _count(number: int) -> str:
     return f"{number} GPU{'' if number == 1 else 's'}"
 
 
-def _cpus_on_slurm(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> Found:
+def _cpus_on_slurm(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> FilledIn:
     """Return how many CPUs each GPU worker gets, where Slurm says what the nodes have."""
     resources = spec.resources
     if not resources.num_gpus or resources.cpus_per_worker is not None:
-        return Found()
+        return FilledIn()
     if before is not None:
         kept = before.resources.cpus_per_worker
-        return Found() if kept is None else Found(resources={"cpus_per_worker": kept}, source=_KEPT)
+        return FilledIn() if kept is None else FilledIn(resources={"cpus_per_worker": kept}, source=_KEPT)
     from ddp_hpc.cluster.slurm import client  # late: runs on one machine do not need it
     from ddp_hpc.launch.submission.preflight.sbatch_errors import chosen_partition
 
@@ -210,10 +210,10 @@ def _cpus_on_slurm(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, 
         default = None if name else chosen_partition(spec, client.partitions(environ))
         partition = name or (default.name if default else "")
         return share_cpus_by_gpus(spec, partition, client.shapes(environ))
-    return Found()
+    return FilledIn()
 
 
-def share_cpus_by_gpus(spec: RunSpec, partition: str, shapes: Sequence[NodeShape]) -> Found:
+def share_cpus_by_gpus(spec: RunSpec, partition: str, shapes: Sequence[NodeShape]) -> FilledIn:
     """Return a worker's share of the CPUs that come with its GPUs: a node's CPUs divided by its GPUs, where that is more than without."""
     resources = spec.resources
     fitting = [
@@ -224,12 +224,12 @@ def share_cpus_by_gpus(spec: RunSpec, partition: str, shapes: Sequence[NodeShape
         and resources.gpu_type in (None, shape.gpu_type)
     ]
     if not fitting:
-        return Found()
+        return FilledIn()
     least = min(fitting, key=lambda shape: shape.num_cpus / shape.num_gpus)
     of_gpus = least.num_cpus * resources.num_gpus // least.num_gpus
     each = of_gpus // resources.local_world_size
     if each <= spec.cpus_per_task:
-        return Found()
+        return FilledIn()
     why = f"nodes of partition {least.partition} have {least.num_cpus} CPUs for {_count(least.num_gpus)}"
     note = f"each worker gets {each} CPUs, because {why}; `resources.cpus_per_worker` sets another number"
-    return Found(resources={"cpus_per_worker": each}, source=why, note=note)
+    return FilledIn(resources={"cpus_per_worker": each}, source=why, note=note)

@@ -47,7 +47,7 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
+class SendResult:
     """What became of the points that were to be sent."""
 
     jobs: Mapping[str, int]
@@ -139,7 +139,7 @@ def make_for_slurm(
     return Made(sweep_dir=sweep_dir, sweep=sweep, base=spec, cluster=questions.config(), notes=notes)
 
 
-def send_first(made: Made, environ: Mapping[str, str]) -> Sent:
+def send_first(made: Made, environ: Mapping[str, str]) -> SendResult:
     """Send the points of a sweep that this process has just made, and whose ledger it still has locked.
 
     Raises:
@@ -151,7 +151,7 @@ def send_first(made: Made, environ: Mapping[str, str]) -> Sent:
     return _send(_Order(made.sweep_dir, made.sweep, numbers, size, chain), environ)
 
 
-def send(sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], environ: Mapping[str, str]) -> Sent:
+def send(sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], environ: Mapping[str, str]) -> SendResult:
     """Send points to Slurm, in as few arrays as it accepts; record each array. The caller has locked the sweep's ledger.
 
     With `sweep.at_most`, each array starts when those before it have ended, so that all together keep the limit.
@@ -161,7 +161,7 @@ def send(sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], environ: Map
         SlurmUnavailableError: where Slurm does not answer; what was sent before is recorded.
     """
     if not numbers:
-        return Sent(jobs={})
+        return SendResult(jobs={})
     size, chain = _most_tasks(client.config(environ)), _chain(sweep_dir, sweep, environ)
     return _send(_Order(sweep_dir, sweep, numbers, size, chain), environ)
 
@@ -181,7 +181,7 @@ class _Order:
     chain: _Chain
 
 
-def _send(order: _Order, environ: Mapping[str, str]) -> Sent:
+def _send(order: _Order, environ: Mapping[str, str]) -> SendResult:
     sweep_dir, sweep, numbers, chain = order.sweep_dir, order.sweep, order.numbers, order.chain
     jobs: dict[str, int] = {}
     for offset, group in _groups(numbers, order.size):
@@ -196,14 +196,14 @@ def _send(order: _Order, environ: Mapping[str, str]) -> Sent:
             except (SlurmRefusalError, SlurmBusyError) as error:
                 fewer = _fewer(count, fewest, error)
                 if fewer < fewest:
-                    return Sent(jobs=jobs, num_left=len(set(numbers)) - sum(jobs.values()), refusal=str(error))
+                    return SendResult(jobs=jobs, num_left=len(set(numbers)) - sum(jobs.values()), refusal=str(error))
                 count, is_limited = fewer, True
                 continue
             chain.append(job_id)
             jobs[job_id] = count
             rest = rest[count:]
             count = count if is_limited else 2 * count
-    return Sent(jobs=jobs)
+    return SendResult(jobs=jobs)
 
 
 def _fewer(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -> int:

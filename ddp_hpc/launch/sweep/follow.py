@@ -19,7 +19,7 @@ READS_PER_S = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class SweepLook:
     """All points at one moment."""
 
     points: Sequence[Point]
@@ -39,7 +39,7 @@ def follow(
     *,
     clock: Callable[[], float] = time.time,
     pause: Callable[[float], object] = time.sleep,
-) -> Iterator[Look]:
+) -> Iterator[SweepLook]:
     """Yield one look after another; the last one is of a sweep in which nothing waits or runs.
 
     Raises:
@@ -66,7 +66,7 @@ class _Follower:
         """Number of a point without a run -> when squeue did not list its task."""
         self._read_queue = queue_reader(environ, clock=clock)
 
-    def look(self) -> Look:
+    def look(self) -> SweepLook:
         """Read each point once."""
         is_sending = is_being_sent(self._sweep_dir)  # first: what is sent meanwhile is not over
         ledger = self._sweep_dir.ledger
@@ -75,7 +75,7 @@ class _Follower:
         if sweep.arrays and len(self._reader.finished) < len(sweep.points):
             queue = self._read_queue(max(array.at for array in sweep.arrays))
         states = self._states(sweep, queue, is_sending=is_sending)
-        return Look(
+        return SweepLook(
             points=sweep.points,
             states=states,
             problem=queue.problem,

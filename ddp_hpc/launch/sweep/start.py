@@ -14,7 +14,7 @@ from ddp_hpc.launch.submission.backend import Backend, find_job_elsewhere, load_
 from ddp_hpc.launch.submission.other_cluster import knows
 from ddp_hpc.launch.submission.preflight.capacity import Questions
 from ddp_hpc.launch.sweep import array, local
-from ddp_hpc.launch.sweep.array import Sent
+from ddp_hpc.launch.sweep.array import SendResult
 from ddp_hpc.launch.sweep.resolving import check_points
 from ddp_hpc.launch.sweep.states import failed_attempts, has_begun, has_ended, is_being_sent, sending_alone
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_cancelled, record_continued
@@ -37,7 +37,7 @@ class Started:
     sweep_dir: SweepDir
     numbers: Sequence[int]
     """Of the points that were to be started."""
-    sent: Sent | None
+    sent: SendResult | None
     """None on this machine, where the caller runs them: `local.running`."""
     notes: Sequence[str] = ()
 

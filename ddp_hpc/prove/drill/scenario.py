@@ -45,7 +45,7 @@ _MAY_DIFFER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DrillPlan:
     """One drill, as the user asks for it."""
 
     fault: str
@@ -63,7 +63,7 @@ class Plan:
 
 
 @dataclass(kw_only=True)
-class Report:
+class DrillReport:
     """The result; the fields are the keys of `drill --json`."""
 
     fault: str
@@ -87,7 +87,7 @@ class Report:
     unbroken: str = ""
 
 
-def drill(plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) -> Report:
+def drill(plan: DrillPlan, environ: Mapping[str, str], say: Callable[[str], None]) -> DrillReport:
     """Run the drill; return its result.
 
     Raises:
@@ -99,7 +99,7 @@ def drill(plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) ->
         if isinstance(plan.unbroken, RunDir)
         else RunDir(plan.unbroken.spec.path)
     )
-    report = Report(fault=plan.fault, run=str(run.path), unbroken=str(unbroken.path))
+    report = DrillReport(fault=plan.fault, run=str(run.path), unbroken=str(unbroken.path))
     scenario = _Scenario(plan, run, unbroken, environ, say)
     try:
         scenario.submit()
@@ -142,7 +142,7 @@ def _end_of(attempt: Attempt) -> str:
 class _Scenario:
     """Both runs of a drill, from submission to the end."""
 
-    plan: Plan
+    plan: DrillPlan
     run: RunDir
     unbroken: RunDir
     environ: Mapping[str, str]
@@ -170,7 +170,7 @@ class _Scenario:
         self.submitted.append(sent.run)
         self.say(f"{sent.run.name}: submitted job {sent.job_id}")
 
-    def inject_and_wait(self, report: Report) -> None:
+    def inject_and_wait(self, report: DrillReport) -> None:
         """Inject the fault once the run is training, then wait until the run finishes."""
         before = self._await("two checkpoints", self._training_attempt)
         self.say(f"{self.run.name}: training on {', '.join(before.nodes)}")
@@ -229,7 +229,7 @@ class _Scenario:
             )
         return None
 
-    def compare(self, report: Report) -> None:
+    def compare(self, report: DrillReport) -> None:
         """Compare the two runs, once both have finished."""
         self._await("the end of the run without a fault", self.unbroken.done.exists, run=self.unbroken)
         fault, taken = FAULTS[self.plan.fault], read_steps_taken(self.run)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base.errors import CorruptCheckpointError, NotComputedError, UnreadableError
-from ddp_hpc.prove.replay.comparison import Difference
+from ddp_hpc.prove.replay.comparison import Deviation
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.record import record_of
-from ddp_hpc.prove.replay.replaying import Asked, Report, replay
+from ddp_hpc.prove.replay.replaying import ReplayOrder, ReplayReport, replay
 
 Verdict = Literal["the same", "losses only", "different", "not compared", "damaged", "unreadable", "failed"]
 """`losses only`: these are the same, within a tolerance or exactly, and no state at the end was compared."""
@@ -27,7 +27,7 @@ class Segment:
     start: int
     end: int
     verdict: Verdict
-    first: Difference | None = None
+    first: Deviation | None = None
     problem: str = ""
     """Why it could not be computed again."""
 
@@ -91,7 +91,7 @@ def audit(  # noqa: PLR0913  which segments, with which code
         )
     found = []
     for start, end in chosen(segments, number, seed):
-        segment, report = _audited(Asked(history=history, start=start, end=end, code=code), environ, say)
+        segment, report = _audited(ReplayOrder(history=history, start=start, end=end, code=code), environ, say)
         found.append(segment)
         notes += [note for note in (report.notes if report else []) if note not in notes]
     return AuditReport(
@@ -106,7 +106,9 @@ def audit(  # noqa: PLR0913  which segments, with which code
     )
 
 
-def _audited(asked: Asked, environ: Mapping[str, str], say: Callable[[str], object]) -> tuple[Segment, Report | None]:
+def _audited(
+    asked: ReplayOrder, environ: Mapping[str, str], say: Callable[[str], object]
+) -> tuple[Segment, ReplayReport | None]:
     try:
         report, _ = replay(asked, environ, say=say)
     except CorruptCheckpointError as error:
@@ -118,7 +120,7 @@ def _audited(asked: Asked, environ: Mapping[str, str], say: Callable[[str], obje
     return judged(report), report
 
 
-def judged(report: Report) -> Segment:
+def judged(report: ReplayReport) -> Segment:
     """Return what a replay says of its segment."""
     verdict: Verdict = report.verdict
     problem = ""

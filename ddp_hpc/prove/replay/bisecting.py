@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ddp_hpc.base.errors import CorruptCheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.prove.replay.circumstances import Circumstances, circumstances
-from ddp_hpc.prove.replay.comparison import Difference, compare
+from ddp_hpc.prove.replay.comparison import Deviation, compare
 from ddp_hpc.prove.replay.first_difference import Entry, Lines, Parting, first_difference
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.known_states import Known, read_known
@@ -204,7 +204,7 @@ def _unlike_record(history: History, replayed: Replayed, end: int) -> list[str]:
     for step in computed.states:
         with suppress(CorruptCheckpointError, UnreadableError, OSError):  # `read_known` has said so
             recorded.states[step] = state_of_checkpoint(history.run, step)
-    first: Difference | None = compare(recorded, computed).first
+    first: Deviation | None = compare(recorded, computed).first
     if first is None:
         return []
     whose = f"{history.run.name} computed again differs from its record from step {first.step} on ({first})"

@@ -14,7 +14,7 @@ _MOST_NAMES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class Deviation:
     """Something that was recorded in one way and computed in another; the fields are keys of `replay --json`."""
 
     step: int
@@ -45,10 +45,10 @@ class Comparison:
     """The largest relative difference of a loss."""
     same_state_at: int | None = None
     """The newest step before the first difference whose digest or checkpoint is the same; None: no state is known to be."""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[Deviation] = field(default_factory=list)
 
     @property
-    def first(self) -> Difference | None:
+    def first(self) -> Deviation | None:
         return min(self.differences, key=lambda one: (one.step, _ORDER.index(one.what)), default=None)
 
     @property
@@ -80,9 +80,7 @@ def compare(recorded: Record, computed: Record, *, tolerance: float = 0.0) -> Co
     for step, state, again in _pairs(recorded.states, computed.states):
         found.checkpoints.append(step)
         if names := tuple(differing_names(state, again)):
-            found.differences.append(
-                Difference(step=step, what="checkpoint", recorded=None, computed=None, names=names)
-            )
+            found.differences.append(Deviation(step=step, what="checkpoint", recorded=None, computed=None, names=names))
     same = [step for step, before, after in digests if before == after]
     first = found.first.step if found.first else math.inf
     found.same_state_at = max((step for step in [*same, *found.checkpoints] if step < first), default=None)
@@ -94,8 +92,8 @@ def _pairs(one: Mapping[int, T], other: Mapping[int, T]) -> list[tuple[int, T, T
     return [(step, one[step], other[step]) for step in sorted(one.keys() & other.keys())]
 
 
-def _plainly(what: str, step: int, recorded: Any, computed: Any) -> Difference:
-    return Difference(step=step, what=what, recorded=recorded, computed=computed)
+def _plainly(what: str, step: int, recorded: Any, computed: Any) -> Deviation:
+    return Deviation(step=step, what=what, recorded=recorded, computed=computed)
 
 
 def _error(before: float | None, after: float | None) -> float:

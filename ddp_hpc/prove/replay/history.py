@@ -25,7 +25,7 @@ _NUMERIC = ("OMP_", "MKL_", "CUBLAS_")
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StepRange:
     """Steps that were computed alike: those after `start`, up to and with `end`."""
 
     start: int
@@ -71,19 +71,19 @@ class History:
         taken = [inputs for first, inputs in self.begun if first < step]
         return (taken or [self.begun[0][1]])[-1]
 
-    def stretches(self, start: int, end: int) -> list[Stretch]:
+    def stretches(self, start: int, end: int) -> list[StepRange]:
         """Return the steps after `start` up to `end`, in parts that were computed alike.
 
         A resume is exact, so attempts with equal inputs and equal numbers of threads are one part.
         """
         cuts = sorted({start, *(first for first, _ in self.begun if start < first < end), end})
-        parts: list[Stretch] = []
+        parts: list[StepRange] = []
         for low, high in pairwise(cuts):
             inputs = self.inputs_at(low + 1)
             if parts and self._alike(parts[-1].inputs, inputs):
                 parts[-1] = replace(parts[-1], end=high)
             else:
-                parts.append(Stretch(low, high, inputs))
+                parts.append(StepRange(low, high, inputs))
         return parts
 
     def _alike(self, one: AttemptInputs, other: AttemptInputs) -> bool:

@@ -21,7 +21,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, NotComputedError, UnreadableError
 from ddp_hpc.launch.submission import local
-from ddp_hpc.prove.replay.history import Stretch, edited_files, environ_of
+from ddp_hpc.prove.replay.history import StepRange, edited_files, environ_of
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.config import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
@@ -43,7 +43,7 @@ class Wanted:
     run: RunDir
     start: int
     """The step of a checkpoint of the run; 0 for the beginning."""
-    stretches: Sequence[Stretch]
+    stretches: Sequence[StepRange]
     """Without a gap, from `start` on."""
     request: ReplayRequest
     world_size: int | None = None
@@ -108,7 +108,7 @@ def compute_again(
     return replayed
 
 
-def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapping[str, str]) -> None:
+def _compute(wanted: Wanted, stretch: StepRange, replayed: Replayed, environ: Mapping[str, str]) -> None:
     """Run one attempt of the private run, to the end of the stretch."""
     run, inputs = replayed.run, stretch.inputs
     replace_text(run.config, inputs.config, is_secret=True)

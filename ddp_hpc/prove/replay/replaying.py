@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError, NotComputedError
-from ddp_hpc.prove.replay.comparison import Comparison, Difference, compare
+from ddp_hpc.prove.replay.comparison import Comparison, Deviation, compare
 from ddp_hpc.prove.replay.history import History, environment_of
 from ddp_hpc.prove.replay.private_run import Replayed, Wanted, compute_again
 from ddp_hpc.prove.replay.record import Record, digests_of_replay, record_of, state_of_checkpoint, states_of_replay
@@ -23,7 +23,7 @@ OTHER_WORLD_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ReplayOrder:
     """What a user wants computed again."""
 
     history: History
@@ -39,7 +39,7 @@ class Asked:
 
 
 @dataclass(kw_only=True)
-class Report:
+class ReplayReport:
     """The result; the fields are the keys of `replay --json`."""
 
     run: str
@@ -54,7 +54,7 @@ class Report:
     """0: none, equal to the bit. With a tolerance, only losses are compared."""
     same_state_at: int | None
     """The newest step before the first difference whose digest or checkpoint is the same; None: no state is known to be."""
-    first: Difference | None
+    first: Deviation | None
     num_losses: int
     num_steps_with_samples: int
     num_digests: int
@@ -82,8 +82,8 @@ def check_range(history: History, start: int, end: int) -> None:
 
 
 def replay(
-    asked: Asked, environ: Mapping[str, str], *, say: Callable[[str], object] = lambda _: None
-) -> tuple[Report, Replayed]:
+    asked: ReplayOrder, environ: Mapping[str, str], *, say: Callable[[str], object] = lambda _: None
+) -> tuple[ReplayReport, Replayed]:
     """Compute the steps again, and compare.
 
     Raises:
@@ -129,12 +129,14 @@ def replay(
     return report, replayed
 
 
-def _report(asked: Asked, recorded: Record, replayed: Replayed, begin: int, own_worlds: list[int]) -> Report:
+def _report(
+    asked: ReplayOrder, recorded: Record, replayed: Replayed, begin: int, own_worlds: list[int]
+) -> ReplayReport:
     """Hold what was computed against the record."""
     is_other = replayed.is_on_other_device or replayed.world_sizes != own_worlds
     tolerance = asked.tolerance if is_other else 0.0
     found = compare(recorded, computed_record(replayed, asked.start, asked.end), tolerance=tolerance)
-    return Report(
+    return ReplayReport(
         run=str(asked.history.run.path),
         verdict=_verdict(found),
         from_step=asked.start,
@@ -177,7 +179,7 @@ def _of_order(replayed: Replayed, own_worlds: list[int]) -> list[str]:
     ]
 
 
-def _what_differs_here(asked: Asked, environ: Mapping[str, str]) -> list[str]:
+def _what_differs_here(asked: ReplayOrder, environ: Mapping[str, str]) -> list[str]:
     """Return what this machine has in other versions than the run had."""
     recorded = environment_of(asked.history.run, asked.history.inputs_at(asked.end))
     if recorded is None:

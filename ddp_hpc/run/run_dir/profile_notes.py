@@ -15,7 +15,7 @@ _NAME = re.compile(r"attempt-(?P<attempt>\d+)\.rank-(?P<rank>\d+)\.asked\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class RankProfile:
     """The profile of one rank; the fields are the keys of `status --json`."""
 
     rank: int
@@ -46,13 +46,13 @@ def note_profile(  # noqa: PLR0913  the fields of a note
         write_record(run.profile_note(attempt, rank), _Note(kind=kind, steps=steps, why_not=why_not), durable=False)
 
 
-def read_profiles(run: RunDir, *, is_alive: bool) -> list[Profile]:
+def read_profiles(run: RunDir, *, is_alive: bool) -> list[RankProfile]:
     """Return the profile of each rank that was to record one, by rank; none where no rank was.
 
     Raises:
         OSError: if the file system does not answer.
     """
-    newest: dict[int, Profile] = {}
+    newest: dict[int, RankProfile] = {}
     try:
         names = sorted(path.name for path in run.profile.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -66,14 +66,14 @@ def read_profiles(run: RunDir, *, is_alive: bool) -> list[Profile]:
     return [newest[rank] for rank in sorted(newest)]
 
 
-def _profile(run: RunDir, attempt: int, rank: int, names: Sequence[str], *, is_alive: bool) -> Profile | None:
+def _profile(run: RunDir, attempt: int, rank: int, names: Sequence[str], *, is_alive: bool) -> RankProfile | None:
     note = read_record(run.profile_note(attempt, rank), _Note)
     if note is None:
         return None
     report = run.nsys_report(attempt, rank)
     files = (run.profile_trace(attempt, rank), report, report.with_suffix(".qdstrm"))
     file = next((str(path) for path in files if path.name in names), None)
-    return Profile(
+    return RankProfile(
         rank=rank,
         attempt=attempt,
         kind=note.kind,

@@ -22,7 +22,7 @@ Files = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class SeenFiles:
     """The last record of the files."""
 
     num_changes: int = 0
@@ -50,21 +50,21 @@ def look(pattern: str, work_dir: Path) -> Files:
     return found
 
 
-def num_changes(seen: Seen, files: Files) -> int:
+def num_changes(seen: SeenFiles, files: Files) -> int:
     """Return how often they have changed, the change since they were recorded included."""
     return seen.num_changes + any(seen.files.get(path) != look for path, look in files.items())
 
 
-def read_seen(run: RunDir) -> Seen:
+def read_seen(run: RunDir) -> SeenFiles:
     """Return what was recorded; nothing before the first record."""
-    return read_record(run.script_progress, Seen) or Seen()
+    return read_record(run.script_progress, SeenFiles) or SeenFiles()
 
 
-def record_changes(run: RunDir, seen: Seen, files: Files) -> Seen:
+def record_changes(run: RunDir, seen: SeenFiles, files: Files) -> SeenFiles:
     """Record that the files have changed, if they have; return what is recorded now."""
     count = num_changes(seen, files)
     if count == seen.num_changes:
         return seen
-    now = Seen(num_changes=count, files=files)
+    now = SeenFiles(num_changes=count, files=files)
     write_record(run.script_progress, now)
     return now

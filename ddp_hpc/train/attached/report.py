@@ -18,7 +18,7 @@ INTERVAL_S = 2.0
 
 
 @dataclass(kw_only=True)
-class Report:
+class ScriptReport:
     """Rank zero's report of a run."""
 
     run: RunDir

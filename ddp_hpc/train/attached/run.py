@@ -34,7 +34,7 @@ from ddp_hpc.run.run_dir.ownership import claim_again, is_fenced, next_attempt, 
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
 from ddp_hpc.train.attached.ranks import ScriptRanks, rank_info_of_script
-from ddp_hpc.train.attached.report import Report
+from ddp_hpc.train.attached.report import ScriptReport
 from ddp_hpc.train.attached.step_sampler import StepSampler
 from ddp_hpc.train.data.sample_order import SampleOrder
 from ddp_hpc.train.process_group import leave
@@ -117,7 +117,7 @@ class AttachedRun:
         self._consensus = StopConsensus(self._ranks, flag, is_fenced=fenced)
         self._num_calls = 0
         self._is_stopping = False
-        self._report = Report(run=run) if self._is_managed else None
+        self._report = ScriptReport(run=run) if self._is_managed else None
         if self._report:
             atexit.register(self._report.write_last)
 

@@ -17,7 +17,7 @@ from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.train.auto_interval import AutoInterval, Job, read_job
+from ddp_hpc.train.auto_interval import AutoInterval, IntervalFacts, read_job
 from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.data.sample_records import SampleRecorder
@@ -35,7 +35,7 @@ from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.recording.step_numbers import StepNumbers
 from ddp_hpc.train.recording.step_profile import phase_timer
-from ddp_hpc.train.recording.timeline import Timeline, World
+from ddp_hpc.train.recording.timeline import AttemptWorld, Timeline
 from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
@@ -206,7 +206,7 @@ def _recording(rank: _Rank, order: SampleOrder, total_steps: int) -> tuple[RunRe
     spec, run, group = rank.spec, rank.run, rank.group
     world_size, is_rank_zero = group.rank_info.world_size, group.rank_info.is_rank_zero
     num_gpus = world_size if group.device.type == "cuda" else 0
-    timeline = Timeline(run, rank.attempt, World(world_size, num_gpus), rank.phases) if is_rank_zero else None
+    timeline = Timeline(run, rank.attempt, AttemptWorld(world_size, num_gpus), rank.phases) if is_rank_zero else None
     recorder = RunRecorder(
         run,
         spec,
@@ -250,7 +250,7 @@ def _comparing(rank: _Rank, checkpointer: Checkpointer) -> tuple[Replicas, LoneL
 
 
 def _auto_interval(
-    spec: RunSpec, group: Group, job: Callable[[], Job], phases: PhaseTimes, timeline: Timeline
+    spec: RunSpec, group: Group, job: Callable[[], IntervalFacts], phases: PhaseTimes, timeline: Timeline
 ) -> AutoInterval | None:
     """Return what chooses when to save, where the spec leaves that to us."""
     if spec.checkpoint.every_steps != "auto":

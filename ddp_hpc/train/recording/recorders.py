@@ -39,7 +39,7 @@ _NULL_IF_UNKNOWN = frozenset({"samples_per_s", "tokens_per_s", "skipped_updates"
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricsRow:
     """The numbers of one line of `metrics.jsonl`."""
 
     step: int
@@ -49,7 +49,7 @@ class Row:
     """By tag: `train/loss`, `eval/accuracy`. NaN where the line has null."""
 
 
-def row_of(line: Mapping[str, Any]) -> Row | None:
+def row_of(line: Mapping[str, Any]) -> MetricsRow | None:
     """Return what recorders get of a line of the metrics; None for one without a kind, a step or a time."""
     kind, step, at = line.get("kind"), line.get("step"), line.get("at")
     if not isinstance(kind, str) or not isinstance(step, int) or not isinstance(at, (int, float)):
@@ -62,14 +62,14 @@ def row_of(line: Mapping[str, Any]) -> Row | None:
             numbers[f"{kind}/{name}"] = float(value)
         elif value is None and name not in _NULL_IF_UNKNOWN:
             numbers[f"{kind}/{name}"] = math.nan
-    return Row(step, float(at), numbers)
+    return MetricsRow(step, float(at), numbers)
 
 
 _MOST_NAMED = 8
 """So many steps are named in a warning."""
 
 
-class Sent:
+class SentSteps:
     """The numbers that a back end has, where it cannot take one back: the first value of each step counts."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Sent:
 class Recorder(Protocol):
     """What gets the rows of a run, from its first step on in each attempt; it knows which of them it has."""
 
-    def record(self, row: Row) -> None:
+    def record(self, row: MetricsRow) -> None:
         """Take a row; do nothing with numbers of steps that are there already."""
 
     def flush(self) -> None:

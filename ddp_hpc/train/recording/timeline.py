@@ -20,7 +20,7 @@ SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class World:
+class AttemptWorld:
     """The workers of an attempt."""
 
     size: int
@@ -31,7 +31,7 @@ class Timeline:
     """The notes of one attempt. A note that the disk refuses is left out: the training goes on."""
 
     def __init__(
-        self, run: RunDir, attempt: int, world: World, phases: PhaseTimes, clock: Callable[[], float] = time.time
+        self, run: RunDir, attempt: int, world: AttemptWorld, phases: PhaseTimes, clock: Callable[[], float] = time.time
     ) -> None:
         self._run = run
         self._attempt = attempt

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from ddp_hpc.base.durable import make_directories, open_private
-from ddp_hpc.train.recording.recorders import Ending, Row, Sent, Subject
+from ddp_hpc.train.recording.recorders import Ending, MetricsRow, SentSteps, Subject
 from ddp_hpc.train.recording.temporary import temporary_folder
 
 TAG = "ddp_hpc.id"
@@ -66,10 +66,10 @@ class MLflow:
         """Tag -> the name that MLflow accepts for it."""
         self._asked: set[str] = set()
         """Names of which it is known what MLflow has."""
-        self._sent = Sent()
+        self._sent = SentSteps()
         self._waiting: list[Metric] = []
 
-    def record(self, row: Row) -> None:
+    def record(self, row: MetricsRow) -> None:
         for tag, value in row.numbers.items():
             name = self._name(tag)
             if name not in self._asked:

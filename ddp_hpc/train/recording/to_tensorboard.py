@@ -17,7 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ddp_hpc.base.durable import make_directories, open_private
-from ddp_hpc.train.recording.recorders import Ending, Row, Subject
+from ddp_hpc.train.recording.recorders import Ending, MetricsRow, Subject
 
 FOLDER = "ddp_hpc"
 """Below `tensorboard/`, where a recipe may write event files itself."""
@@ -43,7 +43,7 @@ class TensorBoard:
         # A TensorBoard that has read an older file drops what it knows from this step on, of every tag of the directory.
         self._write(Event(wall_time=time.time(), step=0, session_log=SessionLog(status=SessionLog.START)))
 
-    def record(self, row: Row) -> None:
+    def record(self, row: MetricsRow) -> None:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.numbers.items()]
         self._write(Event(wall_time=row.at, step=row.step, summary=Summary(value=values)))
 

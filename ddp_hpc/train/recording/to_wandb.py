@@ -17,7 +17,7 @@ from pathlib import Path
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from ddp_hpc.train.recording.recorders import Ending, Row, Sent, Subject
+from ddp_hpc.train.recording.recorders import Ending, MetricsRow, SentSteps, Subject
 
 _HEADER = b":W&B\xe1\xbe\x00"
 """Mark, magic number and version of the only format that there has been."""
@@ -47,12 +47,12 @@ class WandB:
     def __init__(self, subject: Subject, folder: Path) -> None:
         self._subject = subject
         self._folder = folder
-        self._sent = Sent()
+        self._sent = SentSteps()
         for path in sorted(folder.glob(f"wandb/*run-*-{subject.id}/run-{subject.id}.wandb")):
             self._sent.values |= known_in(path.read_bytes(), str(path))
         self._run: wandb.Run | None = None
 
-    def record(self, row: Row) -> None:
+    def record(self, row: MetricsRow) -> None:
         """Add a row. W&B writes all numbers of a step together, once it gets those of a later step, or is closed."""
         new = {tag: value for tag, value in row.numbers.items() if self._sent.takes(row.step, tag, value)}
         if new:

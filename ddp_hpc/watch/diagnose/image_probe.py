@@ -40,7 +40,7 @@ print("\\nfound:" + json.dumps(found))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ImageFindings:
     """What was found; the fields are the keys of `container check --json`."""
 
     image: str
@@ -57,7 +57,7 @@ class Found:
     """Why some runs would."""
 
 
-def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) -> Found:
+def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) -> ImageFindings:
     """Start the image's Python as a run of this spec would, and have it import what workers do.
 
     Raises:
@@ -90,15 +90,17 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
             )
         except subprocess.TimeoutExpired:
             problem = f"{spec.container.python} did not answer within {PATIENCE_S:.0f} s; try again, or put the image on a faster file system"
-            return Found(image=inside.image, runtime=runtime, problems=[problem])
+            return ImageFindings(image=inside.image, runtime=runtime, problems=[problem])
     answer = next((line for line in done.stdout.splitlines() if line.startswith("found:")), None)
     if answer is None:
         said = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
-        return Found(image=inside.image, runtime=runtime, problems=[f"{spec.container.python} did not start: {said}"])
+        return ImageFindings(
+            image=inside.image, runtime=runtime, problems=[f"{spec.container.python} did not start: {said}"]
+        )
     return judge(inside.image, runtime, json.loads(answer.removeprefix("found:")))
 
 
-def judge(image: str, runtime: str, found: Mapping[str, Any]) -> Found:
+def judge(image: str, runtime: str, found: Mapping[str, Any]) -> ImageFindings:
     """Return what an answer of the probe means."""
     version = tuple(found["python"])
     problems = [f"{name} cannot be imported: {why}" for name, why in found["problems"].items() if name not in USEFUL]
@@ -107,7 +109,7 @@ def judge(image: str, runtime: str, found: Mapping[str, Any]) -> Found:
             f"Python is {'.'.join(map(str, version))}, but must be {'.'.join(map(str, LEAST_PYTHON))} or newer"
         )
     notes = [f"{name} is missing; only {USEFUL[name]} needs it" for name in USEFUL if name in found["problems"]]
-    return Found(
+    return ImageFindings(
         image=image,
         runtime=runtime,
         python=".".join(map(str, version)),

@@ -23,7 +23,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """An axis from one value to another, with its marks."""
 
     low: float
@@ -40,7 +40,7 @@ class Axis:
         return math.log10(max(value, 1e-300)) if self.is_log else value
 
 
-def linear(low: float, high: float, *, count: int = 5, text: Callable[[float], str] | None = None) -> Axis:
+def linear(low: float, high: float, *, count: int = 5, text: Callable[[float], str] | None = None) -> ChartAxis:
     """Return an axis from `low` to `high`, with about `count` round numbers."""
     if not high > low:
         low, high = low - abs(low or 1) * 0.05, low + abs(low or 1) * 0.05
@@ -48,23 +48,25 @@ def linear(low: float, high: float, *, count: int = 5, text: Callable[[float], s
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((one * power for one in _STEPS if one * power >= rough * 0.999), 10 * power)
     numbers = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    axis = Axis(low, high, ())
-    return Axis(
+    axis = ChartAxis(low, high, ())
+    return ChartAxis(
         low, high, [Tick(axis.place(one), (text or compact)(0.0 if abs(one) < step / 1e6 else one)) for one in numbers]
     )
 
 
-def logarithmic(low: float, high: float) -> Axis:
+def logarithmic(low: float, high: float) -> ChartAxis:
     """Return an axis in powers of ten, for values above zero."""
-    axis = Axis(low, high, (), is_log=True)
+    axis = ChartAxis(low, high, (), is_log=True)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if high / low < 100 else (1, 3) if high / low < 1000 else (1,)
     every = max(1, len(decades) // 6)
     marks = [factor * 10.0**decade for decade in decades if decade % every == 0 for factor in factors]
-    return Axis(low, high, [Tick(axis.place(one), compact(one)) for one in marks if low <= one <= high], is_log=True)
+    return ChartAxis(
+        low, high, [Tick(axis.place(one), compact(one)) for one in marks if low <= one <= high], is_log=True
+    )
 
 
-def clock_times(begin: float, end: float, *, count: int = 5) -> Axis:
+def clock_times(begin: float, end: float, *, count: int = 5) -> ChartAxis:
     """Return an axis of local times, in seconds since the epoch, with marks at round times."""
     end = max(end, begin + 1)
     step = next((one for one in _TIMES if one * count >= end - begin), 0) or 86400 * math.ceil(
@@ -73,12 +75,12 @@ def clock_times(begin: float, end: float, *, count: int = 5) -> Axis:
     offset = datetime.fromtimestamp(begin, tz=timezone.utc).astimezone().utcoffset()
     shift = offset.total_seconds() if offset else 0.0
     first = math.ceil((begin + shift) / step) * step - shift
-    axis = Axis(begin, end, ())
+    axis = ChartAxis(begin, end, ())
     pattern = (
         "%H:%M:%S" if step < 60 else "%H:%M" if end - begin < 86400 else "%d %b %H:%M" if step < 86400 else "%d %b"
     )
     marks = [first + number * step for number in range(int((end - first) // step) + 1)] if first <= end else []
-    return Axis(begin, end, [Tick(axis.place(one), moment(one, pattern)) for one in marks])
+    return ChartAxis(begin, end, [Tick(axis.place(one), moment(one, pattern)) for one in marks])
 
 
 def compact(value: float) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from ddp_hpc.run.run_dir.timeline import Look
-from ddp_hpc.watch.report.axes import Axis, Tick, compact, linear, logarithmic
-from ddp_hpc.watch.report.series import Point, Series
+from ddp_hpc.watch.report.axes import ChartAxis, Tick, compact, linear, logarithmic
+from ddp_hpc.watch.report.series import ChartPoint, Series
 
 BOX = 1000
 _LOG_FROM = 20
@@ -46,8 +46,8 @@ class Chart:
 
     title: str
     unit: str
-    x: Axis
-    y: Axis
+    x: ChartAxis
+    y: ChartAxis
     curves: Sequence[Curve] = ()
     dots: Sequence[Dot] = ()
     rules: Sequence[Dot] = ()
@@ -56,7 +56,9 @@ class Chart:
     """Step and value of the main curve, for the pointer."""
 
 
-def loss_chart(series: Series, starts: Mapping[int, int], axes: tuple[Axis, Axis] | None = None) -> Chart | None:
+def loss_chart(
+    series: Series, starts: Mapping[int, int], axes: tuple[ChartAxis, ChartAxis] | None = None
+) -> Chart | None:
     """Return the chart of the loss; None without one.
 
     `starts`: attempt -> the step at which it began. `axes`: those that several charts share.
@@ -93,7 +95,7 @@ def loss_chart(series: Series, starts: Mapping[int, int], axes: tuple[Axis, Axis
     )
 
 
-def shared_axes(runs: Sequence[Series]) -> tuple[Axis, Axis]:
+def shared_axes(runs: Sequence[Series]) -> tuple[ChartAxis, ChartAxis]:
     """Return axes for the losses of several runs; a run that diverges does not flatten the others, but leaves the box."""
     highest = sorted(max(point.value for point in one.loss) for one in runs if one.loss)
     lowest = min((point.value for one in runs for point in one.loss), default=0.0)
@@ -101,7 +103,7 @@ def shared_axes(runs: Sequence[Series]) -> tuple[Axis, Axis]:
     return steps, value_axis([lowest, highest[len(highest) // 2]] if highest else [])
 
 
-def _broken(steps: Sequence[int], x: Axis, what: str) -> list[Dot]:
+def _broken(steps: Sequence[int], x: ChartAxis, what: str) -> list[Dot]:
     return [Dot("broken", x.place(step) * BOX, 0, f"step {step}: {what} is NaN or infinite") for step in steps]
 
 
@@ -176,7 +178,7 @@ def metric_charts(series: Series, starts: Mapping[int, int]) -> list[Chart]:
     return charts
 
 
-def _steps_axis(series: Series) -> Axis:
+def _steps_axis(series: Series) -> ChartAxis:
     ends = [
         points[-1].step
         for points in (series.loss, series.rate, *series.superseded, *series.evaluations.values())
@@ -186,7 +188,7 @@ def _steps_axis(series: Series) -> Axis:
     return linear(0.0, max([1.0, *ends, *series.not_finite, *broken]))
 
 
-def value_axis(values: Sequence[float], *, may_be_log: bool = True) -> Axis:
+def value_axis(values: Sequence[float], *, may_be_log: bool = True) -> ChartAxis:
     """Return an axis that holds all these values; logarithmic where they are above zero, and far from each other."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if may_be_log and low > 0 and high / low > _LOG_FROM:
@@ -199,7 +201,7 @@ def _is_finite(value: float) -> bool:
     return value - value == 0
 
 
-def path(points: Iterable[Point], x: Axis, y: Axis) -> str:
+def path(points: Iterable[ChartPoint], x: ChartAxis, y: ChartAxis) -> str:
     """Return the points as an SVG path; whole numbers are fine enough in a box of 1000."""
     places = [f"{x.place(one.step) * BOX:.0f} {(1 - y.place(one.value)) * BOX:.0f}" for one in points]
     kept = [place for number, place in enumerate(places) if number == 0 or place != places[number - 1]]
@@ -207,9 +209,9 @@ def path(points: Iterable[Point], x: Axis, y: Axis) -> str:
     return f"M{kept[0]}" + ("".join(f"L{one}" for one in kept[1:]) or "h0") if kept else ""
 
 
-def _pieces(points: Sequence[Point], breaks: Sequence[int]) -> list[list[Point]]:
+def _pieces(points: Sequence[ChartPoint], breaks: Sequence[int]) -> list[list[ChartPoint]]:
     """Divide points where steps without a value lie between two of them."""
-    pieces: list[list[Point]] = []
+    pieces: list[list[ChartPoint]] = []
     for number, one in enumerate(points):
         before = bisect_right(breaks, points[number - 1].step) if number else -1
         if before != bisect_right(breaks, one.step):
@@ -218,11 +220,11 @@ def _pieces(points: Sequence[Point], breaks: Sequence[int]) -> list[list[Point]]
     return pieces
 
 
-def _dot(kind: str, point: Point, x: Axis, y: Axis, title: str) -> Dot:
+def _dot(kind: str, point: ChartPoint, x: ChartAxis, y: ChartAxis, title: str) -> Dot:
     return Dot(kind, x.place(point.step) * BOX, (1 - y.place(point.value)) * BOX, title)
 
 
-def _rules(starts: Mapping[int, int], x: Axis) -> list[Dot]:
+def _rules(starts: Mapping[int, int], x: ChartAxis) -> list[Dot]:
     return [
         Dot("start", x.place(step) * BOX, 0, f"attempt {attempt} begins after step {step}")
         for attempt, step in starts.items()

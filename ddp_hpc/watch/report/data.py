@@ -23,7 +23,7 @@ HIDDEN = "(hidden)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class RunFailure:
     """Why the newest attempt that failed did so."""
 
     attempt: int
@@ -36,7 +36,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class KeyDifference:
     """A key whose values differ between two runs."""
 
     key: str
@@ -51,7 +51,7 @@ class Against:
     name: str
     loss: float | None
     step: int
-    differences: Sequence[Difference]
+    differences: Sequence[KeyDifference]
     environment: Sequence[str]
     series: Series
 
@@ -76,7 +76,7 @@ class RunData:
     """Attempt -> what a probe of the network found."""
     checkpoints: Sequence[CheckpointInfo]
     environments: Mapping[int, Environment]
-    failure: Failure | None
+    failure: RunFailure | None
     values: Mapping[str, Any]
     """Key -> value of the configuration."""
     is_script: bool

@@ -17,8 +17,8 @@ from ddp_hpc.run.run_dir.timeline import Look, Mark, look_in, read_marks, read_n
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.goodput import goodput_of
 from ddp_hpc.watch.queue import Ask
-from ddp_hpc.watch.report.series import Point, thinned
-from ddp_hpc.watch.report.top import Seen
+from ddp_hpc.watch.report.series import ChartPoint, thinned
+from ddp_hpc.watch.report.top import RunScreen
 from ddp_hpc.watch.status import read_status
 
 _MOST_POINTS = 4000
@@ -39,7 +39,7 @@ class Looker:
     _files: LastRead = field(default_factory=LastRead)
     _metrics: Tail = field(init=False)
     _waits: Tail = field(init=False)
-    _loss: list[Point] = field(default_factory=list)
+    _loss: list[ChartPoint] = field(default_factory=list)
     _look: Look | None = None
     _nodes: Mapping[int, str] = field(default_factory=dict)
     _unread: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Looker:
         self._metrics = Tail(self.run.metrics, most_bytes=_MOST_BYTES)
         self._waits = Tail(self.run.waits, most_bytes=_MOST_BYTES)
 
-    def look(self, now: float) -> Seen:
+    def look(self, now: float) -> RunScreen:
         """Return the newest state. Except for the status, files that cannot be read now are left out and named in `unread`.
 
         Raises:
@@ -66,7 +66,7 @@ class Looker:
         self._read(self._read_loss, None)
         self._read(lambda: self._read_waits(number), None)
         phases = [mark.phases for mark in marks or [] if mark.attempt == number and mark.phases]
-        return Seen(
+        return RunScreen(
             status=status,
             goodput=None
             if marks is None
@@ -104,7 +104,7 @@ class Looker:
             ):
                 if self._loss and step <= self._loss[-1].step:  # the run went back, and the file was replaced
                     self._loss = [point for point in self._loss if point.step < step]
-                self._loss.append(Point(step, loss))
+                self._loss.append(ChartPoint(step, loss))
         if len(self._loss) > _MOST_POINTS:
             self._loss = thinned(self._loss, _MOST_POINTS // 16)
 

@@ -9,7 +9,7 @@ from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged
 from ddp_hpc.watch.report.axes import clock_times, linear
 from ddp_hpc.watch.report.charts import Chart, Curve, path
 from ddp_hpc.watch.report.data import RunData
-from ddp_hpc.watch.report.series import Point
+from ddp_hpc.watch.report.series import ChartPoint
 
 _MOST_POINTS = 240
 """What all nodes report of one part of the time is one point."""
@@ -67,7 +67,7 @@ def machine_chart(run: RunData) -> Chart | None:
     points = [_points(of_attempt, (x.high - x.low) / _MOST_POINTS) for of_attempt in run.machines.values()]
     curves = []
     for kind, title, value in _CURVES:
-        lines = [[Point(use.at, 100 * one) for use in uses if (one := value(use)) is not None] for uses in points]
+        lines = [[ChartPoint(use.at, 100 * one) for use in uses if (one := value(use)) is not None] for uses in points]
         if any(lines):
             curves.append(Curve(kind, " ".join(path(line, x, y) for line in lines if line), title))
     return Chart(title="GPUs and CPUs", unit="% busy", x=x, y=y, curves=curves) if curves else None

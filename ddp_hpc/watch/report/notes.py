@@ -31,7 +31,7 @@ _CONDITION = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class NoteFacts:
     """The numbers of a run that conditions and texts of notes may name; NaN where a number is not known."""
 
     goodput: float = math.nan
@@ -100,11 +100,11 @@ class Facts:
     """The most memory that was used on a node, of what the job may use."""
 
 
-NAMES = tuple(one.name for one in fields(Facts))
+NAMES = tuple(one.name for one in fields(NoteFacts))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class NoteRule:
     """A note, and when it is shown."""
 
     when: str
@@ -125,102 +125,102 @@ class Note:
     key: str
 
 
-RULES: Sequence[Rule] = (
-    Rule(
+RULES: Sequence[NoteRule] = (
+    NoteRule(
         when="not_finite_at_end > 0",
         text="The loss was NaN or infinite in {not_finite:.0f} log lines, the newest among them. Weights that have become NaN or infinite do not recover.",
         key="train.grad_clip_norm=1.0, or a lower train.lr",
     ),
-    Rule(
+    NoteRule(
         when="not_finite > 0 and not_finite_at_end == 0",
         text="The loss was NaN or infinite in {not_finite:.0f} log lines, and finite again later.",
         key="train.grad_clip_norm=1.0, or a lower train.lr",
     ),
-    Rule(
+    NoteRule(
         when="skipped_share >= 0.05",
         text="{skipped_share:.0%} of the updates were skipped, because gradients were NaN or infinite: these steps trained nothing. With fp16, a few at the start are usual.",
         key="train.precision=bf16, or a lower train.lr",
     ),
-    Rule(
+    NoteRule(
         when="slow_rank_share >= 0.10",
         text="The other ranks wait {slow_rank_share:.0%} of each step for rank {slow_rank:.0f}, as the mean of the run. If that rank were as fast as the others, steps would be shorter by this share.",
         key="slurm.exclude=NODE, or data.num_workers if the rank waits for its samples",
     ),
-    Rule(
+    NoteRule(
         when="chooses_interval == 0 and checkpoint_gain >= 0.01 and best_every_steps > 0 and failures > 0",
         text="With checkpoint.every_steps={every_steps:.0f}, saves, repeated steps and restarts are expected to take {checkpoint_cost:.1%} of the time; with {best_every_steps:.0f}, {best_checkpoint_cost:.1%}.",
         key="checkpoint.every_steps={best_every_steps:.0f}",
         topic="interval",
     ),
-    Rule(
+    NoteRule(
         when="chooses_interval == 0 and saving_share >= 0.05 and saving_less_lost > 0",
         text="Training waits for saves {saving_share:.0%} of the time. With fewer saves it waits less, but a failure loses more steps.",
         key="a larger checkpoint.every_steps",
         topic="interval",
     ),
-    Rule(
+    NoteRule(
         when="chooses_interval == 1 and saving_share >= 0.05 and saving_less_lost > 0 and interval_of_longest >= 0.95",
         text="Training waits for saves {saving_share:.0%} of the time, although the run saves as seldom as checkpoint.max_interval_s allows. With fewer saves it waits less, but a failure loses more steps.",
         key="a larger checkpoint.max_interval_s",
         topic="interval",
     ),
-    Rule(
+    NoteRule(
         when="memory_share >= 0.90",
         text="A node used {memory_share:.0%} of the memory that the job may use. At the limit, the kernel kills a process of the job.",
         key="a larger resources.mem_gb, or a smaller data.num_workers",
     ),
-    Rule(
+    NoteRule(
         when="gpu_busy < 0.70 and cpu_busy >= 0.90 and data_share >= 0.10 and cpus_of_node > 0 and measured_s >= 300",
         text="The GPUs are idle for much of the time: they are busy {gpu_busy:.0%} of the time, while the {cpus_of_node:.0f} CPUs of each node are {cpu_busy:.0%} busy, and rank zero waits for samples in {data_share:.0%} of its steps. More loader processes would not help without more CPUs.",
         key="a larger resources.cpus_per_worker",
         topic="data",
     ),
-    Rule(
+    NoteRule(
         when="gpu_busy < 0.70 and cpu_busy < 0.70 and data_share >= 0.10 and measured_s >= 300",
         text="The GPUs are idle for much of the time: they are busy {gpu_busy:.0%} of the time, and rank zero waits for samples in {data_share:.0%} of its steps, while the CPUs are only {cpu_busy:.0%} busy. With {data_workers:.0f} loader processes for each worker, too few samples are loaded at the same time, or the disk is slow.",
         key="a larger data.num_workers, or stage.*",
         topic="data",
     ),
-    Rule(
+    NoteRule(
         when="gpu_busy < 0.50 and cpu_busy >= 0.90 and cpus_of_node > 0 and measured_s >= 300",
         text="The GPUs are idle for much of the time: they are busy {gpu_busy:.0%} of the time, while the {cpus_of_node:.0f} CPUs of each node are {cpu_busy:.0%} busy.",
         key="a larger resources.cpus_per_worker",
         topic="data",
     ),
-    Rule(
+    NoteRule(
         when="data_share >= 0.20",
         text="Rank zero waits for samples in {data_share:.0%} of its steps, with {data_workers:.0f} loader processes. Meanwhile, its processor or GPU is idle.",
         key="data.num_workers, a faster disk, or stage.*",
         topic="data",
     ),
-    Rule(
+    NoteRule(
         when="gpu_busy < 0.05 and measured_s >= 300",
         text="The GPUs are busy {gpu_busy:.1%} of the time: the training may not use them at all.",
         key="resources.gpus_per_node=0, or change the script so that it uses its GPU",
     ),
-    Rule(
+    NoteRule(
         when="chooses_interval == 0 and lost_share >= 0.10 and steps_repeated > 0 and saving_less_lost <= 0",
         text="{lost_share:.0%} of the nodes' time was lost: {steps_repeated:.0f} steps were trained that no checkpoint kept.",
         key="a smaller checkpoint.every_steps",
         topic="interval",
     ),
-    Rule(
+    NoteRule(
         when="chooses_interval == 1 and lost_share >= 0.10 and steps_repeated > 0 and saving_less_lost <= 0 and interval_of_shortest <= 1.05",
         text="{lost_share:.0%} of the nodes' time was lost: {steps_repeated:.0f} steps were trained that no checkpoint kept, although the run saves as often as checkpoint.min_interval_s allows.",
         key="a smaller checkpoint.min_interval_s",
         topic="interval",
     ),
-    Rule(
+    NoteRule(
         when="starting_share >= 0.20 and attempts >= 2",
         text="{starting_share:.0%} of the nodes' time passed before training began, in {attempts:.0f} attempts. It goes into imports, building the recipe and reading the checkpoint.",
         key="ddp-hpc env capture, stage.*, or longer jobs (resources.time_limit_min)",
     ),
-    Rule(
+    NoteRule(
         when="evaluation_share >= 0.20",
         text="Evaluations take {evaluation_share:.0%} of the loop's time.",
         key="a larger eval.every_epochs",
     ),
-    Rule(
+    NoteRule(
         when="queued_share >= 0.5",
         text="The run spent {queued_share:.0%} of its time in the queue. Shorter jobs often start sooner, as they fit between other jobs.",
         key="a smaller resources.time_limit_min",
@@ -230,7 +230,7 @@ RULES: Sequence[Rule] = (
 NOTHING = Note("All numbers of this run are in their usual ranges: no setting needs a change.", "")
 
 
-def facts_of(run: RunData) -> Facts:
+def facts_of(run: RunData) -> NoteFacts:
     """Return the numbers of a run."""
     hours = run.goodput.node_hours
     running = sum(value for kind, value in hours.items() if kind not in {"queued", "unknown"})
@@ -244,7 +244,7 @@ def facts_of(run: RunData) -> Facts:
     best_cost = math.nan if cost is None else cost.share(cost.best_every_steps)
     saving_share, lost_share = _ratio(hours["saving"], running), _ratio(hours["lost"], running)
     interval_s = math.nan if run.save_interval is None else run.save_interval.seconds
-    return Facts(
+    return NoteFacts(
         goodput=_or_nan(run.goodput.goodput),
         queued_share=_ratio(hours["queued"], total),
         starting_share=_ratio(hours["starting"], running),
@@ -297,7 +297,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-def notes_of(facts: Facts, rules: Sequence[Rule]) -> list[Note]:
+def notes_of(facts: NoteFacts, rules: Sequence[NoteRule]) -> list[Note]:
     """Return the first notes whose conditions hold; one that says so where none holds."""
     values = {name: getattr(facts, name) for name in NAMES}
     holding = [rule for rule in rules if _holds(rule.when, values)]
@@ -312,7 +312,7 @@ def _holds(when: str, values: Mapping[str, float]) -> bool:
     return all(one is not None and _COMPARE[one["sign"]](values[one["name"]], float(one["number"])) for one in matches)
 
 
-def read_rules(path: Path) -> list[Rule]:
+def read_rules(path: Path) -> list[NoteRule]:
     """Read a site's own notes: a list `notes` with `when`, `text` and `key`. They come before ours.
 
     Raises:
@@ -326,11 +326,11 @@ def read_rules(path: Path) -> list[Rule]:
     return [_rule(path, number, one) for number, one in enumerate(listed, 1)]
 
 
-def _rule(path: Path, number: int, plain: Any) -> Rule:
+def _rule(path: Path, number: int, plain: Any) -> NoteRule:
     where = f"Note {number} of {path}"
     if not isinstance(plain, dict) or set(plain) - {"topic"} != {"when", "text", "key"}:
         raise ConfigError(f"{where} must have the keys `when`, `text` and `key`, may have `topic`, and no others.")
-    rule = Rule(**{key: str(value) for key, value in plain.items()})
+    rule = NoteRule(**{key: str(value) for key, value in plain.items()})
     for part in rule.when.split(" and "):
         match = _CONDITION.fullmatch(part)
         if match is None or match["name"] not in NAMES:

@@ -20,7 +20,7 @@ from ddp_hpc.watch.report import charts
 from ddp_hpc.watch.report.axes import compact
 from ddp_hpc.watch.report.data import Against, RunData
 from ddp_hpc.watch.report.machines import about_machines, machine_chart
-from ddp_hpc.watch.report.notes import RULES, Rule, facts_of, notes_of
+from ddp_hpc.watch.report.notes import RULES, NoteRule, facts_of, notes_of
 from ddp_hpc.watch.report.timeline import rows_of
 from ddp_hpc.watch.report.words import duration, hours, milliseconds, moment, plural, share
 
@@ -58,7 +58,7 @@ class KindShare:
     title: str
 
 
-def page_of(run: RunData, *, now: float, rules: Sequence[Rule] = RULES) -> str:
+def page_of(run: RunData, *, now: float, rules: Sequence[NoteRule] = RULES) -> str:
     """Return the page of one run."""
     return render_page(
         "run.html.j2",
@@ -70,7 +70,7 @@ def page_of(run: RunData, *, now: float, rules: Sequence[Rule] = RULES) -> str:
     )
 
 
-def view_of(run: RunData, rules: Sequence[Rule]) -> dict[str, Any]:
+def view_of(run: RunData, rules: Sequence[NoteRule]) -> dict[str, Any]:
     """Return what the page of one run shows: texts and shapes."""
     rows, time_ticks = rows_of(run.times, run.marks)
     loss, rate = charts.loss_chart(run.series, run.starts), charts.rate_chart(run.series, run.starts)

@@ -24,7 +24,7 @@ from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys
 from ddp_hpc.watch.goodput import checkpoint_cost, goodput_of
-from ddp_hpc.watch.report.data import HIDDEN, Against, Difference, Failure, RunData
+from ddp_hpc.watch.report.data import HIDDEN, Against, KeyDifference, RunData, RunFailure
 from ddp_hpc.watch.report.series import Series, read_series
 from ddp_hpc.watch.save_interval import newest_interval
 from ddp_hpc.watch.status import read_status
@@ -163,7 +163,7 @@ def _environment(run: RunDir, attempt: int) -> Environment | None:
     return read_environment(run, attempt) if run.environment(attempt).exists() else None
 
 
-def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> Failure | None:
+def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> RunFailure | None:
     failed = [one for one in ledger.attempts if one.ending in (Ending.FAILED, Ending.REFUSED)]
     if not failed:
         return None
@@ -173,7 +173,7 @@ def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> Failure | N
         return None
     about = BY_NAME[verdict.failure]
     rank = "" if verdict.rank is None else f"rank {verdict.rank}"
-    return Failure(
+    return RunFailure(
         attempt=attempt.attempt,
         title=about.title,
         root=" ".join(
@@ -202,7 +202,7 @@ def _against(run: RunData, other: RunDir, now: float) -> Against:
         name=other.name if other.name != run.path.name else str(other.path),
         loss=beside.loss,
         step=beside.step,
-        differences=[Difference(key=key, here=_shown(key, run.values), there=_shown(key, others)) for key in keys],
+        differences=[KeyDifference(key=key, here=_shown(key, run.values), there=_shown(key, others)) for key in keys],
         environment=[*differences(*newest)] if len(newest) == 2 else [],
         series=read_series(other),
     )

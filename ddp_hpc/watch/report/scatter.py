@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_hpc.watch.report.axes import Axis, Tick, compact, linear, logarithmic
+from ddp_hpc.watch.report.axes import ChartAxis, Tick, compact, linear, logarithmic
 from ddp_hpc.watch.report.charts import BOX, Chart, Curve, Dot, path, value_axis
-from ddp_hpc.watch.report.series import Point
+from ddp_hpc.watch.report.series import ChartPoint
 
 _MOST_VALUES = 12
 """A key with at most so many values has them side by side, at equal distances."""
@@ -43,7 +43,7 @@ def key_chart(
     best: dict[str, float] = {}
     for value, measure, _ in measured:
         best[_text(value)] = pick(best.get(_text(value), measure), measure)
-    line = [Point(at[text], best[text]) for text in values]
+    line = [ChartPoint(at[text], best[text]) for text in values]
     curves = [Curve("points", "".join(dots), "a dot for each point of the sweep")]
     if len(values) <= _MOST_VALUES and len(values) < len(measured):
         curves.append(Curve("main", path(line, x, y), f"the best {metric} of each value"))
@@ -66,14 +66,14 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _value_places(values: Sequence[str]) -> Axis:
+def _value_places(values: Sequence[str]) -> ChartAxis:
     """Return an axis with a place for each value, and labels of a few of them."""
     every = -(-len(values) // _MOST_LABELS)
     short = [text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}..." for text in values]
     ticks = [Tick((number + 0.5) / len(values), text) for number, text in enumerate(short) if number % every == 0]
-    return Axis(0.0, float(len(values)), ticks)
+    return ChartAxis(0.0, float(len(values)), ticks)
 
 
-def _number_axis(values: Sequence[float]) -> Axis:
+def _number_axis(values: Sequence[float]) -> ChartAxis:
     low, high = min(values), max(values)
     return logarithmic(low, high) if low > 0 and high / low > _LOG_FROM else linear(low, high, count=4)

@@ -24,7 +24,7 @@ _MOST_BYTES_OF_SMALL = 256 << 10
 """Of the log of a run that has a small chart among many."""
 
 
-class Point(NamedTuple):
+class ChartPoint(NamedTuple):
     """One value at one step."""
 
     step: float
@@ -35,22 +35,22 @@ class Point(NamedTuple):
 class Series:
     """The numbers of a run over its steps."""
 
-    loss: Sequence[Point] = ()
+    loss: Sequence[ChartPoint] = ()
     not_finite: Sequence[int] = ()
     """Steps whose loss was NaN or infinite, thinned out."""
     num_not_finite: int = 0
     """Before thinning."""
     ends_not_finite: bool = False
     """Whether the newest loss is not finite."""
-    rate: Sequence[Point] = ()
+    rate: Sequence[ChartPoint] = ()
     """Samples a second."""
-    others: Mapping[str, Sequence[Point]] = field(default_factory=dict)
+    others: Mapping[str, Sequence[ChartPoint]] = field(default_factory=dict)
     """The numbers of `OTHERS` that the run has, by their names."""
     num_skipped: int | None = None
     """Updates that were skipped, before thinning; None where that was not recorded."""
-    superseded: Sequence[Sequence[Point]] = ()
+    superseded: Sequence[Sequence[ChartPoint]] = ()
     """The losses of steps that a later attempt has repeated: one sequence for each attempt."""
-    evaluations: dict[str, list[Point]] = field(default_factory=dict)
+    evaluations: dict[str, list[ChartPoint]] = field(default_factory=dict)
     """Metric -> its values."""
     broken_evaluations: dict[str, list[int]] = field(default_factory=dict)
     """Metric -> the steps at which it was NaN or infinite, thinned out."""
@@ -82,7 +82,7 @@ def read_series(run: RunDir) -> Series:
         OSError: if the file system does not answer.
     """
     trained: list[_Line] = []
-    evaluated: dict[str, list[Point]] = {}
+    evaluated: dict[str, list[ChartPoint]] = {}
     unevaluated: dict[str, list[int]] = {}
     num_lines = 0
     for line, raw in _lines(run.metrics):
@@ -92,7 +92,7 @@ def read_series(run: RunDir) -> Series:
         elif line.kind == "eval":
             record = json_line(raw) or {}
             for name, value in numbers_of(record).items():
-                evaluated.setdefault(name, []).append(Point(line.step, value))
+                evaluated.setdefault(name, []).append(ChartPoint(line.step, value))
             for name in not_finite_in(record):
                 unevaluated.setdefault(name, []).append(line.step)
     broken = [line.step for line in trained if not _is_finite(line.loss)]
@@ -131,7 +131,7 @@ def read_losses(run: RunDir, *, num_bins: int) -> Series:
     )
 
 
-def _of_steps(lines: Sequence[_Line], name: str) -> list[Point]:
+def _of_steps(lines: Sequence[_Line], name: str) -> list[ChartPoint]:
     return thinned(_finite((line.step, getattr(line, name)) for line in lines))
 
 
@@ -143,16 +143,16 @@ def _is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def _finite(pairs: Iterable[tuple[int, float | None]]) -> list[Point]:
-    return [Point(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+def _finite(pairs: Iterable[tuple[int, float | None]]) -> list[ChartPoint]:
+    return [ChartPoint(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
 
 
-def _parts(lines: Iterable[_Line]) -> list[list[Point]]:
+def _parts(lines: Iterable[_Line]) -> list[list[ChartPoint]]:
     """Divide superseded lines where the steps go back or leap: there, another attempt was set aside."""
     points = [point for line in lines if line.kind == "train" for point in _finite([(line.step, line.loss)])]
     leaps = [two.step - one.step for one, two in pairwise(points) if two.step > one.step]
     longest = 4 * min(leaps, default=0)
-    parts: list[list[Point]] = []
+    parts: list[list[ChartPoint]] = []
     for point in points:
         if not parts or not 0 < point.step - parts[-1][-1].step <= longest:
             parts.append([])
@@ -160,7 +160,7 @@ def _parts(lines: Iterable[_Line]) -> list[list[Point]]:
     return parts
 
 
-def thinned(points: Sequence[Point], num_bins: int = NUM_BINS) -> list[Point]:
+def thinned(points: Sequence[ChartPoint], num_bins: int = NUM_BINS) -> list[ChartPoint]:
     """Return the first, lowest, highest and last point of each part of the x axis: a line through them looks the same.
 
     (Jugel et al., "M4: A Visualization-Oriented Time Series Data Aggregation", 2014, doi:10.14778/2732951.2732953.)
@@ -169,7 +169,7 @@ def thinned(points: Sequence[Point], num_bins: int = NUM_BINS) -> list[Point]:
         return [*points]
     first, last = points[0].step, points[-1].step
     width = (last - first) / num_bins or 1.0
-    kept: list[Point] = []
+    kept: list[ChartPoint] = []
     begin = 0
     for number in range(len(points)):
         is_end = number + 1 == len(points) or points[number + 1].step >= first + width * (
@@ -183,7 +183,7 @@ def thinned(points: Sequence[Point], num_bins: int = NUM_BINS) -> list[Point]:
     return kept
 
 
-def _value(point: Point) -> float:
+def _value(point: ChartPoint) -> float:
     return point.value
 
 

@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedAlike:
     """Points that have failed in the same way."""
 
     count: str
@@ -130,7 +130,7 @@ def _key_chart(key: str, points: Sequence[SweptRun], goal: Goal) -> charts.Chart
     return key_chart(key, goal.metric, measured, is_highest=goal.is_highest)
 
 
-def _failures(points: Sequence[SweptRun]) -> list[Failure]:
+def _failures(points: Sequence[SweptRun]) -> list[FailedAlike]:
     """Put points together that failed in the same way, the most frequent way first."""
     alike: Mapping[str, list[SweptRun]] = defaultdict(list)
     for one in points:
@@ -138,7 +138,7 @@ def _failures(points: Sequence[SweptRun]) -> list[Failure]:
             alike[one.status.fingerprint or one.status.reason].append(one)
     ordered = sorted(alike.values(), key=len, reverse=True)[:_MOST_FAILURES]
     return [
-        Failure(
+        FailedAlike(
             count=plural(len(same), "point"),
             reason=same[0].status.reason or same[0].status.state,
             names=", ".join(one.name for one in same[:3]) + (" ..." if len(same) > 3 else ""),

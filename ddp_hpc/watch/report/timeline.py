@@ -31,7 +31,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class AttemptRow:
     """One attempt."""
 
     number: int
@@ -47,7 +47,7 @@ class Row:
     saves: Sequence[Tick]
 
 
-def rows_of(times: Sequence[AttemptTime], marks: Sequence[Mark]) -> tuple[list[Row], Sequence[Tick]]:
+def rows_of(times: Sequence[AttemptTime], marks: Sequence[Mark]) -> tuple[list[AttemptRow], Sequence[Tick]]:
     """Return the newest attempts as rows, oldest first, and the marks of their time axis."""
     shown = times[-MOST_ROWS:]
     if not shown:
@@ -86,7 +86,7 @@ def _steps(time: AttemptTime) -> str:
     return f"{text}, none kept" if time.kept_step <= time.first_step else f"{text}, kept to {time.kept_step}"
 
 
-def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> Row:
+def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> AttemptRow:
     attempt, width = time.attempt, end - begin
     spans = [
         Span(kind, (one - begin) / width, (two - one) / width, f"{kind} {duration(two - one)}")
@@ -94,7 +94,7 @@ def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> 
     ]
     saves = [mark for mark in marks if mark.kind == "save"]
     nodes = ", ".join(attempt.nodes) or attempt.host
-    return Row(
+    return AttemptRow(
         number=attempt.attempt,
         job=attempt.job_id if attempt.cluster == "slurm" else f"process {attempt.pid}",
         nodes=nodes if len(attempt.nodes) <= 4 else f"{len(attempt.nodes)} nodes: {', '.join(attempt.nodes[:3])}, ...",

@@ -10,7 +10,7 @@ from ddp_hpc.run.run_dir.timeline import Look
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.goodput import Goodput
 from ddp_hpc.watch.report.axes import compact
-from ddp_hpc.watch.report.series import Point
+from ddp_hpc.watch.report.series import ChartPoint
 from ddp_hpc.watch.report.words import duration, hours, milliseconds, moment, plural, share
 from ddp_hpc.watch.status import RunStatus
 
@@ -19,13 +19,13 @@ _LABEL = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class RunScreen:
     """What is shown of a run."""
 
     status: RunStatus
     goodput: Goodput | None
     """None where the records that it needs cannot be read."""
-    loss: Sequence[Point]
+    loss: Sequence[ChartPoint]
     phases: Mapping[str, float]
     """Seconds in each phase of rank zero since the newest attempt began to train."""
     look: Look | None
@@ -39,7 +39,7 @@ class Seen:
     """Files that cannot be read now, each with the error."""
 
 
-def screen(seen: Seen, *, width: int, height: int, is_plain: bool = False) -> list[str]:
+def screen(seen: RunScreen, *, width: int, height: int, is_plain: bool = False) -> list[str]:
     """Return at most `height` lines of at most `width` characters, the most important ones first; `is_plain`: in ASCII."""
     lines = [
         *_head(seen, width),
@@ -52,7 +52,7 @@ def screen(seen: Seen, *, width: int, height: int, is_plain: bool = False) -> li
     return [_cut(line, width) for line in lines[:height]]
 
 
-def _head(seen: Seen, width: int) -> list[str]:
+def _head(seen: RunScreen, width: int) -> list[str]:
     status = seen.status
     attempt = "" if status.attempt is None else f"attempt {status.attempt}"
     job = f"job {status.job_id} on {status.host}" if status.job_id and status.host else ""
@@ -62,7 +62,7 @@ def _head(seen: Seen, width: int) -> list[str]:
     return [*lines, *([f"{'':<{_LABEL}}{status.reason}"] if status.reason else [])]
 
 
-def _progress(seen: Seen, width: int, *, is_plain: bool) -> list[str]:
+def _progress(seen: RunScreen, width: int, *, is_plain: bool) -> list[str]:
     status = seen.status
     room = max(10, width - _LABEL)
     lines = []
@@ -97,7 +97,7 @@ def _progress(seen: Seen, width: int, *, is_plain: bool) -> list[str]:
     return lines
 
 
-def _time(seen: Seen, width: int) -> list[str]:
+def _time(seen: RunScreen, width: int) -> list[str]:
     spent = dict.fromkeys(KINDS, 0.0) if seen.goodput is None else seen.goodput.node_hours
     running = sum(value for kind, value in spent.items() if kind != "queued")
     lines = []
@@ -114,7 +114,7 @@ def _time(seen: Seen, width: int) -> list[str]:
     return lines
 
 
-def _machines(seen: Seen) -> list[str]:
+def _machines(seen: RunScreen) -> list[str]:
     use = merged(seen.machines)
     if use is None:
         return []
@@ -123,7 +123,7 @@ def _machines(seen: Seen) -> list[str]:
     return [_labelled("" if number else "machines", text) for number, text in enumerate(told)]
 
 
-def _ranks(seen: Seen, width: int) -> list[str]:
+def _ranks(seen: RunScreen, width: int) -> list[str]:
     """Return the ranks that the others wait for longest, as bars of a share of the step."""
     if seen.look is None:
         return []
@@ -143,7 +143,7 @@ def _ranks(seen: Seen, width: int) -> list[str]:
     return lines
 
 
-def sparkline(points: Sequence[Point], width: int, levels: str = LEVELS) -> str:
+def sparkline(points: Sequence[ChartPoint], width: int, levels: str = LEVELS) -> str:
     """Return a line of characters whose height is the mean of the points below them, from the lowest to the highest."""
     if not points or width < 1:
         return ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.base.processes import signal_number
-from ddp_hpc.watch.why.lines import Line
+from ddp_hpc.watch.why.lines import LogLine
 
 _SRUN = re.compile(
     r"(?:\d+: )?srun: error: (?P<node>[\w.-]+): tasks? (?P<tasks>[\d,-]+): (?P<how>[A-Z][A-Za-z ]*?)(?: \(core dumped\))?$"
@@ -39,15 +39,15 @@ class SignalledRank:
     rank: int
     host: str
     signal: int
-    line: Line
+    line: LogLine
 
 
-def signalled(console: Sequence[Line], nodes: Sequence[str], num_ranks: int) -> list[SignalledRank]:
+def signalled(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) -> list[SignalledRank]:
     """Return the ranks that a signal ended which neither Slurm nor `torchrun` sends to end the others."""
     return [*_by_srun(console, nodes, num_ranks), *_by_torchrun(console)]
 
 
-def _by_srun(console: Sequence[Line], nodes: Sequence[str], num_ranks: int) -> Iterator[SignalledRank]:
+def _by_srun(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) -> Iterator[SignalledRank]:
     """Return the ranks that are tasks of `srun`; a task may also be an agent or `torchrun`, which stands on another node."""
     is_ending = False
     for line in console:
@@ -73,7 +73,7 @@ def _node_of(rank: int, nodes: Sequence[str], num_ranks: int) -> str:
     return nodes[rank // per_node].partition(".")[0] if per_node and not rest and rank < num_ranks else ""
 
 
-def _by_torchrun(console: Sequence[Line]) -> Iterator[SignalledRank]:
+def _by_torchrun(console: Sequence[LogLine]) -> Iterator[SignalledRank]:
     """Return the ranks of the tables that `torchrun` prints at its end; of SIGKILL, only the first failure of a node."""
     is_root = False
     # The tables of two nodes may mix, so only three lines in a row are of one rank.

@@ -14,7 +14,7 @@ from ddp_hpc.run.run_dir.ledger import Attempt
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.preflight import Preflight
 from ddp_hpc.run.run_dir.rank_ends import RankEnd
-from ddp_hpc.watch.why.lines import Line
+from ddp_hpc.watch.why.lines import LogLine
 from ddp_hpc.watch.why.signatures import Role
 
 Basis = Literal["record", "log", "none"]
@@ -23,26 +23,26 @@ ANY_NUMBER = re.compile(r"(?:line |:)\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class EvidenceLine:
     """A line that the verdict rests on."""
 
     role: Role
     rank: int | None
     """None for the log of the job."""
     text: str
-    line: Line | None = None
+    line: LogLine | None = None
     """Where it stands; None for a record."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class AttemptFacts:
     """What is known of one attempt."""
 
     attempt: Attempt
     failures: Sequence[WorkerFailure] = ()
-    logs: Mapping[int, Sequence[Line]] = field(default_factory=dict)
+    logs: Mapping[int, Sequence[LogLine]] = field(default_factory=dict)
     """The end of each rank's log."""
-    console: Sequence[Line] = ()
+    console: Sequence[LogLine] = ()
     """What the job's log says of this attempt."""
     places: Mapping[int, str] = field(default_factory=dict)
     """Where each rank was when the attempt hung: `file:line in function`."""
@@ -78,7 +78,7 @@ class Verdict:
     entity: str = ""
     """The sample or the file that it concerns."""
     fingerprint: str = ""
-    evidence: Sequence[Evidence] = ()
+    evidence: Sequence[EvidenceLine] = ()
     num_cascades: int = 0
     """Other ranks that lost their connection to another one."""
     num_alike: int = 0
@@ -86,7 +86,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class RankFinding:
     """What is known of the end of one rank."""
 
     failure: str
@@ -98,7 +98,7 @@ class Finding:
     step: int | None = None
     detail: str = ""
     place: str = ""
-    evidence: tuple[Evidence, ...] = ()
+    evidence: tuple[EvidenceLine, ...] = ()
     has_report: bool = False
     """Whether the rank left an error report."""
     is_traceback: bool = False

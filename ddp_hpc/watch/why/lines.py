@@ -24,7 +24,7 @@ _PREFIX = re.compile(r"(?:\[(?:rank|default)\d+\]:? ?|\d+: (?=Traceback|\S*Error
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """A line of a log."""
 
     path: Path
@@ -42,7 +42,7 @@ def clean(raw: str) -> str:
     return text[prefix.end() :] if prefix else text
 
 
-def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[Line]:
+def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[LogLine]:
     """Return the whole lines at the end of a log; none where it cannot be read."""
     lines, unread = _cut(path, *known(path, partial(_read_end, path, num_bytes), unknown=(0, b"")))
     return lines[1:] if unread else lines
@@ -58,15 +58,15 @@ def _read_end(path: Path, num_bytes: int) -> tuple[int, bytes]:
         return 0, b""
 
 
-def _cut(path: Path, start: int, data: bytes) -> tuple[list[Line], bool]:
+def _cut(path: Path, start: int, data: bytes) -> tuple[list[LogLine], bool]:
     lines, offset = [], start
     for raw in data.split(b"\n"):
-        lines.append(Line(path, offset, clean(raw.decode("utf-8", errors="replace"))))
+        lines.append(LogLine(path, offset, clean(raw.decode("utf-8", errors="replace"))))
         offset += len(raw) + 1
     return lines[:-1] if lines and not lines[-1].text else lines, start > 0
 
 
-def number_of(line: Line) -> int | None:
+def number_of(line: LogLine) -> int | None:
     """Return a line's number in its file, from 1 on; None where the file is too large to count."""
     if line.offset > _MOST_COUNTED_BYTES:
         return None

@@ -12,8 +12,8 @@ from dataclasses import replace
 from ddp_hpc.base.processes import signal_number, signal_of
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.watch.why.exceptions import Raised, tracebacks, uncaught
-from ddp_hpc.watch.why.findings import Evidence, Facts, Finding
-from ddp_hpc.watch.why.lines import Line
+from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, RankFinding
+from ddp_hpc.watch.why.lines import LogLine
 from ddp_hpc.watch.why.signatures import Match, match_exception, match_line
 from ddp_hpc.watch.why.slurm_lines import of_step
 
@@ -32,9 +32,9 @@ _EXIT_S = 0.2
 """From a process's report to its exit, at least: it has connections and threads to end."""
 
 
-def of_report(facts: Facts, failure: WorkerFailure) -> Finding:
+def of_report(facts: AttemptFacts, failure: WorkerFailure) -> RankFinding:
     """Return what a rank's error report, and its log, say of its end."""
-    finding = Finding(
+    finding = RankFinding(
         failure="unknown",
         role="root",
         basis="record",
@@ -76,7 +76,7 @@ def _of_earlier(found: Match | None, all_raised: Sequence[Raised]) -> Match | No
     return match_exception(all_raised[-2].text) or found
 
 
-def _of_killed_child(facts: Facts, finding: Finding) -> Finding:
+def _of_killed_child(facts: AttemptFacts, finding: RankFinding) -> RankFinding:
     """Return host-memory where SIGKILL ended a process of the rank's own, and a message says that memory ran out."""
     if finding.failure != "killed":
         return finding
@@ -127,14 +127,14 @@ def _place(raised: Raised | None) -> str:
     return f"{frame.file}:{frame.line} in {frame.function}" if frame else ""
 
 
-def _by_memory(finding: Finding) -> Finding:
+def _by_memory(finding: RankFinding) -> RankFinding:
     """Return the class of a rank that SIGKILL ended while the kernel counted a process that it killed for memory."""
     detail = "killed by SIGKILL, and the kernel has killed a process of its cgroup because memory ran out"
-    evidence = Evidence(role="confirmation", rank=finding.rank, text=detail)
+    evidence = EvidenceLine(role="confirmation", rank=finding.rank, text=detail)
     return replace(finding, failure="host-memory", detail=detail, evidence=(evidence,))
 
 
-def by_signal(facts: Facts, finding: Finding, number: int) -> Finding:
+def by_signal(facts: AttemptFacts, finding: RankFinding, number: int) -> RankFinding:
     """Return the class of a rank that a signal ended; its log may say more."""
     own = [] if finding.rank is None else matches_in(facts.logs.get(finding.rank, ())[-_NEAR_END:])
     finding = replace(finding, detail=f"killed by {_name_of(number)}")
@@ -149,7 +149,7 @@ def by_signal(facts: Facts, finding: Finding, number: int) -> Finding:
     if said is None:
         return replace(finding, failure="native-crash")
     line, match = said
-    evidence = Evidence(role=match.role if more else "confirmation", rank=finding.rank, text=line.text, line=line)
+    evidence = EvidenceLine(role=match.role if more else "confirmation", rank=finding.rank, text=line.text, line=line)
     if not more:
         return replace(finding, failure="native-crash", evidence=(evidence,))
     return replace(finding, failure=match.name, role=match.role, basis="log", evidence=(evidence,))
@@ -163,18 +163,20 @@ def _name_of(number: int) -> str:
         return ""
 
 
-def _killed(finding: Finding, own: Sequence[tuple[Line, Match]], of_job: Sequence[tuple[Line, Match]]) -> Finding:
+def _killed(
+    finding: RankFinding, own: Sequence[tuple[LogLine, Match]], of_job: Sequence[tuple[LogLine, Match]]
+) -> RankFinding:
     """Return the class of a rank that SIGKILL ended: only a message of Slurm or of the kernel proves that memory ran out."""
     proofs = [(line, finding.rank) for line, match in own if match == NO_MEMORY]
     proofs += [(line, None) for line, match in of_job if match == NO_MEMORY]
     if not proofs:
         return replace(finding, failure="killed")
     line, rank = proofs[0]
-    evidence = Evidence(role="confirmation", rank=rank, text=line.text, line=line)
+    evidence = EvidenceLine(role="confirmation", rank=rank, text=line.text, line=line)
     return replace(finding, failure="host-memory", basis="log", evidence=(evidence,))
 
 
-def _by_exit_code(facts: Facts, finding: Finding, code: int) -> Finding:
+def _by_exit_code(facts: AttemptFacts, finding: RankFinding, code: int) -> RankFinding:
     """Return the class of a script that exited with a code; Python's own is 1 for an exception that nothing caught."""
     if code > _OF_SHELL and _name_of(code - _OF_SHELL):
         return by_signal(facts, finding, code - _OF_SHELL)
@@ -185,15 +187,15 @@ def _by_exit_code(facts: Facts, finding: Finding, code: int) -> Finding:
     return with_line(replace(finding, failure="launch-failed" if code in _CANNOT_START else "exit-code"), facts)
 
 
-def of_log(facts: Facts, rank: int) -> Finding | None:
+def of_log(facts: AttemptFacts, rank: int) -> RankFinding | None:
     """Return what only the log of a rank says: the exception that ended it, or a known text near its end."""
     lines = facts.logs.get(rank, ())
     texts = [line.text for line in lines]
     raised = uncaught(texts)
     if raised is not None:
         found = _of_earlier(_of_cause(raised), tracebacks(texts)) or Match("user-exception", "root")
-        evidence = Evidence(role=found.role, rank=rank, text=raised.first_line, line=lines[raised.at])
-        finding = Finding(
+        evidence = EvidenceLine(role=found.role, rank=rank, text=raised.first_line, line=lines[raised.at])
+        finding = RankFinding(
             failure=found.name,
             role=found.role,
             basis="log",
@@ -214,11 +216,13 @@ def of_log(facts: Facts, rank: int) -> Finding | None:
     if first is None:
         return None
     line, match = first
-    evidence = Evidence(role=match.role, rank=rank, text=line.text, line=line)
-    return Finding(failure=match.name, role=match.role, basis="log", rank=rank, detail=line.text, evidence=(evidence,))
+    evidence = EvidenceLine(role=match.role, rank=rank, text=line.text, line=line)
+    return RankFinding(
+        failure=match.name, role=match.role, basis="log", rank=rank, detail=line.text, evidence=(evidence,)
+    )
 
 
-def of_end(facts: Facts, rank: int) -> Finding | None:
+def of_end(facts: AttemptFacts, rank: int) -> RankFinding | None:
     """Return the end of the one rank without a report; of one that a signal ended, if no launcher can have sent it."""
     end = facts.ends.get(rank)
     if end is None or not end.code:
@@ -227,29 +231,29 @@ def of_end(facts: Facts, rank: int) -> Finding | None:
     noticed = min((one.at for one in facts.failures), default=float("inf")) + _EXIT_S
     if (end.code < 0 or end.code > _OF_SHELL) and end.at > noticed:
         return None
-    finding = Finding(failure="unknown", role="root", basis="record", rank=rank, at=end.at)
+    finding = RankFinding(failure="unknown", role="root", basis="record", rank=rank, at=end.at)
     number = -end.code if end.code < 0 else end.code - _OF_SHELL  # as a shell says it, and Python after Ctrl-C
     if _name_of(number):
         return replace(by_signal(facts, finding, number), at=end.at)
     return with_line(replace(finding, failure="exit-code", detail=f"exit code {end.code}"), facts)
 
 
-def matches_in(lines: Iterable[Line]) -> list[tuple[Line, Match]]:
+def matches_in(lines: Iterable[LogLine]) -> list[tuple[LogLine, Match]]:
     """Return the lines that the registry knows."""
     found = ((line, match_line(line.text)) for line in lines)
     return [(line, match) for line, match in found if match is not None]
 
 
-def with_line(finding: Finding, facts: Facts) -> Finding:
+def with_line(finding: RankFinding, facts: AttemptFacts) -> RankFinding:
     """Add the line of the rank's log that holds its error, or the record's own text."""
     if finding.rank is None:
-        return replace(finding, evidence=(Evidence(role=finding.role, rank=None, text=finding.detail),))
+        return replace(finding, evidence=(EvidenceLine(role=finding.role, rank=None, text=finding.detail),))
     lines = facts.logs.get(finding.rank, ())
     place = next((line for line in reversed(lines) if finding.detail and finding.detail[:200] in line.text), None)
     text = place.text if place else finding.detail
-    return replace(finding, evidence=(Evidence(role=finding.role, rank=finding.rank, text=text, line=place),))
+    return replace(finding, evidence=(EvidenceLine(role=finding.role, rank=finding.rank, text=text, line=place),))
 
 
-def abstaining(finding: Finding) -> Finding:
+def abstaining(finding: RankFinding) -> RankFinding:
     """Return the finding; nothing proves the class `unknown`."""
     return replace(finding, basis="none") if finding.failure == "unknown" else finding

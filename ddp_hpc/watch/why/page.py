@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from ddp_hpc.watch.why.signatures import REGISTRY, Failure
+from ddp_hpc.watch.why.signatures import REGISTRY, FailureClass
 
 _ROLES = {"root": "", "either": "", "cascade": " (follows from another rank's end)", "confirmation": " (confirms it)"}
 
 
-def as_markdown(registry: Iterable[Failure] = REGISTRY) -> str:
+def as_markdown(registry: Iterable[FailureClass] = REGISTRY) -> str:
     """Return one section a class: its texts, what it means, and what to do."""
     return "\n".join(line for failure in registry for line in _section(failure))
 
 
-def _section(failure: Failure) -> list[str]:
+def _section(failure: FailureClass) -> list[str]:
     texts = [f"- `{_in_code(one.example)}`{_ROLES[one.role]}" for one in failure.patterns]
     filled = failure.to_do.format(run="RUN", attempt="K", rank="N")
     return [

@@ -17,8 +17,8 @@ from ddp_hpc.run.run_dir.network import read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import read_preflight
 from ddp_hpc.run.run_dir.rank_ends import read_rank_ends
-from ddp_hpc.watch.why.findings import Facts
-from ddp_hpc.watch.why.lines import Line, tail
+from ddp_hpc.watch.why.findings import AttemptFacts
+from ddp_hpc.watch.why.lines import LogLine, tail
 
 MOST_LOGS = 256
 """Of more ranks, only the logs of those that have an error report, and of the first, are read."""
@@ -49,14 +49,14 @@ def chosen_attempt(run: RunDir, ledger: Ledger, number: int | None) -> Attempt:
     return attempt
 
 
-def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> Facts:
+def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> AttemptFacts:
     """Return what the run directory holds on an attempt."""
     number = attempt.attempt
     failures = read_failures(run, number)
     found: list[int] = known(run.attempt_logs(number), partial(_ranks, run, number), unknown=[])
     reported = {failure.rank for failure in failures}
     ranks = sorted(found, key=lambda rank: (rank not in reported, rank))[:MOST_LOGS]
-    return Facts(
+    return AttemptFacts(
         attempt=attempt,
         failures=failures,
         logs={rank: tail(run.rank_log(number, rank)) for rank in sorted(ranks)},
@@ -75,9 +75,9 @@ def _ranks(run: RunDir, attempt: int) -> list[int]:
     return [int(match[1]) for match in matches if match]
 
 
-def _of_attempt(lines: Sequence[Line], ledger: Ledger, attempt: Attempt) -> Sequence[Line]:
+def _of_attempt(lines: Sequence[LogLine], ledger: Ledger, attempt: Attempt) -> Sequence[LogLine]:
     """Return the lines of the job's log that belong to an attempt; none where that is not sure."""
-    parts: list[list[Line]] = [[]]
+    parts: list[list[LogLine]] = [[]]
     for line in lines:
         parts[-1].append(line)
         if line.text.startswith(_ENDED):

@@ -32,7 +32,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class FailureClass:
     """One class of failures."""
 
     name: str
@@ -66,8 +66,8 @@ _DAEMON = r"(?:\[?\d[\d:.T-]*\]? )?"
 _STEPD = r"slurmstepd(?:-[\w.-]+)?: error: "
 """Where several slurmd share a machine, the daemon's name ends with the node's."""
 
-REGISTRY: Sequence[Failure] = (
-    Failure(
+REGISTRY: Sequence[FailureClass] = (
+    FailureClass(
         name="gpu-memory",
         title="GPU out of memory",
         means="The model, its gradients, its optimizer and one micro batch do not fit into the memory of the GPU.",
@@ -95,7 +95,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="shared-memory",
         title="shared memory (/dev/shm) is full",
         means="Processes of the DataLoader pass batches through /dev/shm, which is too small for them. Containers often limit it to 64 MB.",
@@ -122,7 +122,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="host-memory",
         title="host or cgroup out of memory",
         means="A process asked for more memory than the node, or the job's limit, has.",
@@ -160,7 +160,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="port",
         title="a port is in use",
         means="Another process on the node listens at the port where the ranks were to meet, or at one that the code binds.",
@@ -175,7 +175,7 @@ REGISTRY: Sequence[Failure] = (
             _raised(_ERROR + r"\[Errno 98\]", "OSError: [Errno 98] Address already in use"),
         ],
     ),
-    Failure(
+    FailureClass(
         name="dns",
         title="a host name cannot be resolved",
         means="This node cannot resolve a host name to an address.",
@@ -192,7 +192,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="driver",
         title="PyTorch and the GPU's driver do not fit together",
         means="The node's NVIDIA driver is missing or too old for this build of PyTorch, or this build has no code for its GPUs.",
@@ -228,7 +228,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="wrong-device",
         title="wrong device",
         means="A rank uses a GPU that it does not have, that another rank uses, or tensors on different devices.",
@@ -253,7 +253,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="device-assert",
         title="an index or a label is out of range on the GPU",
         means="A CUDA kernel checked its input and stopped. Mostly an index of an embedding, or a label of a loss, is not smaller than the number of classes.",
@@ -271,7 +271,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="nccl-network",
         title="NCCL finds no network between the nodes",
         means="NCCL found no network interface, or there is no route from this node to the address of another one.",
@@ -290,7 +290,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="gpu-fault",
         title="a GPU, or a kernel on it, has failed",
         means="The device reported an error that ends every process that uses it: a fault of the hardware, or a kernel that accessed wrong memory.",
@@ -317,7 +317,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="quota",
         title="quota exceeded",
         means="Your quota of bytes or files on that file system is used up.",
@@ -329,7 +329,7 @@ REGISTRY: Sequence[Failure] = (
             )
         ],
     ),
-    Failure(
+    FailureClass(
         name="disk-full",
         title="the disk is full, or a file may not become larger",
         means="A write failed: the file system has no space left, or the limit for the size of a file is reached (`ulimit -f`).",
@@ -342,7 +342,7 @@ REGISTRY: Sequence[Failure] = (
             _raised(_SYSTEM.format(27, "File too large"), "OSError: [Errno 27] File too large"),
         ],
     ),
-    Failure(
+    FailureClass(
         name="stale-mount",
         title="a file system does not answer, or its mount is stale",
         means="The file server was restarted or is unreachable, or the file was replaced on another node.",
@@ -356,7 +356,7 @@ REGISTRY: Sequence[Failure] = (
             _raised(_ERROR + r".*\[Errno 5\]", "OSError: [Errno 5] Input/output error: '/data/train/7.bin'"),
         ],
     ),
-    Failure(
+    FailureClass(
         name="nan",
         title="the loss or a gradient is not finite (NaN)",
         means="The training has diverged: a value became infinite or NaN.",
@@ -372,7 +372,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="ranks-differ",
         title="the ranks do not have equal weights",
         means="All ranks of a training by DDP have the same weights, to the bit. Where they do not, a processor or its memory was wrong, or the "
@@ -387,7 +387,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="import",
         title="a module cannot be imported",
         means="Python on that node does not find a module or a library, or the module itself fails while it is imported.",
@@ -404,7 +404,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="data",
         title="a sample cannot be read",
         means="The data set raised an error for this sample or file.",
@@ -421,7 +421,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="peer-gone",
         title="a rank lost its connection to another rank",
         means="Another rank's process ended first; this error follows from that, and is not the cause.",
@@ -467,7 +467,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="ranks-missing",
         title="not all ranks joined",
         means="Some ranks did not join the process group within its timeout.",
@@ -485,7 +485,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="collective-timeout",
         title="a collective operation timed out (NCCL or gloo)",
         means="Some rank did not take part in a collective operation in time: it is slow, it waits for something else, or the network fails.",
@@ -515,7 +515,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="image",
         title="the container's image cannot be used",
         means="The container runtime could not open, pull or mount the image.",
@@ -536,7 +536,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="launch-failed",
         title="the workers could not be started",
         means="Slurm, the agent of a node, or the system could not start the command.",
@@ -560,7 +560,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="preempted",
         title="Slurm preempted the job",
         means="A job of higher priority took the nodes.",
@@ -573,7 +573,7 @@ REGISTRY: Sequence[Failure] = (
             )
         ],
     ),
-    Failure(
+    FailureClass(
         name="time-limit",
         title="the job reached its time limit",
         means="Slurm ends a job at its limit; a checkpoint is written before that.",
@@ -586,7 +586,7 @@ REGISTRY: Sequence[Failure] = (
             )
         ],
     ),
-    Failure(
+    FailureClass(
         name="node-failed",
         title="a node failed",
         means="A node is down by Slurm's records, or stopped answering.",
@@ -599,7 +599,7 @@ REGISTRY: Sequence[Failure] = (
             )
         ],
     ),
-    Failure(
+    FailureClass(
         name="preflight",
         title="the check of the nodes before the training failed (`preflight`)",
         means="Before any worker started, a node differed from the others, or something that all of them need was missing; "
@@ -607,49 +607,49 @@ REGISTRY: Sequence[Failure] = (
         to_do="Correct what the evidence names, or exclude the node (`slurm.exclude`), and submit the run again; "
         "`preflight.on_fail=exclude` leaves such nodes out. `ddp-hpc doctor --nodes N` checks nodes without a run.",
     ),
-    Failure(
+    FailureClass(
         name="cancelled",
         title="the user cancelled the run",
         means="`ddp-hpc cancel` or `scancel` ended the run.",
         to_do="Submit it again if it should continue.",
     ),
-    Failure(
+    FailureClass(
         name="hang-behind",
         title="a hang: the others wait for one rank",
         means="No rank made progress, and one rank is elsewhere while all others wait for it in a collective operation.",
         to_do="Read where that rank is in the file of stacks. If its work may take longer, raise `restart.hang_timeout_s`.",
     ),
-    Failure(
+    FailureClass(
         name="hang-mismatch",
         title="a hang: ranks wait in different collective operations",
         means="All ranks wait, but not in the same call: the code took different branches on different ranks.",
         to_do="Compare the ranks' lines in the file of stacks: every rank must call the same collective operations in the same order.",
     ),
-    Failure(
+    FailureClass(
         name="hang-nobody",
         title="a hang: all ranks wait in the same operation",
         means="Every rank waits in the same call, and none is behind: the network or a device does not move the data.",
         to_do="Check the network between the nodes, and try another one with `network.interfaces`.",
     ),
-    Failure(
+    FailureClass(
         name="hang-network",
         title="nodes do not reach each other on the network",
         means="After the ranks had stopped making progress, the nodes probed each other on the network of the workers: packets do not pass to or from the named node, or between the named pair of nodes.",
         to_do="Report the nodes to the administrators. A node that no other reaches is left out of the next job; for a pair, exclude one of the two: `slurm.exclude`. Or use another network: `network.interfaces`.",
     ),
-    Failure(
+    FailureClass(
         name="hang",
         title="a hang",
         means="No rank made progress for longer than `restart.hang_timeout_s`. No record says where the ranks were.",
         to_do="If a step may take that long, raise `restart.hang_timeout_s`; else look where it waits, with `py-spy dump` on the node, before the timeout.",
     ),
-    Failure(
+    FailureClass(
         name="suspended",
         title="the job was suspended for too long",
         means="Slurm suspended the job for longer than the hang timeout.",
         to_do="Raise `restart.hang_timeout_s`.",
     ),
-    Failure(
+    FailureClass(
         name="native-crash",
         title="native code crashed",
         means="A library in C, C++ or CUDA ended the process by a signal (segmentation fault, abort, bus error, illegal instruction).",
@@ -677,7 +677,7 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="killed",
         title="killed by SIGKILL, and no record says by whom",
         means="The kernel sends SIGKILL when memory runs out; a user, Slurm or another program may send it, too. No record shows which.",
@@ -693,25 +693,25 @@ REGISTRY: Sequence[Failure] = (
             ),
         ],
     ),
-    Failure(
+    FailureClass(
         name="signal",
         title="ended by a signal",
         means="A signal that no crash causes, such as SIGTERM, ended the process.",
         to_do="Find out who sent it: a user, Slurm, or the program itself.",
     ),
-    Failure(
+    FailureClass(
         name="supervisor-died",
         title="the supervisor of the job died",
         means="The process that starts the attempts was killed, so it did not record how the attempt ended.",
         to_do="Submit the run again. On Slurm, `sacct -j JOB` shows what became of the job.",
     ),
-    Failure(
+    FailureClass(
         name="exit-code",
         title="the program exited with a code of its own",
         means="No record and no log shows an exception that ended it: it called `sys.exit` or `os._exit`, its shell passed a code on, or a library printed the exception in a form of its own.",
         to_do="Look up that code in the program: `ddp-hpc logs {run} --attempt {attempt} --rank {rank}` has what it printed before.",
     ),
-    Failure(
+    FailureClass(
         name="user-exception",
         title="an exception in the user's code",
         means="The code of the model, the recipe or the script raised an exception that nothing caught.",
@@ -723,13 +723,13 @@ REGISTRY: Sequence[Failure] = (
             )
         ],
     ),
-    Failure(
+    FailureClass(
         name="configuration",
         title="the configuration or the input is invalid",
         means="The run was refused, because it fails in the same way each time.",
         to_do="Change what the message names, and submit the run again.",
     ),
-    Failure(
+    FailureClass(
         name="unknown",
         title="unknown",
         means="Nothing that was recorded, and no known text in the logs, says why it ended.",
@@ -744,7 +744,7 @@ REGISTRY: Sequence[Failure] = (
 )
 """In the order in which texts are compared: a more special class stands above a more general one."""
 
-BY_NAME: Mapping[str, Failure] = {one.name: one for one in REGISTRY}
+BY_NAME: Mapping[str, FailureClass] = {one.name: one for one in REGISTRY}
 
 
 @dataclass(frozen=True)

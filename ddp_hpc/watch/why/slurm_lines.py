@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ddp_hpc.watch.why.lines import Line
+from ddp_hpc.watch.why.lines import LogLine
 
 _STEP = re.compile(r"\bStepId=(?P<job>\w+)\.(?P<step>\w+)")
 _NODE = re.compile(r"(?:\[?\d[\d:.T-]*\]? )?(?:slurmstepd-(?P<daemon>[\w.-]+): |srun: error: (?P<node>[\w.-]+): task )")
 
 
-def of_step(lines: Sequence[Line], job_id: str, host: str) -> Sequence[Line]:
+def of_step(lines: Sequence[LogLine], job_id: str, host: str) -> Sequence[LogLine]:
     """Return the lines that may be of the ranks' step of this job, and of this host; "" for a host that is not known.
 
     Ranks run in the newest numbered step: earlier ones are of the setup, and the batch script is a step without a number.
@@ -21,17 +21,17 @@ def of_step(lines: Sequence[Line], job_id: str, host: str) -> Sequence[Line]:
     return [line for line in lines if _may_be_of_step(line, job_id, newest) and _may_be_of_node(line, host)]
 
 
-def node_of(line: Line) -> str:
+def node_of(line: LogLine) -> str:
     """Return the node that a line names; empty where it names none."""
     found = _NODE.match(line.text)
     return (found["daemon"] or found["node"]) if found else ""
 
 
-def _step_of(line: Line) -> re.Match[str] | None:
+def _step_of(line: LogLine) -> re.Match[str] | None:
     return _STEP.search(line.text)
 
 
-def _may_be_of_step(line: Line, job_id: str, newest: str) -> bool:
+def _may_be_of_step(line: LogLine, job_id: str, newest: str) -> bool:
     found = _step_of(line)
     # A task of an array has a number of its own beside `ARRAY_INDEX`; the two cannot be compared.
     is_comparable = found is not None and ("_" in found["job"]) == ("_" in job_id)
@@ -39,6 +39,6 @@ def _may_be_of_step(line: Line, job_id: str, newest: str) -> bool:
     return is_of_job and (found is None or found["step"] == newest)
 
 
-def _may_be_of_node(line: Line, host: str) -> bool:
+def _may_be_of_node(line: LogLine, host: str) -> bool:
     named = node_of(line)
     return not named or not host or named.partition(".")[0] == host.partition(".")[0]

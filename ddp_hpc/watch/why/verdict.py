@@ -14,7 +14,7 @@ from ddp_hpc.run.run_dir.differences import Difference
 from ddp_hpc.run.run_dir.fingerprint import entity, fingerprint
 from ddp_hpc.run.run_dir.ledger import Cause, Ending
 from ddp_hpc.watch.why.ends import signalled
-from ddp_hpc.watch.why.findings import ANY_NUMBER, Evidence, Facts, Finding, Verdict
+from ddp_hpc.watch.why.findings import ANY_NUMBER, AttemptFacts, EvidenceLine, RankFinding, Verdict
 from ddp_hpc.watch.why.hangs import is_network_to_blame, of_hang, of_missing, of_network
 from ddp_hpc.watch.why.of_rank import NO_MEMORY, abstaining, by_signal, matches_in, of_end, of_log, of_report
 from ddp_hpc.watch.why.on_gpu import in_short
@@ -35,7 +35,7 @@ _NO_FAILURE = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRI
 _MOST_EVIDENCE = 5
 
 
-def verdict_of(facts: Facts) -> Verdict:
+def verdict_of(facts: AttemptFacts) -> Verdict:
     """Return why an attempt ended."""
     attempt = facts.attempt
     if attempt.cause in _NO_FAILURE or attempt.ending in {Ending.FINISHED, Ending.STOPPED, Ending.FENCED}:
@@ -65,18 +65,18 @@ def verdict_of(facts: Facts) -> Verdict:
         if first.failure == "peer-gone" and len(facts.logs) == 1:  # no other rank was there
             first = replace(first, failure="unknown", role="either", basis="none")
     if first is None and attempt.cause == Cause.SUPERVISOR_DIED:
-        first = Finding(failure="supervisor-died", role="root", basis="record", rank=None, host=attempt.host)
-    first = first or Finding(failure="unknown", role="either", basis="none", rank=None)
+        first = RankFinding(failure="supervisor-died", role="root", basis="record", rank=None, host=attempt.host)
+    first = first or RankFinding(failure="unknown", role="either", basis="none", rank=None)
     return _with_others(first, findings, facts)
 
 
-def _of_unended(findings: Sequence[Finding]) -> Verdict:
+def _of_unended(findings: Sequence[RankFinding]) -> Verdict:
     """Return the verdict on an attempt that may run: texts of its logs are shown, and prove nothing."""
     shown = [replace(line, role="either") for one in findings for line in one.evidence]
     return Verdict(failure="unknown", evidence=shown[:_MOST_EVIDENCE])
 
 
-def _of_record(facts: Facts) -> Finding | None:
+def _of_record(facts: AttemptFacts) -> RankFinding | None:
     """Return what the ledger alone proves."""
     cause = facts.attempt.cause
     if cause == Cause.PREFLIGHT or (cause == Cause.NODE_FAILED and _has_failed_preflight(facts)):
@@ -89,21 +89,21 @@ def _of_record(facts: Facts) -> Finding | None:
     if name == "ranks-differ" and facts.difference is not None:
         return _of_difference(facts.difference)
     evidence = tuple(
-        Evidence(role="confirmation", rank=None, text=line.text, line=line)
+        EvidenceLine(role="confirmation", rank=None, text=line.text, line=line)
         for line in facts.console
         if match_line(line.text) == Match(name, "confirmation")
     )
     hosts = ", ".join(facts.attempt.failed_nodes)
-    return Finding(failure=name, role="root", basis="record", rank=None, host=hosts, evidence=evidence[:1])
+    return RankFinding(failure=name, role="root", basis="record", rank=None, host=hosts, evidence=evidence[:1])
 
 
-def _of_difference(difference: Difference) -> Finding:
+def _of_difference(difference: Difference) -> RankFinding:
     """Return which rank was wrong, as the ranks' digests, or those of another attempt, show it.
 
     A loss that is not finite on some ranks alone is a training that diverges until another attempt has proved that they were wrong.
     """
     only = difference.odd_ranks[0] if len(difference.odd_ranks) == 1 else None
-    return Finding(
+    return RankFinding(
         failure="nan" if difference.of_loss and not difference.odd_ranks else "ranks-differ",
         role="root",
         basis="record",
@@ -111,21 +111,21 @@ def _of_difference(difference: Difference) -> Finding:
         host=", ".join(difference.odd_hosts),
         step=difference.step,
         detail=difference.what,
-        evidence=(Evidence(role="root", rank=only, text=difference.who),),
+        evidence=(EvidenceLine(role="root", rank=only, text=difference.who),),
     )
 
 
-def _has_failed_preflight(facts: Facts) -> bool:
+def _has_failed_preflight(facts: AttemptFacts) -> bool:
     """Tell whether the nodes that failed are those which the check before the training named: then no worker was started."""
     check = facts.preflight
     return check is not None and bool(check.bad_nodes) and {*facts.attempt.failed_nodes} == {*check.bad_nodes}
 
 
-def _of_preflight(facts: Facts) -> Finding:
+def _of_preflight(facts: AttemptFacts) -> RankFinding:
     check = facts.preflight
     failures = check.failures if check is not None else ()
-    evidence = tuple(Evidence(role="root", rank=None, text=f"{one.check}: {one.found}") for one in failures)
-    return Finding(
+    evidence = tuple(EvidenceLine(role="root", rank=None, text=f"{one.check}: {one.found}") for one in failures)
+    return RankFinding(
         failure="preflight",
         role="root",
         basis="record",
@@ -136,7 +136,7 @@ def _of_preflight(facts: Facts) -> Finding:
     )
 
 
-def _findings(facts: Facts) -> list[Finding]:
+def _findings(facts: AttemptFacts) -> list[RankFinding]:
     reported = [
         abstaining(replace(of_report(facts, failure), has_report=True))
         for failure in facts.failures
@@ -149,7 +149,7 @@ def _findings(facts: Facts) -> list[Finding]:
     return [*reported, *_of_signalled(facts, ranks), *weaker, *([of_job] if of_job is not None else [])]
 
 
-def _of_signalled(facts: Facts, reported: AbstractSet[int]) -> list[Finding]:
+def _of_signalled(facts: AttemptFacts, reported: AbstractSet[int]) -> list[RankFinding]:
     """Return the ranks without a report that a signal ended by the job's log, if no other rank is without a report."""
     ended = signalled(facts.console, facts.attempt.nodes, len(facts.logs))
     silent = set(facts.logs) - reported
@@ -157,35 +157,35 @@ def _of_signalled(facts: Facts, reported: AbstractSet[int]) -> list[Finding]:
     for one in ended:
         if one.rank not in silent or silent - {other.rank for other in ended}:
             continue  # a rank that left nothing at all may have been the first
-        finding = Finding(failure="unknown", role="root", basis="record", rank=one.rank, host=one.host)
+        finding = RankFinding(failure="unknown", role="root", basis="record", rank=one.rank, host=one.host)
         finding = replace(by_signal(facts, finding, one.signal), basis="log", has_report=True)
-        line = Evidence(role="root", rank=None, text=one.line.text.strip(), line=one.line)
+        line = EvidenceLine(role="root", rank=None, text=one.line.text.strip(), line=one.line)
         found.append(replace(finding, evidence=(line, *finding.evidence)))
     return found
 
 
-def _weaker(finding: Finding) -> Finding:
+def _weaker(finding: RankFinding) -> RankFinding:
     """Return what a log says of a rank that left no report: it may have gone on after that text, so it is not a root."""
     role: Role = "either" if finding.role == "root" else finding.role
     evidence = tuple(replace(one, role=role) for one in finding.evidence)
     return abstaining(replace(finding, role=role, evidence=evidence, is_of_silent=finding.is_traceback))
 
 
-def _of_console(facts: Facts) -> Finding | None:
+def _of_console(facts: AttemptFacts) -> RankFinding | None:
     """Return why the workers could not be started, by what Slurm and the container runtime printed."""
     if any(line.text for lines in facts.logs.values() for line in lines):
         return None  # a rank has started: such a line is of a setup that went on
     for line in facts.console:
         found = match_line(line.text)
         if found is not None and found.role == "root" and found.name in {"image", "launch-failed"}:
-            evidence = Evidence(role="either", rank=None, text=line.text, line=line)
-            return Finding(
+            evidence = EvidenceLine(role="either", rank=None, text=line.text, line=line)
+            return RankFinding(
                 failure=found.name, role="either", basis="log", rank=None, detail=line.text, evidence=(evidence,)
             )
     return None
 
 
-def _of_silent_rank(facts: Facts, findings: Iterable[Finding]) -> Finding | None:
+def _of_silent_rank(facts: AttemptFacts, findings: Iterable[RankFinding]) -> RankFinding | None:
     """Return the one rank that left no report while all others lost a connection."""
     silent = sorted(set(facts.logs) - {one.rank for one in findings if one.has_report})
     if len(silent) != 1:
@@ -193,7 +193,7 @@ def _of_silent_rank(facts: Facts, findings: Iterable[Finding]) -> Finding | None
     if ended := of_end(facts, silent[0]):
         return ended
     said = next((one for one in findings if one.rank == silent[0]), None)
-    return Finding(
+    return RankFinding(
         failure="unknown",
         role="either",
         basis="none",
@@ -203,15 +203,15 @@ def _of_silent_rank(facts: Facts, findings: Iterable[Finding]) -> Finding | None
     )
 
 
-def _of_lost_memory(facts: Facts) -> Finding | None:
+def _of_lost_memory(facts: AttemptFacts) -> RankFinding | None:
     """Return that memory ran out in the ranks' step, where the ranks that are left only lost their connections."""
     lines = matches_in(of_step(facts.console, facts.attempt.job_id, ""))
     line = next((line for line, match in lines if match == NO_MEMORY), None)
     if line is None:
         return None
-    evidence = Evidence(role="confirmation", rank=None, text=line.text, line=line)
+    evidence = EvidenceLine(role="confirmation", rank=None, text=line.text, line=line)
     host = node_of(line)
-    return Finding(
+    return RankFinding(
         failure="host-memory",
         role="either",
         basis="log",
@@ -222,7 +222,7 @@ def _of_lost_memory(facts: Facts) -> Finding | None:
     )
 
 
-def _with_others(first: Finding, findings: Sequence[Finding], facts: Facts) -> Verdict:
+def _with_others(first: RankFinding, findings: Sequence[RankFinding], facts: AttemptFacts) -> Verdict:
     """Return the verdict: the first failure, and what followed on other ranks."""
     first = of_missing(first, facts) if first.failure == "ranks-missing" else first
     others = [one for one in findings if one.rank is not None and one.rank != first.rank]

@@ -72,7 +72,7 @@ _MOST_GUESTS = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class ProbeAddress:
     """Where a node listens."""
 
     address: str
@@ -82,18 +82,18 @@ class Place:
     mtu: int = 1500
 
 
-def own_place(toward: str, interfaces: Sequence[Interface]) -> Place:
+def own_place(toward: str, interfaces: Sequence[Interface]) -> ProbeAddress:
     """Return this node's address on the network of `toward`, with port 0; its network is empty where the interface is not known."""
     address = source_address(toward) or toward
     nic = holder(address, interfaces)
     if nic is None:
-        return Place(address, 0)
+        return ProbeAddress(address, 0)
     network = next(
         str(ipaddress.ip_interface(text).network)
         for text in nic.addresses
         if ipaddress.ip_interface(text).ip == ipaddress.ip_address(address.partition("%")[0])
     )
-    return Place(address, 0, nic.name, network, _mtu(nic.name))
+    return ProbeAddress(address, 0, nic.name, network, _mtu(nic.name))
 
 
 def _mtu(interface: str) -> int:
@@ -106,12 +106,12 @@ def _mtu(interface: str) -> int:
 class Sockets:
     """What a node listens on: TCP and UDP at one port."""
 
-    place: Place
+    place: ProbeAddress
     tcp: socket.socket
     udp: socket.socket
 
     @classmethod
-    def open(cls, place: Place) -> Sockets:
+    def open(cls, place: ProbeAddress) -> Sockets:
         """Listen at a port that is free for both.
 
         Raises:
@@ -129,7 +129,7 @@ class Sockets:
                 udp.close()
                 continue
             udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
-            found = Place(place.address, port, place.interface, place.network, place.mtu)
+            found = ProbeAddress(place.address, port, place.interface, place.network, place.mtu)
             return cls(found, tcp, udp)
         raise OSError(f"no port of {place.address} is free for TCP and UDP")
 
@@ -320,7 +320,7 @@ def _received(link: socket.socket, num_bytes: int, seconds: float) -> bytes:
     return b"".join(parts)
 
 
-def serve(place: Place, *, name: str, mark: str) -> int:
+def serve(place: ProbeAddress, *, name: str, mark: str) -> int:
     """Carry out the orders on standard input; return the exit code."""
 
     def say(**message: Any) -> None:

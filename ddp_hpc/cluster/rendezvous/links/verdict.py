@@ -20,7 +20,7 @@ _FEWEST_LOST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class LinkAnswer:
     """What one node reported."""
 
     address: str = ""
@@ -42,12 +42,12 @@ class Answer:
 
 
 def findings_of(
-    nodes: Sequence[str], answers: Mapping[int, Answer], *, address: str, at: float, seconds: float
+    nodes: Sequence[str], answers: Mapping[int, LinkAnswer], *, address: str, at: float, seconds: float
 ) -> NetworkFindings:
     """Return what the answers prove. `nodes` are the job's, in the order of their numbers."""
     off = off_network(answers, address)
     silent = [number for number in range(len(nodes)) if number not in off and not _is_whole(answers.get(number))]
-    pairs: dict[tuple[int, int], _Found] = {}
+    pairs: dict[tuple[int, int], _PairVerdict] = {}
     for low, high in (pair for pairs_of_round in rounds_of(len(nodes)) for pair in pairs_of_round):
         if low not in silent and high not in silent and not {low, high} & off:
             pairs[low, high] = _found(nodes, answers, low, high)
@@ -96,7 +96,7 @@ def confirmed(first: NetworkFindings, again: NetworkFindings | None) -> NetworkF
     )
 
 
-def off_network(answers: Mapping[int, Answer], address: str) -> set[int]:
+def off_network(answers: Mapping[int, LinkAnswer], address: str) -> set[int]:
     """Return the nodes that have no address of their own on the workers' network.
 
     These are the nodes that said so, the nodes that listen at rank zero's address, and rank zero's node where its subnet is not that
@@ -104,7 +104,7 @@ def off_network(answers: Mapping[int, Answer], address: str) -> set[int]:
     subnets of several racks, each with many nodes.
     """
     off = {number for number, answer in answers.items() if answer.is_whole and not answer.address}
-    zero = answers.get(0, Answer())
+    zero = answers.get(0, LinkAnswer())
     if not zero.address or ip_address(zero.address.partition("%")[0]).is_loopback:  # then all are on this machine
         return off
     # A node of a cloned image, or one that may bind addresses that it does not have (ip_nonlocal_bind), listens at rank zero's.
@@ -122,7 +122,7 @@ def _holds(network: str, address: str) -> bool:
         return False
 
 
-def _is_whole(answer: Answer | None) -> bool:
+def _is_whole(answer: LinkAnswer | None) -> bool:
     return answer is not None and answer.is_whole
 
 
@@ -151,7 +151,7 @@ class _Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _PairVerdict:
     """What is wrong between two nodes which both reported; None where the network carries."""
 
     fault: PairFault | None
@@ -159,7 +159,7 @@ class _Found:
     """Whether a connection passed all of its bytes, both ways."""
 
 
-def _found(nodes: Sequence[str], answers: Mapping[int, Answer], low: int, high: int) -> _Found:
+def _found(nodes: Sequence[str], answers: Mapping[int, LinkAnswer], low: int, high: int) -> _PairVerdict:
     ways = [(low, high), (high, low)]
     heard = {way: answers[way[1]].heard.get(way[0], (0, 0)) for way in ways}
     link = _Link(
@@ -171,10 +171,10 @@ def _found(nodes: Sequence[str], answers: Mapping[int, Answer], low: int, high: 
     carried = link.of("good") is not None
     found = _of_working(link) if carried else _of_failed(link)
     if found is None:
-        return _Found(fault=None, carried=carried)
+        return _PairVerdict(fault=None, carried=carried)
     (one, other), fault = found
     loss = round(link.loss[one, other], 4)
-    return _Found(fault=PairFault(nodes=(nodes[one], nodes[other]), fault=fault, loss=loss), carried=carried)
+    return _PairVerdict(fault=PairFault(nodes=(nodes[one], nodes[other]), fault=fault, loss=loss), carried=carried)
 
 
 def _of_working(link: _Link) -> tuple[Way, Fault] | None:
@@ -224,7 +224,7 @@ def _of_halted(link: _Link) -> tuple[Way, Fault]:
     return next(iter(link.tcp)), "no answer"
 
 
-def _loss(heard: tuple[int, int], receiver: Answer, sender: int) -> float:
+def _loss(heard: tuple[int, int], receiver: LinkAnswer, sender: int) -> float:
     """Return the share of packets lost one way, since the first that arrived; of sizes that do not pass at all, nothing is counted."""
     sizes = [num for num in heard if num]
     sent = NUM_DATAGRAMS * len(sizes) - receiver.missed.get(sender, 0)
@@ -232,7 +232,7 @@ def _loss(heard: tuple[int, int], receiver: Answer, sender: int) -> float:
     return lost / sent if sent > 0 and lost >= _FEWEST_LOST else 0.0
 
 
-def _in_order(found: Mapping[tuple[int, int], _Found]) -> tuple[PairFault, ...]:
+def _in_order(found: Mapping[tuple[int, int], _PairVerdict]) -> tuple[PairFault, ...]:
     return tuple(one.fault for _, one in sorted(found.items(), key=lambda item: item[0]) if one.fault is not None)
 
 

@@ -19,7 +19,7 @@ from ddp_hpc.run.run_dir.preflight import Finding, Level
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.diagnose.doctor import preemption, quota
 from ddp_hpc.watch.diagnose.doctor.drained import groups, out_of_service
-from ddp_hpc.watch.diagnose.doctor.questions import Answers, ask, has_commands
+from ddp_hpc.watch.diagnose.doctor.questions import SlurmAnswers, ask, has_commands
 from ddp_hpc.watch.diagnose.doctor.slurm_versions import known_holes
 
 _NEVER_S = 180 * 86400.0
@@ -27,7 +27,7 @@ _NEVER_S = 180 * 86400.0
 
 
 @dataclass(frozen=True)
-class Site:
+class LoginSite:
     """A login node, and what a run of this configuration would ask of its cluster."""
 
     resolved: Resolved
@@ -41,7 +41,7 @@ class Site:
         return self.resolved.spec
 
     @cached_property
-    def told(self) -> Answers:
+    def told(self) -> SlurmAnswers:
         """What the cluster and the file system answered."""
         return ask(self.spec, self.environ)
 
@@ -64,13 +64,16 @@ class Site:
         return standing(self.environ, self.told.job, problem, asked=asked)
 
 
-def findings_of(site: Site) -> list[Finding]:
+def findings_of(site: LoginSite) -> list[Finding]:
     """Return what all checks found, in the order of the table."""
-    checks: Sequence[Callable[[Site], Iterator[Finding]]] = [*ALWAYS, *(OF_SLURM if site.has_slurm else [_no_slurm])]
+    checks: Sequence[Callable[[LoginSite], Iterator[Finding]]] = [
+        *ALWAYS,
+        *(OF_SLURM if site.has_slurm else [_no_slurm]),
+    ]
     return [finding for check in checks for finding in check(site)]
 
 
-def why_no_job(site: Site, findings: Sequence[Finding]) -> str:
+def why_no_job(site: LoginSite, findings: Sequence[Finding]) -> str:
     """Return why a job that checks nodes would not start, or must not be submitted; empty where it may."""
     if site.job[0] == "unknown":
         return "ddp-hpc does not know whether this shell is in a running job"
@@ -85,7 +88,7 @@ def why_no_job(site: Site, findings: Sequence[Finding]) -> str:
 _BEFORE_A_JOB = frozenset({"partition", "nodes", "start"})
 
 
-def _profile(site: Site) -> Iterator[Finding]:
+def _profile(site: LoginSite) -> Iterator[Finding]:
     profile = site.resolved.profile
     if profile is None:
         to_do = "`ddp-hpc site init` drafts one from this cluster's settings"
@@ -94,7 +97,7 @@ def _profile(site: Site) -> Iterator[Finding]:
         yield Finding(check="site", level="ok", found=f"{profile.site.name}: {profile.path} ({profile.why})")
 
 
-def _job(site: Site) -> Iterator[Finding]:
+def _job(site: LoginSite) -> Iterator[Finding]:
     is_so, said = site.job
     if is_so == "runs":
         yield Finding(check="job", level="ok", found=f"{said}; `--nodes` checks its nodes")
@@ -105,7 +108,7 @@ def _job(site: Site) -> Iterator[Finding]:
         yield Finding(check="job", level="unknown", found=said, to_do=to_do)
 
 
-def _driver(site: Site) -> Iterator[Finding]:
+def _driver(site: LoginSite) -> Iterator[Finding]:
     here = asdict(capture(site.environ, proc=site.proc))
     if site.spec.container.image or not here["torch"] or not (here["driver"] or site.spec.resources.gpus_per_node):
         return  # an image has a PyTorch of its own
@@ -124,7 +127,7 @@ _ROOM = "free space: delete runs that you no longer need (`ddp-hpc delete RUN`)"
 _FASTER = "set `runs_dir` to a directory on a faster file system, if there is one"
 
 
-def _runs_dir(site: Site) -> Iterator[Finding]:
+def _runs_dir(site: LoginSite) -> Iterator[Finding]:
     place = site.spec.path.parent
     if site.told.disk is None:
         found = f"{place}: {site.told.why_not('disk')}"
@@ -157,11 +160,11 @@ def _runs_dir(site: Site) -> Iterator[Finding]:
     )
 
 
-def _quota(site: Site) -> Iterator[Finding]:
+def _quota(site: LoginSite) -> Iterator[Finding]:
     yield from quota.findings_of(site.told.quota, site.told.why_not("quota"))
 
 
-def _no_slurm(site: Site) -> Iterator[Finding]:
+def _no_slurm(site: LoginSite) -> Iterator[Finding]:
     del site
     yield Finding(
         check="Slurm",
@@ -171,7 +174,7 @@ def _no_slurm(site: Site) -> Iterator[Finding]:
     )
 
 
-def _controller(site: Site) -> Iterator[Finding]:
+def _controller(site: LoginSite) -> Iterator[Finding]:
     said = site.told.controller
     if said == "up":
         return  # the next lines say what it answers
@@ -185,7 +188,7 @@ def _controller(site: Site) -> Iterator[Finding]:
         yield Finding(check="controller", level="unknown", found=f"the controller does not answer: {why}", to_do=to_do)
 
 
-def _version(site: Site) -> Iterator[Finding]:
+def _version(site: LoginSite) -> Iterator[Finding]:
     config = site.told.config
     if config is None or not config.version:
         yield _unanswered(site, "Slurm", "config")
@@ -207,7 +210,7 @@ def _version(site: Site) -> Iterator[Finding]:
         )
 
 
-def _partition(site: Site) -> Iterator[Finding]:
+def _partition(site: LoginSite) -> Iterator[Finding]:
     partition = site.partition
     if site.told.partitions is None:
         yield _unanswered(site, "partition", "partitions")
@@ -226,7 +229,7 @@ def _partition(site: Site) -> Iterator[Finding]:
         )
 
 
-def _preemption(site: Site) -> Iterator[Finding]:
+def _preemption(site: LoginSite) -> Iterator[Finding]:
     config, partition, told = site.told.config, site.partition, site.told
     if config is None or told.partitions is None:
         yield _unanswered(site, "preemption", "partitions" if config else "config")
@@ -246,7 +249,7 @@ def _preemption(site: Site) -> Iterator[Finding]:
     yield from preemption.findings_of(rules, config)
 
 
-def _requeue(site: Site) -> Iterator[Finding]:
+def _requeue(site: LoginSite) -> Iterator[Finding]:
     config = site.told.config
     if config is None:
         yield _unanswered(site, "requeue", "config")
@@ -262,7 +265,7 @@ def _requeue(site: Site) -> Iterator[Finding]:
         yield Finding(check="requeue", level="ok", found=f"Slurm requeues jobs {default}")
 
 
-def _arrays(site: Site) -> Iterator[Finding]:
+def _arrays(site: LoginSite) -> Iterator[Finding]:
     size = None if site.told.config is None else site.told.config.max_array_size
     if size is None:
         yield _unanswered(site, "job arrays", "config")
@@ -280,7 +283,7 @@ def _arrays(site: Site) -> Iterator[Finding]:
         )
 
 
-def _accounts(site: Site) -> Iterator[Finding]:
+def _accounts(site: LoginSite) -> Iterator[Finding]:
     config, known = site.told.config, site.told.associations
     if config is not None and not config.has_accounting:
         yield Finding(check="accounts", level="ok", found="this cluster has no accounting, so jobs need no account")
@@ -304,7 +307,7 @@ def _accounts(site: Site) -> Iterator[Finding]:
     )
 
 
-def _start(site: Site) -> Iterator[Finding]:
+def _start(site: LoginSite) -> Iterator[Finding]:
     answer, count = site.told.test_only, site.spec.resources.nodes
     nodes = "1 node" if count == 1 else f"{count} nodes"
     if answer is None:
@@ -340,7 +343,7 @@ def _start(site: Site) -> Iterator[Finding]:
         )
 
 
-def _nodes(site: Site) -> Iterator[Finding]:
+def _nodes(site: LoginSite) -> Iterator[Finding]:
     nodes = site.told.nodes
     if nodes is None:
         yield _unanswered(site, "nodes", "nodes")
@@ -379,7 +382,7 @@ _MOST_GROUPS = 8
 """How many reasons are shown, of most nodes first, and how many of the nodes that have one."""
 
 
-def _unanswered(site: Site, check: str, question: str) -> Finding:
+def _unanswered(site: LoginSite, check: str, question: str) -> Finding:
     to_do = _OF_DATABASE if question == "associations" else "try again; `scontrol ping` says more"
     if "denied" in site.told.why_not(question).lower():
         to_do = (
@@ -393,8 +396,8 @@ _OF_DATABASE = (
 )
 
 
-ALWAYS: Sequence[Callable[[Site], Iterator[Finding]]] = (_profile, _job, _driver, _runs_dir, _quota)
-OF_SLURM: Sequence[Callable[[Site], Iterator[Finding]]] = (
+ALWAYS: Sequence[Callable[[LoginSite], Iterator[Finding]]] = (_profile, _job, _driver, _runs_dir, _quota)
+OF_SLURM: Sequence[Callable[[LoginSite], Iterator[Finding]]] = (
     _controller,
     _version,
     _partition,

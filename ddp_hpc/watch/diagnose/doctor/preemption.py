@@ -22,7 +22,7 @@ _DEFAULT_QOS = "normal"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class PreemptionRule:
     """How a job is preempted."""
 
     mode: str
@@ -53,20 +53,20 @@ def _mode(*texts: str) -> str:
     return next((word for word in text.upper().split(",") if word not in _ADDED), "OFF")
 
 
-def of_partition(partition: Partition, partitions: Sequence[Partition], config: ClusterConfig) -> Rule:
+def of_partition(partition: Partition, partitions: Sequence[Partition], config: ClusterConfig) -> PreemptionRule:
     """Return the rule of a partition, with `preempt/partition_prio`."""
     above = tuple(f"partition {one.name}" for one in partitions if one.priority_tier > partition.priority_tier)
     mode = _mode(partition.preempt_mode, config.preempt_mode)
-    return Rule(mode=mode, grace_s=partition.grace_time_s, of=f"partition {partition.name}", by=above)
+    return PreemptionRule(mode=mode, grace_s=partition.grace_time_s, of=f"partition {partition.name}", by=above)
 
 
-def of_qos(qos: Qos, all_qos: Sequence[Qos], config: ClusterConfig) -> Rule:
+def of_qos(qos: Qos, all_qos: Sequence[Qos], config: ClusterConfig) -> PreemptionRule:
     """Return the rule of a QOS, with `preempt/qos`."""
     within = "WITHIN" in f"{qos.preempt_mode},{config.preempt_mode}".upper().split(",")
     above = [f"QOS {one.name}" for one in all_qos if qos.name in one.preempts]
     by = (*above, *([f"QOS {qos.name} of a higher priority"] if within else []))
     mode = _mode(qos.preempt_mode, config.preempt_mode)
-    return Rule(mode=mode, grace_s=qos.grace_time_s, of=f"QOS {qos.name}", by=by)
+    return PreemptionRule(mode=mode, grace_s=qos.grace_time_s, of=f"QOS {qos.name}", by=by)
 
 
 def rules_of(
@@ -75,10 +75,10 @@ def rules_of(
     partitions: Sequence[Partition],
     qos: Sequence[str],
     all_qos: Sequence[Qos] | None,
-) -> list[Rule] | None:
+) -> list[PreemptionRule] | None:
     """Return the rules that may apply to a job of this partition and QOS; None where that is not known."""
     if config.preempt_type == "preempt/none":
-        return [Rule(mode="OFF", of="the cluster (PreemptType)")]
+        return [PreemptionRule(mode="OFF", of="the cluster (PreemptType)")]
     if config.preempt_type == "preempt/partition_prio":
         return [of_partition(partition, partitions, config)]
     if config.preempt_type == "preempt/qos" and all_qos is not None:
@@ -88,13 +88,13 @@ def rules_of(
     return None
 
 
-def findings_of(rules: Sequence[Rule], config: ClusterConfig) -> Iterator[Finding]:
+def findings_of(rules: Sequence[PreemptionRule], config: ClusterConfig) -> Iterator[Finding]:
     """Yield what each rule means for a run."""
     for rule in rules:
         yield _finding(rule, config)
 
 
-def _finding(rule: Rule, config: ClusterConfig) -> Finding:
+def _finding(rule: PreemptionRule, config: ClusterConfig) -> Finding:
     if rule.mode == "OFF":
         return Finding(
             check="preemption", level="ok", found=f"PreemptMode is OFF in {rule.of}: a run there is not preempted"

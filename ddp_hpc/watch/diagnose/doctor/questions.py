@@ -35,7 +35,7 @@ _LAST_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class SlurmAnswers:
     """What Slurm answered; None for what it did not."""
 
     disk: tuple[Path, Disk] | None = None
@@ -60,7 +60,7 @@ class Answers:
         return self.problems.get(name, "Slurm does not answer")
 
 
-def ask(spec: RunSpec, environ: Mapping[str, str], *, seconds: float = ANSWER_S) -> Answers:
+def ask(spec: RunSpec, environ: Mapping[str, str], *, seconds: float = ANSWER_S) -> SlurmAnswers:
     """Ask everything that concerns a run of this configuration: Slurm where it is, and the file system of the runs."""
     of_slurm = _of_slurm(spec, environ) if has_commands(environ) else {}
     place = spec.path.parent
@@ -109,7 +109,7 @@ def _existing(place: Path) -> Path:
     return next((path for path in (place, *place.parents) if path.is_dir()), Path("/"))
 
 
-def answers_of(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -> Answers:
+def answers_of(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -> SlurmAnswers:
     """Ask side by side; each question gets `timeout_s`, and has no answer after that."""
     found: dict[str, Any] = {}
     problems: dict[str, str] = {}
@@ -134,7 +134,7 @@ def answers_of(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -
     told, why = dict(found), dict(problems)  # a late thread may still write into the others
     for name in questions.keys() - told.keys() - why.keys():
         why[name] = f"no answer to `{name}` within {seconds:.0f} s."
-    return Answers(**told, problems=why)
+    return SlurmAnswers(**told, problems=why)
 
 
 def _ask_start(spec: RunSpec, environ: Mapping[str, str], *, timeout_s: float) -> TestOnly:
