@@ -9,7 +9,7 @@ from typing import Literal
 from ddp_hpc.prove.certify.baseline import Baseline
 from ddp_hpc.prove.certify.evidence import Evidence
 from ddp_hpc.prove.certify.file_differences import Difference
-from ddp_hpc.prove.certify.rules import Defect, diagnose
+from ddp_hpc.prove.certify.rules import Defect, diagnose, position_text
 
 Verdict = Literal[
     "exact",
@@ -41,6 +41,12 @@ class Finding:
     at_most: int | None = None
     """How many steps or epochs were done again, where that is the verdict."""
     reason: str = ""
+    first_difference: str = ""
+    """The loss, the value or the file that differs first."""
+    newest_state: str = ""
+    """The newest whole state that the script could have read back."""
+    read_back: list[str] = field(default_factory=list)
+    """The states that it read back."""
     defects: list[Defect] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     run: str = ""
@@ -69,7 +75,16 @@ def needs_second_run(evidence: Evidence) -> bool:
 def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
     """Return the verdict on one fault."""
     defects = diagnose(evidence)
-    finding = Finding(fault=name, description=evidence.fault.description, verdict="exact", words="", defects=defects)
+    finding = Finding(
+        fault=name,
+        description=evidence.fault.description,
+        verdict="exact",
+        words="",
+        first_difference=first_difference(evidence) if evidence.differs else "",
+        newest_state=evidence.newest_state,
+        read_back=list(evidence.read_back),
+        defects=defects,
+    )
     if evidence.outcome == "untouched":
         finding.verdict, finding.words = "untouched", "not tried: the run finished before the moment of the fault"
         return finding
@@ -79,7 +94,7 @@ def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
         finding.verdict, finding.words = "does not come back", "does not come back"
     elif evidence.signal_action == "ignored" or evidence.ran_on:
         finding.verdict, finding.words = "does not stop", "does not stop"
-    elif _differs(evidence):
+    elif evidence.differs or evidence.doubled:
         finding.verdict, finding.words = "differs", "differs: the script resumed, but its result is another"
     elif evidence.saves_nothing:
         finding.verdict, finding.words = "saves nothing", "saves nothing"
@@ -103,28 +118,32 @@ def _between_saves(evidence: Evidence, baseline: Baseline) -> int:
     return 0 if evidence.fault.is_stop and evidence.signal_action == "caught" else baseline.steps_between_saves or 0
 
 
-def _differs(evidence: Evidence) -> bool:
-    if evidence.is_deterministic is False and not evidence.doubled:
-        return False  # nothing says what is the script's chance and what the fault's work
-    return bool(evidence.differences or evidence.doubled)
-
-
 def _reason(finding: Finding, evidence: Evidence) -> str:
     if finding.defects:
         names = " or ".join(dict.fromkeys(one.name for one in finding.defects))
         sure = all(one.is_sure for one in finding.defects)
         return names if sure else f"possibly {names}"
+    if finding.verdict == "hangs":
+        return evidence.error
     if finding.verdict == "does not come back":
-        return evidence.error or "the script starts over from its beginning"
+        return _no_return(evidence)
     if finding.verdict == "differs":
-        return f"certify does not know why; what differs first: {first_difference(evidence)}"
+        read = f"it read {', '.join(evidence.read_back) or 'no saved state'} back"
+        return f"{read}, and certify does not know why it differs; what differs first: {finding.first_difference}"
     return ""
+
+
+def _no_return(evidence: Evidence) -> str:
+    if evidence.ended_at is not None:
+        at = f"{evidence.unit} {position_text(evidence.ended_at)}"
+        return f"the script ended with exit code 0 at {at}, but the undisturbed run goes on after that"
+    return evidence.error or "the script starts over from its beginning"
 
 
 def first_difference(evidence: Evidence) -> str:
     """Return what differs first, in the output or else in the files."""
     if evidence.first_loss_differs:
-        return f"the first loss after the resume, at {evidence.unit} {'/'.join(map(str, evidence.resumed_at or ()))}"
+        return f"the first loss after the resume, at {evidence.unit} {position_text(evidence.resumed_at)}"
     files = [_text(one) for one in evidence.differences[:_MOST_DIFFERENCES]]
     if evidence.later_loss_differs:
         return f"a later loss after the resume{f'; {files[0]}' if files else ''}"
@@ -176,6 +195,4 @@ def _notes(finding: Finding, evidence: Evidence) -> list[str]:
         notes.append(
             "after the resume, the script prints other losses than the undisturbed run, but both save the same states: so the resume is right, and the printed loss is probably a running mean that starts again"
         )
-    if evidence.num_skipped:
-        notes.append(f"{evidence.num_skipped} {evidence.unit}s are missing in the script's output")
     return notes
