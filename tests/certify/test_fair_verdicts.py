@@ -32,7 +32,11 @@ def names(finding: Finding) -> set[str]:
 
 
 def printed(*texts: str) -> tuple[Line, ...]:
-    return tuple(parse(one, float(number)) for number, one in enumerate(texts, start=1))
+    found: list[Line] = []
+    for number, one in enumerate(texts, start=1):
+        epochs = [line.epoch for line in found if line.epoch is not None]
+        found.append(parse(one, float(number), *epochs[-1:]))
+    return tuple(found)
 
 
 def baseline_of(

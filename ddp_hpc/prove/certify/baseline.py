@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from ddp_hpc.prove.certify.file_differences import Difference, aligned, differences
-from ddp_hpc.prove.certify.output_lines import Scale, losses, positions, scale_of, with_epochs
+from ddp_hpc.prove.certify.output_lines import Scale, losses, positions, scale_of
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord
 from ddp_hpc.prove.certify.saved_files import Contents, kind_of
 
@@ -20,10 +20,10 @@ class Baseline:
     second: RunRecord | None = None
     """A second undisturbed run, where one was needed."""
 
-    @cached_property
+    @property
     def attempt(self) -> AttemptRecord:
         """The only one."""
-        return attempt_with_epochs(self.record.attempts[-1])
+        return self.record.attempts[-1]
 
     @cached_property
     def scale(self) -> Scale:
@@ -47,8 +47,7 @@ class Baseline:
         """Whether two undisturbed runs print the same losses and save the same tensors; None if there was only one run."""
         if self.second is None:
             return None
-        second = with_epochs(self.second.attempts[-1].lines)
-        same_losses = losses(second, self.scale) == losses(self.attempt.lines, self.scale)
+        same_losses = losses(self.second.attempts[-1].lines, self.scale) == losses(self.attempt.lines, self.scale)
         return same_losses and not any(one.here.startswith("tensor") for one in self._own_differences)
 
     @cached_property
@@ -75,8 +74,3 @@ class Baseline:
 
     def _num_positions(self, num_lines: int) -> int:
         return len(positions(self.attempt.lines[:num_lines], self.scale))
-
-
-def attempt_with_epochs(attempt: AttemptRecord) -> AttemptRecord:
-    """Return the attempt; a step whose line names no epoch gets the one that was printed last."""
-    return replace(attempt, lines=with_epochs(attempt.lines))

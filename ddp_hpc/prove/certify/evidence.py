@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ddp_hpc.prove.certify import failure
-from ddp_hpc.prove.certify.baseline import Baseline, attempt_with_epochs
+from ddp_hpc.prove.certify.baseline import Baseline
 from ddp_hpc.prove.certify.faults import Fault
 from ddp_hpc.prove.certify.file_differences import Difference
 from ddp_hpc.prove.certify.final_files import facts_of_files
@@ -85,7 +85,6 @@ class Evidence:
 
 def evidence_of(fault: Fault, record: RunRecord, baseline: Baseline) -> Evidence:
     """Compare a run under a fault with the undisturbed one."""
-    record = replace(record, attempts=tuple(map(attempt_with_epochs, record.attempts)))
     found = Evidence(
         fault=fault,
         outcome=record.outcome,

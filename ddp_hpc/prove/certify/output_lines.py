@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -37,14 +37,14 @@ class Line:
     is_evaluation: bool = False
 
 
-def parse(text: str, at: float = 0.0) -> Line:
-    """Read one line."""
+def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> Line:
+    """Read one line; a step whose line names no epoch gets the last one, as from a header above the steps."""
     step, epoch, loss = (pattern.search(text) for pattern in (_STEP, _EPOCH, _LOSS))
     return Line(
         text=text,
         at=at,
         step=int(step[1]) if step else None,
-        epoch=(float if "." in epoch[1] else int)(epoch[1]) if epoch else None,
+        epoch=(float if "." in epoch[1] else int)(epoch[1]) if epoch else (last_epoch if step else None),
         loss=float(loss[1]) if loss else None,
         is_evaluation=_EVAL.search(text) is not None,
     )
@@ -83,16 +83,6 @@ def scale_of(lines: Iterable[Line]) -> Scale:
     restarts = any(later < earlier for earlier, later in pairwise(steps))
     gaps = [later - earlier for earlier, later in pairwise(steps) if later > earlier]
     return Scale("step", has_epochs=restarts, stride=max(1, round(median(gaps))) if gaps else 1)
-
-
-def with_epochs(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return the lines; a step whose line names no epoch gets the one that was printed last, as a header above the steps."""
-    found, epoch = [], None
-    for line in lines:
-        epoch = epoch if line.epoch is None else line.epoch
-        needs_epoch = line.epoch is None and line.step is not None and epoch is not None
-        found.append(replace(line, epoch=epoch) if needs_epoch else line)
-    return tuple(found)
 
 
 def positions(lines: Sequence[Line], scale: Scale) -> list[Position]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,8 +25,10 @@ Verdict = Literal[
 ]
 GOOD: frozenset[Verdict] = frozenset({"exact", "loses", "comes back", "not tried"})
 """`not tried`, where the script has no such moment, does no harm beside others; alone it says nothing (`are_good`)."""
-_MOST_DIFFERENCES = 8
-"""So many are named in a message, at most."""
+_WORDS: Mapping[Verdict, str] = {
+    "untouched": "not tried: the run finished before the moment of the fault",
+    "differs": "differs: the script resumed, but its result is another",
+}
 
 
 @dataclass(kw_only=True)
@@ -74,44 +76,42 @@ def needs_second_run(evidence: Evidence) -> bool:
 
 def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
     """Return the verdict on one fault."""
-    defects = diagnose(evidence)
+    verdict = _verdict(evidence)
     finding = Finding(
         fault=name,
         description=evidence.fault.description,
-        verdict="exact",
-        words="",
-        first_difference=first_difference(evidence) if evidence.differs else "",
+        verdict=verdict,
+        words=_WORDS.get(verdict, verdict),
+        first_difference=_first_difference(evidence) if evidence.differs else "",
         newest_state=evidence.newest_state,
         read_back=list(evidence.read_back),
-        defects=defects,
+        defects=diagnose(evidence),
     )
-    if evidence.outcome == "untouched":
-        finding.verdict, finding.words = "untouched", "not tried: the run finished before the moment of the fault"
+    if verdict == "untouched":
         return finding
-    if evidence.outcome == "hung":
-        finding.verdict, finding.words = "hangs", "hangs"
-    elif not evidence.came_back:
-        finding.verdict, finding.words = "does not come back", "does not come back"
-    elif evidence.signal_action == "ignored" or evidence.ran_on:
-        finding.verdict, finding.words = "does not stop", "does not stop"
-    elif evidence.differs or evidence.doubled:
-        finding.verdict, finding.words = "differs", "differs: the script resumed, but its result is another"
-    elif evidence.saves_nothing:
-        finding.verdict, finding.words = "saves nothing", "saves nothing"
-        finding.reason = "certify recognised no saved state among the script's files, and the script started over; name the files with `script.progress=PATTERN`"
-    elif evidence.num_repeated:
-        finding.verdict, finding.at_most = "loses", max(evidence.num_repeated, _between_saves(evidence, baseline))
-        lost = f"{finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
-        finding.words = f"loses at most {lost}"
-        if evidence.is_deterministic is False:  # `loses` also says that the final files are the same
-            finding.verdict, finding.words = "comes back", f"comes back, and repeats at most {lost}"
-    elif evidence.is_deterministic is False or not evidence.is_measured or not evidence.num_compared:
-        finding.verdict, finding.words = "comes back", "comes back"
-    else:
-        finding.words = "exact"
-    finding.reason = _reason(finding, evidence) or finding.reason
+    if verdict in {"loses", "comes back"} and evidence.num_repeated:
+        finding.at_most = max(evidence.num_repeated, _between_saves(evidence, baseline))
+        lost = f"at most {finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
+        finding.words = f"loses {lost}" if verdict == "loses" else f"comes back, and repeats {lost}"
+    finding.reason = _reason(finding, evidence)
     finding.notes = _notes(finding, evidence)
     return finding
+
+
+def _verdict(seen: Evidence) -> Verdict:
+    """Return the first verdict of the table that holds."""
+    is_random = seen.is_deterministic is False
+    table: Sequence[tuple[Verdict, bool]] = (
+        ("untouched", seen.outcome == "untouched"),
+        ("hangs", seen.outcome == "hung"),
+        ("does not come back", not seen.came_back),
+        ("does not stop", seen.signal_action == "ignored" or seen.ran_on),
+        ("differs", seen.differs or bool(seen.doubled)),
+        ("saves nothing", seen.saves_nothing),
+        ("loses", bool(seen.num_repeated) and not is_random),  # which also says that the final files are the same
+        ("comes back", is_random or not seen.is_measured or not seen.num_compared),
+    )
+    return next((verdict for verdict, holds in table if holds), "exact")
 
 
 def _between_saves(evidence: Evidence, baseline: Baseline) -> int:
@@ -127,6 +127,8 @@ def _reason(finding: Finding, evidence: Evidence) -> str:
         return evidence.error
     if finding.verdict == "does not come back":
         return _no_return(evidence)
+    if finding.verdict == "saves nothing":
+        return "certify recognised no saved state among the script's files, and the script started over; name the files with `script.progress=PATTERN`"
     if finding.verdict == "differs":
         read = f"it read {', '.join(evidence.read_back) or 'no saved state'} back"
         return f"{read}, and certify does not know why it differs; what differs first: {finding.first_difference}"
@@ -140,14 +142,12 @@ def _no_return(evidence: Evidence) -> str:
     return evidence.error or "the script starts over from its beginning"
 
 
-def first_difference(evidence: Evidence) -> str:
+def _first_difference(evidence: Evidence) -> str:
     """Return what differs first, in the output or else in the files."""
+    first = _text(evidence.differences[0])
     if evidence.first_loss_differs:
-        return f"the first loss after the resume, at {evidence.unit} {position_text(evidence.resumed_at)}"
-    files = [_text(one) for one in evidence.differences[:_MOST_DIFFERENCES]]
-    if evidence.later_loss_differs:
-        return f"a later loss after the resume{f'; {files[0]}' if files else ''}"
-    return files[0] if files else "no difference was recorded"
+        return f"the first loss after the resume, at {evidence.unit} {position_text(evidence.resumed_at)}; {first}"
+    return f"a later loss after the resume; {first}" if evidence.later_loss_differs else first
 
 
 def _text(difference: Difference) -> str:
