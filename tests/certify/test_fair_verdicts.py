@@ -202,6 +202,7 @@ def test_a_script_that_never_loads_starts_over_whatever_it_prints(lines: tuple[L
     finding = found("kill-at-random", record, baseline)
 
     assert (finding.verdict, names(finding)) == ("does not come back", {"starts over"})
+    assert finding.read_words == "not step_4.pt"
 
 
 def test_a_quiet_script_that_loads_comes_back_and_nothing_is_said_of_its_steps() -> None:

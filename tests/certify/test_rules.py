@@ -50,12 +50,12 @@ def test_another_result_without_a_known_reason_says_what_differs_first() -> None
     finding = found("kill-at-random", record, undisturbed())
 
     assert (finding.verdict, finding.is_good, finding.defects) == ("differs", False, [])
-    assert finding.reason == (
-        "it read step_4.pt back, and certify does not know why it differs; what differs first: the tensor model.weight in "
-        "step_10.pt has other values"
+    first = "the tensor model.weight in step_10.pt has other values"
+    assert (finding.first_difference, finding.reason) == (
+        first,
+        f"certify does not know why; what differs first: {first}",
     )
-    assert (finding.newest_state, finding.read_back) == ("step_4.pt", ["step_4.pt"])
-    assert finding.first_difference == "the tensor model.weight in step_10.pt has other values"
+    assert (finding.newest_state, finding.read_back, finding.read_words) == ("step_4.pt", ["step_4.pt"], "step_4.pt")
 
 
 def test_a_script_that_always_ends_otherwise_is_not_blamed_for_it() -> None:
@@ -193,6 +193,26 @@ def test_an_optimizer_that_is_saved_is_possibly_not_loaded_where_only_the_first_
     finding = found("kill-at-random", struck(then=LATER_DIFFER, final=OTHER), undisturbed())
 
     assert finding.reason == "possibly optimizer not restored"
+
+
+def test_the_step_of_an_optimizers_moments_is_no_counter_of_the_script() -> None:
+    path = "optimizer.state.0.step"
+    ends = [values({path: f"tensor FloatStorage [] {count}", "model.weight": f"tensor {count}"}) for count in "ab"]
+    baseline = undisturbed(values(without="optimizer"), final={"step_10.pt": ends[0]})
+
+    finding = found("kill-at-random", struck(then=LATER_DIFFER, final={"step_10.pt": ends[1]}), baseline)
+
+    assert finding.reason == "optimizer not restored"
+
+
+def test_a_state_that_lies_in_several_files_is_seen_as_one() -> None:
+    parts = {name: values(without=name) for name in ("optimizer", "rng")}
+    saves = tuple(Save(path=f"{name}.pt", num_lines=2, at=2.0, contents=one) for name, one in parts.items())
+    attempt = replace(undisturbed().attempt, saves=saves)
+    saved = replace(undisturbed(), record=replace(undisturbed().record, attempts=(attempt,))).checkpoint
+
+    assert saved is not None
+    assert (saved.has_optimizer, saved.has_rng) == (True, True)
 
 
 def test_a_scheduler_that_is_not_saved_is_shown_by_the_learning_rate_at_the_end() -> None:

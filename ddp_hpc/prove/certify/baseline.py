@@ -52,9 +52,10 @@ class Baseline:
 
     @cached_property
     def checkpoint(self) -> Contents | None:
-        """The values of the newest saved state that has the most to say: one with an optimizer, if any has one."""
-        saved = [one.contents for one in self.attempt.saves if one.contents is not None and one.contents.values]
-        return next((one for one in reversed(saved) if one.has_optimizer), saved[-1] if saved else None)
+        """The values of all its saved states, as one state may lie in several files; None where none could be read."""
+        saved = [one.contents.values for one in self.attempt.saves if one.contents is not None]
+        values = {path: text for each in saved for path, text in each.items()}
+        return Contents(kind="values", values=values) if values else None
 
     @cached_property
     def kinds(self) -> frozenset[str]:

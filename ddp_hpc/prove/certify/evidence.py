@@ -26,6 +26,7 @@ class Evidence:
     unit: str
     """What its output counts."""
     checkpoint: Contents | None = None
+    """What the undisturbed run saves."""
     is_deterministic: bool | None = None
     signal_action: SignalAction = ""
     ran_on: bool = False
@@ -63,8 +64,6 @@ class Evidence:
     """How many files of its result were compared; None where it did not finish."""
     has_same_weights: bool = False
     """Tensors were compared, and nothing but lines of a log differs."""
-    logged_otherwise: Difference | None = None
-    """The first line of a log that differs beside the same weights."""
     first_loss_differs: bool | None = None
     """The first loss after the fault against the undisturbed run's at the same position; None where there is none to compare."""
     later_loss_differs: bool | None = None
@@ -79,8 +78,9 @@ class Evidence:
 
     @property
     def differs(self) -> bool:
-        """Whether the run came back to another end, which is its own fault: undisturbed runs are all the same."""
-        return self.came_back and self.is_deterministic is not False and bool(self.differences)
+        """Whether the run came back to another end, and undisturbed runs are all the same."""
+        is_same = self.has_same_weights or self.is_deterministic is False
+        return self.came_back and not is_same and bool(self.differences)
 
 
 def evidence_of(fault: Fault, record: RunRecord, baseline: Baseline) -> Evidence:

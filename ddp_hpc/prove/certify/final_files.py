@@ -33,13 +33,11 @@ def facts_of_files(record: RunRecord, baseline: Baseline) -> dict[str, Any]:
         file for file in other if file in mine and file not in left_out and _is_comparable(file, other[file], volatile)
     ]
     has_weights = any(_has_tensors(file, other[file], volatile) for file in compared)
-    has_same_weights = has_weights and all(one.is_of_log for one in found)
     return {
-        "differences": () if has_same_weights else tuple(found),
+        "differences": tuple(found),
         "doubled": doubled_line(record.final, other),
         "num_compared": len(compared),
-        "has_same_weights": has_same_weights,
-        "logged_otherwise": found[0] if has_same_weights and found else None,
+        "has_same_weights": has_weights and all(one.is_of_log for one in found),
     }
 
 

@@ -54,6 +54,13 @@ class Finding:
     run: str = ""
 
     @property
+    def read_words(self) -> str:
+        """Which saved states it read back, or which it left alone, as text."""
+        if self.read_back:
+            return ", ".join(self.read_back[:2]) + (", ..." if len(self.read_back) > 2 else "")
+        return f"not {self.newest_state}" if self.newest_state else ""
+
+    @property
     def is_good(self) -> bool:
         """Whether the script came back, and nothing is wrong with how."""
         return self.verdict in GOOD and not self.defects
@@ -69,9 +76,8 @@ def needs_second_run(evidence: Evidence) -> bool:
     """Tell whether only a second undisturbed run shows what a difference means."""
     if evidence.outcome not in {"finished", "untouched"}:
         return False
-    if evidence.differences:
-        return True
-    return not evidence.has_same_weights and bool(evidence.first_loss_differs or evidence.later_loss_differs)
+    seen = evidence.differences or evidence.first_loss_differs or evidence.later_loss_differs
+    return bool(seen) and not evidence.has_same_weights
 
 
 def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
@@ -130,8 +136,7 @@ def _reason(finding: Finding, evidence: Evidence) -> str:
     if finding.verdict == "saves nothing":
         return "certify recognised no saved state among the script's files, and the script started over; name the files with `script.progress=PATTERN`"
     if finding.verdict == "differs":
-        read = f"it read {', '.join(evidence.read_back) or 'no saved state'} back"
-        return f"{read}, and certify does not know why it differs; what differs first: {finding.first_difference}"
+        return f"certify does not know why; what differs first: {finding.first_difference}"
     return ""
 
 
@@ -189,8 +194,8 @@ def _notes(finding: Finding, evidence: Evidence) -> list[str]:
         notes.append(
             "no file was compared: the script leaves none, or names or all values of files differ between undisturbed runs"
         )
-    if evidence.logged_otherwise is not None:
-        notes.append(f"the saved states are the same, but {_text(evidence.logged_otherwise)}")
+    if evidence.has_same_weights and evidence.differences:
+        notes.append(f"the saved states are the same, but {_text(evidence.differences[0])}")
     if evidence.has_same_weights and (evidence.first_loss_differs or evidence.later_loss_differs):
         notes.append(
             "after the resume, the script prints other losses than the undisturbed run, but both save the same states: so the resume is right, and the printed loss is probably a running mean that starts again"
