@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from ddp_hpc.prove.certify.faults import FAULTS, Trigger, trigger_of
-from ddp_hpc.prove.certify.file_events import FileEvents
+from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents, Kind
+from ddp_hpc.prove.certify.live_files import LiveFiles
 from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
 from ddp_hpc.prove.certify.outside import texts_in_source
 from ddp_hpc.prove.certify.saved_files import is_half_written, read
@@ -124,6 +125,23 @@ def test_a_file_is_seen_from_its_first_byte_to_its_name(tmp_path: Path) -> None:
 
     assert begun[0].path.name == "a.tmp"
     assert [one for one in rest if one[1] == "a.pt"] == [("named", "a.pt"), ("read", "a.pt")]
+
+
+def test_what_an_attempt_reads_after_it_wrote_it_is_not_read_back() -> None:
+    files = LiveFiles(Path("/work"))
+    events: list[tuple[Kind, str]] = [
+        ("read", "a.pt"),
+        ("read", "b.txt"),
+        ("done", "b.pt"),
+        ("read", "b.pt"),
+        ("read", "a.pt"),
+    ]
+    for kind, name in events:
+        files.note(FileEvent(kind, Path("/work", name)), lambda: False)
+    files.note(FileEvent("read", Path("/work/late.pt")), lambda: True)
+
+    assert files.reads == ["a.pt", "a.pt"]
+    assert files.written == {Path("/work/b.pt")}
 
 
 # --- sources -----------------------------------------------------------------------------------------------------------

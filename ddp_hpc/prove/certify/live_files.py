@@ -43,7 +43,7 @@ class LiveFiles:
         is_save = self.is_of_save(event.path)
         if event.kind == "read" and is_save and event.path not in self.written and not has_position():
             self.reads.append(self.relative(event.path))
-        elif event.kind != "gone":
+        if event.kind not in {"read", "gone"}:
             self.written.add(event.path)
         if event.kind == "begun":
             self.begun_names.add(plain(event.path.name))
