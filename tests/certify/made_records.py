@@ -9,7 +9,6 @@ from ddp_hpc.prove.certify.baseline import Baseline
 from ddp_hpc.prove.certify.output_lines import Line, parse
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, Save, Strike
 from ddp_hpc.prove.certify.saved_files import Contents
-from ddp_hpc.prove.certify.source_reading import SourceFacts
 
 WHOLE = {
     "model.weight": "tensor FloatStorage [1] x",
@@ -19,11 +18,10 @@ WHOLE = {
 }
 
 
-def lines_of(first: int, last: int, *, loss: float = 1.0, lr_first: int = 1) -> tuple[Line, ...]:
-    """Return the lines of some steps; the learning rate is the highest at step `lr_first`."""
+def lines_of(first: int, last: int, *, loss: float = 1.0) -> tuple[Line, ...]:
+    """Return the lines of some steps."""
     return tuple(
-        parse(f"step {step} loss {loss / step:.6f} lr {0.1 * 0.9 ** (step - lr_first):.6f}", float(step - first + 1))
-        for step in range(first, last + 1)
+        parse(f"step {step} loss {loss / step:.6f}", float(step - first + 1)) for step in range(first, last + 1)
     )
 
 
@@ -36,9 +34,7 @@ def text(*lines: str) -> Contents:
     return Contents(kind="text", lines=lines, digest=str(hash(lines)))
 
 
-def undisturbed(
-    saved: Contents | None = None, *, source: SourceFacts | None = None, final: Mapping[str, Contents] | None = None
-) -> Baseline:
+def undisturbed(saved: Contents | None = None, *, final: Mapping[str, Contents] | None = None) -> Baseline:
     """Return ten steps with a save after each second one."""
     saved = saved or values()
     saves = tuple(
@@ -46,7 +42,7 @@ def undisturbed(
     )
     attempt = AttemptRecord(ending="finished", lines=lines_of(1, 10), saves=saves, num_ranks=2)
     record = RunRecord(outcome="finished", attempts=(attempt,), final=final or {"step_10.pt": saved}, seconds=10)
-    return Baseline(record=record, source=source or SourceFacts())
+    return Baseline(record=record)
 
 
 def struck(
@@ -65,7 +61,6 @@ def struck(
     )
     two = AttemptRecord(**{"ending": "finished", "lines": tuple(then or ()), "num_ranks": 2, **(later or {})})
     hit = {
-        "description": "",
         "attempt": 0,
         "at_line": len(first),
         "at": 5.0,

@@ -19,6 +19,7 @@ class Planted:
     """What certify must call it."""
     fault: str
     changes: Sequence[tuple[str, str]]
+    is_sure: bool = True
 
     @property
     def source(self) -> str:
@@ -30,21 +31,7 @@ class Planted:
         return text
 
 
-_SAVE_IN_HANDLER = """    def save_and_exit(*_):
-        if rank == 0:
-            rng = [torch.get_rng_state()] * dist.get_world_size()
-            now = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng}
-            now |= {"lr_scheduler": lr_scheduler.state_dict(), "epoch": epoch, "batch": batch + 1, "step": step}
-            save(FOLDER / f"epoch_{epoch}.pt", now)
-        sys.exit(0)
-
-    signal.signal(signal.SIGTERM, save_and_exit)
-    path = newest()
-"""
-_WITH_THREAD = "import threading\nimport queue\n\nevents = queue.Queue()\nthreading.Thread(target=events.get).start()\n"
-
 PLANTED = (
-    Planted("save in the signal handler", "term", [("    path = newest()\n", _SAVE_IN_HANDLER)]),
     Planted(
         "loader workers die first",
         "preempt",
@@ -70,27 +57,24 @@ PLANTED = (
         ],
     ),
     Planted(
-        "data reshuffled",
+        "data in another order",
         "kill-in-evaluation",
-        [
-            (
-                "    sampler = DistributedSampler(data)\n",
-                "    sampler = DistributedSampler(data, seed=int(time.time()))\n",
-            )
-        ],
+        [("        sampler.set_epoch(epoch)\n", "        sampler.set_epoch(epoch - first_epoch)\n")],
+        is_sure=False,
     ),
     Planted(
-        "optimizer not saved",
+        "optimizer not restored",
         "kill-in-evaluation",
         [(_OPTIMIZER, ""), ('        optimizer.load_state_dict(saved["optimizer"])\n', "")],
     ),
     Planted(
-        "RNG not saved",
+        "RNG not restored or data in another order",
         "kill-in-evaluation",
         [(_STATE, ""), ('        torch.set_rng_state(saved["rng"][rank])\n', "")],
+        is_sure=False,
     ),
     Planted(
-        "scheduler off by one",
+        "scheduler not restored",
         "kill-in-evaluation",
         [
             (
@@ -103,17 +87,6 @@ PLANTED = (
         "ignores the stop signal",
         "term",
         [("    signal.signal(signal.SIGTERM, on_signal)\n", "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n")],
-    ),
-    Planted(
-        "hangs in teardown",
-        "term",
-        [
-            ("stop_asked = False\n\n", f"stop_asked = False\n{_WITH_THREAD}\n"),
-            (
-                "        save(RESULT, model.module.state_dict())\n    dist.",
-                "        save(RESULT, model.module.state_dict())\n    events.put(None)\n    dist.",
-            ),
-        ],
     ),
     Planted(
         "resumes from the wrong file",

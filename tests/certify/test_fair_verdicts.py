@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from ddp_hpc.prove.certify.faults import FAULTS
 from ddp_hpc.prove.certify.output_lines import Line, parse
 from ddp_hpc.prove.certify.records import RunRecord, Save
 from ddp_hpc.prove.certify.saved_files import MOST_BYTES, Contents, is_saved_state, read
-from ddp_hpc.prove.certify.source_reading import SourceFacts, facts_of
 from ddp_hpc.prove.certify.verdicts import Finding, are_good, judge, needs_second_run
 from tests.certify.made_records import lines_of, struck, text, undisturbed, values
 
@@ -34,7 +32,11 @@ def names(finding: Finding) -> set[str]:
 
 
 def printed(*texts: str) -> tuple[Line, ...]:
-    return tuple(parse(one, float(number)) for number, one in enumerate(texts, start=1))
+    found: list[Line] = []
+    for number, one in enumerate(texts, start=1):
+        epochs = [line.epoch for line in found if line.epoch is not None]
+        found.append(parse(one, float(number), *epochs[-1:]))
+    return tuple(found)
 
 
 def baseline_of(
@@ -46,57 +48,7 @@ def baseline_of(
     return replace(base, record=replace(base.record, attempts=(attempt,)))
 
 
-def bars(total: int) -> tuple[Line, ...]:
-    return printed(
-        *(
-            f"{100 * step // total:3d}%|##   | {step}/{total} [00:0{step % 10}<00:09, 1.00it/s]"
-            for step in range(total + 1)
-        )
-    )
-
-
-# --- progress bars (4) -------------------------------------------------------------------------------------------------
-
-
-def test_a_progress_bar_over_what_is_left_is_not_taken_for_a_start_from_the_beginning() -> None:
-    record = struck(bars(10)[:6], bars(6), later=LOADED)
-
-    finding = found("kill-at-random", record, baseline_of(bars(10)))
-
-    assert (finding.verdict, finding.is_good, names(finding)) == ("comes back", True, set())
-    assert "the amount of repeated work is not known" in finding.notes[0]
-
-
-def test_a_progress_bar_that_begins_anew_with_its_whole_total_is_a_start_from_the_beginning() -> None:
-    finding = found("kill-at-random", struck(bars(10)[:6], bars(10)), baseline_of(bars(10)))
-
-    assert (finding.verdict, names(finding)) == ("does not come back", {"starts over"})
-
-
-@pytest.mark.parametrize(("first", "verdict"), [(6, "exact"), (4, "loses")])
-def test_a_progress_bar_that_goes_on_where_it_was_says_how_many_steps_were_done_again(first: int, verdict: str) -> None:
-    whole = bars(12)
-    drawn = [line for line in whole if line.step is not None and line.step % 3 == 0]  # a bar is not drawn at each step
-
-    finding = found("kill-at-random", struck(drawn[:3], whole[first:], later=LOADED), baseline_of(drawn))
-
-    assert finding.verdict == verdict
-
-
-def test_a_progress_bar_over_epochs_leaves_it_to_the_lines_to_say_the_epoch() -> None:
-    lines = [
-        printed(f"epoch {epoch} loss {1 / (epoch + 1):.3f}", f" 10%|# | {epoch + 1}/6 [00:01<00:05]")
-        for epoch in range(6)
-    ]
-    left = [
-        printed(f"epoch {epoch} loss {1 / (epoch + 1):.3f}", f" 10%|# | {epoch - 2}/3 [00:01<00:05]")
-        for epoch in (3, 4, 5)
-    ]
-    record = struck(sum(lines[:4], ()), sum(left, ()), later=LOADED)
-
-    finding = found("kill-at-random", record, baseline_of(sum(lines, ())))
-
-    assert finding.words == "loses at most 1 epoch"
+# --- steps -------------------------------------------------------------------------------------------------------------
 
 
 def test_steps_that_are_counted_from_the_resume_on_are_no_start_from_the_beginning() -> None:
@@ -115,10 +67,6 @@ def test_steps_that_are_counted_from_the_resume_on_end_no_random_script_too_earl
     assert (finding.verdict, names(finding)) == ("comes back", set())
 
 
-def test_a_progress_bar_without_a_total_says_no_step() -> None:
-    assert parse("12it [00:01,  9.51it/s, loss=0.5]").step is None
-
-
 def test_a_script_that_reads_its_state_and_does_all_steps_again_starts_over() -> None:
     finding = found("kill-at-random", struck(then=lines_of(1, 10), later=LOADED), undisturbed())
 
@@ -133,7 +81,7 @@ def test_a_running_mean_that_begins_anew_is_a_note_where_the_weights_are_the_sam
     rows = [f"{step},{1 / step:.3f}" for step in range(1, 11)]
     smoothed = [*rows[:6], "7,0.111", *rows[7:]]
     ends = [{"step_10.pt": values(), **({"log.csv": text(*lines)} if log else {})} for lines in (rows, smoothed)]
-    baseline = undisturbed(source=SourceFacts(shuffles="train.py:9"), final=ends[0])
+    baseline = undisturbed(final=ends[0])
     record = struck(then=lines_of(5, 10, loss=2.0), final=ends[1], later=LOADED)
 
     finding = found("kill-at-random", record, baseline)
@@ -150,7 +98,7 @@ def test_another_result_beside_the_same_weights_is_a_difference() -> None:
 
 
 def test_a_script_that_never_ends_the_same_gets_no_defect_by_its_bits() -> None:
-    baseline = undisturbed(source=SourceFacts(shuffles="train.py:9"))
+    baseline = undisturbed()
     other = replace(baseline.record, final={"step_10.pt": values({"model.weight": "tensor 3"})})
     record = struck(then=lines_of(5, 10, loss=2.0), final=OTHER, later=LOADED)
 
@@ -254,6 +202,7 @@ def test_a_script_that_never_loads_starts_over_whatever_it_prints(lines: tuple[L
     finding = found("kill-at-random", record, baseline)
 
     assert (finding.verdict, names(finding)) == ("does not come back", {"starts over"})
+    assert finding.read_words == "not step_4.pt"
 
 
 def test_a_quiet_script_that_loads_comes_back_and_nothing_is_said_of_its_steps() -> None:
@@ -392,35 +341,6 @@ def test_a_script_that_reads_a_half_written_state_and_begins_again_in_silence_ha
     finding = found("kill-in-save", record, baseline_of(lines_of(1, 10), saves=saves))
 
     assert (finding.verdict, names(finding)) == ("does not come back", {"half-written file used"})
-
-
-# --- handlers (11) -----------------------------------------------------------------------------------------------------
-
-
-def test_a_handler_that_saves_is_a_sure_defect_only_where_a_file_was_saved_after_the_signal() -> None:
-    source = SourceFacts(saving_handler="train.py:3", saving_signals=frozenset({"SIGTERM"}))
-    saves = (Save(path="step_4.pt", num_lines=4, at=4.0), Save(path="step_5.pt", num_lines=5, at=6.0))
-    changes: list[dict[str, Any]] = [{}, {"attempt": {"saves": saves}}]
-
-    sure = [
-        [
-            one.is_sure
-            for one in found(
-                "term", struck(signal_action="caught", final=OTHER, **each), undisturbed(source=source)
-            ).defects
-        ]
-        for each in changes
-    ]
-
-    assert sure == [[False], [True]]
-
-
-@pytest.mark.parametrize(("call", "saves"), [("json.dump", False), ("pickle.dump", True)])
-def test_a_handler_that_writes_a_note_does_not_save(call: str, saves: bool, tmp_path: Path) -> None:
-    source = f"import signal\ndef on(*_): {call}({{}}, open('x', 'wb'))\nsignal.signal(signal.SIGTERM, on)\n"
-    (tmp_path / "train.py").write_text(source)
-
-    assert bool(facts_of([tmp_path / "train.py"]).saving_handler) is saves
 
 
 # --- names with times (12) ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from ddp_hpc.prove.certify.faults import FAULTS, Trigger, trigger_of
-from ddp_hpc.prove.certify.file_events import FileEvents
+from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents, Kind
+from ddp_hpc.prove.certify.live_files import LiveFiles
 from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
+from ddp_hpc.prove.certify.outside import texts_in_source
 from ddp_hpc.prove.certify.saved_files import is_half_written, read
-from ddp_hpc.prove.certify.source_reading import facts_of, sources_of
 from ddp_hpc.run.spec.script import program_of
 from tests.certify.made_records import lines_of, undisturbed
-from tests.certify.planted import PLANTED, SCRIPTS
+from tests.certify.planted import PLANTED
 
 # --- lines -------------------------------------------------------------------------------------------------------------
 
@@ -32,7 +34,8 @@ from tests.certify.planted import PLANTED, SCRIPTS
         ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.294", 1, None, 2.294),
         ("Epoch [2/10], Step [100/600], Loss: 0.1234", 2, 100, 0.1234),
         ("{'loss': nan, 'epoch': 0.5}", 0.5, None, None),
-        (" 12%|#2        | 12/100 [00:01<00:09,  9.51it/s, loss=0.25]", None, 12, 0.25),
+        (" 12%|#2        | 12/100 [00:01<00:09,  9.51it/s, loss=0.25]", None, None, 0.25),
+        ("12it [00:01,  9.51it/s]", None, None, None),
         ("global_step=7 train_loss=inf", None, 7, float("inf")),
         ("2026-01-01 12:00:00 INFO nothing to see", None, None, None),
     ],
@@ -124,40 +127,43 @@ def test_a_file_is_seen_from_its_first_byte_to_its_name(tmp_path: Path) -> None:
     assert [one for one in rest if one[1] == "a.pt"] == [("named", "a.pt"), ("read", "a.pt")]
 
 
+def test_what_an_attempt_reads_after_it_wrote_it_is_not_read_back() -> None:
+    files = LiveFiles(Path("/work"))
+    events: list[tuple[Kind, str]] = [
+        ("read", "a.pt"),
+        ("read", "b.txt"),
+        ("done", "b.pt"),
+        ("read", "b.pt"),
+        ("read", "a.pt"),
+    ]
+    for kind, name in events:
+        files.note(FileEvent(kind, Path("/work", name)), lambda: False)
+    files.note(FileEvent("read", Path("/work/late.pt")), lambda: True)
+
+    assert files.reads == ["a.pt", "a.pt"]
+    assert files.written == {Path("/work/b.pt")}
+
+
 # --- sources -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_source_says_how_a_script_saves_and_stops(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import saving\nimport signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n")
-    (tmp_path / "saving.py").write_text(
-        "import signal, time, torch\ndef keep(): torch.save({}, '/data/out.pt')\ndef on(*_): keep()\n"
-        "signal.signal(signal.SIGTERM, on)\ntorch.manual_seed(int(time.time()))\n"
-    )
+@pytest.mark.parametrize("command", [["python", "train.py"], ["python", "-m", "pkg.train"]], ids=["script", "module"])
+def test_the_texts_of_a_script_and_of_what_it_imports_are_read(command: Sequence[str], tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "train.py").write_text("import saving\nfrom pkg import data\n")
+    (tmp_path / "pkg" / "train.py").write_text("import saving, pkg.data\n")
+    (tmp_path / "pkg" / "data.py").write_text("FOLDER = '/data/in'\n")
+    (tmp_path / "saving.py").write_text("import os.path, broken\ndef keep(): torch.save({}, '/data/out.pt')\n")
+    (tmp_path / "broken.py").write_text("def '/data/broken'\n")
+    (tmp_path / "other.py").write_text("FOLDER = '/data/other'\n")
 
-    facts = facts_of(sources_of(program_of(["python", "train.py"]), tmp_path))
-
-    assert facts.saving_handler == "saving.py:3"
-    assert facts.seeded_by_clock == "saving.py:5"
-    assert (set(facts.ignored_signals), set(facts.handled_signals)) == ({"SIGUSR1"}, {"SIGTERM"})
-    assert facts.absolute_paths == {"/data/out.pt"}
-
-
-def test_the_good_script_shows_nothing_to_complain_of(tmp_path: Path) -> None:
-    facts = facts_of([SCRIPTS / "good.py"])
-
-    assert not facts.saving_handler
-    assert not facts.seeded_by_clock
-    assert not facts.sorts_names
-    assert facts.sets_epoch
-    assert facts.draws_random
-    assert facts.loads_optimizer
+    assert texts_in_source(program_of(command), tmp_path) == {"/data/in", "/data/out.pt"}
 
 
 def test_each_planted_defect_changes_the_good_script() -> None:
     sources = {planted.name: planted.source for planted in PLANTED}
 
-    assert len(sources) == 12
-    assert len(set(sources.values())) == 12
+    assert len(set(sources.values())) == len(sources) == len(PLANTED)
     assert all(compile(source, name, "exec") for name, source in sources.items())
 
 

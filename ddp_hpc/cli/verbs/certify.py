@@ -227,9 +227,9 @@ def as_text(certificate: Certificate) -> str:
         else "no step in its output"
     )
     does = f"undisturbed: {certificate.seconds:g} s, {counted}; saves {files or 'nothing'}"
-    rows = [(one.fault, one.words, one.reason) for one in certificate.findings]
+    rows = [(one.fault, one.words, one.read_words, one.reason) for one in certificate.findings]
     lines = ["", shlex.join(certificate.command), does, *(f"note: {note}" for note in certificate.notes), ""]
-    lines += [table(("FAULT", "VERDICT", "REASON"), rows)]
+    lines += [table(("FAULT", "VERDICT", "READ BACK", "REASON"), rows)]
     for text, faults in _notes(certificate).items():
         lines.append(f"note: {', '.join(faults)}: {text}")
     for (name, mend), (finding, number) in _defects(certificate).items():

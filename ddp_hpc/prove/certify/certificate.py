@@ -14,13 +14,18 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.prove.certify.baseline import Baseline
 from ddp_hpc.prove.certify.evidence import evidence_of
 from ddp_hpc.prove.certify.faults import FAULTS, Fault, Trigger, trigger_of
-from ddp_hpc.prove.certify.live_files import plain
 from ddp_hpc.prove.certify.output_lines import parse, scale_of
-from ddp_hpc.prove.certify.outside import STATE_SUFFIXES, command_in, named_paths, refuse_saved_states, strays
+from ddp_hpc.prove.certify.outside import (
+    STATE_SUFFIXES,
+    command_in,
+    named_paths,
+    refuse_saved_states,
+    strays,
+    texts_in_source,
+)
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord
 from ddp_hpc.prove.certify.sandbox import copy_of, files_in
-from ddp_hpc.prove.certify.saved_files import is_saved_state
-from ddp_hpc.prove.certify.source_reading import facts_of, sources_of
+from ddp_hpc.prove.certify.saved_files import is_saved_state, plain
 from ddp_hpc.prove.certify.trial import Order, Place, Trial
 from ddp_hpc.prove.certify.verdicts import Finding, are_good, judge, needs_second_run
 from ddp_hpc.run.spec.script import program_of
@@ -130,14 +135,13 @@ class _Certification:
         plan = self.plan
         self._left_out, self._patience_s = {*plan.left_out, plan.folder}, plan.patience_s
         self._command = command_in(plan.work_dir, plan.command)
-        program = program_of(self._command)
-        source = facts_of(sources_of(program, plan.work_dir))
+        texts = texts_in_source(program_of(self._command), plan.work_dir)
         variables = [one for one in plan.settings if one.startswith("env.")]
-        self._outside = self._watched(named_paths((*self._command[1:], *variables), source.absolute_paths))
+        self._outside = self._watched(named_paths((*self._command[1:], *variables), texts))
         refuse_saved_states(self._outside, apart_from=self._of_other_runs)
         self.say("running the script undisturbed")
         record = self._undisturbed("undisturbed")
-        self.baseline = Baseline(record=record, source=source)
+        self.baseline = Baseline(record=record)
         self._patience_s = max(plan.patience_s, SILENCES * record.longest_silence_s)
         attempt = self.baseline.attempt
         saves = list(dict.fromkeys(one.path for one in attempt.saves))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from ddp_hpc.prove.certify.output_lines import parse
 from ddp_hpc.prove.certify.saved_files import Contents
 
 NO_FILE = "no such file"
-_LOGS = frozenset({".log", ".out", ".err"})
-_TIME_OF_DAY = re.compile(r"\d\d:\d\d:\d\d")
-_FIRST_FIELD = re.compile(r"\s*(\d+)\s*[,;\t ]")
+_TABLES = frozenset({".csv", ".tsv", ".jsonl"})
+_LOGS = _TABLES | {".log", ".out", ".err"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,11 @@ class Difference:
     """Of the value in the file; a line's number in a text; empty for a whole file."""
     here: str
     undisturbed: str
+
+    @property
+    def is_of_log(self) -> bool:
+        """Whether it is a line of a log or a table."""
+        return self.path.startswith("line ") and PurePosixPath(self.file).suffix in _LOGS
 
 
 def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents]) -> list[Difference]:
@@ -70,37 +73,37 @@ def _different_lines(file: str, mine: Sequence[str], other: Sequence[str]) -> li
     return [Difference(file, f"line {number + 1}", one, two) for number, one, two in pairs if one != two]
 
 
-def doubled_files(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents]) -> list[str]:
-    """Return text files in which lines stand more often than in the undisturbed run's, by what they say of the position."""
-    found = []
-    for file, mine in here.items():
-        other = undisturbed.get(file)
-        if other is None or mine.kind != "text" or other.kind != "text" or len(mine.lines) <= len(other.lines):
+def aligned(
+    here: Mapping[str, Contents], undisturbed: Mapping[str, Contents], newest: Collection[str] = ()
+) -> dict[str, Contents]:
+    """Return the files by the undisturbed run's names, where only a number or an id in a directory's name differs: `version_0`.
+
+    Loggers make such a directory for each attempt: a log whose first lines stand in the old one goes on in the new one. Of
+    several, one of the newest files counts, or else the last.
+    """
+    found = dict(here)
+    extra = {_masked(path): path for path in sorted({*here} - {*undisturbed}, key=lambda path: (path in newest, path))}
+    for path, contents in undisturbed.items():
+        mine, there = here.get(path), extra.get(_masked(path))
+        if there is None or (mine is not None and (contents.kind != "text" or len(mine.lines) >= len(contents.lines))):
             continue
-        often, once = Counter(map(_key, mine.lines)), Counter(map(_key, other.lines))
-        if _is_for_readers(file, mine.lines):
-            continue
-        if any(key and often[key] > once[key] for key in once):
-            found.append(file)
+        found[path] = here[there] if mine is None else replace(here[there], lines=(*mine.lines, *here[there].lines))
     return found
 
 
-def _is_for_readers(file: str, lines: Sequence[str]) -> bool:
-    """Tell whether a text is a log, which may say twice what was done twice, and no table of measurements."""
-    num_timed = sum(_TIME_OF_DAY.search(line) is not None for line in lines)
-    return PurePosixPath(file).suffix in _LOGS or 2 * num_timed > len(lines)
+def _masked(path: str) -> str:
+    """Return a path with `#` for each number and each id in its directories' names."""
+    folder, _, name = path.rpartition("/")
+    return re.sub(r"[^\W_]*\d[^\W_]*|(?<![^\W_])[0-9a-f]{4,}(?![^\W_])", "#", folder) + f"/{name}"
 
 
-def is_of_log(difference: Difference) -> bool:
-    """Tell whether two lines measure the same step, and only their numbers differ."""
-    key = _key(difference.undisturbed)
-    return difference.path.startswith("line ") and bool(key) and _key(difference.here) == key
-
-
-def _key(line: str) -> str:
-    """Return what a line of a log measures: its step and epoch, or the first field of a table; empty for any other line."""
-    parsed = parse(line)
-    if parsed.loss is not None and (parsed.step is not None or parsed.epoch is not None):
-        return f"{parsed.epoch}/{parsed.step}/{parsed.is_evaluation}"
-    match = _FIRST_FIELD.match(line)
-    return match[1] if match else ""
+def doubled_line(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents]) -> tuple[str, str] | None:
+    """Return a table, and a line of it that stands there more often than in the undisturbed run's."""
+    for file, other in undisturbed.items():
+        if file not in here or PurePosixPath(file).suffix not in _TABLES:
+            continue
+        often, once = Counter(here[file].lines), Counter(other.lines)
+        line = next((one for one in once if one and often[one] > once[one]), None)
+        if line is not None:
+            return file, line
+    return None

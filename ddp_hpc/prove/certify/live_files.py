@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -11,12 +10,7 @@ from pathlib import Path
 
 from ddp_hpc.prove.certify.file_events import FileEvent
 from ddp_hpc.prove.certify.sandbox import files_in
-from ddp_hpc.prove.certify.saved_files import is_half_written, is_saved_state
-
-
-def plain(name: str) -> str:
-    """Return a file's name without what changes from save to save: `epoch_#.pt`."""
-    return re.sub(r"[0-9]+", "#", name)
+from ddp_hpc.prove.certify.saved_files import is_half_written, is_saved_state, plain
 
 
 @dataclass
@@ -34,7 +28,9 @@ class LiveFiles:
     num_done: int = 0
     """How many saved states were written to their ends."""
     reads: list[str] = field(default_factory=list)
-    """Saved states that were read before the first position was printed."""
+    """Saved states that were read before this attempt wrote them, and before the first position was printed."""
+    written: set[Path] = field(default_factory=set)
+    """All files that were begun, or got their names by a renaming."""
     being_written: set[Path] = field(default_factory=set)
     begun_names: set[str] = field(default_factory=set)
     """Of all files that were begun, `plain`."""
@@ -45,8 +41,10 @@ class LiveFiles:
         `has_position` tells whether the script has said where the training is: what it reads later, it does not resume from.
         """
         is_save = self.is_of_save(event.path)
-        if event.kind == "read" and is_save and not has_position():
+        if event.kind == "read" and is_save and event.path not in self.written and not has_position():
             self.reads.append(self.relative(event.path))
+        if event.kind not in {"read", "gone"}:
+            self.written.add(event.path)
         if event.kind == "begun":
             self.begun_names.add(plain(event.path.name))
             if is_save and event.path not in self.being_written:

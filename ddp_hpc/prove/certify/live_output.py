@@ -21,6 +21,7 @@ class LiveOutput:
     _num_bytes: int = 0
     _unfinished: str = ""
     """The part of a line that stands at the end of the log."""
+    _last_epoch: float | None = None
 
     def read(self) -> bool:
         """Read what is new; return whether there was anything."""
@@ -34,7 +35,9 @@ class LiveOutput:
             text = self._unfinished + data.decode("utf-8", errors="replace")
             *whole, self._unfinished = text.replace("\r", "\n").split("\n")  # progress bars write over their line
             at = time.monotonic() - self.began
-            self.lines.extend(parse(text, at) for text in whole if text.strip())
+            for line in filter(str.strip, whole):
+                self.lines.append(parse(line, at, self._last_epoch))
+                self._last_epoch = self._last_epoch if self.lines[-1].epoch is None else self.lines[-1].epoch
             return True
         return False
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -14,11 +13,8 @@ _BETWEEN = r"[\"']?\s*[:=#|]?\s*[\[(]?\s*"
 _STEP = re.compile(
     rf"(?<![a-zA-Z])(?:global[ _])?(?:step|iter|iteration|batch|it|update)\b(?!\s*\[\d+:){_BETWEEN}(\d+)", re.IGNORECASE
 )
-_BAR = re.compile(r"(\d+)/(\d+) \[\d+:\d\d")
-"""A progress bar of tqdm: `12/100 [00:01<00:09, 9.5it/s]`."""
 _EPOCH = re.compile(rf"(?<![a-zA-Z])epoch\b{_BETWEEN}(\d+(?:\.\d+)?)", re.IGNORECASE)
 _LOSS = re.compile(rf"loss{_BETWEEN}({_NUMBER})", re.IGNORECASE)
-_LR = re.compile(rf"(?<![a-zA-Z])(?:lr|learning[ _]rate){_BETWEEN}({_NUMBER})", re.IGNORECASE)
 _EVAL = re.compile(
     r"(?<![a-zA-Z])(?:val|valid|validation|eval|evaluat\w*|test|accuracy|acc)(?![a-zA-Z])", re.IGNORECASE
 )
@@ -38,42 +34,20 @@ class Line:
     epoch: float | None = None
     """Also a part of one: the Trainer of Transformers prints `'epoch': 0.5`."""
     loss: float | None = None
-    lr: float | None = None
     is_evaluation: bool = False
-    bar_total: int | None = None
-    """The total of the progress bar that the step is from."""
 
 
-def parse(text: str, at: float = 0.0) -> Line:
-    """Read one line."""
-    bar = None if _STEP.search(text) else _BAR.search(text)
+def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> Line:
+    """Read one line; a step whose line names no epoch gets the last one, as from a header above the steps."""
+    step, epoch, loss = (pattern.search(text) for pattern in (_STEP, _EPOCH, _LOSS))
     return Line(
         text=text,
         at=at,
-        step=_whole(_STEP, text) if bar is None else int(bar[1]),
-        bar_total=None if bar is None else int(bar[2]),
-        epoch=_epoch(text),
-        loss=_real(_LOSS, text),
-        lr=_real(_LR, text),
+        step=int(step[1]) if step else None,
+        epoch=(float if "." in epoch[1] else int)(epoch[1]) if epoch else (last_epoch if step else None),
+        loss=float(loss[1]) if loss else None,
         is_evaluation=_EVAL.search(text) is not None,
     )
-
-
-def _whole(pattern: re.Pattern[str], text: str) -> int | None:
-    match = pattern.search(text)
-    return int(match[1]) if match else None
-
-
-def _epoch(text: str) -> float | None:
-    match = _EPOCH.search(text)
-    if match is None:
-        return None
-    return float(match[1]) if "." in match[1] else int(match[1])
-
-
-def _real(pattern: re.Pattern[str], text: str) -> float | None:
-    match = pattern.search(text)
-    return float(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -86,14 +60,10 @@ class Scale:
     """Whether a position needs the epoch beside the step, because steps begin anew in each epoch."""
     stride: int = 1
     """How many steps lie between two lines."""
-    bar_total: int | None = None
-    """The total of its progress bars. A bar with another total counts something else: an evaluation, or what is left after a resume."""
 
     def position(self, line: Line) -> Position | None:
         """Return where a line says that the training is; None where it does not say."""
         if line.is_evaluation and line.step is None and self.unit == "step":
-            return None
-        if line.bar_total is not None and line.bar_total != self.bar_total and self.unit == "step":
             return None
         if self.unit == "step" and line.step is not None:
             if not self.has_epochs:
@@ -107,29 +77,12 @@ class Scale:
 def scale_of(lines: Iterable[Line]) -> Scale:
     """Return how these lines say where the training is."""
     lines = list(lines)
-    totals = Counter(line.bar_total for line in lines if line.bar_total is not None)
-    total = totals.most_common(1)[0][0] if totals else None
-    steps = [line.step for line in lines if line.step is not None and line.bar_total in {None, total}]
+    steps = [line.step for line in lines if line.step is not None]
     if not steps:
-        epochs = [line.epoch for line in lines if line.epoch is not None]
-        return Scale("epoch") if epochs else Scale()
+        return Scale("epoch" if any(line.epoch is not None for line in lines) else "")
     restarts = any(later < earlier for earlier, later in pairwise(steps))
-    is_bar = all(line.bar_total is not None for line in lines if line.step is not None)
-    named = {line.epoch for line in lines if line.epoch is not None}
-    if is_bar and not restarts and len(named) > 1 and all(isinstance(epoch, int) for epoch in named):
-        return Scale("epoch")  # the bar counts the epochs, and after a resume those that are left
     gaps = [later - earlier for earlier, later in pairwise(steps) if later > earlier]
-    return Scale("step", has_epochs=restarts, stride=max(1, round(median(gaps))) if gaps else 1, bar_total=total)
-
-
-def with_epochs(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return the lines; a step whose line names no epoch gets the one that was printed last, as a header above the steps."""
-    found, epoch = [], None
-    for line in lines:
-        epoch = epoch if line.epoch is None else line.epoch
-        needs_epoch = line.epoch is None and line.step is not None and epoch is not None
-        found.append(replace(line, epoch=epoch) if needs_epoch else line)
-    return tuple(found)
+    return Scale("step", has_epochs=restarts, stride=max(1, round(median(gaps))) if gaps else 1)
 
 
 def positions(lines: Sequence[Line], scale: Scale) -> list[Position]:
@@ -145,14 +98,4 @@ def losses(lines: Iterable[Line], scale: Scale) -> dict[Position, float]:
         position = scale.position(line)
         if position is not None and line.loss is not None:
             found.setdefault(position, line.loss)
-    return found
-
-
-def learning_rates(lines: Iterable[Line], scale: Scale) -> dict[Position, float]:
-    """Return the first learning rate that was printed at each position."""
-    found: dict[Position, float] = {}
-    for line in lines:
-        position = scale.position(line)
-        if position is not None and line.lr is not None:
-            found.setdefault(position, line.lr)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -9,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.spec.script import program_of
+from ddp_hpc.run.spec.script import Program, program_of
 
 STATE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".safetensors", ".distcp"})
 """Of saved states. Fewer than `SAVED_SUFFIXES`, as data sets have the others, too (`train.bin`, `shard-0.tar`)."""
@@ -46,9 +47,41 @@ def command_in(work_dir: Path, command: Sequence[str]) -> list[str]:
 def named_paths(words: Sequence[str], in_source: Collection[str]) -> tuple[Path, ...]:
     """Return the absolute paths that stand in a command's words (`--out=/a`, `hydra.run.dir=/a`), or in the source."""
     parts = [part for word in words for part in word.split("=")]
-    texts = {one for one in (*parts, *in_source) if one.startswith(("/", "~/")) and "\0" not in one}
+    texts = {one for one in (*parts, *in_source) if one.startswith(("/", "~/")) and not {"\0", "\n"} & {*one}}
     paths = {Path(os.path.normpath(Path(one).expanduser())) for one in texts}
     return tuple(sorted(one for one in paths if not _is_anybodys(one)))
+
+
+def texts_in_source(program: Program, work_dir: Path) -> set[str]:
+    """Return the texts that stand in the script, and in what it imports from the working directory."""
+    module = (program.module or "").replace(".", "/")
+    names = [program.script] if program.script else [f"{module}.py", f"{module}/__main__.py"] if module else []
+    waiting = [work_dir / name for name in names]
+    roots = {work_dir, *(file.parent for file in waiting)}
+    texts: set[str] = set()
+    seen: set[Path] = set()
+    while waiting:
+        file = waiting.pop()
+        if file in seen or file.suffix != ".py" or not file.is_file():
+            continue
+        seen.add(file)
+        with suppress(SyntaxError, ValueError, OSError):  # a file that Python cannot read names no path
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8", errors="replace"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.add(node.value)
+                for name in _imported(node):
+                    waiting += [root / f"{name}{end}" for root in roots for end in (".py", "/__init__.py")]
+    return texts
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Return what an import names, as paths below a root: `from pkg import part` -> `pkg`, `pkg/part`."""
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name.replace(".", "/") for name in names]
 
 
 def _is_anybodys(path: Path) -> bool:

@@ -43,7 +43,7 @@ class AttemptRecord:
     lost_ranks: frozenset[int] = frozenset()
     """Ranks that failed because they lost the connection to another."""
     reads: tuple[str, ...] = ()
-    """Saved states that were read before the first position was printed."""
+    """Saved states that were read before this attempt wrote them, and before the first position was printed."""
     saves: tuple[Save, ...] = ()
     num_ranks: int = 0
     left_behind: tuple[str, ...] = ()
@@ -56,7 +56,6 @@ class AttemptRecord:
 class Strike:
     """A fault at the moment at which it was injected."""
 
-    description: str
     attempt: int
     """The number of the attempt."""
     at_line: int
@@ -67,8 +66,6 @@ class Strike:
     """Saved states that ended before their end when the ranks had gone."""
     present: tuple[str, ...] = ()
     """Saved states that were whole then, the oldest first."""
-    contents: Mapping[str, Contents] = field(default_factory=dict)
-    """What these held."""
     was_in_save: bool = False
 
 

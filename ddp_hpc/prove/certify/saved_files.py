@@ -6,11 +6,12 @@ import hashlib
 import io
 import json
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 SAVED_SUFFIXES = frozenset(
@@ -37,10 +38,6 @@ MOST_BYTES = 512 << 20
 _RNG_SIZES = frozenset({16, 816, 5056})
 """Bytes of the states of PyTorch's generators: CUDA's, and the CPU's."""
 _MOST_LINES = 200_000
-COUNTERS = frozenset(
-    {"step", "steps", "global_step", "iteration", "iter", "num_steps", "batches_done", "epoch", "epochs"}
-)
-"""Names under which scripts save where the training is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +59,6 @@ class Contents:
         return any("param_groups" in path for path in self.values)
 
     @property
-    def has_counter(self) -> bool:
-        """Whether a step or an epoch of the training is in it."""
-        return any(path.rpartition(".")[2] in COUNTERS for path in self.values)
-
-    @property
     def has_rng(self) -> bool:
         """Whether the state of a random generator is in it."""
         return any(text.startswith("rng ") or "rng" in path.lower() for path, text in self.values.items())
@@ -75,6 +67,16 @@ class Contents:
     def has_lr_scheduler(self) -> bool:
         """Whether a learning rate scheduler's state dict is in it."""
         return any(path.rpartition(".")[2] == "last_epoch" for path in self.values)
+
+
+def plain(name: str) -> str:
+    """Return a file's name without what changes from save to save: `epoch_#.pt`."""
+    return re.sub(r"[0-9]+", "#", name)
+
+
+def kind_of(path: str) -> str:
+    """Return the name that a file has in any directory, `plain`."""
+    return plain(PurePosixPath(path).name)
 
 
 def is_saved_state(path: Path) -> bool:

@@ -280,7 +280,6 @@ class Trial:
             ask_to_stop(self.place.run)
         self.strike = Strike(
             attempt=self._number,
-            description=fault.description,
             at_line=len(self._output.lines),
             at=time.monotonic() - self.began,
             signal_action=action,
@@ -289,12 +288,11 @@ class Trial:
     def _with_states(self, strike: Strike) -> Strike:
         """Add what the saved files were when all processes of the attempt had gone."""
         half, whole = self._files.states_now()
-        contents = {path: read(self.place.work_dir / path) for path in whole}
         for event in self._events.wait(0.0):
             if event.kind != "read":  # this process has read them
                 self._note(event)
         was_in_save = bool(half or self._files.being_written)
-        return replace(strike, half_written=half, present=tuple(whole), contents=contents, was_in_save=was_in_save)
+        return replace(strike, half_written=half, present=tuple(whole), was_in_save=was_in_save)
 
     # --- the end of an attempt -------------------------------------------------------------------------------------
 

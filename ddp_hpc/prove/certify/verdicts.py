@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ddp_hpc.prove.certify.baseline import Baseline
 from ddp_hpc.prove.certify.evidence import Evidence
 from ddp_hpc.prove.certify.file_differences import Difference
-from ddp_hpc.prove.certify.rules import Defect, diagnose
+from ddp_hpc.prove.certify.rules import Defect, diagnose, position_text
 
 Verdict = Literal[
     "exact",
@@ -25,8 +25,10 @@ Verdict = Literal[
 ]
 GOOD: frozenset[Verdict] = frozenset({"exact", "loses", "comes back", "not tried"})
 """`not tried`, where the script has no such moment, does no harm beside others; alone it says nothing (`are_good`)."""
-_MOST_DIFFERENCES = 8
-"""So many are named in a message, at most."""
+_WORDS: Mapping[Verdict, str] = {
+    "untouched": "not tried: the run finished before the moment of the fault",
+    "differs": "differs: the script resumed, but its result is another",
+}
 
 
 @dataclass(kw_only=True)
@@ -41,9 +43,22 @@ class Finding:
     at_most: int | None = None
     """How many steps or epochs were done again, where that is the verdict."""
     reason: str = ""
+    first_difference: str = ""
+    """The loss, the value or the file that differs first."""
+    newest_state: str = ""
+    """The newest whole state that the script could have read back."""
+    read_back: list[str] = field(default_factory=list)
+    """The states that it read back."""
     defects: list[Defect] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     run: str = ""
+
+    @property
+    def read_words(self) -> str:
+        """Which saved states it read back, or which it left alone, as text."""
+        if self.read_back:
+            return ", ".join(self.read_back[:2]) + (", ..." if len(self.read_back) > 2 else "")
+        return f"not {self.newest_state}" if self.newest_state else ""
 
     @property
     def is_good(self) -> bool:
@@ -61,52 +76,52 @@ def needs_second_run(evidence: Evidence) -> bool:
     """Tell whether only a second undisturbed run shows what a difference means."""
     if evidence.outcome not in {"finished", "untouched"}:
         return False
-    if evidence.differences:
-        return True
-    return not evidence.has_same_weights and bool(evidence.first_loss_differs or evidence.later_loss_differs)
+    seen = evidence.differences or evidence.first_loss_differs or evidence.later_loss_differs
+    return bool(seen) and not evidence.has_same_weights
 
 
 def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
     """Return the verdict on one fault."""
-    defects = diagnose(evidence)
-    finding = Finding(fault=name, description=evidence.fault.description, verdict="exact", words="", defects=defects)
-    if evidence.outcome == "untouched":
-        finding.verdict, finding.words = "untouched", "not tried: the run finished before the moment of the fault"
+    verdict = _verdict(evidence)
+    finding = Finding(
+        fault=name,
+        description=evidence.fault.description,
+        verdict=verdict,
+        words=_WORDS.get(verdict, verdict),
+        first_difference=_first_difference(evidence) if evidence.differs else "",
+        newest_state=evidence.newest_state,
+        read_back=list(evidence.read_back),
+        defects=diagnose(evidence),
+    )
+    if verdict == "untouched":
         return finding
-    if evidence.outcome == "hung":
-        finding.verdict, finding.words = "hangs", "hangs"
-    elif not evidence.came_back:
-        finding.verdict, finding.words = "does not come back", "does not come back"
-    elif evidence.signal_action == "ignored" or evidence.ran_on:
-        finding.verdict, finding.words = "does not stop", "does not stop"
-    elif _differs(evidence):
-        finding.verdict, finding.words = "differs", "differs: the script resumed, but its result is another"
-    elif evidence.saves_nothing:
-        finding.verdict, finding.words = "saves nothing", "saves nothing"
-        finding.reason = "certify recognised no saved state among the script's files, and the script started over; name the files with `script.progress=PATTERN`"
-    elif evidence.num_repeated:
-        finding.verdict, finding.at_most = "loses", max(evidence.num_repeated, _between_saves(evidence, baseline))
-        lost = f"{finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
-        finding.words = f"loses at most {lost}"
-        if evidence.is_deterministic is False:  # `loses` also says that the final files are the same
-            finding.verdict, finding.words = "comes back", f"comes back, and repeats at most {lost}"
-    elif evidence.is_deterministic is False or not evidence.is_measured or not evidence.num_compared:
-        finding.verdict, finding.words = "comes back", "comes back"
-    else:
-        finding.words = "exact"
-    finding.reason = _reason(finding, evidence) or finding.reason
+    if verdict in {"loses", "comes back"} and evidence.num_repeated:
+        finding.at_most = max(evidence.num_repeated, _between_saves(evidence, baseline))
+        lost = f"at most {finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
+        finding.words = f"loses {lost}" if verdict == "loses" else f"comes back, and repeats {lost}"
+    finding.reason = _reason(finding, evidence)
     finding.notes = _notes(finding, evidence)
     return finding
 
 
+def _verdict(seen: Evidence) -> Verdict:
+    """Return the first verdict of the table that holds."""
+    is_random = seen.is_deterministic is False
+    table: Sequence[tuple[Verdict, bool]] = (
+        ("untouched", seen.outcome == "untouched"),
+        ("hangs", seen.outcome == "hung"),
+        ("does not come back", not seen.came_back),
+        ("does not stop", seen.signal_action == "ignored" or seen.ran_on),
+        ("differs", seen.differs or bool(seen.doubled)),
+        ("saves nothing", seen.saves_nothing),
+        ("loses", bool(seen.num_repeated) and not is_random),  # which also says that the final files are the same
+        ("comes back", is_random or not seen.is_measured or not seen.num_compared),
+    )
+    return next((verdict for verdict, holds in table if holds), "exact")
+
+
 def _between_saves(evidence: Evidence, baseline: Baseline) -> int:
     return 0 if evidence.fault.is_stop and evidence.signal_action == "caught" else baseline.steps_between_saves or 0
-
-
-def _differs(evidence: Evidence) -> bool:
-    if evidence.is_deterministic is False and not evidence.doubled:
-        return False  # nothing says what is the script's chance and what the fault's work
-    return bool(evidence.differences or evidence.doubled)
 
 
 def _reason(finding: Finding, evidence: Evidence) -> str:
@@ -114,21 +129,30 @@ def _reason(finding: Finding, evidence: Evidence) -> str:
         names = " or ".join(dict.fromkeys(one.name for one in finding.defects))
         sure = all(one.is_sure for one in finding.defects)
         return names if sure else f"possibly {names}"
+    if finding.verdict == "hangs":
+        return evidence.error
     if finding.verdict == "does not come back":
-        return evidence.error or "the script starts over from its beginning"
+        return _no_return(evidence)
+    if finding.verdict == "saves nothing":
+        return "certify recognised no saved state among the script's files, and the script started over; name the files with `script.progress=PATTERN`"
     if finding.verdict == "differs":
-        return f"certify does not know why; what differs first: {first_difference(evidence)}"
+        return f"certify does not know why; what differs first: {finding.first_difference}"
     return ""
 
 
-def first_difference(evidence: Evidence) -> str:
+def _no_return(evidence: Evidence) -> str:
+    if evidence.ended_at is not None:
+        at = f"{evidence.unit} {position_text(evidence.ended_at)}"
+        return f"the script ended with exit code 0 at {at}, but the undisturbed run goes on after that"
+    return evidence.error or "the script starts over from its beginning"
+
+
+def _first_difference(evidence: Evidence) -> str:
     """Return what differs first, in the output or else in the files."""
+    first = _text(evidence.differences[0])
     if evidence.first_loss_differs:
-        return f"the first loss after the resume, at {evidence.unit} {'/'.join(map(str, evidence.resumed_at or ()))}"
-    files = [_text(one) for one in evidence.differences[:_MOST_DIFFERENCES]]
-    if evidence.later_loss_differs:
-        return f"a later loss after the resume{f'; {files[0]}' if files else ''}"
-    return files[0] if files else "no difference was recorded"
+        return f"the first loss after the resume, at {evidence.unit} {position_text(evidence.resumed_at)}; {first}"
+    return f"a later loss after the resume; {first}" if evidence.later_loss_differs else first
 
 
 def _text(difference: Difference) -> str:
@@ -170,12 +194,10 @@ def _notes(finding: Finding, evidence: Evidence) -> list[str]:
         notes.append(
             "no file was compared: the script leaves none, or names or all values of files differ between undisturbed runs"
         )
-    if evidence.logged_otherwise is not None:
-        notes.append(f"the saved states are the same, but {_text(evidence.logged_otherwise)}")
+    if evidence.has_same_weights and evidence.differences:
+        notes.append(f"the saved states are the same, but {_text(evidence.differences[0])}")
     if evidence.has_same_weights and (evidence.first_loss_differs or evidence.later_loss_differs):
         notes.append(
             "after the resume, the script prints other losses than the undisturbed run, but both save the same states: so the resume is right, and the printed loss is probably a running mean that starts again"
         )
-    if evidence.num_skipped:
-        notes.append(f"{evidence.num_skipped} {evidence.unit}s are missing in the script's output")
     return notes
