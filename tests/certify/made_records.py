@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddp_hpc.prove.certify.baseline import Baseline
-from ddp_hpc.prove.certify.output_lines import Line, parse
+from ddp_hpc.prove.certify.output_lines import PrintedLine, parse
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, Save, Strike
 from ddp_hpc.prove.certify.saved_files import Contents
 
@@ -18,7 +18,7 @@ WHOLE = {
 }
 
 
-def lines_of(first: int, last: int, *, loss: float = 1.0) -> tuple[Line, ...]:
+def lines_of(first: int, last: int, *, loss: float = 1.0) -> tuple[PrintedLine, ...]:
     """Return the lines of some steps."""
     return tuple(
         parse(f"step {step} loss {loss / step:.6f}", float(step - first + 1)) for step in range(first, last + 1)
@@ -46,8 +46,8 @@ def undisturbed(saved: Contents | None = None, *, final: Mapping[str, Contents] 
 
 
 def struck(
-    first: Sequence[Line] = lines_of(1, 5),
-    then: Sequence[Line] | None = lines_of(5, 10),
+    first: Sequence[PrintedLine] = lines_of(1, 5),
+    then: Sequence[PrintedLine] | None = lines_of(5, 10),
     *,
     final: Mapping[str, Contents] | None = None,
     attempt: Mapping[str, Any] | None = None,

@@ -12,10 +12,10 @@ import torch
 from ddp_hpc.prove.certify.baseline import Baseline
 from ddp_hpc.prove.certify.evidence import evidence_of
 from ddp_hpc.prove.certify.faults import FAULTS
-from ddp_hpc.prove.certify.output_lines import Line, parse
+from ddp_hpc.prove.certify.output_lines import PrintedLine, parse
 from ddp_hpc.prove.certify.records import RunRecord, Save
 from ddp_hpc.prove.certify.saved_files import MOST_BYTES, Contents, is_saved_state, read
-from ddp_hpc.prove.certify.verdicts import Finding, are_good, judge, needs_second_run
+from ddp_hpc.prove.certify.verdicts import FaultResult, are_good, judge, needs_second_run
 from tests.certify.made_records import lines_of, struck, text, undisturbed, values
 
 OTHER = {"step_10.pt": values({"model.weight": "tensor FloatStorage [1] other"})}
@@ -23,16 +23,16 @@ LOADED = {"reads": ("step_4.pt",)}
 WEIGHTS = Contents(kind="values", values={"weight": "tensor FloatStorage [1] x"}, digest="w")
 
 
-def found(fault: str, record: RunRecord, baseline: Baseline) -> Finding:
+def found(fault: str, record: RunRecord, baseline: Baseline) -> FaultResult:
     return judge(fault, evidence_of(FAULTS[fault], record, baseline), baseline)
 
 
-def names(finding: Finding) -> set[str]:
+def names(finding: FaultResult) -> set[str]:
     return {one.name for one in finding.defects}
 
 
-def printed(*texts: str) -> tuple[Line, ...]:
-    found: list[Line] = []
+def printed(*texts: str) -> tuple[PrintedLine, ...]:
+    found: list[PrintedLine] = []
     for number, one in enumerate(texts, start=1):
         epochs = [line.epoch for line in found if line.epoch is not None]
         found.append(parse(one, float(number), *epochs[-1:]))
@@ -40,7 +40,7 @@ def printed(*texts: str) -> tuple[Line, ...]:
 
 
 def baseline_of(
-    lines: Sequence[Line], *, saves: Sequence[Save] | None = None, final: Mapping[str, Contents] | None = None
+    lines: Sequence[PrintedLine], *, saves: Sequence[Save] | None = None, final: Mapping[str, Contents] | None = None
 ) -> Baseline:
     """Return an undisturbed run with other lines, or other saves."""
     base = undisturbed(final=final)
@@ -195,7 +195,7 @@ TUTORIAL = printed(
 
 
 @pytest.mark.parametrize(("lines", "cut"), [(QUIET, 2), (TUTORIAL, 7)], ids=["quiet", "steps begin anew in each epoch"])
-def test_a_script_that_never_loads_starts_over_whatever_it_prints(lines: tuple[Line, ...], cut: int) -> None:
+def test_a_script_that_never_loads_starts_over_whatever_it_prints(lines: tuple[PrintedLine, ...], cut: int) -> None:
     baseline = baseline_of(lines)
     record = struck(lines[:cut], lines, later={"saves": baseline.attempt.saves})
 
@@ -250,8 +250,8 @@ def test_a_script_that_goes_on_from_a_file_of_an_unknown_kind_is_not_said_to_sav
 
 
 def test_without_a_fault_that_was_tried_nothing_is_good() -> None:
-    untried = Finding(fault="kill-in-save", description="", verdict="not tried", words="not tried: no save")
-    exact = Finding(fault="term", description="", verdict="exact", words="exact")
+    untried = FaultResult(fault="kill-in-save", description="", verdict="not tried", words="not tried: no save")
+    exact = FaultResult(fault="term", description="", verdict="exact", words="exact")
     missed = found("term", replace(struck(), strike=None, outcome="untouched"), undisturbed())
 
     assert (are_good([untried, exact]), are_good([untried]), are_good([])) == (True, False, False)

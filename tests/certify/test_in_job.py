@@ -12,7 +12,7 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.cluster.slurm.queries import JobRecord
-from ddp_hpc.prove.certify.certificate import Plan
+from ddp_hpc.prove.certify.certificate import CertifyPlan
 from ddp_hpc.prove.certify.in_job import plan_text, read_plan, unproven
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec
 from tests.unit.fake_slurm import FakeSlurm
@@ -187,7 +187,7 @@ def test_a_job_that_ended_too_early_is_explained(state: str | None, expected: st
 
 
 def test_a_plan_reads_as_it_was_written(tmp_path: Path) -> None:
-    plan = Plan(
+    plan = CertifyPlan(
         command=["python", "it's.py"],
         settings=["env.A=line\nline"],
         faults=["term"],

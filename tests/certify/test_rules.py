@@ -13,13 +13,13 @@ from ddp_hpc.prove.certify.faults import FAULTS
 from ddp_hpc.prove.certify.records import RunRecord, Save
 from ddp_hpc.prove.certify.rules import RULES
 from ddp_hpc.prove.certify.saved_files import Contents
-from ddp_hpc.prove.certify.verdicts import Finding, judge, needs_second_run
+from ddp_hpc.prove.certify.verdicts import FaultResult, judge, needs_second_run
 from tests.certify.made_records import lines_of, struck, text, undisturbed, values
 
 OTHER = {"step_10.pt": values({"model.weight": "tensor FloatStorage [1] other"})}
 
 
-def found(fault: str, record: RunRecord, baseline: Baseline) -> Finding:
+def found(fault: str, record: RunRecord, baseline: Baseline) -> FaultResult:
     return judge(fault, evidence_of(FAULTS[fault], record, baseline), baseline)
 
 

@@ -28,8 +28,8 @@ from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_s
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.backend import Backend
-    from ddp_hpc.prove.certify.certificate import Certificate, Plan
-    from ddp_hpc.prove.certify.verdicts import Finding
+    from ddp_hpc.prove.certify.certificate import Certificate, CertifyPlan
+    from ddp_hpc.prove.certify.verdicts import FaultResult
     from ddp_hpc.run.config import Resolved
 
 LONGEST_SEED = 1 << 20
@@ -112,11 +112,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return _certify(plan, environment, show, is_json=args.json)
 
 
-def _certify(plan: Plan, environment: Mapping[str, str], show: Callable[[str], None], *, is_json: bool) -> int:
+def _certify(plan: CertifyPlan, environment: Mapping[str, str], show: Callable[[str], None], *, is_json: bool) -> int:
     """Certify the script on this machine."""
     from ddp_hpc.prove.certify.certificate import CERTIFICATE, certify
 
-    def show_finding(finding: Finding) -> None:
+    def show_finding(finding: FaultResult) -> None:
         show(f"    {finding.words}{f' ({finding.reason})' if finding.reason else ''}")
 
     show(f"... random seed {plan.seed}, runs in {plan.folder}")
@@ -160,8 +160,10 @@ def _hint_at_queues(environment: Mapping[str, str], show: Callable[[str], None])
         )
 
 
-def _planned(args: argparse.Namespace, backend: Backend, environment: Mapping[str, str]) -> tuple[Plan, Resolved]:
-    from ddp_hpc.prove.certify.certificate import Plan, ranks_of
+def _planned(
+    args: argparse.Namespace, backend: Backend, environment: Mapping[str, str]
+) -> tuple[CertifyPlan, Resolved]:
+    from ddp_hpc.prove.certify.certificate import CertifyPlan, ranks_of
     from ddp_hpc.prove.certify.faults import FAULTS
     from ddp_hpc.run.config import resolve
     from ddp_hpc.run.spec.script import program_of
@@ -185,7 +187,7 @@ def _planned(args: argparse.Namespace, backend: Backend, environment: Mapping[st
         )
     name = program_of(args.command).name
     of_partition = _of_partition(resolved, args.settings) if is_for_slurm else []
-    plan = Plan(
+    plan = CertifyPlan(
         command=args.command,
         settings=[*of_partition, *args.settings, *_site(args, resolved)],
         faults=faults,
@@ -261,9 +263,9 @@ def _notes(certificate: Certificate) -> dict[str, list[str]]:
     return found
 
 
-def _defects(certificate: Certificate) -> dict[tuple[str, str], tuple[Finding, int]]:
+def _defects(certificate: Certificate) -> dict[tuple[str, str], tuple[FaultResult, int]]:
     """Return each defect once, with the first finding that shows it; the sure ones stand for the possible ones."""
-    found: dict[tuple[str, str], tuple[Finding, int]] = {}
+    found: dict[tuple[str, str], tuple[FaultResult, int]] = {}
     for finding in certificate.findings:
         for number, defect in enumerate(finding.defects):
             before = found.get((defect.name, defect.mend))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from ddp_hpc.prove.certify.file_differences import Difference, aligned, differences
+from ddp_hpc.prove.certify.file_differences import FileDifference, aligned, differences
 from ddp_hpc.prove.certify.output_lines import Scale, losses, positions, scale_of
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord
 from ddp_hpc.prove.certify.saved_files import Contents, kind_of
@@ -31,7 +31,7 @@ class Baseline:
         return scale_of(self.attempt.lines)
 
     @cached_property
-    def _own_differences(self) -> list[Difference]:
+    def _own_differences(self) -> list[FileDifference]:
         """By what the files of two undisturbed runs differ."""
         if self.second is None:
             return []

@@ -13,7 +13,7 @@ from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.prove.certify.baseline import Baseline
 from ddp_hpc.prove.certify.evidence import evidence_of
-from ddp_hpc.prove.certify.faults import FAULTS, Fault, Trigger, trigger_of
+from ddp_hpc.prove.certify.faults import FAULTS, TrialFault, Trigger, trigger_of
 from ddp_hpc.prove.certify.output_lines import parse, scale_of
 from ddp_hpc.prove.certify.outside import (
     STATE_SUFFIXES,
@@ -26,8 +26,8 @@ from ddp_hpc.prove.certify.outside import (
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord
 from ddp_hpc.prove.certify.sandbox import copy_of, files_in
 from ddp_hpc.prove.certify.saved_files import is_saved_state, plain
-from ddp_hpc.prove.certify.trial import Order, Place, Trial
-from ddp_hpc.prove.certify.verdicts import Finding, are_good, judge, needs_second_run
+from ddp_hpc.prove.certify.trial import Order, Trial, TrialPlace
+from ddp_hpc.prove.certify.verdicts import FaultResult, are_good, judge, needs_second_run
 from ddp_hpc.run.spec.script import program_of
 
 RANKS = 2
@@ -42,7 +42,7 @@ SILENCES = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class CertifyPlan:
     """One certification, as the user asks for it."""
 
     command: Sequence[str]
@@ -78,7 +78,7 @@ class Certificate:
     final_files: list[str] = field(default_factory=list)
     is_deterministic: bool | None = None
     notes: list[str] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[FaultResult] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
@@ -87,10 +87,10 @@ class Certificate:
 
 
 def certify(
-    plan: Plan,
+    plan: CertifyPlan,
     environ: Mapping[str, str],
     say: Callable[[str], None],
-    on_finding: Callable[[Finding], None] = lambda _: None,
+    on_finding: Callable[[FaultResult], None] = lambda _: None,
 ) -> Certificate:
     """Run the script undisturbed and under each fault; return the verdicts.
 
@@ -116,7 +116,7 @@ def certify(
 
 @dataclass
 class _Certification:
-    plan: Plan
+    plan: CertifyPlan
     environ: Mapping[str, str]
     say: Callable[[str], None]
     baseline: Baseline = field(init=False)
@@ -159,7 +159,7 @@ class _Certification:
         )
         self._note_limits(certificate, attempt)
         if record.outcome == "hung":
-            fault = Fault(description="no fault", action="stop", moment="stop")
+            fault = TrialFault(description="no fault", action="stop", moment="stop")
             certificate.findings.append(judge("undisturbed", evidence_of(fault, record, self.baseline), self.baseline))
         return certificate
 
@@ -214,12 +214,12 @@ class _Certification:
         self._save_names = frozenset(trial.begun_names - known) if record.attempts[-1].saves else frozenset()
         return record
 
-    def try_fault(self, name: str, dice: random.Random) -> Finding:
+    def try_fault(self, name: str, dice: random.Random) -> FaultResult:
         """Run the script under one fault; return the verdict."""
         fault = FAULTS[name]
         trigger = trigger_of(fault, self.baseline.record, dice)
         if isinstance(trigger, str):
-            return Finding(
+            return FaultResult(
                 fault=name, description=fault.description, verdict="not tried", words=f"not tried: {trigger}"
             )
         self.say(f"{name}: {fault.description}")
@@ -242,11 +242,13 @@ class _Certification:
         for name in self._names if not self.plan.is_kept else ():
             shutil.rmtree(self.plan.folder / name, ignore_errors=True)
 
-    def _trial(self, name: str, fault: Fault | None = None, trigger: Trigger | None = None) -> tuple[Trial, RunRecord]:
+    def _trial(
+        self, name: str, fault: TrialFault | None = None, trigger: Trigger | None = None
+    ) -> tuple[Trial, RunRecord]:
         # A directory of its own around the copy: what the script writes to `../out` belongs to this run alone, and is seen.
         parent = self.plan.folder / name
         self._names.add(name)
-        place = Place(work_dir=parent / "work", runs_dir=self.plan.folder / "runs", name=name)
+        place = TrialPlace(work_dir=parent / "work", runs_dir=self.plan.folder / "runs", name=name)
         linked = copy_of(self.plan.work_dir, place.work_dir, left_out=self._left_out)
         place.runs_dir.mkdir(parents=True, exist_ok=True)
         before = files_in(place.work_dir)
@@ -263,7 +265,7 @@ class _Certification:
             return self._trial(f"{name}-anew")
         return trial, record
 
-    def _refuse_outputs_elsewhere(self, place: Place, record: RunRecord) -> None:
+    def _refuse_outputs_elsewhere(self, place: TrialPlace, record: RunRecord) -> None:
         if record.outside:
             raise ConfigError(
                 f"The script wrote {record.outside[0]}, which is outside of its working directory, so certify has ended it: the runs would "
@@ -283,7 +285,7 @@ class _Certification:
                 "working directory for its output."
             )
 
-    def _order(self, fault: Fault | None, trigger: Trigger | None, linked: Sequence[Path]) -> Order:
+    def _order(self, fault: TrialFault | None, trigger: Trigger | None, linked: Sequence[Path]) -> Order:
         mine = {
             "script.stop_within_s": str(int(3 * self._patience_s) + 1),
             "script.stop_signal": fault.stop_signal if fault else "TERM",

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from ddp_hpc.prove.certify import failure
 from ddp_hpc.prove.certify.baseline import Baseline
-from ddp_hpc.prove.certify.faults import Fault
-from ddp_hpc.prove.certify.file_differences import Difference
+from ddp_hpc.prove.certify.faults import TrialFault
+from ddp_hpc.prove.certify.file_differences import FileDifference
 from ddp_hpc.prove.certify.final_files import facts_of_files
 from ddp_hpc.prove.certify.output_lines import Position, losses, positions
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, SignalAction, Strike
@@ -18,10 +18,10 @@ from ddp_hpc.prove.certify.saved_files import Contents, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class TrialEvidence:
     """The facts of one run under a fault."""
 
-    fault: Fault
+    fault: TrialFault
     outcome: Literal["finished", "failed", "hung", "untouched"]
     unit: str
     """What its output counts."""
@@ -67,7 +67,7 @@ class Evidence:
     first_loss_differs: bool | None = None
     """The first loss after the fault against the undisturbed run's at the same position; None where there is none to compare."""
     later_loss_differs: bool | None = None
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[FileDifference, ...] = ()
     doubled: tuple[str, str] | None = None
     """A table, and a line that stands there more often than in the undisturbed run's."""
 
@@ -83,9 +83,9 @@ class Evidence:
         return self.came_back and not is_same and bool(self.differences)
 
 
-def evidence_of(fault: Fault, record: RunRecord, baseline: Baseline) -> Evidence:
+def evidence_of(fault: TrialFault, record: RunRecord, baseline: Baseline) -> TrialEvidence:
     """Compare a run under a fault with the undisturbed one."""
-    found = Evidence(
+    found = TrialEvidence(
         fault=fault,
         outcome=record.outcome,
         unit=baseline.scale.unit or "line",
@@ -118,7 +118,7 @@ def _under_final_names(strike: Strike, baseline: Baseline) -> tuple[str, ...]:
     return tuple(path for path in strike.half_written if kind_of(path) in kinds)
 
 
-def _facts_of_stop(fault: Fault, strike: Strike, struck: AttemptRecord, baseline: Baseline) -> Mapping[str, Any]:
+def _facts_of_stop(fault: TrialFault, strike: Strike, struck: AttemptRecord, baseline: Baseline) -> Mapping[str, Any]:
     if not fault.is_stop:
         return {}
     whole = positions(baseline.attempt.lines, baseline.scale)

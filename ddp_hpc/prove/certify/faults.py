@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_hpc.prove.certify.output_lines import Line
+from ddp_hpc.prove.certify.output_lines import PrintedLine
 from ddp_hpc.prove.certify.records import RunRecord, Save
 
 Action = Literal["stop", "stop everything", "kill a rank", "kill all"]
@@ -18,7 +18,7 @@ FIRST_LINES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class TrialFault:
     """One kind of fault."""
 
     description: str
@@ -32,27 +32,31 @@ class Fault:
         return self.action in {"stop", "stop everything"}
 
 
-FAULTS: Mapping[str, Fault] = {
-    "term": Fault(
+FAULTS: Mapping[str, TrialFault] = {
+    "term": TrialFault(
         description="SIGTERM to the ranks, one after another", action="stop", moment="stop", stop_signal="TERM"
     ),
-    "usr2": Fault(
+    "usr2": TrialFault(
         description="SIGUSR2 to the ranks, one after another", action="stop", moment="stop", stop_signal="USR2"
     ),
-    "preempt": Fault(
+    "preempt": TrialFault(
         description="SIGTERM to every process, loaders included, as Slurm preempts",
         action="stop everything",
         moment="stop",
     ),
-    "kill-first-steps": Fault(
+    "kill-first-steps": TrialFault(
         description="a rank is killed in the first steps", action="kill a rank", moment="first steps"
     ),
-    "kill-in-save": Fault(description="all are killed while a file is saved", action="kill all", moment="in a save"),
-    "kill-after-save": Fault(description="all are killed right after a save", action="kill all", moment="after a save"),
-    "kill-in-evaluation": Fault(
+    "kill-in-save": TrialFault(
+        description="all are killed while a file is saved", action="kill all", moment="in a save"
+    ),
+    "kill-after-save": TrialFault(
+        description="all are killed right after a save", action="kill all", moment="after a save"
+    ),
+    "kill-in-evaluation": TrialFault(
         description="a rank is killed in an evaluation", action="kill a rank", moment="in evaluation"
     ),
-    "kill-at-random": Fault(description="all are killed at a random moment", action="kill all", moment="random"),
+    "kill-at-random": TrialFault(description="all are killed at a random moment", action="kill all", moment="random"),
 }
 
 
@@ -67,7 +71,7 @@ class Trigger:
     """How long after that."""
 
 
-def trigger_of(fault: Fault, undisturbed: RunRecord, dice: random.Random) -> Trigger | str:
+def trigger_of(fault: TrialFault, undisturbed: RunRecord, dice: random.Random) -> Trigger | str:
     """Return the moment of a fault; or, as text, why the run has no such moment."""
     lines, saves = undisturbed.attempts[-1].lines, undisturbed.attempts[-1].saves
     if fault.moment in {"in a save", "after a save"}:
@@ -82,7 +86,7 @@ def trigger_of(fault: Fault, undisturbed: RunRecord, dice: random.Random) -> Tri
     return Trigger("line", number, _gap(lines, number) * dice.random())
 
 
-def _at_save(fault: Fault, saves: Sequence[Save]) -> Trigger | str:
+def _at_save(fault: TrialFault, saves: Sequence[Save]) -> Trigger | str:
     if not saves:
         return "certify recognised no saved state among the script's files; name them with `script.progress=PATTERN`"
     if fault.moment == "after a save":  # late, so that there are several files to choose from, but before the end
@@ -90,7 +94,7 @@ def _at_save(fault: Fault, saves: Sequence[Save]) -> Trigger | str:
     return Trigger("save begun", len(saves) // 2 + 1)
 
 
-def _number(fault: Fault, lines: Sequence[Line], saves: Sequence[Save], dice: random.Random) -> int:
+def _number(fault: TrialFault, lines: Sequence[PrintedLine], saves: Sequence[Save], dice: random.Random) -> int:
     last = max(1, len(lines) - 1)
     if fault.moment == "random":
         return dice.randint(1, last)
@@ -98,7 +102,7 @@ def _number(fault: Fault, lines: Sequence[Line], saves: Sequence[Save], dice: ra
     return min(last, dice.randint(first, max(first, int(LATEST * len(lines)))))
 
 
-def _in_evaluation(lines: Sequence[Line], dice: random.Random) -> Trigger | str:
+def _in_evaluation(lines: Sequence[PrintedLine], dice: random.Random) -> Trigger | str:
     """Return a moment between a line and the next one, where the next one prints the result of an evaluation."""
     found = [number for number, line in enumerate(lines) if number and line.is_evaluation]
     if not found:
@@ -107,6 +111,6 @@ def _in_evaluation(lines: Sequence[Line], dice: random.Random) -> Trigger | str:
     return Trigger("line", number, _gap(lines, number) * dice.uniform(0.2, 0.8))
 
 
-def _gap(lines: Sequence[Line], number: int) -> float:
+def _gap(lines: Sequence[PrintedLine], number: int) -> float:
     """Return the time between a line, counted from 1, and the next one, in seconds."""
     return max(0.0, lines[number].at - lines[number - 1].at) if 0 < number < len(lines) else 0.0

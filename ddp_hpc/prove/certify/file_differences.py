@@ -16,7 +16,7 @@ _LOGS = _TABLES | {".log", ".out", ".err"}
 
 
 @dataclass(frozen=True)
-class Difference:
+class FileDifference:
     """A value that differs from the undisturbed run's."""
 
     file: str
@@ -31,18 +31,18 @@ class Difference:
         return self.path.startswith("line ") and PurePosixPath(self.file).suffix in _LOGS
 
 
-def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents]) -> list[Difference]:
+def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents]) -> list[FileDifference]:
     """Return the values by which the files of two runs differ."""
-    found: list[Difference] = []
+    found: list[FileDifference] = []
     for file in sorted({*here, *undisturbed}):
         mine, other = here.get(file), undisturbed.get(file)
         if mine is None or other is None:
             found.append(
-                Difference(file, "", NO_FILE if mine is None else "a file", NO_FILE if other is None else "a file")
+                FileDifference(file, "", NO_FILE if mine is None else "a file", NO_FILE if other is None else "a file")
             )
         elif mine.kind == other.kind == "values":
             found.extend(
-                Difference(file, path, mine.values.get(path, "nothing"), other.values.get(path, "nothing"))
+                FileDifference(file, path, mine.values.get(path, "nothing"), other.values.get(path, "nothing"))
                 for path in [*other.values, *(path for path in mine.values if path not in other.values)]
                 if mine.values.get(path) != other.values.get(path)
             )
@@ -50,7 +50,7 @@ def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents
             if not _has_all_lines(mine.lines, other.lines):
                 found.extend(_different_lines(file, mine.lines, other.lines))
         elif (mine.digest, mine.num_bytes) != (other.digest, other.num_bytes):
-            found.append(Difference(file, "", _bytes_text(mine), _bytes_text(other)))
+            found.append(FileDifference(file, "", _bytes_text(mine), _bytes_text(other)))
     return found
 
 
@@ -64,13 +64,13 @@ def _has_all_lines(mine: Sequence[str], other: Sequence[str]) -> bool:
     return all(line in rest for line in other)
 
 
-def _different_lines(file: str, mine: Sequence[str], other: Sequence[str]) -> list[Difference]:
+def _different_lines(file: str, mine: Sequence[str], other: Sequence[str]) -> list[FileDifference]:
     longest = max(len(mine), len(other))
     pairs = [
         (number, mine[number] if number < len(mine) else "nothing", other[number] if number < len(other) else "nothing")
         for number in range(longest)
     ]
-    return [Difference(file, f"line {number + 1}", one, two) for number, one, two in pairs if one != two]
+    return [FileDifference(file, f"line {number + 1}", one, two) for number, one, two in pairs if one != two]
 
 
 def aligned(

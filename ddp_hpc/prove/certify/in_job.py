@@ -21,7 +21,7 @@ from ddp_hpc.cluster.slurm.queries import JobRecord
 from ddp_hpc.launch.render import render_template
 from ddp_hpc.launch.submission.allocate import allocate
 from ddp_hpc.launch.submission.preflight import capacity
-from ddp_hpc.prove.certify.certificate import CERTIFICATE, JOB, Plan
+from ddp_hpc.prove.certify.certificate import CERTIFICATE, JOB, CertifyPlan
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import LOOK_INTERVAL_S
 from ddp_hpc.run.spec import RunSpec
@@ -39,7 +39,11 @@ _HAS_EXIT_CODE = frozenset({"completed", "failed"})
 
 
 def certify_in_job(
-    plan: Plan, spec: RunSpec, environ: Mapping[str, str], say: Callable[[str], None], show: Callable[[str], None]
+    plan: CertifyPlan,
+    spec: RunSpec,
+    environ: Mapping[str, str],
+    say: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> int:
     """Submit the certification, show what the job prints, and return its exit code; cancel the job where the user interrupts.
 
@@ -83,7 +87,7 @@ def _for_job(spec: RunSpec) -> RunSpec:
     return replace(spec, name=f"certify-{spec.name}"[:128], slurm=replace(spec.slurm, requeue=False))
 
 
-def _prepare(plan: Plan, spec: RunSpec, place: RunDir, environ: Mapping[str, str]) -> list[str]:
+def _prepare(plan: CertifyPlan, spec: RunSpec, place: RunDir, environ: Mapping[str, str]) -> list[str]:
     """Write the plan and the job script; return what the user should know.
 
     Raises:
@@ -105,7 +109,7 @@ def _prepare(plan: Plan, spec: RunSpec, place: RunDir, environ: Mapping[str, str
     return [*own, *capacity.check(spec, place, environ)]
 
 
-def job_script(plan: Plan, spec: RunSpec, place: RunDir) -> str:
+def job_script(plan: CertifyPlan, spec: RunSpec, place: RunDir) -> str:
     """Return the text that sbatch gets.
 
     Raises:
@@ -127,12 +131,12 @@ def job_script(plan: Plan, spec: RunSpec, place: RunDir) -> str:
     return render_template(TEMPLATE, values)
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: CertifyPlan) -> str:
     """Return a plan as text, for the job to read."""
     return json.dumps(asdict(plan), default=str)
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> CertifyPlan:
     """Return the plan that was written for this job.
 
     Raises:
@@ -142,7 +146,7 @@ def read_plan(path: Path) -> Plan:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         paths = {key: Path(values[key]) for key in ("work_dir", "folder")}
         several = {key: tuple(map(Path, values[key])) for key in ("left_out", "may_change")}
-        return Plan(**{**values, **paths, **several})
+        return CertifyPlan(**{**values, **paths, **several})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"The plan of the certification, {path}, cannot be read: {error}. Call certify again."

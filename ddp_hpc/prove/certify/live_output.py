@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_hpc.prove.certify.output_lines import Line, parse, scale_of
+from ddp_hpc.prove.certify.output_lines import PrintedLine, parse, scale_of
 
 
 @dataclass
@@ -17,7 +17,7 @@ class LiveOutput:
     log: Path
     began: float
     """When the run began, by the monotonic clock."""
-    lines: list[Line] = field(default_factory=list)
+    lines: list[PrintedLine] = field(default_factory=list)
     _num_bytes: int = 0
     _unfinished: str = ""
     """The part of a line that stands at the end of the log."""

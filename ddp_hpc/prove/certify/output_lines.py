@@ -24,7 +24,7 @@ Position = tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class PrintedLine:
     """One line that rank zero printed."""
 
     text: str
@@ -37,10 +37,10 @@ class Line:
     is_evaluation: bool = False
 
 
-def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> Line:
+def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> PrintedLine:
     """Read one line; a step whose line names no epoch gets the last one, as from a header above the steps."""
     step, epoch, loss = (pattern.search(text) for pattern in (_STEP, _EPOCH, _LOSS))
-    return Line(
+    return PrintedLine(
         text=text,
         at=at,
         step=int(step[1]) if step else None,
@@ -61,7 +61,7 @@ class Scale:
     stride: int = 1
     """How many steps lie between two lines."""
 
-    def position(self, line: Line) -> Position | None:
+    def position(self, line: PrintedLine) -> Position | None:
         """Return where a line says that the training is; None where it does not say."""
         if line.is_evaluation and line.step is None and self.unit == "step":
             return None
@@ -74,7 +74,7 @@ class Scale:
         return None
 
 
-def scale_of(lines: Iterable[Line]) -> Scale:
+def scale_of(lines: Iterable[PrintedLine]) -> Scale:
     """Return how these lines say where the training is."""
     lines = list(lines)
     steps = [line.step for line in lines if line.step is not None]
@@ -85,13 +85,13 @@ def scale_of(lines: Iterable[Line]) -> Scale:
     return Scale("step", has_epochs=restarts, stride=max(1, round(median(gaps))) if gaps else 1)
 
 
-def positions(lines: Sequence[Line], scale: Scale) -> list[Position]:
+def positions(lines: Sequence[PrintedLine], scale: Scale) -> list[Position]:
     """Return the positions in the order of the lines, each once."""
     found = (scale.position(line) for line in lines)
     return list(dict.fromkeys(one for one in found if one is not None))
 
 
-def losses(lines: Iterable[Line], scale: Scale) -> dict[Position, float]:
+def losses(lines: Iterable[PrintedLine], scale: Scale) -> dict[Position, float]:
     """Return the first loss that was printed at each position."""
     found: dict[Position, float] = {}
     for line in lines:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddp_hpc.prove.certify.output_lines import Line
+from ddp_hpc.prove.certify.output_lines import PrintedLine
 from ddp_hpc.prove.certify.saved_files import Contents
 
 SignalAction = Literal["", "default", "ignored", "caught"]
@@ -34,7 +34,7 @@ class AttemptRecord:
     ending: str = ""
     """As in the ledger: finished, stopped, failed; `hung` where certify ended it."""
     reason: str = ""
-    lines: tuple[Line, ...] = ()
+    lines: tuple[PrintedLine, ...] = ()
     """What rank zero printed."""
     logs: Mapping[int, str] = field(default_factory=dict)
     """The end of each rank's log."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.prove.certify.evidence import Evidence
+from ddp_hpc.prove.certify.evidence import TrialEvidence
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Defect:
 
 
 @dataclass(frozen=True)
-class Rule:
+class DefectRule:
     """One row of the table."""
 
     name: str
     what: str
     mend: str
-    shows: Callable[[Evidence], str]
+    shows: Callable[[TrialEvidence], str]
     """Returns what in the evidence shows the defect; nothing where it does not."""
-    is_sure: Callable[[Evidence], bool] = lambda _: True
+    is_sure: Callable[[TrialEvidence], bool] = lambda _: True
     """Tells whether that evidence fits no other defect."""
 
 
-def diagnose(evidence: Evidence) -> list[Defect]:
+def diagnose(evidence: TrialEvidence) -> list[Defect]:
     """Return the defects that the evidence shows: the sure ones, or else all that are possible."""
     found = [
         Defect(rule.name, rule.what, shown, rule.mend, rule.is_sure(evidence))
@@ -49,7 +49,7 @@ def diagnose(evidence: Evidence) -> list[Defect]:
 # --- the stop ----------------------------------------------------------------------------------------------------------
 
 
-def _ignores_signal(seen: Evidence) -> str:
+def _ignores_signal(seen: TrialEvidence) -> str:
     name = f"SIG{seen.fault.stop_signal}"
     if seen.signal_action == "ignored":
         return f"the script ignores {name} (by /proc/PID/status), and printed {seen.num_after_signal} more {seen.unit}s"
@@ -58,13 +58,13 @@ def _ignores_signal(seen: Evidence) -> str:
     return ""
 
 
-def _loaders_die(seen: Evidence) -> str:
+def _loaders_die(seen: TrialEvidence) -> str:
     if not seen.fault.is_stop or not seen.loader_died:
         return ""
     return f"after the signal, the script ended with: {seen.loader_died}"
 
 
-def _ranks_disagree(seen: Evidence) -> str:
+def _ranks_disagree(seen: TrialEvidence) -> str:
     if seen.signal_action != "caught" or seen.loader_died:
         return ""
     if seen.waits_in_collective:
@@ -78,7 +78,7 @@ def _ranks_disagree(seen: Evidence) -> str:
 # --- the saved state ---------------------------------------------------------------------------------------------------
 
 
-def _uses_half_written(seen: Evidence) -> str:
+def _uses_half_written(seen: TrialEvidence) -> str:
     for file in seen.half_written:
         cut_off = f"{file} was cut off by a kill while the script wrote it under its final name"
         if seen.outcome in {"failed", "hung"} and seen.resumed_at is None:
@@ -92,14 +92,14 @@ def _uses_half_written(seen: Evidence) -> str:
     return ""
 
 
-def _starts_over(seen: Evidence) -> str:
+def _starts_over(seen: TrialEvidence) -> str:
     if not seen.starts_over or seen.read_back:
         return ""
     did = "saved as often as without the fault" if seen.resumed_at is None else f"began at its first {seen.unit}"
     return f"{seen.newest_state} existed, but the script read no saved state, and {did}"
 
 
-def _resumes_wrong_file(seen: Evidence) -> str:
+def _resumes_wrong_file(seen: TrialEvidence) -> str:
     is_newest = not seen.newest_state or seen.newest_state in seen.read_back
     if is_newest or not seen.read_back or not seen.num_repeated:
         return ""
@@ -114,12 +114,12 @@ def _resumes_wrong_file(seen: Evidence) -> str:
 _COUNTERS = {"step", "steps", "global_step", "iteration", "iter", "num_steps", "batches_done"}
 
 
-def _miscounts(seen: Evidence) -> str:
+def _miscounts(seen: TrialEvidence) -> str:
     """Return a counter of the script's own that ends elsewhere; a scheduler that is off by one leaves it alone."""
     return _first_at_end(seen, _COUNTERS)
 
 
-def _first_at_end(seen: Evidence, names: set[str]) -> str:
+def _first_at_end(seen: TrialEvidence, names: set[str]) -> str:
     """Return the first number of these names that is another one at the end; `step` of an optimizer's moments is a tensor."""
     for one in seen.differences if seen.differs else ():
         if one.path.rpartition(".")[2] in names and not one.here.startswith("tensor"):
@@ -127,7 +127,7 @@ def _first_at_end(seen: Evidence, names: set[str]) -> str:
     return ""
 
 
-def _scheduler_off(seen: Evidence) -> str:
+def _scheduler_off(seen: TrialEvidence) -> str:
     """Return a value of a scheduler that is another one, or the learning rate that it has set."""
     if _miscounts(seen) or seen.checkpoint is None:
         return ""
@@ -136,7 +136,7 @@ def _scheduler_off(seen: Evidence) -> str:
     return f"{'' if is_saved else 'its saved states have no `last_epoch` of a scheduler; '}{shown}" if shown else ""
 
 
-def _optimizer_lost(seen: Evidence) -> str:
+def _optimizer_lost(seen: TrialEvidence) -> str:
     if not seen.differs or seen.checkpoint is None:
         return ""
     is_later = seen.first_loss_differs is False and bool(seen.later_loss_differs)
@@ -148,26 +148,26 @@ def _optimizer_lost(seen: Evidence) -> str:
     return ""
 
 
-def _is_optimizer_unsaved(seen: Evidence) -> bool:
+def _is_optimizer_unsaved(seen: TrialEvidence) -> bool:
     return seen.checkpoint is not None and not seen.checkpoint.has_optimizer
 
 
-def _first_step_differs(seen: Evidence) -> bool:
+def _first_step_differs(seen: TrialEvidence) -> bool:
     """Tell whether the very first loss is another one, and neither a counter nor a scheduler says why."""
     return seen.differs and bool(seen.first_loss_differs) and not _miscounts(seen) and not _scheduler_off(seen)
 
 
-def _rng_lost(seen: Evidence) -> str:
+def _rng_lost(seen: TrialEvidence) -> str:
     if not _first_step_differs(seen) or seen.checkpoint is None or seen.checkpoint.has_rng:
         return ""
     return "the first loss after the resume differs, and its saved states have no state of a random generator"
 
 
-def _data_reordered(seen: Evidence) -> str:
+def _data_reordered(seen: TrialEvidence) -> str:
     return "the first loss after the resume differs" if _first_step_differs(seen) else ""
 
 
-def _doubles_metrics(seen: Evidence) -> str:
+def _doubles_metrics(seen: TrialEvidence) -> str:
     if not seen.came_back or seen.doubled is None:
         return ""
     file, line = seen.doubled
@@ -181,79 +181,79 @@ def position_text(position: Sequence[float] | None) -> str:
 
 _AGREE = "flag = torch.tensor(int(stop_asked)); dist.all_reduce(flag, dist.ReduceOp.MAX)  # each step, on all ranks\nif flag.item(): save(); break"
 
-RULES: Sequence[Rule] = (
-    Rule(
+RULES: Sequence[DefectRule] = (
+    DefectRule(
         "loader workers die first",
         "The signal reaches the processes of the DataLoader, too. It kills them, and the training fails before it has saved.",
         "DataLoader(..., worker_init_fn=lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN))",
         _loaders_die,
     ),
-    Rule(
+    DefectRule(
         "ranks do not agree on the step of the stop",
         "Each rank stops when it sees the signal itself, so one leaves while the others wait for it in a collective.",
         _AGREE,
         _ranks_disagree,
     ),
-    Rule(
+    DefectRule(
         "ignores the stop signal",
         "The script does not stop when it is asked to, so Slurm kills it when the grace time is over, and unsaved work is lost.",
         f"signal.signal(signal.SIGTERM, lambda *_: globals().update(stop_asked=True))\n{_AGREE}",
         _ignores_signal,
     ),
-    Rule(
+    DefectRule(
         "half-written file used",
         "The script saves directly under the name that it loads from, so a kill in a save leaves a file that cannot be read.",
         "torch.save(state, path + '.tmp'); os.replace(path + '.tmp', path)",
         _uses_half_written,
         is_sure=lambda seen: bool(seen.half_written),
     ),
-    Rule(
+    DefectRule(
         "starts over",
         "The script does not load what it has saved.",
         "if os.path.exists(path): state = torch.load(path); model.load_state_dict(state['model']); start = state['step']",
         _starts_over,
     ),
-    Rule(
+    DefectRule(
         "resumes from the wrong file",
         "The script resumes from a saved state that is not the newest.",
         "newest = max(Path('checkpoints').glob('epoch_*.pt'), key=lambda p: int(re.search(r'\\d+', p.name)[0]))",
         _resumes_wrong_file,
     ),
-    Rule(
+    DefectRule(
         "goes on at the wrong step",
         "When the script resumes, it repeats a step that its weights have already seen, or skips one.",
         "state['step'] = step + 1   # the step to go on with: the one after the step that the weights have seen",
         _miscounts,
     ),
-    Rule(
+    DefectRule(
         "optimizer not restored",
         "When the script resumes, its optimizer starts over: momentum and moments are lost.",
         "state['optimizer'] = optimizer.state_dict(); ...; optimizer.load_state_dict(state['optimizer'])",
         _optimizer_lost,
         is_sure=lambda seen: _is_optimizer_unsaved(seen) and seen.first_loss_differs is False,
     ),
-    Rule(
+    DefectRule(
         "scheduler not restored",
         "When the script resumes, its learning rate scheduler is at another step than the training.",
         "state['lr_scheduler'] = lr_scheduler.state_dict(); ...; lr_scheduler.load_state_dict(state['lr_scheduler'])",
         _scheduler_off,
         is_sure=lambda seen: not _is_optimizer_unsaved(seen),
     ),
-    Rule(
+    DefectRule(
         "RNG not restored",
         "When the script resumes, its random generators start over, so dropout and augmentation draw other numbers.",
         "state['rng'] = torch.get_rng_state(); ...; torch.set_rng_state(state['rng'])   # of each rank",
         _rng_lost,
         is_sure=lambda _: False,
     ),
-    Rule(
+    DefectRule(
         "data in another order",
         "When the script resumes, its first step sees other samples; or it has not loaded its weights as it saved them.",
         "sampler = DistributedSampler(data, seed=0); sampler.set_epoch(epoch)   # in each epoch; then skip the batches that are done",
         _data_reordered,
         is_sure=lambda _: False,
     ),
-    Rule(
+    DefectRule(
         "metrics doubled",
         "The script appends to its log again what it had written before the fault.",
         "lines = [line for line in open(log) if step_of(line) <= state['step']]; open(log, 'w').writelines(lines)   # when it resumes",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base import processes
-from ddp_hpc.prove.certify.faults import Action, Fault, Trigger
+from ddp_hpc.prove.certify.faults import Action, TrialFault, Trigger
 from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents
 from ddp_hpc.prove.certify.live_files import LiveFiles
 from ddp_hpc.prove.certify.live_output import LiveOutput
@@ -42,7 +42,7 @@ _ABORTED = "Fatal Python error: Aborted"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TrialPlace:
     """Where one run takes place."""
 
     work_dir: Path
@@ -63,7 +63,7 @@ class Order:
     settings: Sequence[str]
     patience_s: float
     environ: Mapping[str, str]
-    fault: Fault | None = None
+    fault: TrialFault | None = None
     trigger: Trigger | None = None
     save_names: frozenset[str] = frozenset()
     """Names of files that belong to a save, `plain`, as the undisturbed run showed."""
@@ -86,7 +86,7 @@ def _folder_of(path: Path) -> Path:
 class Trial:
     """One run."""
 
-    place: Place
+    place: TrialPlace
     order: Order
     began: float = field(default_factory=time.monotonic)
     strike: Strike | None = None

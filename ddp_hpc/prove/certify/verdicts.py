@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddp_hpc.prove.certify.baseline import Baseline
-from ddp_hpc.prove.certify.evidence import Evidence
-from ddp_hpc.prove.certify.file_differences import Difference
+from ddp_hpc.prove.certify.evidence import TrialEvidence
+from ddp_hpc.prove.certify.file_differences import FileDifference
 from ddp_hpc.prove.certify.rules import Defect, diagnose, position_text
 
 Verdict = Literal[
@@ -32,7 +32,7 @@ _WORDS: Mapping[Verdict, str] = {
 
 
 @dataclass(kw_only=True)
-class Finding:
+class FaultResult:
     """What one fault has shown; the fields are keys of `certify --json`."""
 
     fault: str
@@ -66,13 +66,13 @@ class Finding:
         return self.verdict in GOOD and not self.defects
 
 
-def are_good(findings: Iterable[Finding]) -> bool:
+def are_good(findings: Iterable[FaultResult]) -> bool:
     """Tell whether at least one fault was tried, and the script came back from all that were."""
     findings = list(findings)
     return all(one.is_good for one in findings) and any(one.verdict != "not tried" for one in findings)
 
 
-def needs_second_run(evidence: Evidence) -> bool:
+def needs_second_run(evidence: TrialEvidence) -> bool:
     """Tell whether only a second undisturbed run shows what a difference means."""
     if evidence.outcome not in {"finished", "untouched"}:
         return False
@@ -80,10 +80,10 @@ def needs_second_run(evidence: Evidence) -> bool:
     return bool(seen) and not evidence.has_same_weights
 
 
-def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
+def judge(name: str, evidence: TrialEvidence, baseline: Baseline) -> FaultResult:
     """Return the verdict on one fault."""
     verdict = _verdict(evidence)
-    finding = Finding(
+    finding = FaultResult(
         fault=name,
         description=evidence.fault.description,
         verdict=verdict,
@@ -104,7 +104,7 @@ def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
     return finding
 
 
-def _verdict(seen: Evidence) -> Verdict:
+def _verdict(seen: TrialEvidence) -> Verdict:
     """Return the first verdict of the table that holds."""
     is_random = seen.is_deterministic is False
     table: Sequence[tuple[Verdict, bool]] = (
@@ -120,11 +120,11 @@ def _verdict(seen: Evidence) -> Verdict:
     return next((verdict for verdict, holds in table if holds), "exact")
 
 
-def _between_saves(evidence: Evidence, baseline: Baseline) -> int:
+def _between_saves(evidence: TrialEvidence, baseline: Baseline) -> int:
     return 0 if evidence.fault.is_stop and evidence.signal_action == "caught" else baseline.steps_between_saves or 0
 
 
-def _reason(finding: Finding, evidence: Evidence) -> str:
+def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
     if finding.defects:
         names = " or ".join(dict.fromkeys(one.name for one in finding.defects))
         sure = all(one.is_sure for one in finding.defects)
@@ -140,14 +140,14 @@ def _reason(finding: Finding, evidence: Evidence) -> str:
     return ""
 
 
-def _no_return(evidence: Evidence) -> str:
+def _no_return(evidence: TrialEvidence) -> str:
     if evidence.ended_at is not None:
         at = f"{evidence.unit} {position_text(evidence.ended_at)}"
         return f"the script ended with exit code 0 at {at}, but the undisturbed run goes on after that"
     return evidence.error or "the script starts over from its beginning"
 
 
-def _first_difference(evidence: Evidence) -> str:
+def _first_difference(evidence: TrialEvidence) -> str:
     """Return what differs first, in the output or else in the files."""
     first = _text(evidence.differences[0])
     if evidence.first_loss_differs:
@@ -155,14 +155,14 @@ def _first_difference(evidence: Evidence) -> str:
     return f"a later loss after the resume; {first}" if evidence.later_loss_differs else first
 
 
-def _text(difference: Difference) -> str:
+def _text(difference: FileDifference) -> str:
     where = f"{difference.path} in {difference.file}" if difference.path else difference.file
     if difference.here.startswith("tensor") and difference.undisturbed.startswith("tensor"):
         return f"the tensor {where} has other values"
     return f"{where} is {difference.here[:60]!r}, and {difference.undisturbed[:60]!r} in the undisturbed run"
 
 
-def _not_possible(evidence: Evidence) -> str:
+def _not_possible(evidence: TrialEvidence) -> str:
     """Return the note on two undisturbed runs that differ: which verdicts are not possible, and what the saved state lacks."""
     saved = evidence.checkpoint
     held = {} if saved is None else {"an optimizer": saved.has_optimizer, "a random generator": saved.has_rng}
@@ -175,7 +175,7 @@ def _not_possible(evidence: Evidence) -> str:
     )
 
 
-def _notes(finding: Finding, evidence: Evidence) -> list[str]:
+def _notes(finding: FaultResult, evidence: TrialEvidence) -> list[str]:
     notes = []
     fault = evidence.fault
     if fault.is_stop and evidence.signal_action == "default":
