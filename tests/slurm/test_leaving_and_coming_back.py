@@ -107,9 +107,9 @@ def test_a_run_preempted_without_grace_time_saves_before_kill_wait_is_over(
 
 @pytest.mark.long
 def test_a_run_crosses_its_time_limit_as_often_as_it_must_and_loses_no_step(place: LoginNode) -> None:
-    four = ("train.max_steps=4", "train.epochs=1", "recipe.args.load_s=0.04", *world(1, 1))  # a second a step
-    limits = ("resources.time_limit_min=1", "slurm.signal_lead_s=55")  # time for a step or two
-    said = place.submit("short", *FAULTY, *four, *limits)
+    twenty = ("train.max_steps=20", "train.epochs=1", "recipe.args.load_s=0.04", *world(1, 1))  # a second a step
+    limits = ("resources.time_limit_min=1", "slurm.signal_lead_s=45")  # time to start, and for some of the steps
+    said = place.submit("short", *FAULTY, *twenty, *limits)
     assert "leaves no time to train" in said  # warned: that is hardly more than starting
 
     await_done(place, "short", timeout_s=340)
@@ -118,8 +118,8 @@ def test_a_run_crosses_its_time_limit_as_often_as_it_must_and_loses_no_step(plac
     assert before
     assert {(one.cause, one.next) for one in before} == {("time limit", "requeue")}
     assert last.cause == "finished"
-    assert steps_taken(place.run("short")) == {1: 1, 2: 1, 3: 1, 4: 1}
-    whole = place.type("submit", "digits.yaml", "name=whole", "--cluster", "local", "--wait", *FAULTY, *four)
+    assert steps_taken(place.run("short")) == dict.fromkeys(range(1, 21), 1)
+    whole = place.type("submit", "digits.yaml", "name=whole", "--cluster", "local", "--wait", *FAULTY, *twenty)
     assert whole.returncode == 0, whole.stderr
     assert place.digest("short") == place.digest("whole")
 
