@@ -41,7 +41,8 @@ PLANTED = (
         "ranks do not agree on the step of the stop",
         "term",
         [
-            ("    return bool(flag)\n", "    return stop_asked\n"),
+            # Each by itself they may agree by chance, on a busy machine; here rank 1 goes on.
+            ("    return bool(flag)\n", "    return stop_asked and dist.get_rank() == 0\n"),
             ("    dist.all_reduce(flag, dist.ReduceOp.MAX)\n", ""),
         ],
     ),
