@@ -186,9 +186,9 @@ def test_however_the_bytes_are_cut_the_same_objects_are_read(
 ECHO = """
 import sys
 from ddp_hpc.base import processes
-from ddp_hpc.job.wire.control_channel import Line
+from ddp_hpc.job.wire.control_channel import ControlChannel
 processes.block_awaited_signals()
-line = Line.of_agent()
+line = ControlChannel.of_agent()
 print("printed by the user's module", flush=True)
 line.send(ready=True)
 while True:
@@ -242,10 +242,10 @@ def until_heard(line: ControlChannel) -> dict[str, Any]:
 WOKEN = """
 import os
 from ddp_hpc.base import processes
-from ddp_hpc.job.wire.control_channel import Line
+from ddp_hpc.job.wire.control_channel import ControlChannel
 processes.block_awaited_signals()
 read_fd, write_fd = os.pipe()
-line = Line(read_fd, os.open(os.devnull, os.O_WRONLY))
+line = ControlChannel(read_fd, os.open(os.devnull, os.O_WRONLY))
 assert processes.await_signal(0.0) is None
 {deed}
 woken = processes.await_signal(60.0)
