@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ MOST_BYTES = 64 << 20
 """Of a record that is read at once: ours are smaller."""
 MOST_BYTES_OF_LINES = 2 << 30
 """Of a record that is read line by line."""
+_LONG_NUMBER = re.compile(r"\d{19}")
 _LONGEST_LINE = 16 << 20
 """Bytes; our lines are shorter."""
 _KINDS = (
@@ -296,10 +298,17 @@ def json_line(raw: bytes) -> dict[str, Any] | None:
     return json_object(raw.decode("utf-8", errors="replace").strip("\0 \t\r\n"))
 
 
+def _whole(digits: str) -> int:
+    number = int(digits) if len(digits) <= 20 else 1 << 64
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(digits)
+    return number
+
+
 def json_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a text is, or None if it is something else."""
+    """Return the JSON object that a text is, or None if it is something else, or has a whole number of more than 64 bits."""
     try:
-        record = json.loads(text)
+        record = json.loads(text, parse_int=_whole if _LONG_NUMBER.search(text) else None)
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

@@ -7,6 +7,7 @@ written them; None stands for a missing file, for damage, and for a record of an
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache, partial
@@ -19,6 +20,7 @@ from ddp_hpc.base.durable import append_json_line, json_line, lines_of, make_dir
 from ddp_hpc.base.patience import known
 
 T = TypeVar("T")
+_LONG_NUMBER = re.compile(rb"\d{19}")
 
 
 def write_record(
@@ -75,8 +77,11 @@ def read_records(path: Path, kind: type[T]) -> Iterator[T]:
 def record_in(raw: bytes, kind: type[T], *, may_have_nan: bool = False) -> T | None:
     """Return the record that some JSON holds. NUL bytes around it are removed, as crashed file systems leave them.
 
-    NaN and infinite numbers, which Python writes and JSON does not have, count as damage unless the record `may_have_nan`.
+    NaN and infinite numbers, which Python writes and JSON does not have, count as damage unless the record `may_have_nan`. So do
+    whole numbers of more than 64 bits.
     """
+    if _LONG_NUMBER.search(raw) and json_line(raw) is None:
+        return None
     record: T | None = None
     try:
         record = _decode_as(kind)(raw.strip(b"\0 \t\r\n"))  # type: ignore[arg-type]  # a class is hashable

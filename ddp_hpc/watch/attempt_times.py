@@ -128,9 +128,6 @@ def read_times(run: RunDir, *, now: float, is_alive: bool, marks: Sequence[Mark]
     )
 
 
-_LARGEST = 2.0**63
-
-
 @dataclass(frozen=True)
 class _Logged:
     kind: str
@@ -144,9 +141,7 @@ def logged_steps(run: RunDir) -> list[tuple[float, int]]:
     for path in (run.superseded_metrics, run.metrics):
         with suppress(OSError):  # then they prove nothing
             lines = (record_in(raw, _Logged) for raw in Tail(path, most_bytes=_MOST_BYTES).new_raw_lines())
-            found += [
-                (one.at, one.step) for one in lines if one is not None and one.kind == "train" and one.step < _LARGEST
-            ]
+            found += [(one.at, one.step) for one in lines if one is not None and one.kind == "train"]
     return found
 
 

@@ -12,7 +12,6 @@ from ddp_hpc.base.record import read_records, record_in
 from ddp_hpc.run.run_dir.paths import RunDir
 
 Kind = Literal["begin", "phases", "save", "evaluation", "interval"]
-_LARGEST = 2.0**63
 MOST_LOOKS = 20_000
 """How many comparisons are read. A run of ten weeks has fewer; of more, evenly spaced ones show the same."""
 _OF_FIRST = b'"nodes"'
@@ -72,17 +71,7 @@ def read_marks(run: RunDir) -> list[Mark]:
     Raises:
         OSError: if the file system does not answer.
     """
-    return [mark for mark in read_records(run.timeline, Mark) if _is_sound(mark)]
-
-
-def _is_sound(mark: Mark) -> bool:
-    whole = (mark.attempt, mark.step, mark.world_size or 0, mark.num_gpus or 0, mark.num_steps or 0)
-    return _are_sound(mark.at, mark.seconds or 0.0, *whole, *mark.phases.values(), *mark.interval.values())
-
-
-def _are_sound(*numbers: float) -> bool:
-    """Tell whether a float holds all of them; JSON of Python may hold `NaN`, `Infinity`, and whole numbers of any length."""
-    return all(-_LARGEST <= one <= _LARGEST for one in numbers)
+    return [*read_records(run.timeline, Mark)]
 
 
 def read_looks(run: RunDir) -> list[Look]:
@@ -95,7 +84,7 @@ def read_looks(run: RunDir) -> list[Look]:
     """
     every = 1 + sum(1 for _ in lines_of(run.waits)) // MOST_LOOKS
     chosen = (line for number, line in enumerate(lines_of(run.waits)) if number % every == 0 or _OF_FIRST in line)
-    return [look for line in chosen if (look := look_in(line)) is not None]
+    return [look for line in chosen if (look := record_in(line, Look)) is not None]
 
 
 def read_nodes(run: RunDir, attempt: int) -> Mapping[int, str]:
@@ -104,13 +93,5 @@ def read_nodes(run: RunDir, attempt: int) -> Mapping[int, str]:
     Raises:
         OSError: if something else than a file is there, or the file system does not answer.
     """
-    firsts = (look_in(line) for line in lines_of(run.waits) if _OF_FIRST in line)
+    firsts = (record_in(line, Look) for line in lines_of(run.waits) if _OF_FIRST in line)
     return next((one.nodes for one in firsts if one is not None and one.attempt == attempt), {})
-
-
-def look_in(line: bytes) -> Look | None:
-    """Return the comparison that a line holds; None if it holds something else."""
-    look = record_in(line, Look)
-    if look is None or not _are_sound(look.attempt, look.at, look.step or 0, look.step_s, *look.lost_s.values()):
-        return None
-    return look

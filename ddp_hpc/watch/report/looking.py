@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from ddp_hpc.base.processes import host_name
+from ddp_hpc.base.record import record_in
 from ddp_hpc.run.run_dir.ledger import Attempt
 from ddp_hpc.run.run_dir.machine_use import MachineUse, newest_uses
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import LastRead, Tail, newest_attempt
-from ddp_hpc.run.run_dir.timeline import Look, Mark, look_in, read_marks, read_nodes
+from ddp_hpc.run.run_dir.timeline import Look, Mark, read_marks, read_nodes
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.goodput import goodput_of
 from ddp_hpc.watch.queue import Ask
@@ -113,7 +114,7 @@ class Looker:
         if self._look is not None and self._look.attempt != attempt:
             self._look, self._nodes = None, {}
         for line in self._waits.new_raw_lines():
-            look = look_in(line)
+            look = record_in(line, Look)
             if look is not None and look.attempt == attempt:
                 self._look, self._nodes = look, look.nodes or self._nodes
         if self._look is not None and not self._nodes:  # in a part of the file that was not read
