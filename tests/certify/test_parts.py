@@ -128,7 +128,7 @@ def test_a_file_is_seen_from_its_first_byte_to_its_name(tmp_path: Path) -> None:
 
 
 def test_what_an_attempt_reads_after_it_wrote_it_is_not_read_back() -> None:
-    files = LiveFiles(Path("/work"))
+    files = LiveFiles(Path("/data"))
     events: list[tuple[Kind, str]] = [
         ("read", "a.pt"),
         ("read", "b.txt"),
@@ -137,11 +137,11 @@ def test_what_an_attempt_reads_after_it_wrote_it_is_not_read_back() -> None:
         ("read", "a.pt"),
     ]
     for kind, name in events:
-        files.note(FileEvent(kind, Path("/work", name)), lambda: False)
-    files.note(FileEvent("read", Path("/work/late.pt")), lambda: True)
+        files.note(FileEvent(kind, Path("/data", name)), lambda: False)
+    files.note(FileEvent("read", Path("/data/late.pt")), lambda: True)
 
     assert files.reads == ["a.pt", "a.pt"]
-    assert files.written == {Path("/work/b.pt")}
+    assert files.written == {Path("/data/b.pt")}
 
 
 # --- sources -----------------------------------------------------------------------------------------------------------

@@ -390,6 +390,13 @@ def test_an_answer_of_sbatch_without_a_number_is_an_error_that_says_what_to_see(
         queries.parse_submitted(text)
 
 
+def test_a_wrapper_may_print_text_on_the_line_of_the_first_record() -> None:
+    assert queries.parse_nodes("NOTE: node1\x1fidle\x1e\nnode2\x1fidle\x1e\n") == {"node1": "idle", "node2": "idle"}
+    assert [one.number for one in queries.parse_queue(f"NOTE: {QUEUE}")] == [
+        one.number for one in queries.parse_queue(QUEUE)
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "preempted_at", "excluded"),
     [

@@ -72,11 +72,11 @@ def parse_queue(text: str) -> list[QueuedEntry]:
 
 
 def _rows(text: str, num_fields: int) -> Iterator[list[str]]:
-    """Yield the records that have so many fields. The first one holds no line break: before it, a site's wrapper may print lines."""
+    """Yield the records that have so many fields. The first is one word (a job, a node): a site's wrapper may print text before it."""
     for record in text.split(_RECORD):
         fields = [field.strip() for field in record.split(_FIELD)]
         if len(fields) == num_fields:
-            yield [fields[0].rpartition("\n")[2], *fields[1:]]
+            yield [(fields[0].split() or [""])[-1], *fields[1:]]
 
 
 def _queued_entry(row: Mapping[str, str]) -> QueuedEntry:
