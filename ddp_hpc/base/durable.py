@@ -93,10 +93,10 @@ def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool
     """
     # Write beside, then rename: rename(2) replaces the old file in one step, so a reader never sees half of the new text.
     # fsync before the rename, else a crash may leave an empty file under the new name; fsync of the directory after it,
-    # else the rename itself may be lost. The pid in the name keeps the leftover of a killed writer out of our way.
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # else the rename itself may be lost.
+    beside = scratch_path(path)
     try:
-        with named(path), open_private(beside, "w") as file:
+        with named(path), open_private(beside, "x") as file:
             if is_secret:
                 with suppress(OSError):  # a file system without permissions
                     os.fchmod(file.fileno(), 0o600)
@@ -110,6 +110,11 @@ def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool
     if durable:
         with named(path.parent):
             fsync_path(path.parent)
+
+
+def scratch_path(path: Path) -> Path:
+    """Return the path of a hidden file beside `path`, to be renamed to it. Nobody can guess the name, and put a link there."""
+    return path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
 
 
 def delete_directory(path: Path) -> None:
@@ -144,7 +149,7 @@ def output_at(path: Path) -> Iterator[Path]:
         return
     with named(path):
         target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    beside = scratch_path(target)
     try:
         with named(path):
             yield beside

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Protocol, cast
 
 from ddp_hpc import __version__
@@ -101,12 +101,27 @@ def _main(words: list[str]) -> int:
 
 def _explained(error: OSError) -> str | None:
     """Return the message for an error of the system; None where it concerns nothing of the user's."""
+    if isinstance(error, PermissionError) and error.filename is not None and (owner := _other_owner(error.filename)):
+        return (
+            f"{error.filename} cannot be used: {error.strerror}. It belongs to {owner}; ask for access. How to share a run "
+            'without its secrets: docs/security.md, "A run\'s directory".'
+        )
     if error.filename is not None:
         return f"{error.filename} cannot be used: {error.strerror}. Check the path, its permissions, and the free space there."
     if error.errno in _NO_ROOM:  # write(2) knows no name
         return _on_no_room(error)
     if isinstance(error, FileNotFoundError) and not _has_working_directory():
         return "The directory that this shell is in was deleted. Run `cd` to one that exists, and repeat the command."
+    return None
+
+
+def _other_owner(filename: str | bytes) -> str | None:
+    """Return the user who owns a file, or the closed directory that it is in; None where that is this user, or not known."""
+    from pathlib import Path  # late: `--help` needs no paths
+
+    for place in [path := Path(os.fsdecode(filename)).absolute(), *path.parents]:
+        with suppress(OSError, KeyError):
+            return None if place.stat().st_uid == os.geteuid() else place.owner()
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args, get_origin
 
@@ -11,6 +12,7 @@ from ddp_hpc.cli import VERBS
 from ddp_hpc.cli.runs import chosen_runs_dir
 from ddp_hpc.watch.find import list_runs
 
+_PLAIN = re.compile(r"[\w.,:=/@%+-]*")
 _TAKE_SETTINGS = frozenset({"submit", "render", "drill", "container"})
 
 
@@ -47,7 +49,8 @@ def _that_fit(before: Sequence[str], word: str, environment: Mapping[str, str]) 
 
 
 def _beginning(word: str, found: Iterable[str]) -> list[str]:
-    return [one for one in found if one.startswith(word)]
+    # Nothing that a shell would run: whoever may write to the directory of runs chooses their names.
+    return [one for one in found if one.startswith(word) and _PLAIN.fullmatch(one)]
 
 
 def _positional(

@@ -50,8 +50,8 @@ def or_dash(value: object) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return aligned columns below a header."""
-    lines = [header, *rows]
+    r"""Return aligned columns below a header. A line break in a cell is written as `\n`."""
+    lines = [header, *([cell.replace("\n", "\\n") for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 

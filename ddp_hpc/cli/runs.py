@@ -52,6 +52,15 @@ def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunD
     return find_run(args.run, runs_dir) if args.run else newest_run(runs_dir)
 
 
+def own_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunDir:
+    """Return the run that RUN names, for a verb that runs its code or ends its processes; another user's is refused."""
+    from ddp_hpc.run.run_dir.strangers import refuse_strangers  # late: the verbs that look need none of it
+
+    run = chosen_run(args, environment)
+    refuse_strangers(run.path)
+    return run
+
+
 def runs_dir_setting(option: Path | None) -> list[str]:
     """Return `--runs-dir` as a setting; the shell has filled in its variables."""
     from ddp_hpc.run.config.paths import literal  # late: the spec's classes take 30 ms to make

@@ -41,11 +41,12 @@ def scan_runs(runs_dir: Path) -> tuple[list[RunDir], int]:
         try:
             if is_run(path):
                 run = _run_at(path)
-                if not os.access(run.config, os.R_OK, effective_ids=True):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run.config))  # counted below
-                # When an attempt last started or ended, or else when the run was created.
-                written = [path.stat().st_mtime for path in (run.attempts, run.config) if path.exists()]
-                found.append((max(written, default=0.0), run.name, run))
+                # When an attempt last started or ended, or else when the run was created. A run that is shared with a group
+                # may have a configuration that is not: it holds secrets.
+                written = [path for path in (run.attempts, run.config) if path.exists()]
+                if written and not os.access(written[0], os.R_OK, effective_ids=True):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(written[0]))  # counted below
+                found.append((max((path.stat().st_mtime for path in written), default=0.0), run.name, run))
         except OSError:
             num_unreadable += 1
     return [run for _, _, run in sorted(found, key=lambda entry: entry[:2])], num_unreadable

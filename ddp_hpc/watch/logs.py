@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from ddp_hpc.base.durable import named, open_record
@@ -14,8 +13,10 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.run.run_dir.paths import RunDir
 
-_MOST_LINES = 1000
-"""How many lines one read returns."""
+_LONGEST_LINE = 1 << 20
+"""Bytes; a longer line is read in parts."""
+_MOST_BYTES = 8 << 20
+"""How much one read returns, but for the rest of a line."""
 _NUMBER = re.compile(r"(?:attempt|rank)-(\d+)(?:\.log)?")
 
 
@@ -48,9 +49,7 @@ class _LineReader:
 
     def new_lines(self, *, is_over: bool) -> Iterator[str]:
         """Yield them; wait while the file system does not answer."""
-        some = [""] * _MOST_LINES
-        while len(some) == _MOST_LINES:
-            some = patiently(str(self.file.path), lambda: self._some(is_over=is_over))
+        while some := patiently(str(self.file.path), lambda: self._some(is_over=is_over)):
             yield from some
 
     def _some(self, *, is_over: bool) -> list[str]:
@@ -59,8 +58,9 @@ class _LineReader:
             if stream.seek(0, os.SEEK_END) < offset:  # somebody truncated the file
                 offset = 0
             stream.seek(offset)
-            for raw in islice(stream, _MOST_LINES):
-                if not raw.endswith(b"\n") and not is_over:
+            end = offset + _MOST_BYTES
+            while offset < end and (raw := stream.readline(_LONGEST_LINE)):
+                if not raw.endswith(b"\n") and len(raw) < _LONGEST_LINE and not is_over:
                     break  # an unfinished line: read it when it is complete
                 offset += len(raw)
                 line = raw.decode("utf-8", errors="replace").rstrip("\r\n")

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.base.durable import make_directories, replace_text
+from ddp_hpc.base.durable import make_directories, replace_text, scratch_path
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.job import supervisor
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.run_dir_setup import make_run_dir, note_on_parents
+from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
@@ -172,6 +173,26 @@ def test_a_run_directory_that_others_rule_is_not_gone_on_with(
     assert run.config.read_text() == before
 
 
+VERBS_THAT_ACT = ("cancel", "stop", "requeue", "delete --yes", "replay", "audit", "bisect digits", "sweep cancel")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("verb", VERBS_THAT_ACT)
+def test_no_verb_that_acts_believes_the_records_of_another_user(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    if verb.startswith("sweep"):
+        SweepDir(run.path).ledger.write_text("{}")
+    given_away(run)
+
+    code = main([*verb.split(), "digits", "--runs-dir", str(tmp_path)])
+
+    assert code == 2
+    assert "belongs to nobody" in capsys.readouterr().err
+    assert run.config.exists()
+
+
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o2750])
 def test_a_run_that_others_may_read_is_gone_on_with(mode: int, tmp_path: Path) -> None:
     run = make_run(tmp_path)
@@ -192,3 +213,17 @@ def test_a_directory_of_runs_where_everybody_may_rename_them_is_told_of(tmp_path
 
     assert [f"{tmp_path}/all" in line and "chmod o-w" in line for line in told] == [True]
     assert list(note_on_parents(run.path)) == []
+
+
+def test_a_link_that_a_stranger_has_put_beside_a_record_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = tmp_path / "private"
+    private.write_text("mine")
+    monkeypatch.setattr(os, "urandom", lambda size: b"\0" * size)  # a name that the stranger has guessed
+    scratch_path(tmp_path / "STOP").symlink_to(private)
+
+    with pytest.raises(FileExistsError):
+        replace_text(tmp_path / "STOP", "theirs")
+
+    assert private.read_text() == "mine"

@@ -16,7 +16,7 @@ from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.arguments import count
 from ddp_hpc.cli.formatting import as_json, spelled
-from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.runs import add_run, own_run
 from ddp_hpc.cli.verbs.replay import add_code, or_not_computed
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     with or_not_computed():
-        history = read_history(chosen_run(args, environment))
+        history = read_history(own_run(args, environment))
     with ended_by_signals(), or_not_computed():
         report = audit(
             history,

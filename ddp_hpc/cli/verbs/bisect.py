@@ -17,6 +17,7 @@ from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.verbs.replay import or_not_computed
+from ddp_hpc.run.run_dir.strangers import refuse_strangers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     with or_not_computed():
-        one, other = (read_history(find_run(name, runs_dir)) for name in (args.one, args.other))
+        runs = [find_run(name, runs_dir) for name in (args.one, args.other)]
+        for found in runs:
+            refuse_strangers(found.path)
+        one, other = map(read_history, runs)
     with ended_by_signals(), or_not_computed():
         report = bisect(
             (one, other),

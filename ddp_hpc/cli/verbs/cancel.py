@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
+from ddp_hpc.run.run_dir.strangers import refuse_strangers
 from ddp_hpc.watch.find import find_run
 
 
@@ -29,6 +30,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     run_dirs = [find_run(name, runs_dir) for name in args.run]
+    for run_dir in run_dirs:
+        refuse_strangers(run_dir.path)
     *before, last = run_dirs
     code = 0
     for run_dir in before:

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.runs import add_run, chosen_run, chosen_runs_dir
+from ddp_hpc.cli.runs import add_run, chosen_runs_dir, own_run
 from ddp_hpc.run.run_dir.paths import holds_sweep
+from ddp_hpc.run.run_dir.strangers import refuse_strangers
 from ddp_hpc.watch.status import read_status
 
 
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     if any(holds_sweep(path) for path in (runs_dir / args.run, Path(args.run))):
         return _delete_sweep(args, runs_dir, environment)
-    run_dir = chosen_run(args, environment)
+    run_dir = own_run(args, environment)
     if not args.yes:
         status = read_status(run_dir, now=time.time())
         saved = (
@@ -46,6 +47,7 @@ def _delete_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping
     from ddp_hpc.launch.sweep.sweep_dir import find_sweep
 
     sweep_dir = find_sweep(args.run, runs_dir)
+    refuse_strangers(sweep_dir.path)
     if not args.yes and not _agrees(f"Delete {sweep_dir.path} ({described(sweep_dir)})? [y/N] "):
         print("Nothing was deleted.")
         return 1

@@ -18,7 +18,7 @@ from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.arguments import count, share
 from ddp_hpc.cli.formatting import as_json, spelled
-from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.runs import add_run, own_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.prove.replay.replaying import ReplayOrder, replay
 
     with or_not_computed():
-        history = read_history(chosen_run(args, environment))
+        history = read_history(own_run(args, environment))
     end = history.last_step if args.end is None else args.end
     start = history.newest_checkpoint(end - 1) if args.start is None else args.start
     asked = ReplayOrder(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
-from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
+from ddp_hpc.cli.runs import add_run, own_run, slurm_asker
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import LOOK_INTERVAL_S
 from ddp_hpc.watch.status import RunStatus, read_status
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask the run to go back into the queue, or Slurm to begin it."""
     from ddp_hpc.launch.submission.backend import backend_of  # late: `--help` needs no back end
 
-    run_dir = chosen_run(args, environment)
+    run_dir = own_run(args, environment)
     backend = backend_of(run_dir)
     status = read_status(run_dir, now=time.time(), ask=slurm_asker(environment))
     if status.state != "waiting" or not backend.HAS_QUEUE:

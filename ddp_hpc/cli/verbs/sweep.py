@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.sweeps import add_limits, report
+from ddp_hpc.run.run_dir.strangers import refuse_strangers
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.sweep.sweep_dir import SweepDir
@@ -40,10 +41,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.launch.sweep.sweep_dir import find_sweep
 
     sweep_dir = find_sweep(args.sweep, chosen_runs_dir(args.runs_dir, environment))
-    if args.what == "cancel":
-        return _cancel(sweep_dir, environment)
     if args.what == "follow":
         return _follow(args, sweep_dir, environment)
+    refuse_strangers(sweep_dir.path)
+    if args.what == "cancel":
+        return _cancel(sweep_dir, environment)
     asked = {"at_most": args.at_most, "stop_after_failures": args.stop_after_failures}
     limits = {key: value for key, value in asked.items() if value is not None}
     started = continue_sweep(sweep_dir, environment, is_failed=args.failed, limits=limits)

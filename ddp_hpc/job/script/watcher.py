@@ -188,7 +188,7 @@ class Watcher:
             else:
                 sign = run.allowance(attempt)
                 make_directories(sign.parent)
-                sign.touch()
+                sign.touch(mode=0o600)
 
 
 def _held_up_by(shell: int, number: int) -> list[int]:

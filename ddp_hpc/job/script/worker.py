@@ -162,11 +162,11 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
         report_exit(script_rank, code, was_killed=watcher.has_killed, memory_ran_out=has_killed(memory_kills_before))
     if code in script_rank.spec.script.resume_exit_codes and watcher.sent_signal is None:
         with suppress(OSError):  # without it, the supervisor takes the code for the answer to a signal
-            script_rank.run.script_asked(script_rank.attempt, script_rank.rank).touch()
+            script_rank.run.script_asked(script_rank.attempt, script_rank.rank).touch(mode=0o600)
     left = _care_for_leftovers(script_rank, has_finished=means == exit_codes.FINISHED)
     if script_rank.rank != 0:
         with suppress(OSError):
-            script_rank.run.script_ended(script_rank.attempt, script_rank.rank).touch()
+            script_rank.run.script_ended(script_rank.attempt, script_rank.rank).touch(mode=0o600)
     elif store is not None and means in exit_codes.GOOD:
         keep_while_used(script_rank, environ)
     if means == exit_codes.FINISHED:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ddp_hpc.base.durable import scratch_path
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cluster.containers import candidate_runtimes, identity_of
 from ddp_hpc.run.config.paths import refuse_unknown_home
@@ -71,7 +71,7 @@ def build(  # noqa: PLR0913  the flags of one command
             copy = Path(folder, name)
             copy.parent.mkdir(exist_ok=True)
             shutil.copy(files_dir() / name, copy)
-        beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        beside = scratch_path(target)
         options = [*_base(base, is_file=is_file), *build_args]
         argv = argv_of(program, str(beside) if is_file else output, options)
         try:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddp_hpc.base.durable import fsync_path, make_directories, readers, replace_text
+from ddp_hpc.base.durable import fsync_path, make_directories, readers, replace_text, scratch_path
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -207,7 +207,7 @@ def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str
     make_directories(target.parent)
     for left in target.parent.glob(".*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    beside = scratch_path(target)
     try:
         for file in files:
             _copy(source / file.name, beside / file.name)
@@ -230,8 +230,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _point(link: Path, target: Path) -> None:
     """Have the link lead to the newest snapshot, by one rename."""
-    beside = link.with_name(f".{link.name}.{os.getpid()}.tmp")
-    beside.unlink(missing_ok=True)
+    beside = scratch_path(link)
     beside.symlink_to(target.relative_to(link.parent))
     beside.replace(link)
 

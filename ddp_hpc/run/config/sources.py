@@ -17,6 +17,9 @@ from ddp_hpc.run.config.values import parse_text
 ENVIRONMENT_PREFIX = "DDP_HPC__"
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
+_MOST_BYTES = 4 << 20
+"""Of a file of keys: YAML of this size takes seconds to read."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -89,7 +92,8 @@ def settings_in(mapping: Mapping[Any, Any], origin: Origin) -> list[Setting]:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:  # also a pipe of the shell's, such as <(command)
+            content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError as error:
         beside = sorted(other.name for pattern in ("*.yaml", "*.yml") for other in path.parent.glob(pattern))
         found = (
@@ -102,6 +106,11 @@ def _read_bytes(path: Path) -> bytes:
         raise ConfigError(
             f"The configuration file {str(path)!r} cannot be read: {error.strerror}. Check its permissions."
         ) from error
+    if len(content) > _MOST_BYTES:
+        raise ConfigError(
+            f"The configuration file {str(path)!r} has more than {_MOST_BYTES / 1e6:.0f} MB. Name another file."
+        )
+    return content
 
 
 def from_environment(environ: Mapping[str, str]) -> list[Setting]:
