@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 import select
 import signal
 import time
@@ -13,6 +14,8 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ddp_hpc.base.errors import ConfigError
 
 SLURMS_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """The signals that Slurm sends before it takes the nodes away, one by its own choice, the other because our job script asks for it."""
@@ -22,6 +25,7 @@ CTRL_C = signal.SIGINT
 INTERRUPTIONS = (CTRL_C, signal.SIGHUP)
 """Ctrl-C, and the end of a terminal; in a job step, which has no terminal, `scancel` sends them, and they mean the same as stop signals."""
 
+_MANY_OPEN_FILES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -40,6 +44,28 @@ def terminate_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:  # the same race
         os._exit(128 + signal.SIGTERM)
+
+
+def open_files_of(num_ranks: int) -> int:
+    """Return how many files rank zero opens at least: for each rank one connection to the store, and two of gloo (measured)."""
+    return 3 * num_ranks + 20
+
+
+def allow_open_files(num_ranks: int = 0) -> None:
+    """Raise the soft limit of open files to the hard one, for this process and those that it starts.
+
+    Raises:
+        ConfigError: where the hard limit is too low for a world of so many ranks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some programs close all numbers up to the limit when they start, and containers have limits of 10^9.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MANY_OPEN_FILES)), hard))
+    if hard < open_files_of(num_ranks):
+        raise ConfigError(
+            f"A process may open {hard} files on {host_name()} (`ulimit -Hn`), but rank zero of {num_ranks} needs {open_files_of(num_ranks)}, "
+            "as it holds connections to all others. Ask for fewer workers, or have the hard limit raised: in what set it for this "
+            "shell, in /etc/security/limits.conf or, for jobs, in slurmd's service (LimitNOFILE)."
+        )
 
 
 def adopt_orphans() -> None:

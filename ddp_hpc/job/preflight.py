@@ -142,7 +142,9 @@ def _question(context: JobContext, wrapper: CommandWrapper, attempt: int, alloca
         step=[*step, *wrapper.srun_args],
         interfaces=spec.network.interfaces,
         asked=NodeNeeds(
-            cpus_per_node=workload.cpus_per_worker * world.workers_per_node, gpus_per_node=spec.resources.num_gpus
+            cpus_per_node=workload.cpus_per_worker * world.workers_per_node,
+            gpus_per_node=spec.resources.num_gpus,
+            open_files=processes.open_files_of(world.world_size),
         ),
     )
 

@@ -468,3 +468,16 @@ def test_an_answer_survives_the_way_through_json() -> None:
 @pytest.mark.parametrize("plain", [None, [], "text", {"names": 3}, {"disks": {"tmp": {"colour": "red"}}}])
 def test_what_is_no_answer_is_not_taken_for_one(plain: Any) -> None:
     assert facts_of(plain) is None
+
+
+@pytest.mark.parametrize(
+    ("nofile", "level", "nodes"), [(4096, "fail", ("node3",)), (6164, "warn", ()), (512, "fail", ("node3",))]
+)
+def test_a_node_that_allows_too_few_open_files_for_the_world_fails(
+    nofile: int, level: str, nodes: tuple[str, ...]
+) -> None:
+    facts = replace(GOOD, limits={**GOOD.limits, "nofile": nofile})
+
+    found = bad(answers({"node3": facts}, asked=NodeNeeds(open_files=3 * 2048 + 20)))
+
+    assert [(one.level, one.nodes) for one in found] == ([(level, nodes)] if nodes else [])

@@ -20,6 +20,7 @@ class NodeNeeds:
 
     cpus_per_node: int = 0
     gpus_per_node: int = 0
+    open_files: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -196,9 +196,9 @@ def _lookup_s(address: str) -> float:
 
 
 def limits() -> dict[str, int]:
-    """Return the soft limits of this process."""
-    soft = {name: resource.getrlimit(which)[0] for name, which in _LIMITS.items()}
-    return {name: UNLIMITED if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
+    """Return the limits of this process: the soft ones, but the hard one of open files, as agents raise the soft one."""
+    found = {name: resource.getrlimit(which)[name == "nofile"] for name, which in _LIMITS.items()}
+    return {name: UNLIMITED if limit == resource.RLIM_INFINITY else limit for name, limit in found.items()}
 
 
 def disk(path: Path) -> Disk:

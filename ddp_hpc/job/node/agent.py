@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.base.errors import exit_code_of
+from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
 from ddp_hpc.cluster.rank_probe.beside import in_child, in_thread
 from ddp_hpc.cluster.rank_probe.deadlines import HangCollector
@@ -248,6 +248,7 @@ class Agent:
             self._report_failure(node_workers, failure)
             return
         try:
+            processes.allow_open_files(node_workers.num_nodes * node_workers.num_workers)
             with ExitStack() as resources:
                 collector = _collector(node_workers, may_fork=not self._must_not_fork)
                 meeting_point = (
@@ -262,7 +263,7 @@ class Agent:
                 self._ask_workers_to_stop()
         except PortTakenError:
             self._report_end(node_workers.attempt, exit_codes.PORT_TAKEN)
-        except OSError as error:
+        except (ConfigError, OSError) as error:
             self._report_failure(node_workers, error)
 
     def _spawn(self, node_workers: NodeWorkers, meeting_point: socket.socket | None) -> dict[int, int]:

@@ -128,6 +128,7 @@ def _by_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
 def _work(run: RunDir, arguments: argparse.Namespace) -> int:
     meeting, attempt, rank = arguments.meet, arguments.attempt, int(os.environ["RANK"])
     try:
+        processes.allow_open_files(int(os.environ["WORLD_SIZE"]))
         with ExitStack() as resources:
             listen_fd = None
             if meeting is not None and rank == 0:

@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--meet", type=Meeting.parse, required=True, metavar="'ADDRESS PORT'")
     parser.add_argument("options", nargs="+", help="torchrun's options, and the script that it starts")
     arguments = parser.parse_args(argv)
+    processes.allow_open_files()  # torchrun holds a connection to each rank; each task compares the limit with its world
     processes.block_awaited_signals()
     interruptions = processes.block_interruptions()
     address = arguments.meet.address
