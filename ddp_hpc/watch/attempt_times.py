@@ -166,11 +166,12 @@ def attempt_times(  # noqa: PLR0913  one for each record
     # A recipe's attempt without marks has not begun to train, if other attempts have marks, or if no step was ever made.
     knows_all = bool(marks) or progress is None
     gpus = max((mark.num_gpus or 0 for mark in marks), default=0)
+    kept = _kept(attempts, points, is_alive=now is not None)
     found = []
     for number, one in enumerate(attempts):
         is_open = now is not None and one.ending is None and one is attempts[-1]
         ended_at = _ended_at(one, points[one.attempt], progress, now if is_open else None)
-        time = _time_of(one, points[one.attempt], ended_at, kept=_kept(attempts[number:], points, is_open=is_open))
+        time = _time_of(one, points[one.attempt], ended_at, kept=kept[number])
         before = attempts[number - 1] if number else None
         found.append(
             replace(
@@ -214,18 +215,27 @@ def _ended_at(one: Attempt, points: _Points, progress: Progress | None, now: flo
     return max([one.started_at, of_progress, *(mark.at for mark in points.marks), *(at for at, _ in points.logged)])
 
 
-def _kept(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_open: bool) -> int | None:
-    """Return the newest step of the first of these attempts that no later one repeats; None where all are kept."""
-    one, *later = attempts
-    if is_open:
-        return None
-    begins = [begin.step for after in later if (begin := points[after.attempt].begin) is not None]
-    if begins:
-        return min(begins)
-    saved = [mark.step for mark in points[one.attempt].marks if mark.kind == "save"]
-    if later:
-        return max([*saved, *(after.first_step for after in later)])
-    return None if one.ending in _COMMITS else max([*saved, one.last_step or 0, one.first_step])
+def _kept(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_alive: bool) -> list[int | None]:
+    """Return the newest step of each of these attempts that no later one repeats; None where all are kept."""
+    found: list[int | None] = []
+    begun: int | None = (
+        None  # the lowest step at which a later attempt has begun, and the highest at which one was to begin
+    )
+    first: int | None = None
+    for one in reversed(attempts):
+        saved = [mark.step for mark in points[one.attempt].marks if mark.kind == "save"]
+        if begun is not None:
+            found.append(begun)
+        elif first is not None:
+            found.append(max([*saved, first]))
+        else:
+            is_whole = one.ending in _COMMITS or (is_alive and one.ending is None)
+            found.append(None if is_whole else max([*saved, one.last_step or 0, one.first_step]))
+        begin = points[one.attempt].begin
+        if begin is not None:
+            begun = begin.step if begun is None else min(begun, begin.step)
+        first = one.first_step if first is None else max(first, one.first_step)
+    return found[::-1]
 
 
 def _time_of(one: Attempt, points: _Points, ended_at: float, *, kept: int | None) -> AttemptTime:

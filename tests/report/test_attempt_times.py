@@ -236,3 +236,23 @@ def test_goodput_counts_all_nodes_and_gpus_and_leaves_the_queue_out(tmp_path: Pa
     assert goodput.steps_repeated == 4 * 40
     assert goodput.goodput is not None
     assert 0.6 < goodput.goodput < 0.8
+
+
+def test_the_times_of_many_attempts_read_each_a_few_times() -> None:
+    class Counted(list[Attempt]):
+        num_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.num_read += len(range(*index.indices(len(self)))) if isinstance(index, slice) else 1
+            return super().__getitem__(index)
+
+    attempts = Counted(
+        attempt(number, 100.0 * number, ending=Ending.FAILED, cause=Cause.WORKER_CRASHED, next=Next.IN_PLACE)
+        for number in range(500)
+    )
+    marks = [begin(number, 100.0 * number + 1, number) for number in range(500)]
+
+    found = times(attempts, marks)
+
+    assert attempts.num_read <= 4 * len(attempts)
+    assert [one.kept_step for one in found[:-1]] == [*range(499)]

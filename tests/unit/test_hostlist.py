@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.slurm.hostlist import MAX_RANGE, expand_hostlist
+from ddp_hpc.cluster.slurm.hostlist import MAX_RANGE, compress_hostlist, expand_hostlist
+from ddp_hpc.job.wire.subprocesses import ask_nodes
 from tests.hostlist_expressions import expression, expressions
 
 
@@ -113,3 +115,19 @@ def test_the_expressions_of_the_campaign_hold_what_is_hard() -> None:
     assert any(text.count("[") > 2 for text in made)
     assert any("[0" in text and "-" in text for text in made)
     assert any("," in text for text in made)
+
+
+@given(st.lists(st.from_regex(r"\A[a-z]([a-z0-9-]{0,4}[0-9]{0,6}|[0-9]{1,3})\Z"), max_size=30))
+def test_a_compressed_list_names_the_same_hosts(names: list[str]) -> None:
+    assert sorted(expand_hostlist(compress_hostlist(names))) == sorted({*names})
+
+
+def test_a_question_to_ten_thousand_nodes_fits_a_command_line(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\nexec echo asked >&2\n")
+    srun.chmod(0o755)
+    nodes = [f"gpu-{rack:03}-node{number:05}" for rack in range(10) for number in range(1000)]
+
+    found = ask_nodes(["ask"], nodes, environ={"PATH": f"{tmp_path}:/bin"}, timeout_s=20.0)
+
+    assert found.last_error == "asked"

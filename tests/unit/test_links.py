@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,44 @@ def test_in_a_large_job_each_node_is_probed_by_both_neighbours_and_by_few_others
     assert len(set(probed)) == len(probed)
     assert {(node, (node + 1) % num_nodes) for node in range(num_nodes - 1)} <= {*probed}
     assert all(4 <= len([one for one in partners(num_nodes, node) if one is not None]) <= 18 for node in (0, 1, 16))
+
+
+def partners_of(num_nodes: int) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = defaultdict(set)
+    for low, high in (pair for pairs in rounds_of(num_nodes) for pair in pairs):
+        found[low].add(high)
+        found[high].add(low)
+    return found
+
+
+def test_the_verdict_on_a_large_job_names_its_bad_node_and_takes_steps_as_there_are_pairs() -> None:
+    others = partners_of(1000)
+    found = {
+        node: LinkAnswer(
+            address=f"10.3.{node >> 8}.{node & 255}",
+            tcp={one: "connect" if 7 in (node, one) else "good" for one in others[node]},
+            heard={one: ALL for one in others[node] if 7 not in (node, one)},
+            is_whole=True,
+        )
+        for node in others
+    }
+
+    num_lines = 0
+
+    def count(_frame: object, event: str, _argument: object) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        findings = findings_of([f"n{node}" for node in others], found, address=ADDRESS, at=0.0, seconds=1.0)
+    finally:
+        sys.settrace(before)
+
+    assert findings.bad_nodes == ("n7",)
+    assert num_lines < 150 * findings.num_pairs, "each pair is judged once, and no node reads all pairs"
 
 
 def healthy(num_nodes: int) -> dict[int, LinkAnswer]:

@@ -16,6 +16,7 @@ from ddp_hpc.base.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.cli import main
 from ddp_hpc.cli.sweeps import report
 from ddp_hpc.cluster.slurm import client
+from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.cluster.slurm.queries import QueuedEntry
 from ddp_hpc.launch.submission import slurm as slurm_backend
 from ddp_hpc.launch.sweep.array import array_script, send
@@ -30,7 +31,6 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     SentArray,
     Sweep,
     SweepDir,
-    as_ranges,
     from_ranges,
     read_sweep,
     record_cancelled,

@@ -219,15 +219,16 @@ def limits(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes whose limits are too low."""
     told = answers.of(lambda facts: facts.limits)
     rdma = answers.of(lambda facts: facts.has_rdma or None)
-    needed = answers.asked.open_files
-    for level, most in (("fail", needed), ("warn", FEW_OPEN_FILES)):
-        few = [node for node, one in told.items() if UNLIMITED < one.get("nofile", UNLIMITED) < most]
-        if few:
-            found = f"a process may open only {min(told[node]['nofile'] for node in few)} files on {listed(few)}"
-            found += f", but rank zero of this world opens {needed}" if level == "fail" else ""
-            to_do = "have the hard limit raised, `ulimit -Hn`: in slurmd's service (LimitNOFILE) or /etc/security/limits.conf"
-            yield judged("limits", few, answers, found, "", level=level, to_do=to_do)
-            break
+    needed = max(FEW_OPEN_FILES, answers.asked.open_files)
+    few = [node for node, one in told.items() if UNLIMITED < one.get("nofile", UNLIMITED) < needed]
+    if few:
+        fewest = min(told[node]["nofile"] for node in few)
+        found = f"a process may open only {fewest} files on {listed(few)}, but workers need {needed}"
+        to_do = (
+            "have the hard limit raised, `ulimit -Hn`: in slurmd's service (LimitNOFILE) or /etc/security/limits.conf"
+        )
+        level: Level = "fail" if fewest < answers.asked.open_files else "warn"
+        yield judged("limits", few, answers, found, "", level=level, to_do=to_do)
     crowded = [node for node, one in told.items() if UNLIMITED < one.get("nproc", UNLIMITED) < FEW_PROCESSES]
     if crowded:
         found = f"a user may have only {min(told[node]['nproc'] for node in crowded)} processes and threads on {listed(crowded)}"

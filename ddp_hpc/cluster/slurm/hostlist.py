@@ -1,8 +1,10 @@
-"""Expand Slurm's compressed host lists (`n[1-3]`) into names, without a call of `scontrol`."""
+"""Expand Slurm's compressed host lists (`n[1-3]`) into names, and compress names, without a call of `scontrol`."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 
 from ddp_hpc.base.errors import ConfigError
 
@@ -30,6 +32,35 @@ def expand_hostlist(text: str) -> list[str]:
         else:
             hosts.append(name)
     return hosts
+
+
+def compress_hostlist(names: Iterable[str]) -> str:
+    """Return a host list of these names, in any order. One argument of a command has at most 128 KiB (execve(2))."""
+    alike: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for name in {*names}:
+        stem = name.rstrip("0123456789")
+        alike[stem, len(name) - len(stem)].append(int(name[len(stem) :] or 0))
+    return ",".join(
+        f"{stem}[{as_ranges(numbers, width)}]"
+        if len(numbers) > 1
+        else f"{stem}{numbers[0]:0{width}}"
+        if width
+        else stem
+        for (stem, width), numbers in alike.items()
+    )
+
+
+def as_ranges(numbers: Iterable[int], width: int = 0) -> str:
+    """Return `0-3,7` for 0, 1, 2, 3, 7, as sbatch takes them; with a width, `00-03,07`."""
+    parts: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    return ",".join(
+        f"{first:0{width}}" if first == last else f"{first:0{width}}-{last:0{width}}" for first, last in parts
+    )
 
 
 def _expand(name: str, text: str) -> list[str]:

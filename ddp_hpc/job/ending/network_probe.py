@@ -17,6 +17,7 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.cluster.rendezvous.links.node import LONGEST_S, PACE_S
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
 from ddp_hpc.cluster.rendezvous.links.verdict import LinkAnswer, confirmed, findings_of
+from ddp_hpc.cluster.slurm.hostlist import compress_hostlist
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.ending import stacks
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
@@ -84,7 +85,7 @@ def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
 
 def step_on(nodes: Sequence[str]) -> list[str]:
     """Return the beginning of the command that runs one short task on each of these nodes of the job."""
-    return [*probe_argv(len(nodes)), f"--nodelist={','.join(nodes)}"]
+    return [*probe_argv(len(nodes)), f"--nodelist={compress_hostlist(nodes)}"]
 
 
 def probe(
@@ -144,8 +145,12 @@ class _Talk:
     places: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Where the nodes listen that do."""
     _done: set[int] = field(default_factory=set)
+    _numbers: dict[str, int] = field(init=False)
     _step: Any = None
     _line: ControlChannel | None = None
+
+    def __post_init__(self) -> None:
+        self._numbers = {name: number for number, name in enumerate(self.nodes)}
 
     @property
     def has_ended(self) -> bool:
@@ -209,12 +214,12 @@ class _Talk:
 
     def _note(self, message: Mapping[str, Any]) -> None:
         match message:
-            case {"ready": str(name), "error": str(), "has_address": bool(has_address)} if name in self.nodes:
-                self.answers[self.nodes.index(name)] = LinkAnswer(is_whole=not has_address)
+            case {"ready": str(name), "error": str(), "has_address": bool(has_address)} if name in self._numbers:
+                self.answers[self._numbers[name]] = LinkAnswer(is_whole=not has_address)
             case {"ready": str(name), "address": str(address), "port": int(port), "network": str(network)} if (
-                name in self.nodes
+                name in self._numbers
             ):
-                number = self.nodes.index(name)
+                number = self._numbers[name]
                 self.places[number] = (address, port)
                 self.answers[number] = LinkAnswer(address=address, network=network)
             case {"tcp": str(found), "at": int(number), "to": int(partner)} if number in self.answers:

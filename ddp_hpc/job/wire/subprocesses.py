@@ -14,6 +14,7 @@ from typing import Any
 
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.slurm.answers import read_answers
+from ddp_hpc.cluster.slurm.hostlist import compress_hostlist
 from ddp_hpc.cluster.slurm.steps import probe_argv
 
 _LOOK_S = 0.5
@@ -97,7 +98,7 @@ def ask_nodes(  # noqa: PLR0913  a command, and how it is run
     """
     mark = secrets.token_hex(8)
     # By their names: srun might take others of the job's nodes where these are not all.
-    probe = [*probe_argv(len(nodes), is_all_or_none=is_all_or_none), f"--nodelist={','.join(nodes)}"]
+    probe = [*probe_argv(len(nodes), is_all_or_none=is_all_or_none), f"--nodelist={compress_hostlist(nodes)}"]
     begin = probe if step is None else step
     argv = [*begin, *command, f"--mark={mark}"]
     printed, errors = printed_by(argv, environ=environ, timeout_s=timeout_s, is_over=is_over)

@@ -16,6 +16,7 @@ from ddp_hpc.base.patience import is_there, known
 from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
+from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.cluster.slurm.queries import ClusterConfig
 from ddp_hpc.launch.render import render_template
 from ddp_hpc.launch.submission import slurm
@@ -28,7 +29,6 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     Sending,
     Sweep,
     SweepDir,
-    as_ranges,
     load_base,
     make_sweep,
     read_sweep,

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from ddp_hpc.base.durable import (
 )
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.leftovers import name_beside
+from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.run.config import Resolved, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
@@ -231,17 +232,6 @@ def record_array(sweep: SweepDir, job_id: str) -> None:
 def record_refusal(sweep: SweepDir) -> None:
     """Record that Slurm has not accepted the array that was sent last."""
     append_json_line(sweep.ledger, {"refused": True, "at": time.time()})
-
-
-def as_ranges(numbers: Iterable[int]) -> str:
-    """Return `0-3,7` for 0, 1, 2, 3, 7, as sbatch takes them."""
-    parts: list[tuple[int, int]] = []
-    for number in sorted(set(numbers)):
-        if parts and parts[-1][1] == number - 1:
-            parts[-1] = (parts[-1][0], number)
-        else:
-            parts.append((number, number))
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def from_ranges(text: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address, ip_network
@@ -46,10 +47,11 @@ def findings_of(
 ) -> NetworkFindings:
     """Return what the answers prove. `nodes` are the job's, in the order of their numbers."""
     off = off_network(answers, address)
-    silent = [number for number in range(len(nodes)) if number not in off and not _is_whole(answers.get(number))]
+    silent = {number for number in range(len(nodes)) if number not in off and not _is_whole(answers.get(number))}
+    left_out = off | silent
     pairs: dict[tuple[int, int], _PairVerdict] = {}
     for low, high in (pair for pairs_of_round in rounds_of(len(nodes)) for pair in pairs_of_round):
-        if low not in silent and high not in silent and not {low, high} & off:
+        if low not in left_out and high not in left_out:
             pairs[low, high] = _found(nodes, answers, low, high)
     bad = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault not in _HARMLESS}
     unknown = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault == "no answer"}
@@ -69,7 +71,7 @@ def findings_of(
         pairs=_in_order(bad),
         lossy=_in_order(lossy),
         unknown=_in_order(unknown),
-        silent=tuple(nodes[number] for number in silent),
+        silent=tuple(nodes[number] for number in sorted(silent)),
         paces=tuple(
             Pace(sender=nodes[at_], receiver=nodes[to], mb_per_s=rate, ahead_s=ahead, trip_s=trip)
             for at_, answer in sorted(answers.items())
@@ -241,6 +243,6 @@ def _bad_nodes(probed: Collection[tuple[int, int]], bad: Collection[tuple[int, i
 
     Of a pair alone nobody can say which of its nodes fails.
     """
-    numbers = {number for pair in probed for number in pair}
-    own = {number: [pair for pair in probed if number in pair] for number in numbers}
-    return {number for number, pairs in own.items() if len(pairs) > 1 and all(pair in bad for pair in pairs)}
+    num_probed = Counter(number for pair in probed for number in pair)
+    num_bad = Counter(number for pair in bad for number in pair)
+    return {number for number, num in num_probed.items() if num > 1 and num_bad[number] == num}
