@@ -82,9 +82,10 @@ def _sorted(rows: Sequence[PointRow], by: str, *, is_reversed: bool) -> list[Poi
             reverse=is_reversed,
         )
     else:
-        listed = [ListedRun(row.status, {}) for row in begun.values() if row.status is not None]
+        listed = [ListedRun(row.status) for row in begun.values() if row.status is not None]
         ordered = [begun[one.status.run] for one in sort_runs(listed, by, is_reversed=is_reversed)]
-    return [*ordered, *(row for row in rows if row not in ordered)]
+    are_ordered = {row.point.name for row in ordered}
+    return [*ordered, *(row for row in rows if row.point.name not in are_ordered)]
 
 
 def _cells(row: PointRow, keys: Sequence[str]) -> tuple[str, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, get_args
 
 from ddp_hpc.base.errors import ConfigError
@@ -32,8 +34,11 @@ class ListedRun:
     """A run's status, and its configuration."""
 
     status: RunStatus
-    values: Mapping[str, Any]
-    """Key -> value; empty if the configuration cannot be read."""
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """Key -> value; empty if the configuration cannot be read. Reading it takes longer than all else of a run."""
+        return config_values(RunDir(Path(self.status.path)))
 
 
 def config_values(run: RunDir) -> dict[str, Any]:

@@ -105,3 +105,18 @@ def test_a_secret_that_differs_is_no_column_to_read(tmp_path: Path, capsys: pyte
     printed = capsys.readouterr().out
     assert "env.HF_TOKEN" in printed
     assert "secret-of" not in printed
+
+
+@pytest.mark.parametrize(
+    "words", [("--sort", "loss"), ("--filter", "state=finished"), ("--sort", "accuracy", "--json")]
+)
+def test_a_column_and_a_state_are_compared_without_reading_a_configuration(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr("ddp_hpc.watch.compare.load_resolved", read.append)
+
+    assert main([*LISTED, *words]) == 0
+
+    assert "a" in capsys.readouterr().out
+    assert read == []

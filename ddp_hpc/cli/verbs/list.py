@@ -153,16 +153,14 @@ def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[
     """Return the runs that match the filters, sorted as the user asks, each with its values of the keys that differ."""
     from ddp_hpc.base.discretion import is_key_shown
     from ddp_hpc.run.config import HIDDEN  # late: what compares runs reads configurations
-    from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys, filter_runs, sort_runs
+    from ddp_hpc.watch.compare import ListedRun, differing_keys, filter_runs, sort_runs
 
-    runs = filter_runs(
-        [ListedRun(status, config_values(RunDir(Path(status.path)))) for status in statuses], args.filter
-    )
+    runs = filter_runs([ListedRun(status) for status in statuses], args.filter)
     if args.sort:
         runs = sort_runs(runs, args.sort, is_reversed=args.reverse)
     elif args.reverse:
         runs.reverse()
-    names = differing_keys(runs)
+    names = differing_keys(runs) if args.keys else []
     shown = [
         {name: one if is_key_shown(name, one := run.values.get(name)) else HIDDEN for name in names} for run in runs
     ]

@@ -194,15 +194,16 @@ def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> RunFailure 
 
 def _against(run: RunData, other: RunDir, now: float) -> Against:
     """Return another run beside this one, and what differs."""
-    beside, others = read_status(other, now=now), config_values(other)
-    keys = differing_keys([ListedRun(run.status, run.values), ListedRun(beside, others)])
+    beside = read_status(other, now=now)
+    listed = ListedRun(beside)
+    keys = differing_keys([ListedRun(run.status), listed])
     theirs = _of_each([one.attempt for one in Ledger.read(other).attempts], partial(_environment, other))
     newest = [found[max(found)] for found in (theirs, run.environments) if found]
     return Against(
         name=other.name if other.name != run.path.name else str(other.path),
         loss=beside.loss,
         step=beside.step,
-        differences=[KeyDifference(key=key, here=_shown(key, run.values), there=_shown(key, others)) for key in keys],
+        differences=[KeyDifference(key=key, here=_shown(key, run.values), there=_shown(key, listed.values)) for key in keys],
         environment=[*differences(*newest)] if len(newest) == 2 else [],
         series=read_series(other),
     )
