@@ -20,6 +20,7 @@ MOST_BYTES = 64 << 20
 MOST_BYTES_OF_LINES = 2 << 30
 """Of a record that is read line by line."""
 _LONG_NUMBER = re.compile(r"\d{19}")
+_BLOCK = 1 << 20
 _LONGEST_LINE = 16 << 20
 """Bytes; our lines are shorter."""
 _KINDS = (
@@ -83,7 +84,7 @@ def readers(folder: Path) -> int:
     return folder.stat().st_mode & 0o055
 
 
-def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool = False) -> None:
+def replace_text(path: Path, text: str | bytes, *, durable: bool = True, is_secret: bool = False) -> None:
     """Replace the file at `path` with `text`, atomically.
 
     With `durable`, wait until the text is on disk. With `is_secret`, only the owner may read it.
@@ -96,11 +97,11 @@ def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool
     # else the rename itself may be lost.
     beside = scratch_path(path)
     try:
-        with named(path), open_private(beside, "x") as file:
+        with named(path), open_private(beside, "xb") as file:
             if is_secret:
                 with suppress(OSError):  # a file system without permissions
                     os.fchmod(file.fileno(), 0o600)
-            file.write(text)
+            file.write(text.encode() if isinstance(text, str) else text)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -268,6 +269,22 @@ def lines_of(path: Path) -> Iterator[bytes]:
         while raw := file.readline(_LONGEST_LINE):
             if raw != b"\n":
                 yield raw
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield where each line of a file begins, and the line with its end, the last one first; raises what `lines_of` raises."""
+    with open_record(path, most_bytes=MOST_BYTES_OF_LINES) as file, named(path):
+        begin, rest = file.seek(0, os.SEEK_END), b""
+        while begin:
+            begin, end = max(0, begin - _BLOCK), begin
+            file.seek(begin)
+            text = file.read(end - begin) + rest
+            # What stands before the first line break belongs to a line that begins before this block.
+            head = 0 if not begin or len(text) > _LONGEST_LINE else text.find(b"\n") + 1 or len(text)
+            at, rest = begin + len(text), text[:head]
+            for raw in reversed(text[head:].splitlines(keepends=True)):
+                at -= len(raw)
+                yield at, raw
 
 
 def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, Any]]:

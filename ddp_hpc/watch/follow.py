@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddp_hpc.base.durable import json_line
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -41,7 +42,8 @@ def follow(
         # The status is read before the metrics, so that the last update has all evaluations. `patiently` retries while the
         # file system does not answer.
         status = patiently(str(run.path), lambda: read_status(run, now=clock(), ask=ask, files=files))
-        lines = patiently(str(run.metrics), metrics.new_lines)
+        raws = patiently(str(run.metrics), metrics.new_raw_lines)
+        lines = (json_line(raw) or {} for raw in raws if b'"eval"' in raw)
         evaluations = [line for line in lines if _is_evaluation(line) and line["at"] > seen_until]
         seen_until = max([seen_until, *(line["at"] for line in evaluations)])
         yield FollowUpdate(status, evaluations)

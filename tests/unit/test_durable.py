@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.base import durable
 from ddp_hpc.base.durable import append_json_line, output_at, read_json, read_json_lines, replace_text
 from ddp_hpc.base.errors import ConfigError
 
@@ -138,3 +139,17 @@ def test_an_object_is_read_or_there_is_none(text: str | None, record: dict[str, 
 
 def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
     assert list(read_json_lines(tmp_path / "nowhere")) == []
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
+@pytest.mark.parametrize("text", [b"", b"\n", b"a", b"a\n", b"a\n\nbcd\nefghijklmnop\nq", b"\n\n", b"abc\ndefgh\n"])
+def test_lines_come_from_the_end_with_their_places(
+    text: bytes, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "_BLOCK", block)
+    (tmp_path / "lines").write_bytes(text)
+
+    found = list(durable.lines_from_end(tmp_path / "lines"))
+
+    assert [raw for _, raw in found] == text.splitlines(keepends=True)[::-1]
+    assert all(text[at:].startswith(raw) for at, raw in found)

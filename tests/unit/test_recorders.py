@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, cast
 import pytest
 
 from ddp_hpc.base import processes
+from ddp_hpc.base.durable import json_line
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import STOPPED
 from ddp_hpc.base.shown_text import secret_values
@@ -25,7 +27,7 @@ from ddp_hpc.launch.submission.run_dir_setup import refuse_missing_recorders
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import LogSpec, RunSpec, SlurmSpec
 from ddp_hpc.train import worker
-from ddp_hpc.train.recording import to_tensorboard
+from ddp_hpc.train.recording import metrics_file, to_tensorboard
 from ddp_hpc.train.recording.follower import follow, shown, take_alone
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from ddp_hpc.train.recording.recorders import (
@@ -385,3 +387,25 @@ def test_nan_reaches_tensorboard(tmp_path: Path) -> None:
     ((step, value),) = events_of(run)["train/loss"]
     assert step == 1
     assert math.isnan(value)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_resume_reads_few_of_many_lines(cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_lines, run = 100_000, make_run(tmp_path, "long")
+    rows = [line(1, "eval", accuracy=0.5), *(line(step) for step in range(1, num_lines))]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read: list[bytes] = []
+    monkeypatch.setattr(metrics_file, "json_line", lambda raw: (read.append(raw), json_line(raw))[1])
+    tracemalloc.start()
+    try:
+        file = MetricsFile(run)
+        newest = file.open(num_lines - 10 if cut else num_lines)
+        file.close()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert {one["kind"]: one["step"] for one in newest} == {"train": num_lines - (10 if cut else 1), "eval": 1}
+    assert len(read) < 20
+    assert peak < 2 * run.metrics.stat().st_size
+    assert len(run.metrics.read_text().splitlines()) == num_lines - (9 if cut else 0)

@@ -10,12 +10,14 @@ from typing import IO, Any
 
 import msgspec
 
-from ddp_hpc.base.durable import open_private, read_json_lines, replace_text
+from ddp_hpc.base.durable import json_line, lines_from_end, open_private, open_record, replace_text
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.run.run_dir.paths import RunDir
 
 MOST_WAITING_BYTES = 8 << 20
 """So much is kept in memory while the disk takes nothing: about 60,000 lines."""
+
+_KINDS = frozenset({"train", "eval"})
 
 
 class MetricsFile:
@@ -29,16 +31,37 @@ class MetricsFile:
         self._num_lost = 0
 
     def open(self, step: int) -> list[dict[str, Any]]:
-        """Move the lines after `step`, whose steps will be repeated, to another file; return those that are left."""
-        text = patiently(str(self._run.metrics), self._read)
-        lines = list(read_json_lines(self._run.metrics)) if text else []
-        kept = [line for line in lines if _step_of(line) <= step]
-        if _as_lines(kept) != text:
-            if len(kept) < len(lines):  # otherwise only an incomplete line is removed
-                self._set_aside([line for line in lines if _step_of(line) > step])
-            replace_text(self._run.metrics, _as_lines(kept))
+        """Move the lines after `step`, whose steps will be repeated, to another file; return the newest of each kind before them."""
+        end, after, newest = patiently(str(self._run.metrics), lambda: self._split(step))
+        if end is not None:
+            if after:  # otherwise only an incomplete line is removed
+                self._set_aside(after)
+            with open_record(self._run.metrics) as file:
+                replace_text(self._run.metrics, file.read(end))
         self._file = open_private(self._run.metrics, "ab", buffering=0)
-        return kept
+        return newest
+
+    def _split(self, step: int) -> tuple[int | None, list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return where the lines after `step` begin, if there are any, these lines, and the newest ones before them.
+
+        Steps grow, so it reads from the end: a long run has a million lines.
+        """
+        end: int | None = None
+        after: list[dict[str, Any]] = []
+        newest: dict[str, dict[str, Any]] = {}
+        with suppress(FileNotFoundError):
+            for at, raw in lines_from_end(self._run.metrics):
+                if newest and not any(f'"{kind}"'.encode() in raw for kind in _KINDS - newest.keys()):
+                    continue
+                line = json_line(raw) if raw.endswith(b"\n") else None
+                if line is not None and _step_of(line) <= step:
+                    newest.setdefault(str(line.get("kind")), line)
+                elif not newest:
+                    end = at
+                    after += [] if line is None else [line]
+                if newest.keys() >= _KINDS:
+                    break
+        return end, after[::-1], [*newest.values()]
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line, after those that wait since an earlier error.
@@ -75,12 +98,6 @@ class MetricsFile:
             if not num_written:  # a file system in user space may answer so, again and again
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run.metrics))
             del self._waiting[:num_written]
-
-    def _read(self) -> str:
-        try:
-            return self._run.metrics.read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return ""
 
     def _set_aside(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Keep the lines of steps that will be repeated, in case they never are."""

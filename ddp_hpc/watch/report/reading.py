@@ -203,7 +203,9 @@ def _against(run: RunData, other: RunDir, now: float) -> Against:
         name=other.name if other.name != run.path.name else str(other.path),
         loss=beside.loss,
         step=beside.step,
-        differences=[KeyDifference(key=key, here=_shown(key, run.values), there=_shown(key, listed.values)) for key in keys],
+        differences=[
+            KeyDifference(key=key, here=_shown(key, run.values), there=_shown(key, listed.values)) for key in keys
+        ],
         environment=[*differences(*newest)] if len(newest) == 2 else [],
         series=read_series(other),
     )
