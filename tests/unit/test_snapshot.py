@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -369,3 +370,26 @@ def test_going_back_to_earlier_code_leads_to_its_first_copy(tmp_path: Path, run:
     assert taken[0] == taken[2] == run.snapshot.resolve()
     assert (run.snapshot / "net.py").read_text() == "one"
     assert len(list(run.snapshots.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda repo: os.chown(repo, 12345, 12345), "dubious ownership"),
+        (lambda repo: (repo / ".git/index").write_bytes(b"DIRC, but no more"), "index"),
+        (lambda repo: (repo / ".git/config").write_text("[core\n"), "bad config"),
+        (lambda repo: (repo / ".git/config").write_text("[core]\nrepositoryformatversion = 99\n"), "version"),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives the repository to another user")
+def test_a_repository_that_git_refuses_is_refused_with_gits_words(
+    damage: Callable[[Path], object], said: str, tmp_path: Path, run: RunDir
+) -> None:
+    repo = commit(tmp_path / "repo", "train.py", ".conf/a.yaml")
+    damage(repo)
+
+    with pytest.raises(ConfigError, match=r"git refuses this repository:\n.*") as refused:
+        take_snapshot(repo, run, max_bytes=MB)
+
+    assert said in str(refused.value)
+    assert "snapshot.enabled=false" in str(refused.value)

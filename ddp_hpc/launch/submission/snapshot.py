@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -79,8 +80,8 @@ def take_snapshot(
         files = [_look(source, name) for name in sorted(names) if _is_there(source / name)]
         digest = xxhash.xxh3_128_hexdigest(json.dumps([asdict(file) for file in files]).encode())
         target = run.snapshots / digest
-        commit = (_git(source, "rev-parse", "HEAD") or "").strip() or None
-        is_dirty = bool(_git(source, "status", "--porcelain"))
+        commit = (_git(source, "rev-parse", "HEAD", may_fail=True) or "").strip() or None
+        is_dirty = bool(_git(source, "status", "--porcelain", may_fail=True))
         if not target.exists():
             _publish(source, files, target, {"source": str(source), "commit": commit, "is_dirty": is_dirty})
         if needed is not None:
@@ -247,9 +248,16 @@ _WITHOUT_COMMANDS = (
 )
 """A repository's own configuration can name commands; a copy of its code must not run them."""
 
+_NO_WORK_TREE = re.compile(r"not a git repository \(or any|must be run in a work tree")
+_NO_PROGRAM = 127
 
-def _git(folder: Path, *words: str) -> str | None:
-    """Return what git says about a directory; None where it is not a work tree, or this host has no git."""
+
+def _git(folder: Path, *words: str, may_fail: bool = False) -> str | None:
+    """Return what git says about a directory; None where it is not a work tree, or this host has no git.
+
+    Raises:
+        ConfigError: where git refuses a repository that is there: the copy would hold other files than git's.
+    """
     # git looks for a repository in these places, and each of its processes takes 4 ms. A repository may also be the directory
     # itself, with `core.worktree`: then it has a HEAD.
     places = [folder.absolute(), *folder.absolute().parents, *folder.resolve().parents]
@@ -257,7 +265,7 @@ def _git(folder: Path, *words: str) -> str | None:
         return None
     # Of what is asked here, `status` alone reads files through filters.
     without_filters = _without_filters(folder) if words[0] == "status" else []
-    return _asked(folder, *_WITHOUT_COMMANDS, *without_filters, *words)
+    return _asked(folder, *_WITHOUT_COMMANDS, *without_filters, *words, may_fail=may_fail)
 
 
 def _without_filters(folder: Path) -> list[str]:
@@ -270,11 +278,17 @@ def _without_filters(folder: Path) -> list[str]:
     return [word for name in sorted(names) for key, value in values.items() for word in ("-c", f"{name}.{key}={value}")]
 
 
-def _asked(folder: Path, *words: str) -> str | None:
+def _asked(folder: Path, *words: str, may_fail: bool = True) -> str | None:
     unset = [f"--unset={name}" for name in _REDIRECTING]
-    argv = ["env", *unset, "GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "git", "-C", str(folder), *words]
+    argv = ["env", *unset, "GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "LC_ALL=C", "git", "-C", str(folder), *words]
     try:
         done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError:
         return None
+    said = done.stderr.decode(errors="replace").strip()
+    if done.returncode not in {0, _NO_PROGRAM} and not may_fail and not _NO_WORK_TREE.search(said):
+        raise ConfigError(
+            f"The job's copy of the code in {folder} is made of the files that git lists, but git refuses this repository:\n{said}\n"
+            "Do what git says and submit again, or set `snapshot.enabled=false`, so that the job imports the code from its own directory."
+        )
     return os.fsdecode(done.stdout) if done.returncode == 0 else None
