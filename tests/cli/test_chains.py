@@ -203,3 +203,19 @@ def test_a_run_that_waits_by_after_names_the_run_and_says_when_it_will_never_sta
     record_start(run, attempt=0, job_id="11")
     record_end(run, attempt=0, ending=Ending.STOPPED, exit_code=99)
     assert reason("DependencyNeverSatisfied").startswith("first was stopped, so this job will never start; cancel it")
+
+
+@pytest.mark.parametrize("state", ["PENDING", "CANCELLED"])
+def test_a_wait_ends_with_the_reason_where_the_job_will_never_start(
+    state: str, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = f"echo 'JobId=11 JobName=x UserId=ada(1) JobState={state} Reason=DependencyNeverSatisfied Command=x'"
+    slurm.has("scontrol", f'case "$*" in *"show job"*) {told};; esac')
+    monkeypatch.setattr("ddp_hpc.launch.submission.slurm._ASK_S", (0.0, 0.0))
+    one = ("resources.workers_per_node=1", "slurm.dependency=afterok:7", "--cluster", "slurm", "--wait")
+
+    assert main(["submit", "name=then", *one, "--", "python", "evaluate.py", "export"]) == 1
+
+    assert "another job, which this one needs, failed, so this job will never start" in capsys.readouterr().err
+    script = next(Path("runs/then").rglob("*.sbatch")).read_text()
+    assert "#SBATCH --kill-on-invalid-dep=yes" in script

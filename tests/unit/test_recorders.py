@@ -395,7 +395,12 @@ def test_a_resume_reads_few_of_many_lines(cut: bool, tmp_path: Path, monkeypatch
     rows = [line(1, "eval", accuracy=0.5), *(line(step) for step in range(1, num_lines))]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     read: list[bytes] = []
-    monkeypatch.setattr(metrics_file, "json_line", lambda raw: (read.append(raw), json_line(raw))[1])
+
+    def counted(raw: bytes) -> dict[str, Any] | None:
+        read.append(raw)
+        return json_line(raw)
+
+    monkeypatch.setattr(metrics_file, "json_line", counted)
     tracemalloc.start()
     try:
         file = MetricsFile(run)

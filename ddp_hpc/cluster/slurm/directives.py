@@ -72,6 +72,8 @@ def _options(spec: LaunchSpec, run: RunDir, chdir: Path, cpus_per_worker: int) -
     for key in _NAMED:
         if getattr(slurm, key) is not None:
             yield key.replace("_", "-"), getattr(slurm, key)
+    if slurm.dependency and "kill_on_invalid_dep" not in slurm.extra:
+        yield "kill-on-invalid-dep", "yes"  # else a job whose dependency has failed stays in the queue for ever
     yield "chdir", chdir
     # Slurm replaces patterns such as `%j` in this path ("filename pattern" in https://slurm.schedmd.com/sbatch.html).
     yield "output", str(run.console).replace("%", "%%")

@@ -102,6 +102,8 @@ _HELD_AFTER_FAILURE = (
 )
 _NODE_MISSING = "the job waits for a node that is down, drained or reserved, for instance for maintenance"
 
+NEVER_STARTS = "dependencyneversatisfied"
+
 _REASONS: dict[str, str] = {
     "": "",
     "none": "",
@@ -111,7 +113,7 @@ _REASONS: dict[str, str] = {
     "cleaning": "the job waits until Slurm has cleaned up after its previous start",
     "begintime": "the job's earliest start time has not come yet; after a requeue, Slurm waits a minute or two",
     "dependency": "the job waits for the end of a job that it depends on",
-    "dependencyneversatisfied": "another job, which this one needs, failed, so this job will never start; cancel it, and submit again",
+    NEVER_STARTS: "another job, which this one needs, failed, so this job will never start; cancel it, and submit again",
     "joblocked": "the job waits for the end of a job that it depends on",
     "arraytasklimit": "the job waits until fewer tasks of its array run than the limit allows (`%` in `--array`)",
     "jobarraytasklimit": "the job waits until fewer tasks of its array run than the limit allows (`%` in `--array`)",

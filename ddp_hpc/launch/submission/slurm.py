@@ -349,6 +349,8 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
         job = client.job(queued.job_id, environ)
     except SlurmUnavailableError:
         return  # Slurm may answer again soon; the job continues meanwhile
+    if job is not None and job.reason.lower() == states.NEVER_STARTS:
+        raise WorkerError(f"Job {queued.job_id} of {run.name} never starts: {states.explain_reason(job.reason)}.")
     if job is not None and not states.has_ended(job.state):
         hasten_job(run, queued, job, environ)
         return
