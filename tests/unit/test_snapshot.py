@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -393,3 +394,17 @@ def test_a_repository_that_git_refuses_is_refused_with_gits_words(
 
     assert said in str(refused.value)
     assert "snapshot.enabled=false" in str(refused.value)
+
+
+def test_a_large_file_is_copied_with_little_memory(tmp_path: Path, run: RunDir) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/large.py").write_bytes(bytes(64 * MB))
+    tracemalloc.start()
+    try:
+        taken = take_snapshot(tmp_path / "code", run, max_bytes=100 * MB)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 16 * MB
+    assert (taken.path / "large.py").stat().st_size == 64 * MB

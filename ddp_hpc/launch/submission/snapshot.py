@@ -198,9 +198,12 @@ def _look(source: Path, name: str) -> _File:
     path = source / name
     if path.is_symlink():
         return _File(name, 0, str(path.readlink()), "")
-    content = path.read_bytes()
-    mode = "x" if os.access(path, os.X_OK) else "-"
-    return _File(name, len(content), None, mode + xxhash.xxh3_128_hexdigest(content))
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            size += len(block)
+    return _File(name, size, None, ("x" if os.access(path, os.X_OK) else "-") + digest.hexdigest())
 
 
 def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str, object]) -> None:
