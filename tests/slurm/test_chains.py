@@ -55,7 +55,7 @@ def test_a_run_waits_for_the_end_of_another_over_its_requeue_and_a_third_for_its
     told = (login.folder / "told.txt").read_text().splitlines()
     assert told == [f"start running {job.job_id}", f"end finished {job.job_id}"], "two attempts, one start"
     assert Ledger.read(login.run("else")).newest is None
-    assert login.type("cancel", "else").returncode == 0
+    login.cluster.wait_for(lambda: "else" not in login.cluster.run("squeue", "-h", "-o", "%j").stdout, 60)
 
     late = login.type("submit", "digits.yaml", "name=late", "--cluster", "slurm", "--after", "first:notok", *one, *few)
     assert late.returncode == 2

@@ -408,3 +408,13 @@ def test_a_large_file_is_copied_with_little_memory(tmp_path: Path, run: RunDir) 
 
     assert peak < 16 * MB
     assert (taken.path / "large.py").stat().st_size == 64 * MB
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives the repository to another user")
+def test_an_own_directory_below_a_repository_of_another_user_is_copied_without_git(tmp_path: Path, run: RunDir) -> None:
+    repo = commit(tmp_path / "repo", "theirs.py")
+    (repo / "mine").mkdir()
+    (repo / "mine/train.py").touch()
+    os.chown(repo, 12345, 12345)
+
+    assert names(take_snapshot(repo / "mine", run, max_bytes=MB)) == {"train.py"}

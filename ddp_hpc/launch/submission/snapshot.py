@@ -264,8 +264,11 @@ def _git(folder: Path, *words: str, may_fail: bool = False) -> str | None:
     # git looks for a repository in these places, and each of its processes takes 4 ms. A repository may also be the directory
     # itself, with `core.worktree`: then it has a HEAD.
     places = [folder.absolute(), *folder.absolute().parents, *folder.resolve().parents]
-    if not any(os.path.lexists(place / name) for place in places for name in (".git", "HEAD")):
+    top = next((place for place in places if any(os.path.lexists(place / name) for name in (".git", "HEAD"))), None)
+    if top is None:
         return None
+    # A user's own directory may lie below another user's repository, and be no part of it.
+    may_fail = may_fail or folder.stat().st_uid != top.stat().st_uid
     # Of what is asked here, `status` alone reads files through filters.
     without_filters = _without_filters(folder) if words[0] == "status" else []
     return _asked(folder, *_WITHOUT_COMMANDS, *without_filters, *words, may_fail=may_fail)
