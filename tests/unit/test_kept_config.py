@@ -19,6 +19,7 @@ SINCE_THEN = {
     "script",
     "notify",
     "integrity",
+    "slurm.gpu_option",
     "debug",
     "preflight",
     "log.recorders",

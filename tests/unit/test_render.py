@@ -104,6 +104,49 @@ def test_what_another_key_sets_is_refused_in_either_spelling(extra: dict[str, An
     assert f"slurm.extra.{next(iter(extra)).replace('-', '_')}" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("option", "extra", "sent"),
+    [
+        ("gpus-per-node", {}, {"gpus-per-node": "a100:4"}),
+        ("gres", {}, {"gres": "gpu:a100:4"}),
+        ("gpus-per-node", {"gres": "nvme:1", "gpu_bind": "none"}, {"gpus-per-node": "a100:4", "gres": "nvme:1"}),
+    ],
+)
+def test_a_site_chooses_the_one_option_that_asks_for_gpus(
+    option: str, extra: dict[str, str], sent: dict[str, str]
+) -> None:
+    found = options(make_spec(gpus_per_node=4, gpu_type="a100", slurm={"gpu_option": option, "extra": extra}))
+
+    assert {flag: found[flag] for flag in found if flag in {"gres", "gpus-per-node", "gpus"}} == sent
+
+
+@pytest.mark.parametrize("extra", [{}, {"gres": "gpu:2"}, {"gpus": 2}])
+def test_a_site_of_whole_nodes_is_asked_for_no_gpus_but_by_the_users_own_option(extra: dict[str, Any]) -> None:
+    found = options(make_spec(gpus_per_node=2, slurm={"gpu_option": "none", "extra": extra}))
+
+    assert (found["ntasks-per-node"], "mem" in found) == ("2", False)
+    assert {flag for flag in found if "gpu" in flag or "gres" in flag} == set(extra)
+
+
+@pytest.mark.parametrize("option", ["gpus-per-node", "gres"])
+@pytest.mark.parametrize(
+    "extra",
+    [{"gres": "gpu:4"}, {"gres": "nvme:1,gpu:a100:4"}, {"gpus": 4}, {"gpus_per_task": 1}, {"gpus-per-socket": 2},
+     {"tres_per_node": "gres/gpu:4"}, {"tres_per_task": "gres:gpu:1"}],
+    ids=lambda extra: "-".join(map(str, *extra.items())),
+)  # fmt: skip
+def test_two_options_that_ask_for_gpus_are_refused(option: str, extra: dict[str, Any]) -> None:
+    spec = make_spec(gpus_per_node=4, slurm={"gpu_option": option, "extra": extra})
+
+    with pytest.raises(ConfigError, match=r"or set `slurm\.gpu_option=none`, which leaves the request to it"):
+        options(spec)
+
+
+def test_a_type_that_no_option_can_say_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Set `resources\.gpu_type=null`"):
+        options(make_spec(gpus_per_node=4, gpu_type="a100", slurm={"gpu_option": "none"}))
+
+
 @pytest.mark.parametrize("flag", ["time", "gpus_per_node"])
 def test_what_no_other_key_sets_is_taken_as_extra(flag: str) -> None:
     assert options(make_spec(slurm={"extra": {flag: "5"}}))[flag.replace("_", "-")] == "5"

@@ -81,6 +81,11 @@ POLICY = (
             ["partition long (2 nodes)"],
         ),
         (
+            "sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification",
+            spec(gpus_per_node=4),
+            ["4 GPUs each, by `--gpus-per-node`", "16 GPUs in partition batch", "`slurm.gpu_option=none`"],
+        ),
+        (
             "sbatch: error: Memory specification can not be satisfied",
             spec(mem_gb=9000),
             ["9000 GiB each"],
@@ -117,6 +122,7 @@ POLICY = (
         "no prefix",
         "size",
         "nodes",
+        "GPUs",
         "memory",
         "memory of a task",
         "time",

@@ -14,7 +14,7 @@ from ddp_hpc.cluster.machine.gpus import Gpu
 from ddp_hpc.cluster.slurm.queries import NodeShape
 from ddp_hpc.launch.submission.unset import FilledIn, choose_gpus, fill_unset, share_cpus_by_gpus
 from ddp_hpc.run.config import Overlay, resolve
-from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, ScriptSpec
+from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, ScriptSpec, SlurmSpec
 
 
 def spec(*, is_script: bool = False, **resources: Any) -> RunSpec:
@@ -133,6 +133,12 @@ def test_gpu_workers_on_slurm_share_the_cpus_by_the_gpus(
     resources: dict[str, Any], partition: str, each: int | None
 ) -> None:
     assert share_cpus_by_gpus(spec(**resources), partition, SHAPES).resources.get("cpus_per_worker") == each
+
+
+def test_gpu_workers_share_all_cpus_of_a_whole_node_whose_gpus_slurm_does_not_count() -> None:
+    asked = replace(spec(gpus_per_node=4), slurm=SlurmSpec(gpu_option="none"))
+
+    assert share_cpus_by_gpus(asked, "cpu", SHAPES).resources == {"cpus_per_worker": 32}
 
 
 def test_the_share_of_the_cpus_is_in_the_configuration_with_its_source_and_is_told(

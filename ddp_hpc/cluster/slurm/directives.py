@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ _NAMED = (
 )
 """Keys of the section `slurm` that are sbatch options of the same name."""
 _MEMORY_FLAGS = ("mem", "mem-per-cpu", "mem-per-gpu")
+_GPU_FLAG, _GRES_FLAG = re.compile(r"gpus(-per-(node|socket|task))?"), re.compile(r"gres|tres-per-\w+")
+_GPUS_IN_GRES = re.compile(r"\bgpu\b")
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,10 @@ def directives(spec: LaunchSpec, run: RunDir, *, chdir: Path, cpus_per_worker: i
     """Return the options that a run's job is submitted with.
 
     Raises:
-        ConfigError: if `slurm.extra` sets an option that another key sets.
+        ConfigError: if `slurm.extra` sets an option that another key sets, or a GPU's type is asked for and no option says it.
     """
     _refuse_two_memories(spec)
+    _refuse_two_gpu_options(spec)
     made = [
         Directive(flag, None if value is True else str(value))
         for flag, value in _options(spec, run, chdir, cpus_per_worker)
@@ -63,8 +67,9 @@ def _options(spec: LaunchSpec, run: RunDir, chdir: Path, cpus_per_worker: int) -
     yield "cpus-per-task", cpus_per_worker
     # GPUs by the node: with `--gpus-per-task`, a rank would see its own GPU alone, and NCCL could not use direct transfers
     # between the GPUs of a node: https://slurm.schedmd.com/gres.html#Running_Jobs
-    if resources.gpus_per_node:
-        yield "gpus-per-node", ":".join(filter(None, [resources.gpu_type, str(resources.gpus_per_node)]))
+    if resources.gpus_per_node and slurm.gpu_option != "none":
+        kind = "gpu" if slurm.gpu_option == "gres" else None
+        yield slurm.gpu_option, ":".join(filter(None, [kind, resources.gpu_type, str(resources.gpus_per_node)]))
     if resources.mem_gb is not None or (spec.mem_gb is not None and not _memory_flags(spec)):
         yield "mem", f"{spec.mem_gb}G"
     if resources.time_limit_min is not None:
@@ -80,16 +85,18 @@ def _options(spec: LaunchSpec, run: RunDir, chdir: Path, cpus_per_worker: int) -
     yield "open-mode", "append"
     yield "signal", f"{'B:' if slurm.signal_to == 'batch' else ''}{STOP_SIGNAL}@{slurm.signal_lead_s}"
     yield ("requeue" if slurm.requeue else "no-requeue"), True
-    for key, value in slurm.extra.items():
-        if value is not False and value is not None:
-            yield key.replace("_", "-"), value
+    yield from _extra(spec)
+
+
+def _extra(spec: LaunchSpec) -> list[tuple[str, object]]:
+    """Return the flags of `slurm.extra`, as sbatch writes them, and their values."""
+    extra = spec.slurm.extra.items()
+    return [(key.replace("_", "-"), value) for key, value in extra if value is not False and value is not None]
 
 
 def _memory_flags(spec: LaunchSpec) -> list[str]:
     """Return the flags in `slurm.extra` that ask for memory. sbatch takes only one of them, and none beside `--mem`."""
-    asked = {
-        key.replace("_", "-") for key, value in spec.slurm.extra.items() if value is not False and value is not None
-    }
+    asked = dict(_extra(spec))
     return [flag for flag in _MEMORY_FLAGS if flag in asked]
 
 
@@ -101,6 +108,22 @@ def _refuse_two_memories(spec: LaunchSpec) -> None:
             f"{' and '.join(f'`{key}`' for key in keys)} are set, but sbatch takes one amount of memory: for each node, "
             "for each CPU or for each GPU. Keep one of them."
         )
+
+
+def _refuse_two_gpu_options(spec: LaunchSpec) -> None:
+    """Refuse a flag of `slurm.extra` that asks for GPUs where another option does, and a type that no option says."""
+    resources, option = spec.resources, spec.slurm.gpu_option
+    if option == "none" and resources.gpu_type:
+        raise ConfigError(
+            f"`resources.gpu_type` is {resources.gpu_type!r}, but `slurm.gpu_option` is 'none', so the job asks Slurm for no GPU. Set "
+            "`resources.gpu_type=null`, and choose the nodes with `slurm.partition` or `slurm.constraint`."
+        )
+    for flag, value in _extra(spec) if resources.num_gpus and option != "none" else ():
+        if _GPU_FLAG.fullmatch(flag) or (_GRES_FLAG.fullmatch(flag) and _GPUS_IN_GRES.search(str(value))):
+            raise ConfigError(
+                f"`slurm.extra.{flag.replace('-', '_')}` asks for GPUs, and `resources.gpus_per_node` does so by `--{option}`. Remove the "
+                "first, or set `slurm.gpu_option=none`, which leaves the request to it."
+            )
 
 
 def _refuse_duplicates(made: list[Directive]) -> None:

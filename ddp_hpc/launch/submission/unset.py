@@ -216,6 +216,8 @@ def _cpus_on_slurm(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, 
 def share_cpus_by_gpus(spec: RunSpec, partition: str, shapes: Sequence[NodeShape]) -> FilledIn:
     """Return a worker's share of the CPUs that come with its GPUs: a node's CPUs divided by its GPUs, where that is more than without."""
     resources = spec.resources
+    if spec.slurm.gpu_option == "none":  # a whole node, whose GPUs Slurm does not count
+        shapes = [replace(shape, num_gpus=resources.num_gpus, gpu_type=None) for shape in shapes]
     fitting = [
         shape
         for shape in shapes

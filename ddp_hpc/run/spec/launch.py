@@ -124,6 +124,9 @@ class SlurmSpec(Checked, section="slurm"):
     """`--signal`: how many seconds before the time limit Slurm asks the run to commit a checkpoint and exit."""
     signal_to: Literal["steps", "batch"] = "steps"
     """Who gets the signal of `slurm.signal_lead_s`: the job's steps, or the batch shell alone (`--signal=B:...`), which some sites require."""
+    gpu_option: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How the job asks for `resources.gpus_per_node`: by `--gpus-per-node`, by `--gres=gpu`, or `none`, on sites that give whole nodes
+    and do not count GPUs."""
     hasten: Literal["auto", "never"] = "auto"
     """Whether `submit --wait` and `--follow` start a requeued job before Slurm's delay is over: `auto`, yes; `never`, only
     `ddp-hpc requeue --now` does."""

@@ -155,6 +155,8 @@ def _slurm(found: Survey) -> Iterator[str]:
         yield f"# partition: {found.partitions[0].name}  # Slurm has no default partition: name one"
     if found.accounts:
         yield f"# account: {found.accounts[0].partition(' ')[0]}  # your accounts: {'; '.join(found.accounts)}"
+    if not any(one.num_gpus for one in found.shapes):
+        yield "# gpu_option: none  # Slurm lists no GPUs here; if nodes have some, it gives whole nodes and no option asks for them"
     if found.has_modules:
         yield "# modules: [...]  # modules that the job's Python or container runtime needs"
 

@@ -45,6 +45,15 @@ def _size(spec: RunSpec, cluster: Cluster) -> str:
     )
 
 
+def _gpus(spec: RunSpec, cluster: Cluster) -> str:
+    chosen = chosen_partition(spec, cluster.partitions)
+    has = f"; Slurm lists {_counted(chosen.num_gpus, 'GPU')} in partition {chosen.name}" if chosen else ""
+    return (
+        f"The run asks for {asked(spec)}, by `--{spec.slurm.gpu_option}` (`slurm.gpu_option`){has}. Correct `resources.gpu_type` or `slurm.partition`; "
+        "where the site takes `--gres` only, set `slurm.gpu_option=gres`; where it gives whole nodes and counts no GPUs, `slurm.gpu_option=none`."
+    )
+
+
 def _time(spec: RunSpec, cluster: Cluster) -> str:
     chosen = chosen_partition(spec, cluster.partitions)
     most = f"; {chosen.name} allows {chosen.max_time_min:.0f} min" if chosen and chosen.max_time_min else ""
@@ -79,6 +88,7 @@ _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
     r"invalid account|invalid qos|account/partition combination": _account,
     r"accounting/QOS policy": _policy,  # it goes on: "(job submit limit, user's size and/or time limits)"
     r"time limit": _time,
+    r"generic resource": _gpus,
     r"node configuration is not available|node count|more processors|memory (specification|required)|nodes? .*not available": _size,
     r"QOS|policy|limit": _policy,
 }
