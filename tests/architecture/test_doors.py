@@ -56,8 +56,13 @@ DOORS: dict[str, set[str]] = {
         "launch/submission/local.py",
         "train/recording/beside.py",
     },
-    # One reads them, one drops what is inherited, and one refuses that a run sets them.
-    "SLURM_": {"cluster/slurm/allocation.py", "cluster/slurm/client.py", "run/spec/launch.py"},
+    # One reads them, one drops what is inherited, one refuses that a run sets them, and one only asks whether this is a job.
+    "SLURM_": {
+        "cluster/slurm/allocation.py",
+        "cluster/slurm/client.py",
+        "run/spec/launch.py",
+        "run/config/sources.py",
+    },
     "signal": {
         "base/processes.py",
         "prove/drill/injector.py",

@@ -56,6 +56,42 @@ def test_each_source_wins_over_those_before_it(tmp_path: Path) -> None:
     ]
 
 
+SHELL = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "lab", "SBATCH_QOS": "", "SBATCH_TIMELIMIT": "1-00:00:30"}
+
+
+def test_what_a_shell_sets_for_sbatch_wins_over_defaults_only(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("slurm: {account: ours}\npartitions: {debug: {slurm: {comment: short}}}")
+
+    found = resolved(tmp_path, "", [], {**SHELL, "DDP_HPC_SITE_PROFILE": str(site)})
+
+    slurm = found.spec.slurm
+    assert (slurm.partition, slurm.account, slurm.qos, slurm.comment) == ("debug", "ours", None, "short")
+    assert (found.spec.resources.time_limit_min, found.sources["slurm.partition"]) == (
+        1441,
+        "environment SBATCH_PARTITION",
+    )
+
+
+@pytest.mark.parametrize("of_job", [{"SLURM_JOB_ID": "7"}, {"SLURM_JOBID": "7"}])
+def test_inside_of_a_job_the_variables_of_sbatch_are_the_jobs_and_count_for_nothing(
+    of_job: dict[str, str], tmp_path: Path
+) -> None:
+    assert resolved(tmp_path, "", [], {**SHELL, **of_job}).spec == resolved(tmp_path).spec
+
+
+def test_on_one_machine_the_variables_of_sbatch_count_for_nothing() -> None:
+    assert resolve(None, [], {**NO_SITE, **SHELL}, is_for_slurm=False).spec.slurm.partition is None
+
+
+def test_a_time_of_the_shell_that_no_key_can_say_is_refused_only_where_it_counts(tmp_path: Path) -> None:
+    shell = {"SBATCH_TIMELIMIT": "UNLIMITED"}
+
+    with pytest.raises(ConfigError, match=r"'UNLIMITED' \(environment SBATCH_TIMELIMIT\)"):
+        resolved(tmp_path, "", [], shell)
+    assert resolved(tmp_path, "resources: {time_limit_min: 5}", [], shell).spec.resources.time_limit_min == 5
+
+
 def test_the_site_profile_is_looked_for_in_the_users_home(tmp_path: Path) -> None:
     site = tmp_path / ".config/ddp_hpc/site.yaml"
     site.parent.mkdir(parents=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.processes import host_name
+from ddp_hpc.base.slurm_times import moment
 from ddp_hpc.cluster.slurm import queries
-from ddp_hpc.cluster.slurm.times import moment
 from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, Ask, QueueStatus, asker
 
 DOWN = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.slurm_times import minutes, moment, seconds
 from ddp_hpc.cluster.slurm import queries
-from ddp_hpc.cluster.slurm.times import minutes, moment, seconds
 
 QUEUE = (
     (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.slurm.times import minutes, moment, seconds
+from ddp_hpc.base.slurm_times import minutes, moment, seconds
 
 _FIELD, _RECORD = "\x1f", "\x1e"
 """The unit and record separators of ASCII. Job names and comments may hold line breaks, but hardly these."""

@@ -26,6 +26,7 @@ from ddp_hpc.run.config.sources import (
     from_environment,
     from_file,
     from_overrides,
+    from_sbatch_variables,
     read_mapping,
     settings_in,
 )
@@ -56,6 +57,8 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
 ) -> Resolved:
     """Read a configuration: defaults < site profile < file < environment < command line.
 
+    For runs on Slurm, variables for sbatch such as SBATCH_PARTITION come right after the defaults.
+
     `command` is the script that the command line asks for; with it, there need be no file.
 
     For runs on Slurm, a profile's values for the chosen partition win over its values for all runs. `site` names the
@@ -74,7 +77,8 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     if command:
         asked += settings_in({"script": {"command": list(command)}}, COMMAND_LINE)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:128] or "run"
-    before = [*from_defaults(), Setting("name", name, DEFAULT), *(profile.settings if profile else ())]
+    of_shell = from_sbatch_variables(environ) if is_for_slurm else []
+    before = [*from_defaults(), Setting("name", name, DEFAULT), *of_shell, *(profile.settings if profile else ())]
     after = filled(asked, environ)
     between: Sequence[Setting] = ()
     if is_for_slurm and profile is not None:

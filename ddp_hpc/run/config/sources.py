@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.slurm_times import seconds
 from ddp_hpc.run.config.foreign import ours_for
 from ddp_hpc.run.config.keys import all_keys, is_free, is_section, key_of, unknown_key
 from ddp_hpc.run.config.removed import drop_removed
 from ddp_hpc.run.config.values import parse_text
 
 ENVIRONMENT_PREFIX = "DDP_HPC__"
+_OF_SBATCH = {
+    **{
+        f"SBATCH_{name.upper()}": f"slurm.{name}"
+        for name in ("partition", "account", "qos", "constraint", "reservation")
+    },
+    "SBATCH_TIMELIMIT": "resources.time_limit_min",
+}
+"""Variables by which a user's shell gives defaults to sbatch -> our keys."""
+_OF_A_JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 _MOST_BYTES = 4 << 20
@@ -125,6 +135,22 @@ def from_environment(environ: Mapping[str, str]) -> list[Setting]:
             source = f"environment {variable}"
             settings += _from_text(_key_name(variable), text, Origin(source, source))
     return list(_once(settings))
+
+
+def from_sbatch_variables(environ: Mapping[str, str]) -> list[Setting]:
+    """Return what a user's shell sets for sbatch; nothing inside of a job, where the variables may be those of that job.
+
+    A time that is no length, such as `UNLIMITED`, stays as it is, so that an error names it where no other source sets the key.
+    """
+    if any(environ.get(name) for name in _OF_A_JOB):
+        return []
+    settings = []
+    for variable, key in _OF_SBATCH.items():
+        if text := environ.get(variable):
+            length_s = seconds(text) if variable == "SBATCH_TIMELIMIT" else None
+            source = f"environment {variable}"
+            settings.append(Setting(key, text if length_s is None else -(-length_s // 60), Origin(source, source)))
+    return settings
 
 
 def _key_name(variable: str) -> str:
