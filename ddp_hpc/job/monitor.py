@@ -11,6 +11,8 @@ from ddp_hpc.base.patience import known
 from ddp_hpc.base.processes import STOP_SIGNALS
 from ddp_hpc.run.requeue import reserve_s
 
+ASK_S = 300.0
+"""How long after one question when the job ends the next one comes."""
 LOOK_S = 5.0
 """The longest time between two looks."""
 SILENCE_LAG_S = 60.0
@@ -30,7 +32,9 @@ class Monitor:
     first_sign: Path | None = None
     """The first file that they write: once it exists, they handle stop signals."""
     ask_end: Callable[[], float | None] = lambda: None
-    """Ask when the job ends: its time limit may have changed."""
+    """Ask when the job ends: its time limit may have changed. None: that is not known."""
+    note_end: Callable[[float], None] = lambda _: None
+    """Record another end than the known one."""
     ask_preempted: Callable[[], bool] = lambda: False
     """Ask whether Slurm is preempting the job."""
     is_out_of_time: bool = False
@@ -44,6 +48,7 @@ class Monitor:
     _newest_sign: float = 0.0
     _looked_at: float | None = None
     _has_asked: bool = False
+    _asked_end_at: float | None = None
 
     @property
     def silence_s(self) -> float:
@@ -83,10 +88,14 @@ class Monitor:
         return self.is_signalled or self.is_out_of_time or self._is_past(self._stop_time(), now + seconds)
 
     def _has_run_out(self, now: float) -> bool:
-        """Tell whether it is time to stop; ask Slurm for a later end only then, as it may take long to answer."""
-        if not self._is_past(self._stop_time(), now):
-            return False
-        self.ends_at = self.ask_end() or self.ends_at
+        """Tell whether it is time to stop; ask now and then when the job ends, and in any case before it is time."""
+        if self._asked_end_at is None:
+            self._asked_end_at = now
+        if self._is_past(self._stop_time(), now) or now - self._asked_end_at >= ASK_S:
+            self._asked_end_at, known_end = now, self.ends_at
+            self.ends_at = self.ask_end() or known_end
+            if self.ends_at is not None and self.ends_at != known_end:
+                self.note_end(self.ends_at)
         return self._is_past(self._stop_time(), now)
 
     def _stop_time(self) -> float | None:

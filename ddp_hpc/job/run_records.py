@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.differences import Difference, read_differences
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, read_failures
-from ddp_hpc.run.run_dir.ledger import End, Ending, JobFacts, Ledger, record_end, record_failed_nodes, record_start
+from ddp_hpc.run.run_dir.ledger import End, Ending, JobFacts, Ledger, record_end, record_more, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
     QueuedJob,
@@ -106,7 +106,7 @@ class RunRecords:
 
     def blame(self, attempt: int, nodes: Sequence[str]) -> None:
         """Write into the ledger on which nodes an earlier attempt failed."""
-        record_failed_nodes(self.run, attempt=attempt, failed_nodes=nodes)
+        record_more(self.run, attempt=attempt, failed_nodes=list(nodes))
 
     def is_done(self, goal: Mapping[str, Any]) -> bool:
         """Tell whether the run has reached this goal; asking for another makes it unfinished again."""

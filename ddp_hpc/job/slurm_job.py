@@ -19,6 +19,8 @@ from ddp_hpc.run.spec.launch import LaunchSpec
 
 SLURM_PAUSE_S = 5.0
 """How long to wait before the next try to reach Slurm."""
+END_S = 10.0
+"""How long to wait for the answer when the job ends: signals to the job wait meanwhile."""
 OLD_S = 24 * 3600.0
 """A job that ended so long before the run's first attempt is another one: job ids start again after MaxJobId
 (slurm.conf(5))."""
@@ -36,10 +38,10 @@ class SlurmJob:
         """`ARRAY_TASK` for a task of an array: the plain number of one task is that of the whole array, too."""
         return self.allocation.scontrol_id
 
-    def now(self) -> JobRecord | None:
+    def now(self, *, timeout_s: float = client.TIMEOUT_S) -> JobRecord | None:
         """Return what Slurm knows of the job now, if it answers."""
         try:
-            return client.job(self.job_id, self.environ)
+            return client.job(self.job_id, self.environ, timeout_s=timeout_s)
         except (ConfigError, SlurmUnavailableError):
             return None
 
@@ -54,10 +56,9 @@ class SlurmJob:
         return False
 
     def ends_at(self) -> float | None:
-        """Return when Slurm says that the job ends; its time limit may have changed since it began."""
-        job = self.now()
-        # Without a limit, Slurm reports an end one year ahead.
-        return None if job is None or job.time_limit_min is None else job.ends_at
+        """Return when Slurm says that the job ends, without a limit one year ahead; its time limit may have changed since it began."""
+        job = self.now(timeout_s=END_S)
+        return None if job is None else job.ends_at
 
     def is_preempted(self) -> bool:
         """Ask whether Slurm is preempting the job."""

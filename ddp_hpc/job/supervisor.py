@@ -29,7 +29,7 @@ from ddp_hpc.job import preflight
 from ddp_hpc.job.choose_endpoint import meetings
 from ddp_hpc.job.container_launch import moved, wrapper_of
 from ddp_hpc.job.ending import last_resort, network_probe, node_probe, stale_attempts, takeover
-from ddp_hpc.job.ending.best_effort import diagnosis
+from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.ending.evidence import has_trained
 from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
 from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
@@ -47,7 +47,7 @@ from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.run.config import dropped_from, load_resolved
 from ddp_hpc.run.requeue import TABLE
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, JobFacts, Next, record_more
 from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses
 from ddp_hpc.run.run_dir.meeting import write_meeting
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -482,6 +482,11 @@ _CUT_SHORT = "the job reached its time limit before the workers had written a ch
 
 def _monitor(context: JobContext, begun: Attempt) -> Monitor:
     run, spec, job, attempt = context.run, context.spec, context.job, begun.attempt
+
+    def note_end(ends_at: float) -> None:
+        with best_effort():
+            record_more(run, attempt=attempt, ends_at=ends_at)
+
     return Monitor(
         ends_at=begun.ends_at,
         lead_s=spec.slurm.signal_lead_s,
@@ -489,6 +494,7 @@ def _monitor(context: JobContext, begun: Attempt) -> Monitor:
         signs_of_life=(run.progress, run.rank_log(attempt, 0), run.allowance(attempt)),
         first_sign=run.rank_log(attempt, 0),
         ask_end=lambda: None if job is None else job.ends_at(),
+        note_end=note_end,
         ask_preempted=lambda: job is not None and job.is_preempted(),
     )
 

@@ -103,6 +103,26 @@ def test_a_job_that_slept_past_its_limit_and_was_given_the_time_back_goes_on() -
     assert told == []
 
 
+def test_an_end_that_an_administrator_changes_is_seen_now_and_then_and_noted_once() -> None:
+    asked: list[None] = []
+    noted: list[float] = []
+
+    def ask_end() -> float | None:
+        asked.append(None)
+        return None if len(asked) == 1 else NOW + 9000  # the controller is silent at first
+
+    watching = monitor(ends_at=NOW + 5000, ask_end=ask_end, note_end=noted.append, hang_timeout_s=1e6)
+
+    assert looks(watching, every(LOOK_S, 1000)) == []
+    assert (len(asked), noted, watching.ends_at) == (3, [NOW + 9000], NOW + 9000)
+
+
+def test_an_end_that_is_not_known_at_first_is_asked_for() -> None:
+    watching = monitor(ends_at=None, ask_end=lambda: NOW + 1000, hang_timeout_s=1e6)
+
+    assert looks(watching, every(LOOK_S, 1200)) == told_before(NOW + 1000)
+
+
 # --- told too early --------------------------------------------------------------------------------------------------
 
 
@@ -156,14 +176,14 @@ def test_somebody_may_have_given_the_job_more_time() -> None:
 
     def ask_end() -> float:
         asked.append(NOW)
-        return NOW + (1200 if len(asked) == 1 else 1100)
+        return NOW + (1200 if len(asked) <= 3 else 1100)  # three times now and then, and before it is time
 
     watching = monitor(ends_at=NOW + 600, ask_end=ask_end, hang_timeout_s=1e6)
 
     told = looks(watching, every(LOOK_S, 1200))
 
     assert told == [(NOW + 1200 - LEAD_S, "stop"), (NOW + 1100 - RESERVE_S, "end")]
-    assert len(asked) == 2  # once a deadline, not at every look
+    assert len(asked) == 4  # once a deadline, not at every look
 
 
 @pytest.mark.parametrize("answer", [None, NOW + 600])

@@ -311,9 +311,9 @@ def record_start(  # noqa: PLR0913  # what a line of the ledger holds
     )
 
 
-def record_failed_nodes(run: RunDir, *, attempt: int, failed_nodes: Sequence[str]) -> None:
-    """Write into the ledger which nodes an attempt failed on, where a later attempt has shown it."""
-    append_json_line(run.attempts, {"attempt": attempt, "failed_nodes": list(failed_nodes)})
+def record_more(run: RunDir, *, attempt: int, **known: object) -> None:
+    """Write into the ledger what has become known of an attempt: the nodes it failed on, another end of its job."""
+    append_json_line(run.attempts, {"attempt": attempt, **known})
 
 
 @dataclass(frozen=True, kw_only=True)
