@@ -108,6 +108,10 @@ class RunRecords:
         """Write into the ledger on which nodes an earlier attempt failed."""
         record_more(self.run, attempt=attempt, failed_nodes=list(nodes))
 
+    def note_end(self, attempt: int, ends_at: float) -> None:
+        """Write into the ledger that the attempt's job ends at another time than was known."""
+        record_more(self.run, attempt=attempt, ends_at=ends_at)
+
     def is_done(self, goal: Mapping[str, Any]) -> bool:
         """Tell whether the run has reached this goal; asking for another makes it unfinished again."""
         return is_done(self.run, goal)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm import client, states
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude
@@ -139,11 +139,29 @@ class SlurmJob:
         """Put the job back into the queue; raise as `client.requeue` does."""
         client.requeue(self.allocation.scontrol_id, self.environ)
 
-    def submit_next(self, script: Path, excluded: str) -> str:
-        """Submit a job that starts after this one; return its id."""
+    def submit_next(self, script: Path, excluded: str, spec: LaunchSpec) -> str:
+        """Submit a job that starts after this one, in the same place; return its id."""
         options = [f"--dependency=afterany:{self.job_id}", *([f"--exclude={excluded}"] if excluded else [])]
-        return client.submit(script, self.environ, options)
+        job = self.now()
+        place = [] if job is None else _other_place(job, spec)
+        try:
+            return client.submit(script, self.environ, [*options, *place])
+        except SlurmRefusalError:  # such as of a time limit that an administrator alone may give
+            if not place:
+                raise
+            return client.submit(script, self.environ, options)
 
     def exclude(self, nodes: str) -> None:
         """Set the nodes that the next start of the job does not get; raise as `client.update` does."""
         client.update(self.allocation.scontrol_id, self.environ, ExcNodeList=nodes)
+
+
+def _other_place(job: JobRecord, spec: LaunchSpec) -> list[str]:
+    """Return the options that the job was given on the command line of sbatch, or since then, in the place of its script's."""
+    asked, now = spec.slurm, {"partition": job.partition, "account": job.account, "qos": job.qos}
+    changed = [
+        f"--{key}={value}" for key, value in now.items() if value not in ("", *(getattr(asked, key) or "").split(","))
+    ]
+    minutes = job.time_limit_min
+    is_same_time = minutes is None or minutes == spec.resources.time_limit_min
+    return changed if is_same_time else [*changed, f"--time={minutes:.0f}"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shutil
 import socket
 import sys
 import time
@@ -24,7 +25,8 @@ from ddp_hpc.base.durable import make_directories, private_mode
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.cluster.containers import CommandWrapper, HostPaths
 from ddp_hpc.cluster.rendezvous.worker_env import NAN_CHECK, for_debug, for_nan_check
-from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.cluster.slurm.allocation import Allocation, of_outer_job, read_allocation
+from ddp_hpc.cluster.slurm.directives import sent_options
 from ddp_hpc.job import preflight
 from ddp_hpc.job.choose_endpoint import meetings
 from ddp_hpc.job.container_launch import moved, wrapper_of
@@ -47,7 +49,7 @@ from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.run.config import dropped_from, load_resolved
 from ddp_hpc.run.requeue import TABLE
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, JobFacts, Next, record_more
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
 from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses
 from ddp_hpc.run.run_dir.meeting import write_meeting
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -144,6 +146,8 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         sys.stderr.writelines(f"{note}\n" for note in dropped_from(run.config))
         _log_libraries(spec, run)
         _set_variables(spec.environ)
+        for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
+            del os.environ[name]
         ends_at_nan = workload_of(spec).ends_at_nan
         _order_nan_check(nan_check_rule(spec.debug.nan, records.ledger().newest, ends_at_nan=ends_at_nan))
     except ConfigError as error:
@@ -426,6 +430,11 @@ def _fitting(context: JobContext) -> SlurmJob:
             "The job script was started outside of a Slurm job. Submit it with `sbatch`, run it under `salloc`, or "
             "start the run on this machine with `ddp-hpc submit --cluster local`."
         )
+    if shutil.which("srun", path=context.environ.get("PATH")) is None:
+        raise ConfigError(
+            f"PATH in the job, {context.environ.get('PATH')}, has no `srun`, so no worker can be started. Add Slurm's directory to it: "
+            "`slurm.modules` with the site's module of Slurm, or a line of `slurm.setup`."
+        )
     problem = misfit(context.spec, job.allocation)
     if problem is not None:
         raise ConfigError(problem)
@@ -485,7 +494,7 @@ def _monitor(context: JobContext, begun: Attempt) -> Monitor:
 
     def note_end(ends_at: float) -> None:
         with best_effort():
-            record_more(run, attempt=attempt, ends_at=ends_at)
+            context.records.note_end(attempt, ends_at)
 
     return Monitor(
         ends_at=begun.ends_at,

@@ -11,6 +11,7 @@ from ddp_hpc.cluster.slurm.allocation import (
     Allocation,
     block_rank,
     expand_counts,
+    of_outer_job,
     read_allocation,
     shape_problem,
     step_task,
@@ -186,3 +187,11 @@ def test_a_run_of_another_shape_does_not_fit(num_nodes: int, tasks_per_node: int
 )
 def test_scontrol_is_told_of_a_task_and_never_of_its_whole_array(more: dict[str, str], scontrol_id: str) -> None:
     assert allocation(batch(SLURM_JOB_ID="9", **more)).scontrol_id == scontrol_id
+
+
+def test_the_gpus_of_an_outer_job_are_not_asked_for_again() -> None:
+    inherited = {"SLURM_GPUS": "8", "SLURM_GPUS_PER_NODE": "4", "SLURM_GPUS_PER_TASK": "1", "SLURM_GRES": "gpu:1"}
+    environ = {**inherited, "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_GPUS": "0,1", "SLURM_CPU_BIND": "none"}
+
+    assert set(of_outer_job(environ, set())) == set(inherited)
+    assert set(of_outer_job(environ, {"gpus-per-node", "gres"})) == {"SLURM_GPUS", "SLURM_GPUS_PER_TASK"}

@@ -196,6 +196,21 @@ def test_workers_are_told_where_the_snapshot_of_the_code_is(paths: list[Path], l
     assert found == ([] if line is None else [line])
 
 
+@pytest.mark.parametrize("key", ["setup", "modules"])
+def test_slurms_commands_stay_on_path_where_modules_take_them_away(key: str, tmp_path: Path) -> None:
+    """A site's `module purge` unloads the module of Slurm itself."""
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    purged = "PATH=/nowhere"
+    made = script(make_spec(slurm={key: (purged if key == "setup" else "cuda",)}))
+    (tmp_path / "job.sbatch").write_text(f"module() {{ {purged}; }}\n{made.partition('if ! [[ -r')[0]}type -P srun\n")
+
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", tmp_path / "job.sbatch"], capture_output=True, text=True, check=False, env=environ)
+
+    assert done.stdout.strip() == str(tmp_path / "srun"), done.stderr
+
+
 def test_a_job_that_does_not_see_its_directory_says_so_and_leaves(tmp_path: Path) -> None:
     (tmp_path / "job.sbatch").write_text(script(make_spec()))
 

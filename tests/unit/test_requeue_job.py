@@ -45,6 +45,44 @@ def test_a_successor_is_a_new_job_behind_this_one(supervised: Make) -> None:
     assert noted.job_id == "8"
 
 
+HIGH = "echo 'JobId=7 JobName=x UserId=u(1) Account=lab QOS=gold JobState=RUNNING TimeLimit=00:33:00 Partition=high NodeList=node1 Command=x'"
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        (SlurmSpec(), "--partition=high --account=lab --qos=gold --time=33 "),
+        (SlurmSpec(partition="low", account="lab", qos="gold"), "--partition=high --time=33 "),
+        (SlurmSpec(partition="low,high", account="lab,x", qos="gold"), "--time=33 "),
+    ],
+)
+def test_a_successor_keeps_the_place_that_sbatch_was_told_on_its_command_line(
+    asked: SlurmSpec, kept: str, supervised: Make
+) -> None:
+    one = supervised(restart=RestartSpec(by="successor"), slurm_spec=asked)
+    one.slurm.has("sbatch", "echo '8;cluster'")
+    one.slurm.has("scontrol", HIGH)
+
+    one.ends(STOPPED)
+
+    assert one.slurm.orders("sbatch") == [f"sbatch --parsable --dependency=afterany:7 {kept}{one.run.job_script}"]
+
+
+def test_a_successor_goes_where_its_script_says_if_slurm_refuses_the_other_place(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(by="successor"))
+    one.slurm.has(
+        "sbatch",
+        'case "$*" in *--time=*) echo "sbatch: error: Requested time limit is invalid" >&2; exit 1;; esac; echo 8',
+    )
+    one.slurm.has("scontrol", HIGH)
+
+    one.ends(STOPPED)
+
+    noted = read_queued_job(one.run)
+    assert noted is not None
+    assert noted.job_id == "8"
+
+
 def test_what_slurm_has_put_back_is_not_put_back_again(supervised: Make) -> None:
     one = supervised()
     one.slurm.knows_job(state="PENDING", restarts=1)

@@ -181,6 +181,8 @@ def test_a_job_is_understood_whatever_its_name_and_comment_pretend() -> None:
         exit_code="0:0",
         restarts=2,
         partition="batch",
+        account="lab",
+        qos="normal",
         nodes="node[1-2]",
         batch_host="node1",
         time_limit_min=2 * 1440 + 10,

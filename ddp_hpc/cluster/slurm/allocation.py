@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -157,6 +157,19 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name in _OF_NO_JOB or not name.startswith(("SLURM_", "SLURMD_"))
     }
+
+
+_ASKED_GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "tres-per-task", "cpus-per-gpu")
+"""Options that srun also reads from variables."""
+
+
+def of_outer_job(environ: Mapping[str, str], sent: Collection[str]) -> list[str]:
+    """Return the variables by which srun would ask for the GPUs of another job, in which plain sbatch was called.
+
+    `sent` has the options of this job: sbatch sets their variables anew.
+    """
+    names = (f"SLURM_{option.replace('-', '_').upper()}" for option in _ASKED_GPUS if option not in sent)
+    return [name for name in names if name in environ]
 
 
 def is_in_job(environ: Mapping[str, str]) -> bool:

@@ -94,6 +94,11 @@ def _extra(spec: LaunchSpec) -> list[tuple[str, object]]:
     return [(key.replace("_", "-"), value) for key, value in extra if value is not False and value is not None]
 
 
+def sent_options(spec: LaunchSpec) -> set[str]:
+    """Return the options for GPUs, and those of `slurm.extra`, that the run's job is submitted with."""
+    return {*dict(_extra(spec)), *([spec.slurm.gpu_option] if spec.resources.num_gpus else [])}
+
+
 def _memory_flags(spec: LaunchSpec) -> list[str]:
     """Return the flags in `slurm.extra` that ask for memory. sbatch takes only one of them, and none beside `--mem`."""
     asked = dict(_extra(spec))

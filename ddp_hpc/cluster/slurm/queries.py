@@ -123,6 +123,8 @@ class JobRecord:
     """None for a record of the database, which has one record for each start of the job."""
     partition: str = ""
     """Where the job runs; for a pending job, all partitions that it may run in."""
+    account: str = ""
+    qos: str = ""
     nodes: str = ""
     batch_host: str = ""
     time_limit_min: float | None = None
@@ -161,6 +163,8 @@ def parse_job(text: str) -> JobRecord | None:
         exit_code=fields.get("ExitCode", ""),
         restarts=_integer(fields.get("Restarts", "")),
         partition=_or_empty(fields.get("Partition", "")),
+        account=_or_empty(fields.get("Account", "")),
+        qos=_or_empty(fields.get("QOS", "")),
         nodes=_or_empty(fields.get("NodeList", "")),
         batch_host=_or_empty(fields.get("BatchHost", "")),
         time_limit_min=minutes(fields.get("TimeLimit", "")),

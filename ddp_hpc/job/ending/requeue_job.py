@@ -89,7 +89,9 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
     )
     match decision.next:
         case Next.SUCCESSOR if not is_back:
-            job_id = job.submit_next(context.run.job_script, _excluded(context, job, ledger, decision.exclude))
+            job_id = job.submit_next(
+                context.run.job_script, _excluded(context, job, ledger, decision.exclude), context.spec
+            )
             _note(records, replace(next_job, job_id=job_id))
         case Next.REQUEUE if not is_back:
             # From inside its own job, `scontrol requeue` makes Slurm kill the batch script, and so this process (scontrol(1),

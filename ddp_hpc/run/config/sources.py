@@ -140,7 +140,7 @@ def from_environment(environ: Mapping[str, str]) -> list[Setting]:
 def from_sbatch_variables(environ: Mapping[str, str]) -> list[Setting]:
     """Return what a user's shell sets for sbatch; nothing inside of a job, where the variables may be those of that job.
 
-    A time that is no length, such as `UNLIMITED`, stays as it is, so that an error names it where no other source sets the key.
+    A time that is not a length, such as `UNLIMITED`, stays as it is, so that an error names it where no other source sets the key.
     """
     if any(environ.get(name) for name in _OF_A_JOB):
         return []
