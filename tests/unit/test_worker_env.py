@@ -31,13 +31,14 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     settled,
     threads,
 )
+from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.workers import ByAgents
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rendezvous_token
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
-from tests.unit.made_network import task
+from tests.unit.made_network import batch, task
 from tests.unit.test_agent import await_news
 
 NO_ROUTE = Fact(rule="this node has no route to 10.0.0.1")
@@ -112,6 +113,50 @@ def test_what_is_not_known_is_not_set() -> None:
 
     assert found.variables["NCCL_SOCKET_IFNAME"] == NO_ROUTE
     assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & found.environ.keys()
+
+
+AGENTS = task(
+    1, 1, 0, on="node2", tasks="1(x3)", SLURM_NTASKS="3", SLURM_CPUS_PER_TASK="8", SLURM_TRES_PER_TASK="cpu:8", SLURM_GTIDS="1"
+)  # fmt: skip
+"""What the second of three agents has of Slurm."""
+
+
+def slurms_of(found: WorkerEnv) -> dict[str, str | None]:
+    return {name: fact.value for name, fact in found.variables.items() if name.startswith("SLURM_")}
+
+
+def test_an_agents_worker_gets_slurms_variables_as_a_task_of_its_own() -> None:
+    """Scripts written for `srun --ntasks-per-node=2` read their rank there."""
+    found = made(environ=AGENTS)
+
+    assert slurms_of(found) == {
+        "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "6", "SLURM_NPROCS": "6",
+        "SLURM_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NUM_TASKS": "6",
+        "SLURM_GTIDS": "2,3", "SLURM_CPUS_PER_TASK": "4", "SLURM_TRES_PER_TASK": "cpu:4",
+    }  # fmt: skip
+    step = step_task({**AGENTS, **found.environ})
+    assert (step.rank, step.local_rank, step.world_size, step.local_world_size, step.node_rank) == (3, 1, 6, 2, 1)
+    assert step.block_rank == step.rank
+
+
+def test_a_task_of_a_step_keeps_what_srun_has_set_for_it() -> None:
+    """Also where tasks were dealt out in another way than ours."""
+    srun = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "3,2,1"}
+
+    assert not slurms_of(made(environ={**AGENTS, **srun}))
+
+
+def test_without_slurm_no_variable_of_slurm_is_made() -> None:
+    assert not slurms_of(made(environ={"SLURM_CONF": "/etc/slurm.conf"}))
+
+
+def test_workers_on_one_machine_within_a_job_have_ranks_of_their_own_and_what_the_batch_script_lacks_stays_unset() -> (
+    None
+):
+    found = slurms_of(made(environ=batch(on="node2")))
+
+    assert (found["SLURM_PROCID"], found["SLURM_NTASKS"]) == ("3", "6")
+    assert "SLURM_STEP_NUM_TASKS" not in found
 
 
 @pytest.mark.parametrize(
@@ -239,7 +284,7 @@ def by_srun(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     meet = f"127.0.0.1 {free_port()}"
     argv = [sys.executable, "-m", "ddp_hpc.job.node.task", str(run.path), "--worker=telling_worker", "--attempt=0"]
     for rank in range(2):
-        environ |= task(rank, 0, rank, on="node1", nodes="node1", tasks="2", SLURM_CPUS_PER_TASK="1")
+        environ |= task(rank, 0, rank, on="node1", nodes="node1", tasks="2", SLURM_NTASKS="2", SLURM_CPUS_PER_TASK="1")
         subprocess.run([*argv, "--meet", meet], env=environ, check=True)
     return environ
 
@@ -276,7 +321,11 @@ def test_workers_find_what_their_table_says_and_nothing_else_of_ours(
         carried = json.loads(found[TABLE])["variables"]  # as the launcher wrote it; the recipe sets RES_OPTIONS
         differ = {name for name, row in carried.items() if found.get(name) != row[0]}
         assert differ <= {"RES_OPTIONS"}
-        assert table.variables.keys() == ALL_NAMES
+        slurms = {name for name in table.variables if name.startswith("SLURM_")}
+        assert table.variables.keys() - slurms == ALL_NAMES
+        if start in (by_srun, by_torchrun):  # srun sets these, and torchrun's workers are no tasks of a step
+            assert [found[f"SLURM_{name}"] for name in ("PROCID", "LOCALID", "NODEID")] == [str(rank), str(rank), "0"]
+            assert bool(slurms) == (start is by_torchrun)
         assert Path(found[PROBE_FOLDER]).name.startswith(".ddp-hpc-ranks-")
         assert (PROBES_ITSELF in found) == (start in (by_srun, by_torchrun))
         assert [table.value(name) for name in RANKS] == [str(rank), str(rank), "2", "2", "0"]
@@ -285,7 +334,7 @@ def test_workers_find_what_their_table_says_and_nothing_else_of_ours(
         users = {name for name, fact in table.variables.items() if fact.source == "environment"}
         assert users == {"RES_OPTIONS", "CUBLAS_WORKSPACE_CONFIG"}
         new = {name for name in found.keys() - environ.keys() if not name.startswith(TORCHRUNS)}
-        assert new - NOBODYS == {*table.given, "RES_OPTIONS", TABLE}
+        assert new - NOBODYS == {*table.given, "RES_OPTIONS", TABLE} - (slurms & environ.keys())
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "[]", '{"process": "x", "variables": {"RANK": []}}'])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ddp_hpc.base.private_cache import private_cache
 from ddp_hpc.cluster.rendezvous.choice import Refused
-from ddp_hpc.cluster.slurm.allocation import Allocation, StepTask
+from ddp_hpc.cluster.slurm.allocation import Allocation, StepTask, as_task
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 ENDPOINT = ("MASTER_ADDR", "MASTER_PORT")
@@ -153,12 +153,22 @@ def _or_users(name: str, made: Fact, environ: Mapping[str, str]) -> Fact:
 def launched(
     by: str, made: Mapping[str, Fact], environ: Mapping[str, str], import_paths: Sequence[str] = ()
 ) -> WorkerEnv:
-    """Return the table of a worker that our launcher starts. Its ranks and endpoint win over variables that are already set."""
-    rank, local_rank, world_size, local_world_size, node_rank = (made[name].value for name in RANKS)
+    """Return the table of a worker that our launcher starts. Its ranks, Slurm's too, and endpoint win over variables that are already set."""
+    rank, local_rank, world_size, local_world_size, node_rank = (int(made[name].value or 0) for name in RANKS)
     process = (
         f"rank {rank} of {world_size}, worker {local_rank} of {local_world_size} on node {node_rank}, started by {by}"
     )
-    variables = settled({**made, **_nan_check(environ)}, environ, fixed={*RANKS, *ENDPOINT})
+    slurms = as_task(
+        environ,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+    )
+    rule = "as srun sets it for one task a worker; Slurm's own is that of the process which starts this node's workers"
+    tasks = {name: Fact(value=value, source=OURS, rule=rule) for name, value in slurms.items()}
+    variables = settled({**made, **tasks, **_nan_check(environ)}, environ, fixed={*RANKS, *ENDPOINT, *tasks})
     return WorkerEnv(process=process, variables={**variables, **import_path(import_paths, environ.get("PYTHONPATH"))})
 
 

@@ -21,6 +21,7 @@ ProcessKind = Literal["task", "shell on a node", "shell outside"]
 the job's nodes. `shell outside`: the shell of salloc on a login node. What a shell exports reaches all tasks of the job."""
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_CPUS_OF_TASK = re.compile(r"(\bcpu[:=])\d+", re.ASCII)
 _LEAVE_ALONE = (
     "Slurm sets this variable: remove whatever changes or unsets it, such as a line in your shell's startup file."
 )
@@ -233,6 +234,31 @@ def cpu_grant(environ: Mapping[str, str]) -> CpuGrant | None:
     by_name = dict(zip(allocation.node_names, counts, strict=False))
     of_job = by_name.get(allocation.node_name or "", on_node or of_task)
     return CpuGrant(num_of_task=of_task, num_of_job=max(of_task, of_job))
+
+
+def as_task(  # noqa: PLR0913  the numbers of one process
+    environ: Mapping[str, str], *, rank: int, local_rank: int, world_size: int, local_world_size: int, node_rank: int
+) -> dict[str, str]:
+    """Return what srun would set for a worker if it started one task for each; nothing outside of jobs, and for such a task."""
+    ours = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank), "SLURM_NTASKS": str(world_size)}
+    if not is_in_job(environ) or ours.items() <= environ.items():
+        return {}
+    num_nodes, first = world_size // local_world_size, node_rank * local_world_size
+    on_each = f"{local_world_size}(x{num_nodes})" if num_nodes > 1 else f"{local_world_size}"
+    where_set = {
+        "SLURM_NTASKS_PER_NODE": f"{local_world_size}",
+        "SLURM_TASKS_PER_NODE": on_each,
+        "SLURM_STEP_TASKS_PER_NODE": on_each,
+        "SLURM_STEP_NUM_TASKS": f"{world_size}",
+        "SLURM_GTIDS": ",".join(map(str, range(first, first + local_world_size))),
+    }
+    if grant := cpu_grant(environ):
+        cpus = str(max(1, grant.num_of_task // local_world_size))
+        where_set["SLURM_CPUS_PER_TASK"] = cpus
+        # srun in a worker's script refuses to start where the two differ (23.11 and newer have both).
+        where_set["SLURM_TRES_PER_TASK"] = _CPUS_OF_TASK.sub(rf"\g<1>{cpus}", environ.get("SLURM_TRES_PER_TASK", ""))
+    more = {name: value for name, value in where_set.items() if name in environ}
+    return {**ours, "SLURM_NPROCS": str(world_size), "SLURM_NODEID": str(node_rank), **more}
 
 
 def gpu_numbers(environ: Mapping[str, str]) -> tuple[str, ...]:
