@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -108,9 +110,53 @@ if os.environ["RANK"] == "0":
 """
 
 
+SAYS_WHERE = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, world_size, url=None):
+    if url is None:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", sys.argv[1]
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("sum", total.item(), flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    if sys.argv[2] == "spawns":
+        mp.spawn(work, args=(2,), nprocs=2)
+    else:
+        work(int(os.environ["RANK"]), 2, f"tcp://localhost:{sys.argv[1]}" if sys.argv[2] == "url" else None)
+"""
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ("ranks", TWO),
+        ("url", TWO),
+        pytest.param("spawns", ("resources.workers_per_node=1",), marks=pytest.mark.long),
+        pytest.param("ranks", (*TWO, "script.start=exec"), marks=pytest.mark.long),
+    ],
+)
+def test_a_script_may_say_itself_where_its_ranks_meet(how: str, settings: Sequence[str], place: Place) -> None:
+    """As PyTorch's tutorials do: nobody else hosts a store there."""
+    (place.path / "says.py").write_text(SAYS_WHERE)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+
+    done = place.submit(settings, "python", "says.py", port, how)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sum 2.0" in place.log("says")
 
 
 def test_ranks_exchange_objects_by_each_of_pytorchs_functions(place: Place) -> None:

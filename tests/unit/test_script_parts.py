@@ -21,7 +21,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
 from ddp_hpc.job.script.ending import meaning
 from ddp_hpc.job.script.life import Life
 from ddp_hpc.job.script.plan import frozen_code, plan_of, users_python_path
-from ddp_hpc.job.script.source import why_exec
+from ddp_hpc.job.script.source import sets_endpoint, why_exec
 from ddp_hpc.run.config import load_resolved, render_resolved, resolve
 from ddp_hpc.run.requeue import Situation, decide
 from ddp_hpc.run.run_dir.failure_reports import first_failure
@@ -147,6 +147,22 @@ def test_a_script_that_must_act_before_torch_is_imported_is_noticed(source: str,
 
     assert expected in found
     assert bool(found) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("os.environ['MASTER_PORT'] = '12355'", True),
+        ('environ[ "MASTER_ADDR" ]="localhost"', True),
+        ("os.environ.setdefault('MASTER_ADDR', 'localhost')", True),
+        ("os.environ.update(\n    MASTER_ADDR=address,\n)", True),
+        ("if os.environ['MASTER_ADDR'] == 'localhost': pass", False),
+        ("address = os.environ['MASTER_ADDR']", False),
+        ("x.update(y)\nMASTER_ADDR = 1", False),
+    ],
+)
+def test_a_script_that_says_where_its_ranks_meet_is_noticed(source: str, expected: bool) -> None:
+    assert sets_endpoint(source) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
-from ddp_hpc.job.script.source import may_compile, why_exec
+from ddp_hpc.job.script.source import may_compile, sets_endpoint, why_exec
 from ddp_hpc.run.spec import Program, ScriptSpec
 
 _UNBUFFERED = "-u"
@@ -46,6 +46,8 @@ class ScriptPlan:
     """Whether the folder is in the job's copy of the code."""
     may_compile: bool = True
     """Whether the script seems to use PyTorch's compiler; also where its source is not known."""
+    sets_endpoint: bool = False
+    """Whether the script seems to say itself where its ranks meet."""
 
     @property
     def command(self) -> list[str]:
@@ -103,6 +105,7 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
         why_exec=why or (why_exec(text) if text else ""),
         has_copy=code is not None,
         may_compile=text is None or may_compile(text),
+        sets_endpoint=text is not None and sets_endpoint(text),
     )
 
 

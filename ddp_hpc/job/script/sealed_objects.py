@@ -16,10 +16,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 from ddp_hpc.base.errors import WorkerError
+from ddp_hpc.cluster.rendezvous.worker_env import ENDPOINT, STORE_IS_HOSTED
 
-_MEETING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+_MEETING = (*ENDPOINT, "WORLD_SIZE", "RANK")
 _NUM_SEAL_BYTES = hashlib.sha256().digest_size
 
 
@@ -28,7 +30,8 @@ def seal_at_rendezvous(
 ) -> None:
     """Seal this process's objects, and hide its keys, from the moment at which it meets the other ranks where `environ` says.
 
-    A world that the script makes elsewhere stays as it is, because programs without a seal may belong to it. `on_refusal` is called where
+    A world that the script makes elsewhere has no seal, because programs without one may belong to it, and its rank zero hosts its store:
+    PyTorch would take a MASTER_ADDR and MASTER_PORT that the script has set for ours, and wait for ever. `on_refusal` is called where
     this PyTorch pickles objects in another way.
     """
     rendezvous, c10d = (sys.modules.get(f"torch.distributed.{name}") for name in ("rendezvous", "distributed_c10d"))
@@ -40,6 +43,9 @@ def seal_at_rendezvous(
 
     def sealing(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def meet(*args: object, **options: object) -> Iterator[Any]:
+            if STORE_IS_HOSTED.items() <= environ.items():
+                for name in STORE_IS_HOSTED:
+                    os.environ[name] = str(_is_endpoint_of(environ, str(args[0])))
             if any(os.environ.get(name) != environ.get(name) for name in _MEETING):
                 return handler(*args, **options)
             key = token().encode()
@@ -53,6 +59,13 @@ def seal_at_rendezvous(
         return meet
 
     handlers.update({scheme: sealing(handler) for scheme, handler in handlers.items()})
+
+
+def _is_endpoint_of(environ: Mapping[str, str], url: str) -> bool:
+    """Tell whether ranks that meet at a URL meet where `environ` says."""
+    at = urlsplit(url)
+    place = (at.hostname, str(at.port)) if at.scheme == "tcp" else tuple(map(os.environ.get, ENDPOINT))
+    return place == tuple(map(environ.get, ENDPOINT))
 
 
 def seal_objects(c10d: ModuleType, key: bytes) -> bool:

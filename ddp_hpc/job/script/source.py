@@ -1,4 +1,4 @@
-"""What a script's source says about the process that it needs: without PyTorch, or with PyTorch's compiler. Pure."""
+"""What a script's source says: whether its process needs PyTorch or its compiler, and where its ranks meet. Pure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ _COMPILER = re.compile(
     r"|\b(?:lightning|pytorch_lightning|transformers|accelerate|diffusers|trl|peft|torchao|torchtune|deepspeed)\b"
 )
 """What compiles, and libraries that import PyTorch's compiler (`torch._dynamo`) with themselves."""
+
+_ENDPOINT = re.compile(
+    r"""environ\s*\[\s*["']MASTER_(?:ADDR|PORT)["']\s*\]\s*=(?!=)|(?:setdefault|putenv|update)\([^)]*MASTER_(?:ADDR|PORT)\b"""
+)
 
 
 def why_exec(source: str) -> str:
@@ -38,6 +42,11 @@ def why_exec(source: str) -> str:
 def may_compile(source: str) -> bool:
     """Tell whether a script seems to use PyTorch's compiler, itself or through a library."""
     return _COMPILER.search(source) is not None
+
+
+def sets_endpoint(source: str) -> bool:
+    """Tell whether a script sets MASTER_ADDR or MASTER_PORT itself, always or in some case."""
+    return _ENDPOINT.search(source) is not None
 
 
 def _imports_torch(node: ast.AST) -> bool:

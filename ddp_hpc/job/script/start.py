@@ -76,7 +76,7 @@ def _environ(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: 
         stop_exit_code=next(iter(script.resume_exit_codes), 0),
     )
     path = os.pathsep.join(users_python_path(environ))
-    others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    others = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", *STORE_IS_HOSTED}}
     return {
         "PYTHONUNBUFFERED": "1",
         **others,
@@ -113,7 +113,7 @@ def _run_here(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
             num_ranks=int(environ.get("LOCAL_WORLD_SIZE", "1")),
             on_refusal=partial(_note, _NO_STACKS) if is_noted else lambda _: None,
         )
-    if environ["WORLD_SIZE"] != "1":
+    if environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items():
         seal_at_rendezvous(
             environ,
             lambda: read_rendezvous_token(script_rank.run.rendezvous_token(script_rank.attempt)),

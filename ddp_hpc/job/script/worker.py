@@ -132,16 +132,19 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
         probe_folder=Path(environ[PROBE_FOLDER]) if PROBE_FOLDER in environ else None,
     )
     watcher.count_saves()  # of the attempts before: what this one adds is counted from there
-    # A worker that is alone may have no socket. Then its script hosts the store, unless torchrun does.
-    has_store = listen_fd is not None or environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items()
-    is_hosted = has_store and find_spec("torch") is not None
+    # The script of a worker that is alone hosts the store itself, as it may start ranks of its own and say where they meet; torchrun
+    # hosts one in any case. A script in a fork is looked after in `seal_at_rendezvous`.
+    has_store = environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items()
+    is_elsewhere = bool(script_rank.plan.why_exec) and script_rank.plan.sets_endpoint
+    is_hosted = has_store and not is_elsewhere and find_spec("torch") is not None
+    if listen_fd is not None and not is_hosted:
+        os.close(listen_fd)  # the script listens there itself
+        listen_fd = None
     memory_kills_before = num_memory_kills()
     pid = start(script_rank, environ, log_fd, listen_fd, is_hosted=is_hosted)
     os.close(log_fd)
     # After the fork, because the store has threads. The socket listens already: ranks that connect meanwhile wait.
-    store = host_store(environ, listen_fd) if is_hosted and listen_fd is not None else None
-    if listen_fd is not None and store is None:
-        os.close(listen_fd)  # the script listens there itself
+    store = None if listen_fd is None else host_store(environ, listen_fd)
     began = time.monotonic()
     reporter = _reporter(script_rank, environ, is_hosted=is_hosted)
     reporter.start()
