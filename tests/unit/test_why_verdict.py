@@ -284,6 +284,21 @@ def test_what_a_loader_met_is_named(last: str, failure: str, named: str) -> None
     assert (found.failure, found.entity, found.place) == (failure, named, "/home/me/data.py:3 in __getitem__")
 
 
+@pytest.mark.parametrize(
+    "message", ["no such key", "Weights only load failed.\n\t(1) In PyTorch 2.6\n\nCheck the page."]
+)
+def test_an_exception_for_which_hydra_exits_has_ended_the_program(message: str) -> None:
+    text = (
+        f'Traceback (most recent call last):\n  File "/w/train.py", line 8, in main\n    f()\nValueError: {message}\n\n'
+    )
+
+    found = uncaught(f"{text}Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.".splitlines())
+
+    assert found is not None
+    assert found.first_line == f"ValueError: {message.splitlines()[0]}"
+    assert uncaught(f"{text}step 12\n".splitlines()) is None
+
+
 def test_a_traceback_that_a_program_survived_is_caught() -> None:
     assert uncaught((USERS + "step 4").splitlines()) is None
     assert (

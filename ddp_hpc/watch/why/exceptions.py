@@ -19,6 +19,8 @@ _NOISE = re.compile(
     r"|/\S+: UserWarning|\S+\.py:\d+: \w*Warning: |\s+warnings\.warn|srun: |slurmstepd: |Exception ignored in|wandb: |note: |Aborted|Killed"
 )
 """Lines that follow the last exception of a process although it has ended the process."""
+_ADVICE_AT_EXIT = re.compile(r"HYDRA_FULL_ERROR=1|for a (?:complete|full) (?:stack ?trace|traceback)", re.IGNORECASE)
+"""The last line of a framework that catches an exception, prints it, and exits."""
 _OF_LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "/ddp_hpc/")
 _OF_PYTHON = re.compile(r"/lib(?:64)?/python3\.\d+/")
 
@@ -121,5 +123,5 @@ def uncaught(lines: Sequence[str]) -> Raised | None:
     found = tracebacks(lines)
     if not found:
         return None
-    last = found[-1]
-    return last if all(_NOISE.match(line) for line in lines[last.at + 1 :]) else None
+    last, more = found[-1], [line for line in lines[found[-1].at + 1 :] if not _NOISE.match(line)]
+    return last if not more or _ADVICE_AT_EXIT.search(more[-1]) else None

@@ -176,6 +176,40 @@ REGISTRY: Sequence[FailureClass] = (
         ],
     ),
     FailureClass(
+        name="download",
+        title="a download failed",
+        means="The code downloads a file, a data set or a model, and this node does not reach the server: compute nodes often have no internet.",
+        to_do="Download it on the login node first, to a directory that all nodes see, and have the code read it there: run its download "
+        "once by hand, with TORCH_HOME or HF_HOME set as in the job; with Hugging Face, set `env.HF_HUB_OFFLINE=1` then.",
+        patterns=[
+            _raised(
+                r"(?:urllib\.error\.)?URLError: <urlopen error (?:\[Errno -?\d+\]|timed out|_ssl)",
+                "urllib.error.URLError: <urlopen error [Errno -3] Temporary failure in name resolution>",
+            ),
+            _raised(
+                r"(?:requests|urllib3)\.exceptions\.\w+: .*(?:Max retries exceeded|Failed to resolve|Failed to establish)",
+                "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co', port=443): Max retries exceeded with url: /x",
+            ),
+            _raised(
+                r"(?:httpx|httpcore)\.(?:ConnectError|ConnectTimeout|ProxyError): ?",
+                "httpx.ConnectError: [Errno -2] Name or service not known",
+            ),
+            _raised(
+                r"(?:[\w.]+\.)?(?:LocalEntryNotFoundError|OfflineModeIsEnabled): ",
+                "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the file on the Hub and we cannot "
+                "find the requested files in the local cache.",
+            ),
+            _raised(
+                r"(?:OSError|ConnectionError): (?:We couldn't connect to|Couldn't reach) ",
+                "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files.",
+            ),
+            _raised(
+                r"aiohttp\.(?:[\w.]+\.)?ClientConnector\w*Error: ",
+                "aiohttp.client_exceptions.ClientConnectorError: Cannot connect to host huggingface.co:443 ssl:default",
+            ),
+        ],
+    ),
+    FailureClass(
         name="dns",
         title="a host name cannot be resolved",
         means="This node cannot resolve a host name to an address.",
@@ -193,6 +227,20 @@ REGISTRY: Sequence[FailureClass] = (
         ],
     ),
     FailureClass(
+        name="no-gpu",
+        title="the code uses CUDA, and this process has no GPU",
+        means="The run asks for no GPUs (`resources.gpus_per_node` is not set, or 0), or the node has none, or no driver.",
+        to_do="Set `resources.gpus_per_node` to the number of GPUs of each node. Where it is set, run `nvidia-smi` on the node; if that "
+        "shows none, exclude the node (`slurm.exclude`).",
+        patterns=[
+            _raised(
+                _ERROR + r"Found no NVIDIA driver on your system",
+                "RuntimeError: Found no NVIDIA driver on your system.",
+            ),
+            _raised(_ERROR + r"No CUDA GPUs are available", "RuntimeError: No CUDA GPUs are available"),
+        ],
+    ),
+    FailureClass(
         name="driver",
         title="PyTorch and the GPU's driver do not fit together",
         means="The node's NVIDIA driver is missing or too old for this build of PyTorch, or this build has no code for its GPUs.",
@@ -205,10 +253,6 @@ REGISTRY: Sequence[FailureClass] = (
             _raised(
                 _ERROR + r"The NVIDIA driver on your system is too old",
                 "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
-            ),
-            _raised(
-                _ERROR + r"Found no NVIDIA driver on your system",
-                "RuntimeError: Found no NVIDIA driver on your system.",
             ),
             _raised(
                 _ERROR + r"Unexpected error from cudaGetDeviceCount\(\)",
@@ -246,7 +290,6 @@ REGISTRY: Sequence[FailureClass] = (
                 _ERROR + r".*Duplicate GPU detected",
                 "torch.distributed.DistBackendError: NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 7000",
             ),
-            _raised(_ERROR + r"No CUDA GPUs are available", "RuntimeError: No CUDA GPUs are available"),
             _raised(
                 r"(?:ConfigError: )?This node has \d+ workers that need a GPU each",
                 "This node has 2 workers that need a GPU each, but PyTorch 2.15.0 sees 0 GPUs here",
