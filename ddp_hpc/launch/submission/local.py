@@ -327,7 +327,7 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     if not works_here(run):
         raise ConfigError(f"{run.name} is not running, so there is nothing to stop. Start it with `ddp-hpc submit`.")
     ask_to_stop(run)
-    return f"{run.name} will write a checkpoint and stop. Submit it again to continue from there."
+    return f"{run.name} was asked to save and stop. Submit it again to continue from what it has saved."
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:

@@ -422,5 +422,5 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
         )
     ask_to_stop(run, then=then)
     if then == "requeue":
-        return f"{run.name} will write a checkpoint and go back into Slurm's queue."
-    return f"{run.name} will write a checkpoint and stop. Submit it again to continue from there."
+        return f"{run.name} was asked to save and go back into Slurm's queue."
+    return f"{run.name} was asked to save and stop. Submit it again to continue from what it has saved."
