@@ -22,7 +22,9 @@ def build(folder: str) -> Recipe:
     rows = env_says(environ)
     names = {row["name"] for row in rows} | {TABLE}
     kept = ("MASTER_ADDR", "MASTER_PORT")  # no task of a plain srun could know what the supervisor has chosen
-    plain = {name: value for name, value in environ.items() if name not in names or name in kept}
+    plain = {
+        name: value for name, value in environ.items() if name not in names or name in kept or name.startswith("SLURM_")
+    }
     found = {
         "environ": environ,
         "at_exec": Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0"),
