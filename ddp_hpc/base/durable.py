@@ -84,10 +84,13 @@ def readers(folder: Path) -> int:
     return folder.stat().st_mode & 0o055
 
 
-def replace_text(path: Path, text: str | bytes, *, durable: bool = True, is_secret: bool = False) -> None:
+def replace_text(
+    path: Path, text: str | bytes, *, durable: bool = True, is_secret: bool = False, by_way_of: Path | None = None
+) -> None:
     """Replace the file at `path` with `text`, atomically.
 
-    With `durable`, wait until the text is on disk. With `is_secret`, only the owner may read it.
+    With `durable`, wait until the text is on disk. With `is_secret`, only the owner may read it. The text is first written in
+    the directory `by_way_of`, or else in that of `path`.
 
     Raises:
         OSError: if it cannot be written, with a `filename`.
@@ -95,7 +98,7 @@ def replace_text(path: Path, text: str | bytes, *, durable: bool = True, is_secr
     # Write beside, then rename: rename(2) replaces the old file in one step, so a reader never sees half of the new text.
     # fsync before the rename, else a crash may leave an empty file under the new name; fsync of the directory after it,
     # else the rename itself may be lost.
-    beside = scratch_path(path)
+    beside = scratch_path((by_way_of or path.parent) / path.name)
     try:
         with named(path), open_private(beside, "xb") as file:
             if is_secret:

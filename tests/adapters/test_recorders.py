@@ -152,7 +152,7 @@ def test_after_kills_a_stop_and_another_world_each_number_is_everywhere_once(
 
 def write(run: RunDir, lines: Sequence[Mapping[str, Any]], resumed_at: int = 0) -> None:
     """Write the lines of one attempt, as rank zero does."""
-    file = MetricsFile(run)
+    file = MetricsFile(run, 0)
     file.open(resumed_at)
     for one in lines:
         file.append(one)

@@ -150,7 +150,7 @@ def test_what_a_command_starts_has_open_streams_where_its_own_were_closed(closed
 
 def test_how_many_lines_of_metrics_a_full_disk_has_cost_is_said_at_the_end(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    file = MetricsFile(run)
+    file = MetricsFile(run, 0)
     file.open(0)
 
     with no_file_larger_than(1):
@@ -163,7 +163,7 @@ def test_how_many_lines_of_metrics_a_full_disk_has_cost_is_said_at_the_end(tmp_p
 
 def test_metrics_that_a_full_disk_has_not_taken_are_counted_once_and_closing_again_is_no_error(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    file = MetricsFile(run)
+    file = MetricsFile(run, 0)
     file.open(0)
 
     with no_file_larger_than(1):
@@ -188,7 +188,7 @@ class TakesNothing(io.RawIOBase):
 
 def test_a_file_system_that_takes_no_byte_without_an_error_does_not_hold_the_training(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    file = MetricsFile(run)
+    file = MetricsFile(run, 0)
     file.open(0)
     assert file._file is not None
     file._file.close()
@@ -200,7 +200,7 @@ def test_a_file_system_that_takes_no_byte_without_an_error_does_not_hold_the_tra
 
 def test_an_error_of_closing_the_metrics_does_not_reach_what_is_closed_after_them(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    file = MetricsFile(run)
+    file = MetricsFile(run, 0)
     file.open(0)
     descriptor = next(
         int(one.name) for one in Path("/proc/self/fd").iterdir() if one.resolve() == run.metrics.resolve()

@@ -51,7 +51,7 @@ def line(step: int, kind: str = "train", **numbers: float | None) -> dict[str, A
 
 def written(run: RunDir, resumed_at: int, steps: Sequence[int]) -> None:
     """Write the lines of one attempt, as rank zero does."""
-    file = MetricsFile(run)
+    file = MetricsFile(run, 0)
     file.open(resumed_at)
     for step in steps:
         file.append(line(step))
@@ -377,7 +377,7 @@ def test_a_file_of_a_node_whose_clock_is_ahead_goes(tmp_path: Path) -> None:
 
 def test_nan_reaches_tensorboard(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    file = MetricsFile(run)
+    file = MetricsFile(run, 0)
     file.open(0)
     file.append(line(1, loss=math.nan))
     file.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from ddp_hpc.base.record import write_record
 from ddp_hpc.job.joining import LISTING_S, WAIT_S, Joining
 from ddp_hpc.run.run_dir.joining import MissingRanks, forget_missing, read_missing, write_missing
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
@@ -108,7 +109,7 @@ def test_no_rank_is_missed_where_the_directory_of_logs_is_stale_or_cannot_be_rea
     joining.look(WAIT_S)
     write_progress(one.run, Progress(attempt=attempt, step=3))
     joining.look(LISTING_S)  # it trains, whatever the directory says
-    write_progress(one.run, Progress(attempt=attempt - 1, step=3))
+    write_record(one.run.progress, Progress(attempt=attempt - 1, step=3))
 
     def fail(_path: Path) -> Iterator[Path]:
         raise OSError(errno.ESTALE, "Stale file handle")

@@ -14,6 +14,7 @@ import psutil
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import make_directories
+from ddp_hpc.base.errors import FencedError
 from ddp_hpc.base.patience import known
 from ddp_hpc.cluster.rank_probe.beside import in_thread
 from ddp_hpc.job.script.ending import is_of_stop_signal, meaning
@@ -175,7 +176,7 @@ class Watcher:
     def _note_life(self) -> None:
         """Write what the supervisor takes for a sign of life."""
         run, attempt = self.script_rank.run, self.script_rank.attempt
-        with suppress(OSError):
+        with suppress(OSError, FencedError):  # a newer attempt has the run
             if self.script_rank.rank == 0:
                 newest = max((at for _, at in self.seen.files.values()), default=None)
                 progress = Progress(

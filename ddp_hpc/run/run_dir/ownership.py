@@ -7,12 +7,13 @@ more: its rename finds no directory. This needs no locks, which not every file s
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc.base.durable import delete_directory, make_directory
+from ddp_hpc.base.durable import delete_directory, make_directory, replace_text
 from ddp_hpc.base.errors import FencedError
 from ddp_hpc.base.patience import known
 from ddp_hpc.run.run_dir.ledger import Ledger
@@ -76,6 +77,37 @@ def is_fenced(run: RunDir, attempt: int) -> bool:
     return known(path, lambda: not path.is_dir() and not _is_newest(run, attempt), unknown=False)
 
 
+def refuse_fenced(run: RunDir, attempt: int) -> None:
+    """Return while the run is this attempt's.
+
+    Raises:
+        FencedError: if a newer attempt has claimed the run.
+    """
+    if is_fenced(run, attempt):
+        raise _fenced(run, attempt)
+
+
+def _fenced(run: RunDir, attempt: int) -> FencedError:
+    return FencedError(f"A newer attempt of {run.name} has begun, so attempt {attempt} stops. You need do nothing.")
+
+
+def replace_record(run: RunDir, attempt: int, path: Path, text: str | bytes, *, durable: bool = True) -> None:
+    """Replace a file of the run with `text`, as long as the run is this attempt's.
+
+    Raises:
+        FencedError: if a newer attempt has claimed the run; nothing is changed.
+        OSError: if it cannot be written, with a `filename`.
+    """
+    # A newer attempt deletes our claim, and a rename out of it fails from then on, however long this process was stopped before.
+    try:
+        replace_text(path, text, durable=durable, by_way_of=claim_path(run, attempt))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EXDEV):
+            raise
+        refuse_fenced(run, attempt)  # else the claim was deleted by hand, or lies on another file system
+        replace_text(path, text, durable=durable)
+
+
 def has_claim(run: RunDir, attempt: int) -> bool:
     """Tell whether the claim of `attempt` is there; False where the file system does not answer."""
     path = claim_path(run, attempt)
@@ -95,7 +127,7 @@ def claim_again(run: RunDir, attempt: int) -> None:
             make_directory(path)
     if not _is_newest(run, attempt):
         delete_directory(claim_path(run, attempt))
-        raise FencedError(f"A newer attempt of {run.name} has begun, so attempt {attempt} stops. You need do nothing.")
+        raise _fenced(run, attempt)
 
 
 def release(run: RunDir, attempt: int) -> None:

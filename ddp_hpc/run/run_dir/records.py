@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from ddp_hpc.base.durable import make_directories, read_json, record_bytes, reco
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.base.record import read_record, write_record
+from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Attempt, Cluster, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -227,8 +228,13 @@ LINE_FIELDS = ("kind", "step", "epoch", "at")
 
 
 def write_progress(run: RunDir, progress: Progress) -> None:
-    """Replace the newest progress; a reader sees the old or the new one, whole."""
-    write_record(run.progress, progress, durable=False)
+    """Replace the newest progress; a reader sees the old or the new one, whole.
+
+    Raises:
+        FencedError: if an attempt newer than that of `progress` has claimed the run.
+        OSError: if it cannot be written.
+    """
+    ownership.replace_record(run, progress.attempt, run.progress, json.dumps(asdict(progress)), durable=False)
 
 
 def read_progress(run: RunDir) -> Progress | None:

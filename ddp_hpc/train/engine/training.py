@@ -227,6 +227,7 @@ def _checkpointer(rank: _Rank, recorder: RunRecorder, save_plan: SavePlan) -> Ch
         rank.group,
         attempt=rank.attempt,
         keep=rank.spec.checkpoint,
+        before_commit=recorder.flush,
         on_result=partial(_saved, recorder, save_plan),
         on_progress=rank.watchdog.feed,
         on_buffers=recorder.buffers_made,

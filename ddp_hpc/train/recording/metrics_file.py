@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import IO, Any
 
 import msgspec
 
-from ddp_hpc.base.durable import json_line, lines_from_end, open_private, open_record, replace_text
+from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_line, lines_from_end, named, open_private, record_bytes
 from ddp_hpc.base.patience import patiently
+from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 
 MOST_WAITING_BYTES = 8 << 20
@@ -23,23 +25,38 @@ _KINDS = frozenset({"train", "eval"})
 class MetricsFile:
     """The metrics of a run, open for the lines of one attempt."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, attempt: int) -> None:
         self._run = run
+        self._attempt = attempt
         self._file: IO[bytes] | None = None
         self._waiting = bytearray()
         """What the disk has not taken yet; it begins amid a line if the disk took a part of that."""
         self._num_lost = 0
+        self._writing = threading.Lock()
+        """Held by the loop's thread or by the checkpoint writer's, which calls `flush`."""
 
     def open(self, step: int) -> list[dict[str, Any]]:
-        """Move the lines after `step`, whose steps will be repeated, to another file; return the newest of each kind before them."""
+        """Move the lines after `step`, whose steps will be repeated, to another file; return the newest of each kind before them.
+
+        Raises:
+            FencedError: if a newer attempt has the run; nothing is changed.
+        """
         end, after, newest = patiently(str(self._run.metrics), lambda: self._split(step))
-        if end is not None:
-            if after:  # otherwise only an incomplete line is removed
-                self._set_aside(after)
-            with open_record(self._run.metrics) as file:
-                replace_text(self._run.metrics, file.read(end))
+        if after:
+            ownership.refuse_fenced(self._run, self._attempt)
+            self._set_aside(after)
+        # A new file also where the lines stay: an older attempt that still runs has the old one open, and writes there.
+        patiently(str(self._run.metrics), lambda: self._renew(end))
         self._file = open_private(self._run.metrics, "ab", buffering=0)
         return newest
+
+    def _renew(self, end: int | None) -> None:
+        """Replace the file by a copy of what stands before `end`, if any."""
+        try:
+            kept = record_bytes(self._run.metrics, most_bytes=MOST_BYTES_OF_LINES)[:end]
+        except FileNotFoundError:
+            kept = b""
+        ownership.replace_record(self._run, self._attempt, self._run.metrics, kept)
 
     def _split(self, step: int) -> tuple[int | None, list[dict[str, Any]], list[dict[str, Any]]]:
         """Return where the lines after `step` begin, if there are any, these lines, and the newest ones before them.
@@ -70,19 +87,37 @@ class MetricsFile:
             OSError: if the disk does not take all of it; the rest is written by a later call.
         """
         line = msgspec.json.encode(record) + b"\n"
-        if len(self._waiting) + len(line) > MOST_WAITING_BYTES:
-            self._num_lost += 1
-        else:
-            self._waiting += line
-        self._write()
+        with self._writing:
+            if len(self._waiting) + len(line) > MOST_WAITING_BYTES:
+                self._num_lost += 1
+            else:
+                self._waiting += line
+            self._write()
+
+    def flush(self) -> None:
+        """Write what waits, and wait until all lines are on the disk; nothing on other ranks than zero.
+
+        Raises:
+            OSError: if the disk does not take all of it.
+        """
+        with self._writing, named(self._run.metrics):
+            if (file := self._file) is None:
+                return
+            self._write()
+            copy = os.dup(file.fileno())
+        try:
+            os.fsync(copy)  # not under the lock, for which the training may wait
+        finally:
+            os.close(copy)
 
     def close(self) -> int:
         """Write what waits; return how many lines the disk has not taken. No error is raised, and a second call does nothing."""
-        if self._file is None:
-            return 0
-        with suppress(OSError):
-            self._write()
-        file, self._file = self._file, None
+        with self._writing:
+            if self._file is None:
+                return 0
+            with suppress(OSError):
+                self._write()
+            file, self._file = self._file, None
         with suppress(
             OSError
         ):  # NFS may say only here that the disk is full: https://man7.org/linux/man-pages/man2/close.2.html

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 
+from ddp_hpc.base.errors import FencedError
 from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
@@ -53,7 +54,7 @@ class RunRecorder:
         self._total_steps = total_steps
         self._order = order
         self._epochs = spec.train.epochs
-        self._file = MetricsFile(run)
+        self._file = MetricsFile(run, attempt)
         self._followers = Followers(run, attempt, spec.log.all_recorders)
         self._loss: float | None = None
         self._metrics: dict[str, float] = {}
@@ -79,11 +80,24 @@ class RunRecorder:
         self._taken_at = position
         if not self._is_writer:
             return
-        self._recall(self._file.open(position.step))
+        try:
+            self._recall(self._file.open(position.step))
+        except FencedError as error:  # before the first step, the ranks agree to stop
+            log.warning("%s", error)
+            self._is_writer = False
+            return
         self._followers.start()
         if self._timeline is not None:
             self._timeline.begin(position.step)
         self._write_progress(position)
+
+    def flush(self) -> None:
+        """Have the metrics so far on the disk; the checkpoint writer's thread calls this before it commits.
+
+        Raises:
+            OSError: if the disk does not take them.
+        """
+        self._file.flush()
 
     def plan_steps(self, total_steps: int) -> None:
         """Change the number of the last step."""
@@ -241,7 +255,7 @@ class RunRecorder:
             save_bytes=self._save_bytes,
             at=time.time(),
         )
-        with self._errors_logged("progress"):
+        with self._errors_logged("progress"), suppress(FencedError):  # the ranks learn of it when they agree to stop
             write_progress(self._run, progress)
 
     @contextmanager

@@ -78,13 +78,14 @@ class SaveResult:
 class Checkpointer:
     """Saves and restores the state of one rank; made once in an attempt."""
 
-    def __init__(  # noqa: PLR0913  # three of them are callbacks
+    def __init__(  # noqa: PLR0913  # most of them are callbacks
         self,
         run: RunDir,
         group: Group,
         *,
         attempt: int,
         keep: CheckpointSpec,
+        before_commit: Callable[[], object] = lambda: None,
         on_result: Callable[[SaveResult], None] = lambda _: None,
         on_progress: Callable[[], object] = lambda: None,
         on_buffers: Callable[[Mapping[str, int]], object] = lambda _: None,
@@ -95,6 +96,7 @@ class Checkpointer:
         self._attempt = attempt
         self._restorer = Restorer(run, group, attempt=attempt, on_progress=on_progress, is_stop_asked=is_stop_asked)
         self._keep = keep
+        self._before_commit = before_commit
         self._on_result = on_result
         self._on_progress = on_progress
         """Called by the main thread while a writer that it waits for, here or on another rank, makes progress."""
@@ -304,6 +306,7 @@ class Checkpointer:
         try:
             reports = [report, *(json.loads(store.get(key, on_heartbeat=send_heartbeat)) for key in others)]
             shards = tuple(_shard_of(item, manifest.step) for item in reports)
+            self._before_commit()
             checkpoint_store.commit(self._run, uncommitted, replace(manifest, shards=shards))
             message = None
             self._prune()

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, FencedError, StopAskedError, UnreadableError
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, StopAskedError, UnreadableError
 from ddp_hpc.base.patience import is_there, patiently
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store, shards
 from ddp_hpc.run.checkpoints.checkpoint_store import ChunkReader, Manifest
@@ -174,10 +174,7 @@ class Restorer:
         Raises:
             FencedError: if a newer attempt has begun: by now, the directory may be its checkpoint of that step.
         """
-        if ownership.is_fenced(self._run, self._attempt):
-            raise FencedError(
-                f"A newer attempt of {self._run.name} has begun, so attempt {self._attempt} stops. Nothing needs to be done."
-            )
+        ownership.refuse_fenced(self._run, self._attempt)
         path = checkpoint_names.checkpoint_path(self._run, step)
         with suppress(FileNotFoundError):  # renamed already: NFS may repeat a rename whose answer was lost
             aside = patiently(
