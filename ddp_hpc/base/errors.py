@@ -16,6 +16,14 @@ def exit_code_of(error: BaseException) -> int:
     return error.exit_code if isinstance(error, DdpHpcError) else FAILED
 
 
+def text_of(error: BaseException) -> str:
+    """Return an exception's message, in Python's words where its own `__str__` raises."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  a user's exception may raise anything
+        return "<exception str() failed>"
+
+
 class ConfigError(DdpHpcError):
     """The configuration is invalid; nothing was trained."""
 

@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError, text_of
 from ddp_hpc.run.run_dir.records import LINE_FIELDS
 
 BUILT_IN = {
@@ -178,7 +178,7 @@ def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) 
         own = [frame for frame in frames if not any(part in frame.filename for part in _OTHERS_CODE)]
         lines = "".join(f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}\n" for frame in own[-3:])
         raise ConfigError(
-            f"`{target}` was called with `recipe.args` {dict(args)!r} and raised {type(error).__name__}: {error}\n"
+            f"`{target}` was called with `recipe.args` {dict(args)!r} and raised {type(error).__name__}: {text_of(error)}\n"
             f"{lines}Change the arguments, or the function."
         ) from error
 

@@ -114,7 +114,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         step = training.state.position.step if training else 0
         error = of_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
         failure = failure_of(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
-        is_lost = isinstance(error, RuntimeError) and is_lost_connection(f"{type(error).__name__}: {error}")
+        is_lost = isinstance(error, RuntimeError) and is_lost_connection(failure.exception)
         _report(run, attempt, replace(failure, step=step, is_secondary=is_lost), training)
         if training:
             training.phases.close()

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
+from ddp_hpc.base.errors import text_of
 from ddp_hpc.run.run_dir.fingerprint import quoted_files
 
 _OF_CONTENT = (ValueError, LookupError, ArithmeticError)
@@ -66,7 +67,7 @@ def affected_by(error: BaseException) -> Affected:
     known = vars(error).get("affected")
     if isinstance(known, Affected):
         return known
-    files = [] if isinstance(error, OSError) and error.errno is not None else quoted_files(str(error))
+    files = [] if isinstance(error, OSError) and error.errno is not None else quoted_files(text_of(error))
     version = _version(files[0]) if len(files) == 1 else ""
     return Affected(
         entity=files[0] if version else "",

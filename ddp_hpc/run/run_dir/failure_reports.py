@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ddp_hpc.base.durable import make_directories, open_record, record_text
-from ddp_hpc.base.errors import ConfigError, DivergedError, RanksDifferError
+from ddp_hpc.base.errors import ConfigError, DivergedError, RanksDifferError, text_of
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.affected import affected_by
@@ -96,7 +96,7 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
         host=socket.gethostname(),
         at=time.time(),
         step=0,
-        exception=str(error) if is_plain else f"{type(error).__name__}: {error}",
+        exception=text_of(error) if is_plain else f"{type(error).__name__}: {text_of(error)}",
         log=str(log),
         traceback="".join(traceback.format_exception(error)),
         is_input_error=isinstance(error, ConfigError),
@@ -149,8 +149,8 @@ def is_of_hardware(error: BaseException) -> bool:
     """
     if not isinstance(error, RuntimeError):
         return False
-    is_of_device = type(error).__name__ == "AcceleratorError" or any(text in str(error) for text in _OF_DEVICE)
-    return is_of_device and not _is_of_code(str(error))
+    is_of_device = type(error).__name__ == "AcceleratorError" or any(text in text_of(error) for text in _OF_DEVICE)
+    return is_of_device and not _is_of_code(text_of(error))
 
 
 def _is_of_code(text: str) -> bool:

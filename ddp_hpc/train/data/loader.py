@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
-from ddp_hpc.base.errors import DdpHpcError
+from ddp_hpc.base.errors import DdpHpcError, text_of
 from ddp_hpc.base.processes import die_with_parent, ignore_stop_signals, sigchld_blocked, unblock_signals
 from ddp_hpc.run.run_dir.affected import Affected, is_of_decoder, place_of
 from ddp_hpc.run.spec import DataSpec
@@ -69,7 +69,7 @@ class SeededFetch(Dataset[Any]):
             return self.fetched(micro_batch)
         except SampleError as error:
             # Raised, it would reach the worker as a text only (`torch._utils.ExceptionWrapper`).
-            return Unread(str(error), error.affected, "".join(traceback.format_exception(error)))
+            return Unread(text_of(error), error.affected, "".join(traceback.format_exception(error)))
 
     def fetched(self, micro_batch: Sequence[MicroBatch]) -> Fetched:
         """Fetch a list of one micro batch.
@@ -109,7 +109,7 @@ class SeededFetch(Dataset[Any]):
             sample = f"{'eval_data' if epoch < 0 else 'train_data'}[{index}]"
             content = self._undecodable(error, epoch, index)
             raise SampleError(
-                f"`{sample}` raised {type(error).__name__}: {str(error).rstrip('.')}. Check this sample and the "
+                f"`{sample}` raised {type(error).__name__}: {text_of(error).rstrip('.')}. Check this sample and the "
                 "dataset's `__getitem__`; the rank's log has the traceback.",
                 Affected(entity=sample, version=content, may_recover=not content, place=place_of(error)),
             ) from error
