@@ -35,15 +35,34 @@ class Net(nn.Module):
         return self.last(nn.functional.dropout(hidden, 0.1))  # type: ignore[no-any-return]  # a Tensor
 
 
-def _train(group: Group, *, restarts: bool, rehearses: bool) -> list[Tensor]:
+class Shuffled(nn.Module):
+    """Calls its layers in an order drawn at random; one has sparse gradients, as wide embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 31, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(31, 31) for _ in range(6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs + self.words(inputs[:, 0].abs().long() % 7)
+        for number in torch.randperm(6).tolist():
+            hidden = hidden + self.layers[number](hidden).tanh()
+        return hidden  # type: ignore[no-any-return]  # a Tensor
+
+
+def _train(
+    group: Group, *, restarts: bool, rehearses: bool, make: Callable[[], nn.Module] = Net, keeps: bool = True
+) -> list[Tensor]:
     """Walk a few steps, if asked with a new DDP wrapper halfway; return the weights and buffers."""
     torch.manual_seed(0)
-    model = Net()
-    wrapped = _wrap(model, group, rehearses=rehearses)
+    model = make()
+    order: list[int] = []
+    wrapped = _wrap(model, group, rehearses=rehearses, order=order)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         if restarts and step == RESTART_AFTER:
-            wrapped = _wrap(model, group, rehearses=rehearses)
+            torch.manual_seed(5)
+            wrapped = _wrap(model, group, rehearses=rehearses, order=order if keeps else [])
         torch.manual_seed(1000 * step + group.rank_info.rank)
         _backward(wrapped, step, group.rank_info.rank)
         optimizer.step()
@@ -51,10 +70,11 @@ def _train(group: Group, *, restarts: bool, rehearses: bool) -> list[Tensor]:
     return list(model.state_dict().values())
 
 
-def _wrap(model: nn.Module, group: Group, *, rehearses: bool) -> nn.Module:
+def _wrap(model: nn.Module, group: Group, *, rehearses: bool, order: list[int]) -> nn.Module:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if rehearses:
-        warm_up_ddp(model, (), group.device, partial(_backward, wrapped, 0, group.rank_info.rank))
+        one_pass = partial(_backward, wrapped, 0, group.rank_info.rank)
+        order[:] = warm_up_ddp(model, wrapped, (), group.device, one_pass, order=[*order])
     return wrapped
 
 
@@ -79,13 +99,30 @@ def test_without_a_rehearsal_a_restart_does_change_bits(tmp_path: Path) -> None:
     assert not all(torch.equal(one, other) for one, other in zip(unbroken[0], restarted[0], strict=True))
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_order_of_gradients_drawn_at_random_is_kept_for_the_next_attempt(tmp_path: Path, *, keeps: bool) -> None:
+    walk = partial(_train, rehearses=True, make=Shuffled, keeps=keeps)
+    unbroken = in_group(3, partial(walk, restarts=False), tmp_path / "unbroken")
+    restarted = in_group(3, partial(walk, restarts=True), tmp_path / "restarted")
+
+    assert all(torch.equal(one, other) for one, other in zip(unbroken[0], restarted[0], strict=True)) == keeps
+
+
+def test_a_kept_order_of_another_model_is_not_used() -> None:
+    model = Net()
+
+    found = warm_up_ddp(model, model, (), torch.device("cpu"), partial(_backward, model, 0, 0), order=[1, 0])
+
+    assert sorted(found) == [*range(len([*model.parameters()]))]
+
+
 def test_a_rehearsal_leaves_no_trace() -> None:
     torch.manual_seed(0)
     model = Net()
     before = [value.clone() for value in model.state_dict().values()]
     generator = torch.get_rng_state()
 
-    warm_up_ddp(model, (), torch.device("cpu"), partial(_backward, model, 0, 0))
+    warm_up_ddp(model, model, (), torch.device("cpu"), partial(_backward, model, 0, 0))
 
     assert all(torch.equal(one, other) for one, other in zip(before, model.state_dict().values(), strict=True))
     assert torch.equal(generator, torch.get_rng_state())
@@ -110,7 +147,7 @@ def test_a_rehearsal_leaves_no_trace_in_a_buffer_that_forward_replaces() -> None
     model = Replaces()
     buffer = model.mean
 
-    warm_up_ddp(model, (), torch.device("cpu"), partial(_backward, model, 0, 0))
+    warm_up_ddp(model, model, (), torch.device("cpu"), partial(_backward, model, 0, 0))
 
     assert model.mean is buffer
     assert not buffer.any()

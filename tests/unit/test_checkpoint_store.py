@@ -586,3 +586,16 @@ def test_what_the_training_does_next_does_not_reach_a_save_under_way(tmp_path: P
     checkpointer.wait()
 
     assert digest(checkpoint_path(run, 1)) == digest(checkpoint_path(expected, 1))
+
+
+def test_the_order_of_ddps_buckets_is_kept_with_the_checkpoint_and_not_in_its_digest(tmp_path: Path) -> None:
+    digests = set()
+    for name, order in (("with", [1, 0]), ("without", None)):
+        run = make_run(tmp_path, name)
+        saved, restored = make_state(steps=1), make_state()
+        saved.gradient_order = order
+        make_checkpointers(run)[0].save_and_wait(saved)
+        make_checkpointers(run)[0].restore_newest(restored, seed=0)
+        digests.add(digest(checkpoint_path(run, 1)))
+        assert restored.gradient_order == order
+    assert len(digests) == 1

@@ -72,7 +72,7 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The evaluation made at this step, if there was one."""
     made: Mapping[str, Any] = field(default_factory=dict)
-    """When and by which versions it was written; not part of the training state."""
+    """When and by which versions it was written, and the order of DDP's buckets; not part of the digest."""
     format: int = FORMAT
 
 

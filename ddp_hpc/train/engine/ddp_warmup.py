@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hpc.train.engine.set_aside import tried_out
 
@@ -34,15 +36,55 @@ def copied(batch: T) -> T:
         return batch
 
 
-def warm_up_ddp(
-    model: nn.Module, called: Iterable[object], device: torch.device, backward: Callable[[], object]
-) -> None:
-    """Run `backward` (forward and backward with gradient synchronisation), then restore what it changed of the model and of what it `called`."""
+def warm_up_ddp(  # noqa: PLR0913  each is one thing of the pass
+    model: nn.Module,
+    wrapped: nn.Module,
+    called: Iterable[object],
+    device: torch.device,
+    backward: Callable[[], object],
+    *,
+    order: list[int] | None = None,
+) -> list[int]:
+    """Run `backward` (forward and backward through DDP), then restore what it changed of the model and of what it `called`.
+
+    Return the order in which the model's parameters got their gradients, for the next attempt: DDP then fills its buckets in this `order`.
+    """
     # DDP all-reduces gradients in buckets. For the first backward pass it fills the buckets in the reverse order of
     # `model.parameters()`; before the second forward pass it rebuilds them, once, in the order in which gradients really
-    # became ready: https://pytorch.org/docs/stable/notes/ddp.html#internal-design
+    # became ready on rank zero: https://pytorch.org/docs/stable/notes/ddp.html#internal-design
     # The buckets decide in which order the numbers of the ranks are added, and a sum of floats depends on that order. So
     # without a warm-up, the first step after a resume would differ from the same step of an unbroken run in the last bits,
-    # with three or more ranks.
+    # with three or more ranks. Where data or chance decide the order of the gradients, a later attempt would find another one than
+    # the first: so it is kept. With `find_unused_parameters`, DDP never rebuilds its buckets.
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    is_kept = order is not None and sorted(order) == [*range(len(parameters))]
     with tried_out(model, called, device):
+        if is_kept and isinstance(wrapped, DistributedDataParallel) and not wrapped.find_unused_parameters:
+            with wrapped.no_sync():
+                ready = _ready_in(parameters, backward, drops=True)
+            wrapped.require_forward_param_sync = True  # as after a pass with an all-reduce
+            wrapped.reducer.prepare_for_backward([])
+            for number in order or ():
+                if number in ready:  # if not, DDP says so in the next forward
+                    zeros = torch.zeros_like(parameters[number])
+                    parameters[number].backward(zeros.to_sparse(1) if ready[number] else zeros)
+            return [*(order or ())]
+        return [*_ready_in(parameters, backward, drops=False)]
+
+
+def _ready_in(parameters: Sequence[nn.Parameter], backward: Callable[[], object], *, drops: bool) -> dict[int, bool]:
+    """Return which parameters get a gradient, in this order, and whether it is sparse; `drops` frees each at once."""
+    ready: dict[int, bool] = {}
+
+    def note(number: int, parameter: Tensor) -> None:
+        ready.setdefault(number, parameter.grad is not None and parameter.grad.is_sparse)
+        if drops:
+            parameter.grad = None
+
+    hooks = [one.register_post_accumulate_grad_hook(partial(note, number)) for number, one in enumerate(parameters)]
+    try:
         backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ready

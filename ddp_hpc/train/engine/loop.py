@@ -82,6 +82,7 @@ def restore(t: Training) -> None:
     t.watchdog.feed()
     step = t.checkpointer.restore_newest(t.state, seed=t.spec.seed)
     t.plan_steps()
+    t.compare_plan()
     t.evaluator.start(t.evaluated_model)
     if step is None:
         take_initial_weights(t.spec, t.state, t.group)
@@ -137,8 +138,13 @@ def warmed_up(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Itera
     first, plan = next(whole.fetched), whole.plan
     called = (t.recipe.loss, t.recipe.inputs_and_targets)
     with t.passes.warming_up():
-        warm_up_ddp(
-            t.state.model, called, t.group.device, lambda: backward(t, copied(first), plan.micro_batches[0], plan)
+        t.state.gradient_order = warm_up_ddp(
+            t.state.model,
+            t.model,
+            called,
+            t.group.device,
+            lambda: backward(t, copied(first), plan.micro_batches[0], plan),
+            order=t.state.gradient_order,
         )
     t.phases.enter("data")
     return chain([LoadedGlobalBatch(plan, chain([first], whole.fetched))], global_batches)

@@ -26,6 +26,7 @@ from ddp_hpc.train.engine.compiled import CompiledPasses, PlainPasses, compile_m
 from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.lone_losses import LoneLosses
+from ddp_hpc.train.engine.lr_schedule import lr_factor
 from ddp_hpc.train.engine.optimizer import begin_momentum, build_optimizer, trained_parameters
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.engine.single_samples import warn_of_single_samples
@@ -121,6 +122,37 @@ class Training:
             last,
         )
 
+    def compare_plan(self) -> None:
+        """Say what has changed since the checkpoint was saved; from now on, checkpoints have the plan of this attempt."""
+        now = {"num_samples": self.order.num_samples, "total_steps": self.total_steps}
+        before, self.state.plan = {**now, **self.state.plan}, now
+        position, schedule, lr = self.state.position, self.spec.lr_schedule, self.spec.train.lr
+        if before["num_samples"] != now["num_samples"]:
+            log.warning(
+                "the size of the data has changed: %d samples, and %d when step %d was saved. %s",
+                now["num_samples"],
+                before["num_samples"],
+                position.step,
+                f"Epoch {position.epoch + 1} had begun: the rest of it comes from another order, in which some samples come a second time "
+                "and others not at all. To take each once, set the data back, and let it grow between two epochs."
+                if position.samples_in_epoch
+                else "You need do nothing if you meant this.",
+            )
+        was = lr * lr_factor(schedule, max(position.step - 1, 0), before["total_steps"])
+        is_now = lr * lr_factor(schedule, position.step, now["total_steps"])
+        if before["total_steps"] < now["total_steps"] and position.step and is_now > 2 * was:
+            log.warning(
+                "the training now ends at step %d instead of %d, and `lr_schedule.name=%s` is stretched over it: the learning rate was "
+                "%.2g at step %d and goes on from %.2g. To keep the old one, set `lr_schedule.name=constant train.lr=%.2g`.",
+                now["total_steps"],
+                before["total_steps"],
+                schedule.name,
+                was,
+                position.step,
+                is_now,
+                was,
+            )
+
     @property
     def evaluated_model(self) -> nn.Module:
         """The model to evaluate: the moving average, if there is one."""
@@ -145,7 +177,15 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     _check_best(spec, recipe)
     _refuse_lazy(recipe)
     order = _order(spec, recipe, group)
-    total_steps = min(spec.train.max_steps or _NO_END, order.last_step(Position(), epochs=spec.train.epochs))
+    last_step = order.last_step(Position(), epochs=spec.train.epochs)
+    total_steps = min(spec.train.max_steps or _NO_END, last_step)
+    if total_steps < (spec.train.max_steps or 0):
+        log.warning(
+            "`train.max_steps` is %d, but `train.epochs=%d` ends the training at step %d. For more steps, set more epochs, too.",
+            spec.train.max_steps,
+            spec.train.epochs,
+            last_step,
+        )
     precision = Precision(spec.train.precision, group.device)
     log.info("precision %s; %s", precision.name, describe())
     state = _initial_state(spec, recipe, group, order, precision)

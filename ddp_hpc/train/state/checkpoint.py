@@ -206,6 +206,8 @@ class Checkpointer:
                     "attempt": self._attempt,
                     "torch": torch.__version__,
                     "ddp_hpc": ddp_hpc.__version__,
+                    "gradient_order": state.gradient_order,
+                    "plan": state.plan,
                 },
             )
         self._last_saved = step

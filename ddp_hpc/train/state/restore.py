@@ -122,6 +122,8 @@ class Restorer:
             restoration = Restoration(state, saved, manifest.state, seed=seed)
             share.pass_on(stored, restoration.into, on_progress=self._on_progress, is_stop_asked=self._stop.is_asked)
             restoration.finish()
+            state.gradient_order = manifest.made.get("gradient_order")
+            state.plan = dict(manifest.made.get("plan", {}))
             return manifest.step
         raise AssertionError  # the loop ends only by a return
 

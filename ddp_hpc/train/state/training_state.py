@@ -61,6 +61,10 @@ class TrainingState:
     scaler: torch.amp.GradScaler | None = None
     ema: MovingAverage | None = None
     position: Position = Position()
+    gradient_order: list[int] | None = None
+    """In which order the first attempt's parameters got their gradients, which is that of DDP's buckets (`ddp_warmup`)."""
+    plan: dict[str, int] = field(default_factory=dict)
+    """`num_samples` of the data and `total_steps` of the training; after a restore, as they were when the checkpoint was saved."""
     options_as_made: list[dict[str, str | None]] = field(init=False, repr=False)
     """The optimizer's options before any step, as the recipe and the configuration set them (see `group_options`)."""
 
