@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hpc.train.engine.ddp_warmup import copied, warm_up_ddp
+from ddp_hpc.train.engine.ddp_warmup import copied, of_unused, warm_up_ddp
 from ddp_hpc.train.process_group import Group
 from tests.distributed.processes import in_group
 
@@ -185,3 +185,29 @@ def test_a_batch_that_cannot_be_copied_is_used_itself_and_the_log_says_so(caplog
 
     assert copied(batch) is batch
     assert "cannot be copied (TypeError: cannot pickle 'generator' object)" in caplog.text
+
+
+class Idle(nn.Linear):
+    """Has a parameter that forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(31, 2)
+        self.idle = nn.Parameter(torch.zeros(3))
+
+
+def _said_of_idle(group: Group) -> str:
+    model = Idle()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    try:
+        for step in range(2):
+            _backward(wrapped, step, group.rank_info.rank)
+    except RuntimeError as error:
+        return str(of_unused(error, model))
+    return ""
+
+
+def test_a_parameter_without_a_gradient_is_named_with_the_key_that_helps(tmp_path: Path) -> None:
+    said = in_group(2, _said_of_idle, tmp_path)
+
+    assert all("no gradient to `idle`, and" in one and "`train.find_unused_parameters=true`" in one for one in said)
+    assert of_unused(RuntimeError("another"), Idle()) is None

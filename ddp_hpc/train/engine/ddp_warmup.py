@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_hpc.base.errors import ConfigError, text_of
 from ddp_hpc.train.engine.set_aside import tried_out
 
 log = logging.getLogger(__name__)
@@ -88,3 +90,21 @@ def _ready_in(parameters: Sequence[nn.Parameter], backward: Callable[[], object]
         for hook in hooks:
             hook.remove()
     return ready
+
+
+_WITHOUT_GRADIENT = re.compile(
+    r"Expected to have finished reduction in the prior iteration(?:.*for rank \d+: ([\d ]+))?", re.DOTALL
+)
+
+
+def of_unused(error: Exception, model: nn.Module) -> ConfigError | None:
+    """For DDP's error on parameters without a gradient, return one that names them and the key that helps; else None."""
+    if (found := _WITHOUT_GRADIENT.search(text_of(error))) is None:
+        return None
+    names = [name for name, one in model.named_parameters() if one.requires_grad]
+    told = [f"`{names[number]}`" for number in map(int, (found[1] or "").split()) if number < len(names)]
+    return ConfigError(
+        f"The last backward pass gave no gradient to {', '.join(told[:5]) or 'some parameters'}{', and more' if len(told) > 5 else ''}, and "
+        "DDP waits for one of each parameter. If forward does not use them in each pass, set "
+        "`train.find_unused_parameters=true`; if it never does, remove them, or call `requires_grad_(False)` on them."
+    )

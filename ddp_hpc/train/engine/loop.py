@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_hpc.base.errors import StopAskedError
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
-from ddp_hpc.train.engine.ddp_warmup import copied, warm_up_ddp
+from ddp_hpc.train.engine.ddp_warmup import copied, of_unused, warm_up_ddp
 from ddp_hpc.train.engine.lr_schedule import lr_factor
 from ddp_hpc.train.engine.optimizer import trained_parameters
 from ddp_hpc.train.engine.single_samples import explained
@@ -193,7 +193,7 @@ def backward(t: Training, fetched: Fetched, plan: MicroBatch, global_batch: Glob
         with t.precision.autocast(), t.passes.around(plan):
             loss = t.recipe.loss(t.model(inputs), targets)
     except Exception as error:
-        if (clearer := explained(error, plan, global_batch)) is not None:
+        if (clearer := explained(error, plan, global_batch) or of_unused(error, t.state.model)) is not None:
             raise clearer from error
         raise
     # DDP averages the gradients over the ranks, so the loss is multiplied by their number. The sum over all micro batches of
