@@ -177,15 +177,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     _check_best(spec, recipe)
     _refuse_lazy(recipe)
     order = _order(spec, recipe, group)
-    last_step = order.last_step(Position(), epochs=spec.train.epochs)
-    total_steps = min(spec.train.max_steps or _NO_END, last_step)
-    if total_steps < (spec.train.max_steps or 0):
-        log.warning(
-            "`train.max_steps` is %d, but `train.epochs=%d` ends the training at step %d. For more steps, set more epochs, too.",
-            spec.train.max_steps,
-            spec.train.epochs,
-            last_step,
-        )
+    total_steps = _total_steps(spec, order)
     precision = Precision(spec.train.precision, group.device)
     log.info("precision %s; %s", precision.name, describe())
     state = _initial_state(spec, recipe, group, order, precision)
@@ -363,6 +355,18 @@ def _order(spec: RunSpec, recipe: Recipe, group: Group) -> SampleOrder:
             "`data.drop_last=false`."
         )
     return order
+
+
+def _total_steps(spec: RunSpec, order: SampleOrder) -> int:
+    last_step = order.last_step(Position(), epochs=spec.train.epochs)
+    if last_step < (spec.train.max_steps or 0):
+        log.warning(
+            "`train.max_steps` is %d, but `train.epochs=%d` ends the training at step %d. For more steps, set more epochs, too.",
+            spec.train.max_steps,
+            spec.train.epochs,
+            last_step,
+        )
+    return min(spec.train.max_steps or _NO_END, last_step)
 
 
 def _check_best(spec: RunSpec, recipe: Recipe) -> None:
