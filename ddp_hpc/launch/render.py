@@ -98,10 +98,10 @@ def quote(value: object) -> str:
     """Quote a value for the shell.
 
     Raises:
-        ConfigError: for a value of several lines.
+        ConfigError: for a value with a line break, or what some program takes for one (CR, U+2028).
     """
     text = os.fspath(value) if isinstance(value, Path) else str(value)
-    if "\n" in text or "\0" in text:
+    if "\0" in text or text.splitlines() not in ([], [text]):
         raise ConfigError(
             f"The configuration has the value {text!r}, which goes into one line of the job script, but it has a line break. "
             "Remove the line break."

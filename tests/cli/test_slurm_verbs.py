@@ -130,6 +130,8 @@ def test_a_script_is_written_where_it_is_asked_for_too(
 
     scripts = {name: (slurm / "runs" / name / "job.sbatch").read_text() for name in ("file", "pipe")}
     assert (slurm / "file").read_text() == scripts["file"]
+    assert main(["render", "run.yaml", "name=setup", 'slurm.setup=["echo a\\rb"]', "-o", "setup"]) == 0
+    assert b"echo a\rb" in (slurm / "setup").read_bytes()  # not a line of its own
     assert "start   sbatch file\n" in capsys.readouterr().out
     assert os.read(reader, 100_000).decode() == scripts["pipe"]
     assert (slurm / "pipe").is_fifo()

@@ -245,7 +245,9 @@ def test_a_job_starts_the_supervisor_whatever_its_directories_are_called(before:
 
 
 @pytest.mark.parametrize("filtered", [quote, quote_for_sbatch])
-@pytest.mark.parametrize("value", ["a\nb", "a\n", Path("/a\nb"), "a\0b"], ids=repr)
+@pytest.mark.parametrize(
+    "value", ["a\nb", "a\n", Path("/a\nb"), "a\0b", "a\rb", "\r", "a\vb", "a\fb", "a\x85b", "a\u2028b"], ids=repr
+)
 def test_no_filter_lets_a_second_line_through(filtered: Any, value: object) -> None:
     with pytest.raises(ConfigError, match="it has a line break"):
         filtered(value)

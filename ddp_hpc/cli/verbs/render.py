@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             render_resolved(resolved), resolved.spec, import_paths=import_paths, environ=environment
         )
         if output is not None:
-            output.write_text(run_dir.job_script.read_text(encoding="utf-8"), encoding="utf-8")
+            output.write_bytes(run_dir.job_script.read_bytes())
     script = args.output or run_dir.job_script
     print("\n".join([*notes, f"run     {run_dir.path}", f"script  {script}", f"start   sbatch {script}"]))
     return 0
