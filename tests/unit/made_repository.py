@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
+
+from ddp_hpc.launch.submission.snapshot import Snapshot, _look
+from ddp_hpc.run.run_dir.code_copy import LIST
 
 
 def git(folder: Path, *words: str) -> None:
@@ -17,3 +22,16 @@ def git(folder: Path, *words: str) -> None:
             ["git", "-C", folder, *who, *words], env=environ, capture_output=True, text=True, check=False
         )
     assert done.returncode == 0, done.stderr
+
+
+def names(taken: Snapshot) -> set[str]:
+    """Return the files in a copy, and links, but for those to what was not copied."""
+    files = [path for path in taken.path.rglob("*") if not path.is_dir() or path.is_symlink()]
+    copied = [path for path in files if not (path.is_symlink() and path.readlink().is_relative_to(taken.source))]
+    return {str(path.relative_to(taken.path)) for path in copied} - {LIST}
+
+
+def changed(copy: Path) -> list[str]:
+    """Return the files of a copy that are not as its list has them."""
+    listed = json.loads((copy / LIST).read_text())["files"]
+    return [one["name"] for one in listed if asdict(_look(copy, one["name"])) != one]

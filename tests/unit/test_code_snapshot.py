@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -10,9 +9,10 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.launch.submission import snapshot
-from ddp_hpc.launch.submission.snapshot import Snapshot, differences, path_in_snapshot, take_snapshot
+from ddp_hpc.launch.submission.snapshot import Snapshot, notes_on_copy, path_in_snapshot, take_snapshot
+from ddp_hpc.run.run_dir.code_copy import written_into
 from ddp_hpc.run.run_dir.paths import RunDir
-from tests.unit.made_repository import git
+from tests.unit.made_repository import changed, git, names
 
 MB = 10**6
 
@@ -42,11 +42,6 @@ def take(code: Path, run: RunDir, max_bytes: int = MB) -> Snapshot:
     return take_snapshot(code, run, max_bytes=max_bytes)
 
 
-def names(taken: Snapshot) -> set[str]:
-    files = (path for path in taken.path.rglob("*") if not path.is_dir() or path.is_symlink())
-    return {str(path.relative_to(taken.path)) for path in files} - {snapshot.MANIFEST}
-
-
 def test_a_work_tree_is_copied_as_it_is_without_what_git_ignores(code: Path, run: RunDir) -> None:
     (code / "package" / "net.py").write_text("WIDTH = 2\n")
     (code / "gone.py").unlink()
@@ -58,15 +53,15 @@ def test_a_work_tree_is_copied_as_it_is_without_what_git_ignores(code: Path, run
 
     assert names(taken) == {".gitignore", "package/net.py", "new file\n.py", "naïve.py"}
     assert (taken.path / "package" / "net.py").read_text() == "WIDTH = 2\n"
-    assert (taken.is_dirty, taken.num_files, len(taken.commit or "")) == (True, 4, 40)
+    assert (taken.num_files, len(taken.commit or "")) == (4, 40)
 
 
 def test_the_job_imports_from_the_copy_of_the_codes_own_directory(code: Path, run: RunDir) -> None:
-    promised = path_in_snapshot(run, code / "package")
+    promised = path_in_snapshot(run, code, code / "package")
 
     take(code / "package", run)
 
-    assert promised == path_in_snapshot(run, code / "package")
+    assert promised == path_in_snapshot(run, code, code / "package")
     assert (promised / "net.py").read_text() == "WIDTH = 1\n"
 
 
@@ -131,7 +126,7 @@ def test_later_edits_do_not_reach_it_and_the_same_code_is_not_copied_twice(code:
 
     assert again.path == first.path
     assert (run.snapshot / "package" / "net.py").read_text() == "WIDTH = 1\n"
-    assert differences(first.path) == []
+    assert changed(first.path) == []
     edited = take(code, run)
     assert edited.path != first.path
     assert (run.snapshot / "package" / "net.py").read_text() == "WIDTH = 3\n"
@@ -159,7 +154,7 @@ def test_a_copy_that_fails_publishes_nothing(code: Path, run: RunDir, monkeypatc
 
     assert list(run.snapshots.iterdir()) == []
     assert not run.snapshot.exists()
-    assert differences(take(code, run).path) == []
+    assert changed(take(code, run).path) == []
 
 
 def test_the_leftover_of_a_killed_writer_is_swept(code: Path, run: RunDir) -> None:
@@ -171,15 +166,94 @@ def test_the_leftover_of_a_killed_writer_is_swept(code: Path, run: RunDir) -> No
     assert not left.exists()
 
 
-def test_every_difference_from_the_manifest_is_found(code: Path, run: RunDir) -> None:
-    taken = take(code, run).path
-    (taken / "gone.py").unlink()
-    (taken / "package" / "net.py").chmod(0o644)
-    (taken / "package" / "net.py").write_text("WIDTH = 9\n")
-    (taken / "more.py").write_text("")
-    (taken / "__pycache__").mkdir()
-    (taken / "__pycache__" / "more.pyc").write_text("")  # Python's own
+# --- what is no code, and is found all the same --------------------------------------------------------------------
 
-    assert differences(taken) == ["missing gone.py", "changed package/net.py", "added more.py"]
-    manifest = json.loads((taken / snapshot.MANIFEST).read_text())
-    assert manifest["source"] == str(code)
+
+def test_a_script_finds_what_git_ignores_beside_it_and_writes_there(code: Path, run: RunDir) -> None:
+    for name in ("data", "package/out", "__pycache__"):
+        (code / name).mkdir()
+    (code / "data" / "digits.bin").write_bytes(b"1")
+    (code / "package" / "local.bin").write_bytes(b"2")
+
+    copy = take(code, run).path
+    (copy / "package" / "out" / "checkpoint").touch()
+
+    assert (copy / "data" / "digits.bin").read_bytes() == b"1"
+    assert (copy / "package" / "local.bin").read_bytes() == b"2"
+    assert (code / "package" / "out" / "checkpoint").exists()
+    assert (copy / ".git").resolve() == code / ".git"  # by which `rootutils` and loggers know the project
+    assert not (copy / "__pycache__").exists()
+    assert list(written_into(copy)) == []
+
+
+def test_what_came_or_went_since_is_shown_so_in_the_same_copy(code: Path, run: RunDir) -> None:
+    (code / "old").mkdir()
+    copy = take(code, run).path
+    (code / "old").rmdir()
+    (code / "new").mkdir()
+
+    assert take(code, run).path == copy
+    assert not os.path.lexists(copy / "old")
+    assert (copy / "new").is_dir()
+
+
+def test_what_a_job_wrote_into_its_copy_is_in_the_copy_of_edited_code_and_is_named(code: Path, run: RunDir) -> None:
+    first = take(code, run)
+    (first.path / "package" / "out").mkdir()
+    (first.path / "package" / "out" / "ck.pt").write_text("epoch 1")
+    assert list(written_into(first.path)) == ["package/out"]
+    assert first.written == []
+    for edit in range(2):
+        (code / "gone.py").write_text(f"# {edit}")
+        again = take(code, run)
+        assert (again.path / "package" / "out" / "ck.pt").read_text() == "epoch 1"
+        assert again.written == list(written_into(again.path)) == ["package/out"]
+        [note] = notes_on_copy(again, run, [])
+        assert "earlier jobs wrote package/out into the copy" in note
+        assert "`snapshot.enabled=false`" in note
+
+
+def test_what_the_run_saves_is_no_code(code: Path, run: RunDir) -> None:
+    """A copy of it would be read-only, and would make each submission's code another."""
+    (code / "out").mkdir()
+    (code / "out" / "ck.pt").write_text("epoch 1")
+
+    taken = take_snapshot(code, run, max_bytes=MB, outputs=[code / "out" / "ck.pt"])
+
+    assert "out/ck.pt" not in names(taken)
+    assert (taken.path / "out").resolve() == code / "out"
+
+
+def test_the_directory_of_the_runs_is_not_shown_as_a_copy_within_would_have_no_end(code: Path) -> None:
+    inside = RunDir(code / "runs" / "run")
+    inside.path.mkdir(parents=True)
+
+    assert not os.path.lexists(take(code, inside).path / "runs")
+
+
+def test_a_directory_of_a_thousand_ignored_files_is_named_instead(code: Path, run: RunDir) -> None:
+    for number in range(1001):
+        (code / "package" / f"{number}.bin").touch()
+
+    taken = take(code, run)
+
+    assert taken.not_shown == ["package"]
+    assert len(list((taken.path / "package").iterdir())) == 1
+    [note] = notes_on_copy(taken, run, [])
+    assert f"{code}/package holds more than 1,000 entries" in note
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [("../shared", "{code}/../shared"), ("{code}/package", "package"), ("package", "package"), ("/etc", "/etc")],
+)
+def test_a_link_leads_to_the_copy_of_the_code_or_to_where_it_led(
+    target: str, expected: str, code: Path, run: RunDir
+) -> None:
+    (code.parent / "shared").mkdir()
+    (code / "link").symlink_to(target.format(code=code))
+
+    copy = take(code, run).path
+
+    assert str((copy / "link").readlink()) == os.path.normpath(expected.format(code=code))
+    assert (copy / "link").is_dir()

@@ -355,7 +355,7 @@ def test_the_jobs_copy_of_the_code_is_what_starts(tmp_path: Path) -> None:
         (frozen / name).touch()
     environ = {USERS_CODE: str(frozen), "PYTHONPATH": f"{frozen}:/users/own"}
 
-    code = frozen_code(environ, [tmp_path / "snapshot"])
+    [code] = frozen_code(environ, [tmp_path / "snapshot"])
     script = plan_of(ScriptSpec(command=("python", "src/train.py")), code, {}, tmp_path)
     module = plan_of(ScriptSpec(command=("python", "-m", "pkg.train")), code, {}, tmp_path)
 
@@ -363,7 +363,7 @@ def test_the_jobs_copy_of_the_code_is_what_starts(tmp_path: Path) -> None:
     assert (script.path, script.argv0, script.folder) == (frozen / "train.py", str(frozen / "train.py"), str(frozen))
     assert module.folder == str(frozen)
     assert users_python_path(environ) == ["/users/own"]
-    assert frozen_code(environ, [tmp_path / "elsewhere"]) is None
+    assert frozen_code(environ, [tmp_path / "elsewhere"]) == []
 
 
 def test_status_shows_how_often_a_script_has_saved_and_no_step(tmp_path: Path) -> None:

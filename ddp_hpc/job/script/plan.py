@@ -188,14 +188,15 @@ def _module_file(folder: Path, module: str) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__main__.py") if file.is_file()), None)
 
 
-def frozen_code(environ: Mapping[str, str], snapshots: Sequence[Path]) -> Path | None:
-    """Return the directory in the job's copy of the code that holds the script; None where the job has no copy."""
+def frozen_code(environ: Mapping[str, str], snapshots: Sequence[Path]) -> list[Path]:
+    """Return the directories of the job's copy of the code that it imports from, that of the script first."""
     paths = map(Path, filter(None, environ.get(USERS_CODE, "").split(os.pathsep)))
-    return next((path for path in paths if any(path.is_relative_to(one) for one in snapshots)), None)
+    return [path for path in paths if any(path.is_relative_to(one) for one in snapshots)]
 
 
-def users_python_path(environ: Mapping[str, str]) -> list[str]:
-    """Return the entries of PYTHONPATH without those that ddp-hpc has put first."""
+def users_python_path(environ: Mapping[str, str], snapshots: Sequence[Path] = ()) -> list[str]:
+    """Return the entries of PYTHONPATH without those that ddp-hpc has put first, but for copies of the user's entries."""
     ours = [path for path in environ.get(USERS_CODE, "").split(os.pathsep) if path]
     entries = environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [entry for entry in (entries[len(ours) :] if entries[: len(ours)] == ours else entries) if entry]
+    users = entries[len(ours) :] if entries[: len(ours)] == ours else entries
+    return [*map(str, frozen_code(environ, snapshots)[1:]), *filter(None, users)]

@@ -75,7 +75,7 @@ def _environ(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: 
         stop_signal=script.stop_signal,
         stop_exit_code=next(iter(script.resume_exit_codes), 0),
     )
-    path = os.pathsep.join(users_python_path(environ))
+    path = os.pathsep.join(users_python_path(environ, script_rank.run.copies))
     others = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", *STORE_IS_HOSTED}}
     return {
         "PYTHONUNBUFFERED": "1",
@@ -119,7 +119,12 @@ def _run_here(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
             lambda: read_rendezvous_token(script_rank.run.rendezvous_token(script_rank.attempt)),
             on_refusal=partial(_note, _NO_SEAL) if is_noted else lambda: None,
         )
-    return run_as_main(script_rank.plan, environ, users_python_path(environ), partial(report_exception, script_rank))
+    return run_as_main(
+        script_rank.plan,
+        environ,
+        users_python_path(environ, script_rank.run.copies),
+        partial(report_exception, script_rank),
+    )
 
 
 def _note(text: str, why_not: str = "") -> None:

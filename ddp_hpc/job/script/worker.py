@@ -98,7 +98,7 @@ def _what_a_fork_would_lose() -> str:
 
 
 def _plan(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> ScriptPlan:
-    code = frozen_code(environ, [run.snapshot, run.snapshots])
+    code = next(iter(frozen_code(environ, run.copies)), None)
     return plan_of(spec.script, code, environ, Path.cwd())
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc.base.durable import replace_text
+from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.cluster.containers import PACKAGE_DIR
@@ -20,6 +20,7 @@ from ddp_hpc.launch.render import JobScript, render
 from ddp_hpc.launch.submission import release_hold
 from ddp_hpc.launch.submission.allocate import allocate
 from ddp_hpc.launch.submission.backend import Description, Submission, find_job_elsewhere
+from ddp_hpc.launch.submission.live_code import live_folders
 from ddp_hpc.launch.submission.other_cluster import knows
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.image import look_at_image
@@ -32,12 +33,13 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     refuse_missing_recorders,
     submitting_alone,
 )
-from ddp_hpc.launch.submission.snapshot import path_in_snapshot, take_snapshot
+from ddp_hpc.launch.submission.snapshot import notes_on_copy, path_in_snapshot, source_of, take_snapshot
 from ddp_hpc.run.run_dir import ownership, rereading
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, ask_to_stop, read_queued_job, write_queued_job
 from ddp_hpc.run.spec import LaunchSpec, RunSpec
+from ddp_hpc.run.workload.script_progress import folder_of, look
 from ddp_hpc.run.workload.table import workload_of
 
 NAME = "slurm"
@@ -57,7 +59,7 @@ def job_script(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str
     run = RunDir(spec.path)
     spec = _avoiding(spec, spared_nodes(run, spec, environ).excluded)
     return render(
-        JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=job_import_paths(spec, run, import_paths))
+        JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=job_import_paths(spec, run, import_paths, environ))
     )
 
 
@@ -93,14 +95,14 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
     return Description(
         notes=_notes(spec, run, import_paths, environ),
         command=["sbatch", str(run.job_script)],
-        import_paths=job_import_paths(spec, run, import_paths),
+        import_paths=job_import_paths(spec, run, import_paths, environ),
         script=job_script(spec, import_paths, environ),
     )
 
 
 def _notes(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
     refuse_missing_recorders(spec)
-    paths = job_import_paths(spec, run, import_paths)
+    paths = job_import_paths(spec, run, import_paths, environ)
     return [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
 
 
@@ -117,7 +119,7 @@ def prepare(
     plan = _plan(resolved_text, spec, import_paths, environ, is_new=not run.config.exists())
     _make(plan)
     with _nothing_left_of_new(plan):
-        return run, [*plan.notes, *_fill(plan)]
+        return run, [*plan.notes, *_fill(plan, environ)]
 
 
 def submit(
@@ -150,7 +152,7 @@ def submit(
             is_to_be_removed = is_new
             if not is_new:
                 _make(plan)
-            notes = [*plan.notes, *_fill(plan)]
+            notes = [*plan.notes, *_fill(plan, environ)]
             questions.ask_about(run.job_script)
             notes += _notes_on_restarts(run, spec, environ)
             notes += questions.notes(spec, run)
@@ -210,9 +212,9 @@ def _make(plan: _Plan) -> None:
     make_run_dir(plan.run, plan.resolved_text, is_new=plan.is_new)
 
 
-def _fill(plan: _Plan) -> list[str]:
+def _fill(plan: _Plan, environ: Mapping[str, str]) -> list[str]:
     """Put the frozen code and the job script into the run directory; return notes on the code."""
-    notes = freeze_code(plan.spec, plan.run, plan.import_paths)
+    notes = freeze_code(plan.spec, plan.run, plan.import_paths, environ)
     replace_text(plan.run.job_script, plan.script)
     return notes
 
@@ -290,24 +292,41 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     )
 
 
-def job_import_paths(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[Path]:
+def job_import_paths(
+    spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> list[Path]:
     """Return where the job imports the user's code from: its frozen copy, or where it lies."""
     code = workload_of(spec).users_code(import_paths)
     if code is None:
         return []
 
-    return [path_in_snapshot(run, code.directory)] if spec.snapshot.enabled else [code.directory]
+    if not spec.snapshot.enabled:
+        return [code.directory]
+    top = source_of(code.directory)
+    others = [path for path in live_folders({**environ, **spec.env}) if path.is_relative_to(top)]
+    return list(dict.fromkeys(path_in_snapshot(run, top, path) for path in [code.directory, *others]))
 
 
-def freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[str]:
+def freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
     """Copy the user's code into the directory of a run, or of a sweep; return notes on it."""
     code = workload_of(spec).users_code(import_paths)
     if code is None or not spec.snapshot.enabled:
         return []
 
-    most = spec.snapshot.max_mb * 10**6
-    snapshot = take_snapshot(code.directory, run, max_bytes=most, leave_out=[run.path.parent], needed=code.needed)
-    return [f"code: copied {snapshot.num_files} files of {snapshot.source}, {snapshot.num_bytes / 1e6:.1f} MB"]
+    saved = []
+    if (pattern := spec.script.progress) is not None:
+        saved = [Path(path).resolve() for path in look(pattern, Path.cwd())]
+        folder = folder_of(pattern, Path.cwd()).resolve()
+        if folder.is_relative_to(source_of(code.directory)):
+            make_directories(folder)  # its link leads the files to where the pattern has them
+    snapshot = take_snapshot(
+        code.directory, run, max_bytes=spec.snapshot.max_mb * 10**6, needed=code.needed, outputs=saved
+    )
+    outside = [str(path) for path in live_folders({**environ, **spec.env}) if not path.is_relative_to(snapshot.source)]
+    return [
+        f"code: copied {snapshot.num_files} files of {snapshot.source}, {snapshot.num_bytes / 1e6:.1f} MB",
+        *notes_on_copy(snapshot, run, outside),
+    ]
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The user's code as it was at submit, frozen: later edits do not reach the job, and a requeued one runs the same.
 
 In a git work tree, all its tracked files as they are now, edited ones too, and those that are neither tracked nor
-ignored; elsewhere, all files but hidden ones, caches and virtual environments.
+ignored; elsewhere, all files but hidden ones, caches and virtual environments. What else lies beside these files is in the
+copy as a link to it, so that a script finds its data by its own path.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 from ddp_hpc.base.durable import fsync_path, make_directories, readers, replace_text, scratch_path
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.run_dir.code_copy import LIST, NO_OUTPUT, folders_of, written_into
 from ddp_hpc.run.run_dir.paths import RunDir
 
-MANIFEST = ".ddp_hpc-snapshot.json"
-_NUM_BIGGEST = 5
+_NUM_NAMED = 5
+_MOST_LINKS = 1000
+"""The most links in one directory of a copy."""
 _NO_CODE = frozenset({"__pycache__", "node_modules"})
 _READ_ONLY = 0o500
 
@@ -36,7 +41,10 @@ class Snapshot:
     num_files: int
     num_bytes: int
     commit: str | None
-    is_dirty: bool
+    written: Sequence[str]
+    """What earlier jobs have written into the copy."""
+    not_shown: Sequence[str]
+    """Directories with more than is linked."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +58,23 @@ class _File:
     digest: str
 
 
-def path_in_snapshot(run: RunDir, code_dir: Path) -> Path:
-    """Return where the run's jobs find the copy of `code_dir`: the same before it is made, and after."""
-    return run.snapshot / code_dir.resolve().relative_to(_source_of(code_dir))
+def path_in_snapshot(run: RunDir, top: Path, folder: Path) -> Path:
+    """Return where the run's jobs find the copy of a directory below `top`: the same before it is made, and after."""
+    return run.snapshot / folder.resolve().relative_to(top)
 
 
 def take_snapshot(
-    code_dir: Path, run: RunDir, *, max_bytes: int, leave_out: Sequence[Path] = (), needed: Path | None = None
+    code_dir: Path,
+    run: RunDir,
+    *,
+    max_bytes: int,
+    needed: Path | None = None,
+    outputs: Sequence[Path] = (),
 ) -> Snapshot:
     """Copy the code that `code_dir` belongs to into the run's directory, and publish it by one rename.
 
-    `needed` is a file below `code_dir` that a copy without it would be of no use.
+    `needed` is a file below `code_dir` that a copy without it would be of no use. `outputs` are what the job writes: they
+    are linked, not copied.
     The same content again is not copied again. Files are not flushed one by one: a job that starts after a crash of
     the file system fails to import, and loses nothing.
 
@@ -69,46 +83,105 @@ def take_snapshot(
     """
     import xxhash  # late: only a submission on Slurm waits for it
 
-    source = _source_of(code_dir)
-    left_out = (path.resolve() for path in [*leave_out, run.path.parent, run.path, *_runs_beside(run)])
+    source = source_of(code_dir)
+    left_out = (path.resolve() for path in [run.path.parent, run.path, *_runs_beside(run)])
     hidden = {path for path in left_out if not source.is_relative_to(path)}  # runs may lie beside the code, or above it
     names = _names(source)
     hidden |= set(_runs_among(source, names))
-    names = [name for name in names if hidden.isdisjoint([source / name, *(source / name).parents])]
+    no_code = {*hidden, *outputs}
+    names = [name for name in names if no_code.isdisjoint([source / name, *(source / name).parents])]
     _refuse_large(source, names, max_bytes)
     try:
         files = [_look(source, name) for name in sorted(names) if _is_there(source / name)]
         digest = xxhash.xxh3_128_hexdigest(json.dumps([asdict(file) for file in files]).encode())
         target = run.snapshots / digest
         commit = (_git(source, "rev-parse", "HEAD", may_fail=True) or "").strip() or None
-        is_dirty = bool(_git(source, "status", "--porcelain", may_fail=True))
         if not target.exists():
-            _publish(source, files, target, {"source": str(source), "commit": commit, "is_dirty": is_dirty})
+            _publish(source, files, target, {"source": str(source), "commit": commit})
         if needed is not None:
             _require(target / code_dir.resolve().relative_to(source) / needed, code_dir / needed)
+        names = [file.name for file in files]
+        written = _carry_over(run.snapshot, target, names)
+        not_shown = _link_rest(source, target, names, hidden)
         _point(run.snapshot, target)
     except OSError as error:
         raise ConfigError(
             f"The code in {source} cannot be copied for the job: {error}. Correct that, or set "
             "`snapshot.enabled=false`, so that the job imports the code from there."
         ) from error
-    return Snapshot(target, source, len(files), sum(file.size for file in files), commit, is_dirty)
+    return Snapshot(target, source, len(files), sum(file.size for file in files), commit, written, not_shown)
 
 
-def differences(snapshot: Path) -> list[str]:
-    """Return what differs from the manifest: `missing a.py`, `changed b.py`, `added c.py`."""
-    listed = {
-        one["name"]: _File(**one) for one in json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))["files"]
-    }
-    there = {
-        name for name in _walk(snapshot, hidden_too=True) if name != MANIFEST and "__pycache__" not in Path(name).parts
-    }
-    changed = [name for name in listed.keys() & there if _look(snapshot, name) != listed[name]]
-    kinds = {"missing": listed.keys() - there, "changed": changed, "added": there - listed.keys()}
-    return [f"{kind} {name}" for kind, names in kinds.items() for name in sorted(names)]
+def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[str]) -> Iterator[str]:
+    """Yield what a user may not expect of a copy; `outside` are other directories that its jobs import from."""
+    if copy.written:
+        yield (
+            f"note: earlier jobs wrote {_some(copy.written)} into the copy of the code ({run.snapshot}), and the next job finds "
+            f"it there. To have it in {copy.source}, move it there, or set `snapshot.enabled=false`."
+        )
+    for folder in copy.not_shown:
+        yield (
+            f"note: {copy.source / folder} holds more than {_MOST_LINKS:,} entries that are not code, so the copy shows none of "
+            "them. Move them into a directory of their own, or set `snapshot.enabled=false`."
+        )
+    if outside:
+        yield (
+            f"note: the job imports code of {_some(outside)} as it is then, because the copy does not hold it (PYTHONPATH, or "
+            "packages that are installed editable)."
+        )
 
 
-def _source_of(code_dir: Path) -> Path:
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")
+
+
+def _carry_over(before: Path, target: Path, names: Sequence[str]) -> list[str]:
+    """Link what earlier jobs have written into the copy before, so that the next one goes on from it; return its names."""
+    if not before.exists():
+        return []
+    written, folders = list(written_into(before)), folders_of(names)
+    for name in written:
+        link = target / name
+        if str(Path(name).parent) in folders and not os.path.lexists(link):
+            link.symlink_to(os.path.relpath((before / name).resolve(), link.parent.resolve()))
+    return written
+
+
+def _link_rest(source: Path, target: Path, names: Sequence[str], hidden: set[Path]) -> list[str]:
+    """Link what lies beside the code's files and is not copied; return directories that hold more of it than is linked."""
+    folders = folders_of(names)
+    known = {*names, *folders}
+    not_shown = []
+    for folder in sorted(folders):
+        if (source / folder).is_dir() and not (source / folder).is_symlink():
+            _remove_dead_links(target / folder, set(names), folder)
+            with os.scandir(source / folder) as entries:
+                rest = (
+                    Path(entry)
+                    for entry in entries
+                    if os.path.normpath(Path(folder, entry.name)) not in known
+                    and entry.name not in NO_OUTPUT
+                    and not any(path.is_relative_to(entry) for path in hidden)
+                    and (entry.is_dir() or entry.is_file())
+                )
+                shown = list(islice(rest, _MOST_LINKS + 1))
+            if len(shown) > _MOST_LINKS:
+                not_shown.append(folder)
+                continue
+            for path in shown:
+                with suppress(FileExistsError):
+                    (target / folder / path.name).symlink_to(path)
+    return not_shown
+
+
+def _remove_dead_links(folder: Path, names: set[str], below: str) -> None:
+    """Remove links to what has been deleted since: a script could not make such a directory anew."""
+    for entry in os.scandir(folder):
+        if entry.is_symlink() and not Path(entry).exists() and os.path.normpath(Path(below, entry.name)) not in names:
+            Path(entry).unlink()
+
+
+def source_of(code_dir: Path) -> Path:
     """Return the top of the work tree that a directory belongs to, or the directory."""
     code_dir = code_dir.resolve()
     top = Path((_git(code_dir, "rev-parse", "--show-toplevel") or str(code_dir)).rstrip("\n")).resolve()
@@ -148,7 +221,7 @@ def _require(copied: Path, original: Path) -> None:
 def _names(source: Path) -> list[str]:
     listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate")
     if listed is None:
-        return list(_walk(source, hidden_too=False))
+        return list(_walk(source))
     names = [name for name in listed.split("\0") if name]
     modules = [name for name in names if (source / name).is_dir() and not (source / name).is_symlink()]
     present = [module.rstrip("/") for module in modules if (source / module / ".git").exists()]  # else it is only named
@@ -158,19 +231,18 @@ def _names(source: Path) -> list[str]:
     return [*own, *within]
 
 
-def _walk(top: Path, *, hidden_too: bool) -> Iterator[str]:
+def _walk(top: Path) -> Iterator[str]:
     for folder, folders, files in os.walk(top):
         kept = [
             name
             for name in folders
-            if hidden_too
-            or not (name.startswith(".") or name in _NO_CODE or (Path(folder) / name / "pyvenv.cfg").exists())
+            if not (name.startswith(".") or name in _NO_CODE or (Path(folder) / name / "pyvenv.cfg").exists())
         ]
         links = [name for name in kept if (Path(folder) / name).is_symlink()]
         folders[:] = [name for name in kept if name not in links]
         for name in [*files, *links]:
             path = Path(folder) / name
-            if hidden_too or (not name.startswith(".") and (path.is_symlink() or path.is_file())):  # no pipe, no socket
+            if not name.startswith(".") and (path.is_symlink() or path.is_file()):  # no pipe, no socket
                 yield str(path.relative_to(top))
 
 
@@ -179,7 +251,7 @@ def _refuse_large(source: Path, names: Sequence[str], max_bytes: int) -> None:
     total = sum(sizes.values())
     if total <= max_bytes:
         return
-    biggest = sorted(sizes, key=lambda name: -sizes[name])[:_NUM_BIGGEST]
+    biggest = sorted(sizes, key=lambda name: -sizes[name])[:_NUM_NAMED]
     told = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in biggest)
     raise ConfigError(
         f"The code in {source} is {total / 1e6:.1f} MB, and `snapshot.max_mb` is {max_bytes // 10**6}. The largest: {told}. "
@@ -197,13 +269,22 @@ def _look(source: Path, name: str) -> _File:
 
     path = source / name
     if path.is_symlink():
-        return _File(name, 0, str(path.readlink()), "")
+        return _File(name, 0, _link_in_copy(source, path), "")
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
             size += len(block)
     return _File(name, size, None, ("x" if os.access(path, os.X_OK) else "-") + digest.hexdigest())
+
+
+def _link_in_copy(source: Path, link: Path) -> str:
+    """Return where a link leads in the copy: to the copy of a file of the code; out of the code, to where it led before."""
+    text = link.readlink()
+    leads_to = Path(os.path.normpath(link.parent / text))
+    if leads_to.is_relative_to(source) != text.is_absolute():
+        return str(text)
+    return os.path.relpath(leads_to, link.parent) if text.is_absolute() else str(leads_to)
 
 
 def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str, object]) -> None:
@@ -214,10 +295,10 @@ def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str
     beside = scratch_path(target)
     try:
         for file in files:
-            _copy(source / file.name, beside / file.name)
+            _copy(source / file.name, beside / file.name, file.link_to)
         manifest = {"version": 1, "taken_at": time.time(), **about, "files": [asdict(file) for file in files]}
         make_directories(beside)
-        replace_text(beside / MANIFEST, json.dumps(manifest, indent=1))
+        replace_text(beside / LIST, json.dumps(manifest, indent=1))
         beside.rename(target)
         fsync_path(target.parent)
     except BaseException:
@@ -225,11 +306,13 @@ def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str
         raise
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path, link_to: str | None) -> None:
     make_directories(target.parent)
-    shutil.copy2(source, target, follow_symlinks=False)
-    if not target.is_symlink():
-        target.chmod(target.stat().st_mode & (_READ_ONLY | readers(target.parent)))
+    if link_to is not None:
+        target.symlink_to(link_to)
+        return
+    shutil.copy2(source, target)
+    target.chmod(target.stat().st_mode & (_READ_ONLY | readers(target.parent)))
 
 
 def _point(link: Path, target: Path) -> None:
@@ -247,7 +330,7 @@ _REDIRECTING = (
 """Variables that direct git to another repository: git sets them for its hooks and for the processes that a hook starts."""
 _WITHOUT_COMMANDS = (
     *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.alternateRefsCommand="),
-    *("-c", "status.submoduleSummary=false", "-c", "protocol.allow=never"),
+    *("-c", "protocol.allow=never"),
 )
 """A repository's own configuration can name commands; a copy of its code must not run them."""
 
@@ -269,24 +352,12 @@ def _git(folder: Path, *words: str, may_fail: bool = False) -> str | None:
         return None
     # A user's own directory may lie below another user's repository, and be no part of it.
     may_fail = may_fail or folder.stat().st_uid != top.stat().st_uid
-    # Of what is asked here, `status` alone reads files through filters.
-    without_filters = _without_filters(folder) if words[0] == "status" else []
-    return _asked(folder, *_WITHOUT_COMMANDS, *without_filters, *words, may_fail=may_fail)
-
-
-def _without_filters(folder: Path) -> list[str]:
-    """Return options that take away the filters that a repository brings: `git status` would run them."""
-    names: set[str] = set()
-    for scope in ("--local", "--worktree"):
-        found = _asked(folder, "config", scope, "--includes", "-z", "--name-only", "--get-regexp", r"^filter\.")
-        names |= {key.rpartition(".")[0] for key in (found or "").split("\0") if key}
-    values = {"clean": "", "smudge": "", "process": "", "required": "false"}
-    return [word for name in sorted(names) for key, value in values.items() for word in ("-c", f"{name}.{key}={value}")]
-
-
-def _asked(folder: Path, *words: str, may_fail: bool = True) -> str | None:
+    # None of the commands that are asked here reads files through filters, as `git status` would.
     unset = [f"--unset={name}" for name in _REDIRECTING]
-    argv = ["env", *unset, "GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "LC_ALL=C", "git", "-C", str(folder), *words]
+    argv = [
+        *("env", *unset, "GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "LC_ALL=C"),
+        *("git", "-C", str(folder), *_WITHOUT_COMMANDS, *words),
+    ]
     try:
         done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError:

@@ -124,14 +124,14 @@ def make_for_slurm(
     script = array_script(spec, sweep_dir)
     capacity.refuse_private_directory(sweep_dir.path)
     capacity.refuse_private_python(sweep_dir.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
-    paths = tuple(slurm.job_import_paths(spec, sweep_dir.files, import_paths))
+    paths = tuple(slurm.job_import_paths(spec, sweep_dir.files, import_paths, environ))
     notes = [*look_at_image(spec, sweep_dir.files, paths, environ, is_for_slurm=True), *note_on_parents(sweep_dir.path)]
 
     def fill(beside: SweepDir) -> None:
         """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""
         replace_text(beside.files.job_script, script)
         questions.ask_about(beside.files.job_script)
-        notes.extend(slurm.freeze_code(spec, beside.files, import_paths))
+        notes.extend(slurm.freeze_code(spec, beside.files, import_paths, environ))
         notes.extend(questions.notes(spec, beside.files))
 
     sweep = replace(sweep, import_paths=paths)

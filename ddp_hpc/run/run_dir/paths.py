@@ -92,6 +92,11 @@ class RunDir:
         return self.path / "snapshot"
 
     @property
+    def copies(self) -> list[Path]:
+        """Where the job's copy of the code may lie: in the run's directory; for a point, in its sweep's."""
+        return [place for run in (self, RunDir(self.path.parent)) for place in (run.snapshot, run.snapshots)]
+
+    @property
     def submitit(self) -> Path:
         """Files that submitit keeps for its jobs."""
         return self.path / "submitit"

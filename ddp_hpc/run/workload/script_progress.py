@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ def look(pattern: str, work_dir: Path) -> Files:
         OSError: if the file system does not answer.
     """
     found: dict[str, tuple[int, int]] = {}
-    for name in glob.iglob(os.path.join(work_dir, os.path.expanduser(pattern)), recursive=True):  # noqa: PTH111, PTH118, PTH207  text, with `~` and `**`
+    for name in glob.iglob(_absolute(pattern, work_dir), recursive=True):  # noqa: PTH207  text, with `**`
         paths = Path(name).rglob("*") if Path(name).is_dir() else iter([Path(name)])
         for path in paths:
             try:
@@ -48,6 +49,15 @@ def look(pattern: str, work_dir: Path) -> Files:
             if len(found) >= MOST_FILES:
                 return found
     return found
+
+
+def folder_of(pattern: str, work_dir: Path) -> Path:
+    """Return the directory that a pattern names before its first wildcard."""
+    return Path(os.path.dirname(re.split(r"[*?\[]", _absolute(pattern, work_dir), maxsplit=1)[0]))  # noqa: PTH120  text
+
+
+def _absolute(pattern: str, work_dir: Path) -> str:
+    return os.path.join(work_dir, os.path.expanduser(pattern))  # noqa: PTH111, PTH118  text, with `~`
 
 
 def num_changes(seen: SeenFiles, files: Files) -> int:

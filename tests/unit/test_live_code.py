@@ -1,0 +1,63 @@
+"""Code that a job imports besides the run's own: what lies in the work tree is frozen with it, what lies elsewhere is named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_hpc.launch.submission.live_code import live_folders
+from ddp_hpc.launch.submission.slurm import freeze_code, job_import_paths
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import RunSpec, ScriptSpec
+from tests.unit.made_repository import git
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a work tree with a source layout and a script, beside a directory of tools."""
+    for name in ("project/train.py", "project/src/mine/__init__.py", "tools/tool.py", "runs/run/config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    git(tmp_path / "project", "init", "--quiet")
+    monkeypatch.chdir(tmp_path / "project")
+    return tmp_path / "project"
+
+
+def spec_of(**sections: object) -> RunSpec:
+    return RunSpec(name="run", script=ScriptSpec(command=("python", "train.py")), **sections)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["PYTHONPATH", "env.PYTHONPATH", "pth", "finder"])
+def test_a_source_layout_in_the_work_tree_is_imported_from_the_copy(
+    how: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, environ, spec, run = project / "src", dict[str, str](), spec_of(), RunDir(project.parent / "runs" / "run")
+    if how == "PYTHONPATH":
+        environ = {"PYTHONPATH": str(source)}
+    elif how == "env.PYTHONPATH":
+        spec = spec_of(env={"PYTHONPATH": str(source)})
+    elif how == "pth":
+        monkeypatch.setattr(sys, "path", [*sys.path, str(source)])
+    else:
+        finder = SimpleNamespace(MAPPING={"mine": str(source / "mine")})
+        monkeypatch.setattr(sys, "modules", {**sys.modules, "__editable___mine_1_finder": finder})
+
+    paths = job_import_paths(spec, run, [project], environ)
+    notes = freeze_code(spec, run, [project], environ)
+
+    assert paths == [run.snapshot, run.snapshot / "src"]
+    assert (paths[1] / "mine" / "__init__.py").is_file()
+    assert len(notes) == 1
+
+
+def test_what_lies_elsewhere_is_named_if_the_user_may_edit_it(project: Path) -> None:
+    run, tools = RunDir(project.parent / "runs" / "run"), project.parent / "tools"
+    environ = {"PYTHONPATH": f"{tools}:{sys.prefix}:/nowhere"}
+
+    assert live_folders(environ) == [tools]
+    assert job_import_paths(spec_of(), run, [project], environ) == [run.snapshot]
+    [_, note] = freeze_code(spec_of(), run, [project], environ)
+    assert note.startswith(f"note: the job imports code of {tools} as it is then")
