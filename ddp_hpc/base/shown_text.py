@@ -19,7 +19,7 @@ _SECRETS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
         r"(?P<before>://[^\s/:@]*:)[^\s/@]+(?=@)",
-        rf"(?P<before>\b[\w.-]*(?:{_NAMES})[\"']?\s*=\s*[\"']?)[^\s\"'&,;)]+",
+        rf"(?P<before>(?:{_NAMES})[\"']?\s*=\s*[\"']?)[^\s\"'&,;)]+",
         rf"(?P<before>[\"'][\w.-]*(?:{_NAMES})[\"']\s*:\s*[\"'])[^\"']+",
         r"(?P<before>[?&](?:key|sig|signature|code)=)[^\s\"'&]+",
         r"(?P<before>\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}",

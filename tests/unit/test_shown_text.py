@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from ddp_hpc.base.shown_text import masked, secret_values
+from ddp_hpc.watch.why.lines import clean
 
 
 @pytest.mark.parametrize(
@@ -45,3 +48,14 @@ def test_values_of_variables_and_keys_that_may_be_secrets_are_found_wherever_the
 
     assert found == ["hf-of-the-run", "0123456789"]
     assert masked("login failed for (0123456789)", found) == "login failed for (***)"
+
+
+@pytest.mark.parametrize("part", ["a.", "a-", "token.", "'a.", "://a:", "\x1b]", "\x1b[", "[rank1]: "])
+def test_the_time_for_a_long_line_grows_as_the_line(part: str) -> None:
+    """A quarter of a MB of one of these took minutes."""
+    began = time.process_time()
+
+    masked(part * (2**18 // len(part)))
+    clean(part * (2**18 // len(part)))
+
+    assert time.process_time() - began < 2

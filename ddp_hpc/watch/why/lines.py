@@ -17,7 +17,7 @@ TAIL_BYTES = 256 << 10
 _MOST_COUNTED_BYTES = 64 << 20
 _LONGEST = 2000
 """Characters of a line that are kept."""
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _PREFIX = re.compile(r"(?:\[(?:rank|default)\d+\]:? ?|\d+: (?=Traceback|\S*Error))")
 """What PyTorch (`[rank1]: `), torchrun (`[default1]:`) and `srun --label` (`1: `) write before a line."""
