@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ddp_hpc.base.errors import ConfigError, text_of
+from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.run.run_dir.records import LINE_FIELDS
 
 BUILT_IN = {
@@ -110,9 +110,13 @@ def _require(condition: bool, name: str, value: object, wanted: str) -> None:
 def nearest_names(name: object, known: Iterable[str]) -> str:
     """Return a sentence with the nearest and all known names, for an unknown name."""
     names = list(known)
-    nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
-    meant = [f"Did you mean {' or '.join(map(repr, nearest))}?"] if nearest else []
-    return " ".join([*meant, f"Known: {', '.join(names)}."])
+    return f"{did_you_mean(str(name), names)}Known: {', '.join(names)}."
+
+
+def _module_meant(name: str) -> str:
+    """Return the question whether a module of the working directory is meant; empty where that has one of this name."""
+    here = [path.stem for path in Path.cwd().glob("*.py")]
+    return "" if name.partition(".")[0] in here else did_you_mean(name, here)
 
 
 def load_builder(target: str) -> Callable[..., Recipe]:
@@ -124,7 +128,7 @@ def load_builder(target: str) -> Callable[..., Recipe]:
     module_name, _, function_name = BUILT_IN.get(target, target).partition(":")
     if not function_name:
         raise ConfigError(
-            f"`recipe.target` is {target!r}, but there is no built-in recipe of that name ({', '.join(BUILT_IN)}). "
+            f"`recipe.target` is {target!r}, but there is no built-in recipe of that name. {nearest_names(target, BUILT_IN)} "
             "Name your own function as `module:function`."
         )
     try:
@@ -132,7 +136,7 @@ def load_builder(target: str) -> Callable[..., Recipe]:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"`recipe.target` is {target!r}, but importing {module_name!r} raised "
-            f"{type(error).__name__}: {error}. Try `python -c 'import {module_name}'` in the directory that "
+            f"{type(error).__name__}: {error}. {_module_meant(module_name)}Try `python -c 'import {module_name}'` in the directory that "
             "you submit from."
         ) from error
     builder = getattr(module, function_name, None)
@@ -141,7 +145,7 @@ def load_builder(target: str) -> Callable[..., Recipe]:
         advice = (
             f" Python's own {module_name!r} comes first: give your module another name."
             if is_pythons
-            else " Correct the name after the colon."
+            else f" {did_you_mean(function_name, vars(module))}Correct the name after the colon."
         )
         raise ConfigError(
             f"`recipe.target` is {target!r}, but module {module_name!r} ({getattr(module, '__file__', 'built in')}) "
@@ -157,7 +161,7 @@ def build_recipe(target: str, args: Mapping[str, Any]) -> Recipe:
         ConfigError: if there is no such function, it does not accept or use these arguments, or it returns something else.
     """
     builder = load_builder(target)
-    _check_args(target, builder, args)
+    check_args(target, builder, args)
     recipe = _call(target, builder, args)
     if not isinstance(recipe, Recipe):
         raise ConfigError(
@@ -183,8 +187,12 @@ def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) 
         ) from error
 
 
-def _check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) -> None:
-    """Check the arguments without a call, so that a TypeError inside the function is reported as the user's own."""
+def check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) -> None:
+    """Check the arguments without a call, so that a TypeError inside the function is reported as the user's own.
+
+    Raises:
+        ConfigError: if the function does not accept them.
+    """
     signature = inspect.signature(builder)
     try:
         signature.bind(**args)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ddp_hpc.base.errors import ConfigError, exit_code_of
+from ddp_hpc.base.errors import ConfigError, NotCheckedError, exit_code_of
 from ddp_hpc.base.exit_codes import FINISHED, STOPPED
 from ddp_hpc.base.processes import host_name, unclaimed_stop_signals
 from ddp_hpc.cluster.rank_probe.client import RankProbe
@@ -23,6 +23,7 @@ from ddp_hpc.cluster.rank_probe.server import serve
 from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, USERS_CODE
 from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
 from ddp_hpc.cluster.slow_ranks.reporter import Reporter
+from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, failure_of, is_lost_connection, write_failure
@@ -31,23 +32,29 @@ from ddp_hpc.run.run_dir.joining import forget_missing, write_missing
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
 from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.only_in_job import refuse_missing
 from ddp_hpc.train import process_group
 from ddp_hpc.train.engine.divergence import of_nan_check
 from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.engine.optimizer import build_optimizer
 from ddp_hpc.train.engine.replayed import follow_request
 from ddp_hpc.train.engine.training import Training, configure_torch, prepare
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.late_compiler import DYNAMO, import_compiler_late
 from ddp_hpc.train.process_group import Group, RankInfo
-from ddp_hpc.train.recipe import BUILT_IN, Recipe, build_recipe, imported_code, load_builder
+from ddp_hpc.train.recipe import BUILT_IN, Recipe, build_recipe, check_args, imported_code, load_builder
 from ddp_hpc.train.recording.beside import PATIENCE_S
 from ddp_hpc.train.recording.rank_log import open_rank_log
 from ddp_hpc.train.state import rng
+from ddp_hpc.train.state.initial_weights import find_weights
+from ddp_hpc.train.state.training_state import refuse_other_optimizer
 from ddp_hpc.train.stop import StopFlag
 from ddp_hpc.train.watchdog import TEARDOWN_S, Watchdog, leave_within
 
 log = logging.getLogger(__name__)
 
+_SAME_IN_EQUAL_PYTHONS = (ImportError, SyntaxError, NameError, AttributeError, TypeError)
+"""Errors of an import that hardly depend on the host; others may (a device, a variable, a file)."""
 INDUCTOR = "_inductor"
 _MOST_SHOWN = 8
 """How many changes of the environment are logged one by one."""
@@ -73,6 +80,37 @@ def preload(run_path: str) -> str:
         # threads, and then this process must not fork.
         torch.optim.SGD([torch.zeros(1, requires_grad=True)]).zero_grad()
     return why_not_fork(spec.recipe.target)
+
+
+def check(spec: RunSpec, environ: Mapping[str, str]) -> None:
+    """Check what needs neither data nor devices: the recipe's function and arguments, the first weights, the optimizer of a resume.
+
+    Raises:
+        ConfigError: where the job would refuse it.
+        NotCheckedError: where it might not.
+    """
+    target, other, is_users = spec.recipe.target, spec.own_environment, bool(environ.get(USERS_CODE))
+    try:
+        builder = load_builder(target)
+        check_args(target, builder, spec.recipe.args)
+    except ConfigError as error:
+        is_unknown_import = error.__cause__ is not None and not isinstance(error.__cause__, _SAME_IN_EQUAL_PYTHONS)
+        if is_unknown_import:
+            raise NotCheckedError(f"a node may have what this host lacks: {error}") from error
+        if other and not (is_users and isinstance(error.__cause__, TypeError | None)):
+            raise NotCheckedError(f"`{other}` may give the job another Python: {error}") from error
+        raise
+    steps = checkpoint_names.committed_steps(RunDir(spec.path))
+    if steps:
+        saved = checkpoint_store.read_manifest(checkpoint_names.checkpoint_path(RunDir(spec.path), steps[-1]))
+        if saved.state["optimizer"].get("is_recipes") is False:
+            mine = build_optimizer(spec.optimizer, torch.nn.Linear(1, 1), spec.train.lr)
+            refuse_other_optimizer(type(mine).__name__, saved.state["optimizer"])
+    elif spec.train.init_from is not None:
+        try:
+            find_weights(spec.train.init_from, runs_dir=spec.path.parent)
+        except ConfigError as error:
+            refuse_missing(error, spec.train.init_from, spec)
 
 
 def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None = None) -> int:

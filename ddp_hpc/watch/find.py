@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.base.errors import RunNotFoundError
+from ddp_hpc.base.names import near_names
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
 from ddp_hpc.run.run_dir.records import read_queued_job
@@ -75,15 +76,13 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
 
 
 def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
-    import difflib  # imported here because only this error needs it
-
     if any(holds_sweep(path) for path in (runs_dir / text, Path(text))):
         return RunNotFoundError(
             f"{text!r} is a sweep of several runs. List them with `ddp-hpc list {text}`, and name one as `{text.rstrip(os.sep)}/POINT`; `ddp-hpc sweep` follows, "
             "continues or cancels all of them."
         )
     names = [run.name for run in list_runs(runs_dir)]
-    near = difflib.get_close_matches(Path(text).name, names, n=3) or names[-5:][::-1]
+    near = near_names(Path(text).name, names, cutoff=0.6) or names[-5:][::-1]
     hint = (
         f"Runs there: {', '.join(near)}."
         if near

@@ -18,6 +18,7 @@ DOORS: dict[str, set[str]] = {
         "cli/__init__.py",
         "prove/drill/injector.py",
         "job/node/agent.py",
+        "job/node/check.py",
         "job/node/join.py",
         "job/node/join_node.py",
         "job/node/spawned.py",
@@ -52,6 +53,7 @@ DOORS: dict[str, set[str]] = {
         "watch/diagnose/image_probe.py",
         "watch/diagnose/doctor/quota.py",
         "watch/diagnose/import_cost.py",
+        "launch/submission/preflight/users_part.py",
         "launch/submission/snapshot.py",
         "launch/submission/local.py",
         "train/recording/beside.py",
@@ -70,6 +72,7 @@ DOORS: dict[str, set[str]] = {
         "run/run_dir/failure_reports.py",
         "job/node/agent.py",
         "launch/submission/local.py",
+        "launch/submission/preflight/users_part.py",
         "train/stop.py",
     },
 }

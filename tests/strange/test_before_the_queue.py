@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.launch.submission.preflight import capacity, users_part
 
 HOME_RUN = Path("/home/ada/runs/net")
 
@@ -43,18 +44,121 @@ def test_a_python_that_nodes_do_not_share_is_refused(
         capacity.refuse_private_python(HOME_RUN, [Path("/usr/lib"), Path(python)])
 
 
+def on_login_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a directory of a user's, on a host with commands of Slurm that accept everything."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_private_python", lambda *_: None)
+    monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
+    (folder / "bin").mkdir()
+    for name in ("sbatch", "scontrol", "squeue", "srun"):
+        (folder / "bin" / name).write_text("#!/bin/sh\n")
+        (folder / "bin" / name).chmod(0o755)
+
+
+NET = "import torch\n\ndef build(width: int = 8) -> None:\n    raise SystemExit('the recipe was built on the login node')\n"
+FILES = {
+    "run.yaml": "recipe: {target: 'net:build'}\n",
+    "net.py": NET,
+    "train.py": "",
+    "broken.py": "def build(:\n",
+    "lacking.py": "import not_there\n",
+    "of_gpus.py": "raise RuntimeError('no GPU here')\n",
+    "slow.py": "import time\ntime.sleep(60)\n",
+    "dying.py": "import os\nos.abort()\n",
+    "data/keep": "",
+    "runs/first/config.yaml": "",
+}
+UNCHECKED = "note: not checked before the queue: "
+MISTAKES = {
+    "a wrong module": ("run.yaml recipe.target=nett:build", "No module named 'nett'. Did you mean 'net'?"),
+    "a wrong function": ("run.yaml recipe.target=net:biuld", "no function 'biuld'. Did you mean 'build'?"),
+    "no function": ("run.yaml recipe.target=net", "no built-in recipe of that name"),
+    "a wrong built-in": ("run.yaml recipe.target=dril", "Did you mean 'drill'?"),
+    "a wrong argument": ("run.yaml recipe.args.widht=3", "unexpected keyword argument 'widht'. Did you mean 'width'?"),
+    "an argument of a built-in": ("run.yaml recipe.target=image_classification recipe.args.modle=x", "'model'"),
+    "a syntax error": ("run.yaml recipe.target=broken:build", "raised SyntaxError"),
+    "a package that is missing": ("run.yaml recipe.target=lacking:build", "No module named 'not_there'"),
+    "one that the job's modules may have": (
+        "run.yaml recipe.target=lacking:build slurm.modules=[torch]",
+        f"{UNCHECKED}`slurm.modules` may give the job another Python",
+    ),
+    "one that the image may have": (
+        "run.yaml recipe.target=lacking:build container.image=data",
+        f"{UNCHECKED}`container.image` may give the job another Python",
+    ),
+    "a wrong function, whatever the modules": (
+        "run.yaml recipe.target=net:biuld slurm.modules=[torch]",
+        "no function 'biuld'",
+    ),
+    "an import that needs a GPU": ("run.yaml recipe.target=of_gpus:build", f"{UNCHECKED}a node may have"),
+    "an import that ends Python": (
+        "run.yaml recipe.target=dying:build",
+        f"{UNCHECKED}the import of the user's code ended",
+    ),
+    "an import that takes long": (
+        "run.yaml recipe.target=slow:build",
+        f"{UNCHECKED}the user's code was not imported within",
+    ),
+    "weights that are not there": ("run.yaml train.init_from=none.pt", "nor the run"),
+    "weights of a run without any": ("run.yaml train.init_from=first", "has no checkpoint yet"),
+    "weights that another job makes": (
+        "run.yaml train.init_from=first slurm.dependency=afterok:7",
+        f"{UNCHECKED}a job that this one waits for",
+    ),
+    "weights on a disk of the nodes": (
+        "run.yaml train.init_from=/nodes-only/none.pt",
+        f"{UNCHECKED}this host has no /nodes-only",
+    ),
+    "a wrong script": ("-- python trainn.py", "Did you mean 'train.py'?"),
+    "a script elsewhere": ("-- python src/train.py", "src/train.py does not exist"),
+    "a script where setup goes": (
+        "slurm.setup=['cd src'] -- python sub.py",
+        f"{UNCHECKED}`slurm.setup` changes the directory",
+    ),
+    "a script in the image": (
+        "container.image=data -- python /app/train.py",
+        f"{UNCHECKED}`container.image` may have it",
+    ),
+    "a directory as a script": ("-- python data", "is a directory without a `__main__.py`"),
+    "a wrong module as a script": ("-- python -m trian", "names the module 'trian'"),
+    "a file that is not executable": ("-- ./train.py", "not an executable file"),
+    "a wrong program": ("-- pyhton train.py", f"{UNCHECKED}a node may have a program"),
+    "a wrong module to preload": ("script.preload=[nunpy] -- python train.py", "names the module 'nunpy'"),
+    "a wrong key": ("run.yaml trian.lr=1", "train.lr"),
+    "a wrong value": ("run.yaml train.epochs=many", "train.epochs"),
+    "no file": ("runn.yaml", "runn.yaml"),
+}
+"""What is typed after `submit`, and what is said."""
+
+
+@pytest.mark.parametrize("how", [["--dry-run"], pytest.param([], marks=pytest.mark.long)], ids=["dry run", "submit"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused_before_the_queue_or_said_to_be_unchecked(
+    mistake: str, how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed, told = MISTAKES[mistake]
+    on_login_node(tmp_path, monkeypatch)
+    monkeypatch.setattr(users_part, "DEADLINE_S", 4.0 if mistake == "an import that takes long" else 60.0)
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\n[ $1 = --test-only ] || echo 7\n")
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    code = main(["submit", "--cluster=slurm", "name=net", *how, *shlex.split(typed)])
+
+    said = capsys.readouterr()
+    assert told in f"{said.out}{said.err}"
+    assert code == (0 if UNCHECKED in told else 2)
+    assert (tmp_path / "runs/net").exists() == (UNCHECKED in told and not how)
+
+
 @pytest.mark.parametrize("cluster", ["slurm", "local"])
 @pytest.mark.parametrize("how", [["submit", "--dry-run"], ["submit"], ["render"]], ids=" ".join)
 def test_an_image_that_is_not_there_is_refused_by_all_alike(
     how: list[str], cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    (tmp_path / "bin").mkdir()
-    for name in ("sbatch", "scontrol", "squeue"):
-        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    on_login_node(tmp_path, monkeypatch)
     (tmp_path / "run.yaml").write_text("container: {image: none.sif}\n")
     where = [] if how == ["render"] else ["--cluster", cluster]
 
@@ -71,7 +175,7 @@ def test_without_a_snapshot_the_job_imports_the_code_where_it_lies(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)
-    (tmp_path / "net.py").touch()
+    (tmp_path / "net.py").write_text("def build(): ...")
     (tmp_path / "run.yaml").write_text("recipe: {target: 'net:build'}\n")
 
     scripts = {}

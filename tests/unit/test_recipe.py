@@ -62,7 +62,7 @@ def test_the_built_in_recipe_has_a_short_name() -> None:
         (
             "image_clasification",
             "",
-            r"'image_clasification'.*no built-in recipe of that name \(image_classification, drill\).*`module:func",
+            r"'image_clasification'.*no built-in recipe of that name.*mean 'image_classification'.*drill.*`module:func",
         ),
         ("not_there:build", "", "'not_there:build'.*No module named 'not_there'.*python -c 'import not_there'"),
         ("mine:build", "import not_there_either", "importing 'mine' raised ModuleNotFoundError: .*'not_there_either'"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
 from ddp_hpc.job.script.source import may_compile, sets_endpoint, why_exec
 from ddp_hpc.run.spec import Program, ScriptSpec
@@ -178,7 +179,10 @@ def _script_file(script: str, code: Path | None, work_dir: Path) -> tuple[str, s
         return str(frozen), str(frozen)
     path = os.path.join(work_dir, script)  # noqa: PTH118  a `Path` would leave out `./`
     if not Path(path).exists():
-        raise ConfigError(f"`script.command` starts the script {script!r}, but {path} does not exist. Check the path.")
+        beside = [str(Path(script).with_name(one.name)) for one in Path(path).parent.glob("*.py")]
+        raise ConfigError(
+            f"`script.command` starts the script {script!r}, but {path} does not exist. {did_you_mean(script, beside, cutoff=0.7)}Check the path."
+        )
     return path, script
 
 

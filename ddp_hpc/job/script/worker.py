@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.base.errors import exit_code_of
+from ddp_hpc.base.errors import ConfigError, NotCheckedError, exit_code_of
 from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
+from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.cluster.rank_probe.client import RankProbe
 from ddp_hpc.cluster.rank_probe.folder import socket_of
@@ -41,6 +42,7 @@ from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.ownership import is_fenced
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.only_in_job import refuse_missing
 from ddp_hpc.run.workload.script_progress import read_seen
 
 MODULES = (
@@ -100,6 +102,32 @@ def _what_a_fork_would_lose() -> str:
 def _plan(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> ScriptPlan:
     code = next(iter(frozen_code(environ, run.copies)), None)
     return plan_of(spec.script, code, environ, Path.cwd())
+
+
+def check(spec: RunSpec, environ: Mapping[str, str]) -> None:
+    """Check that there is such a script, and that Python finds the modules that are named.
+
+    Raises:
+        ConfigError: where the job would refuse it.
+        NotCheckedError: where it might not.
+    """
+    program = spec.script.program
+    try:
+        plan = plan_of(spec.script, None, environ, Path.cwd())
+    except ConfigError as error:
+        if program.script is None and (program.python is not None or "/" not in program.words[0]):
+            raise NotCheckedError(f"a node may have a program that this host lacks: {error}") from error
+        refuse_missing(error, program.script or program.words[0], spec)
+    sys.path.insert(0, plan.folder)
+    for name in filter(None, [program.module, *spec.script.preload]):
+        top = name.partition(".")[0]
+        if not plan.why_exec and find_spec(top) is None:
+            asks = "script.command" if name == program.module else "script.preload"
+            meant = did_you_mean(top, [path.stem for path in Path(plan.folder).glob("*.py")])
+            text = f"`{asks}` names the module {name!r}, but this Python has none of that name. {meant}Correct it, or install it."
+            if other := spec.own_environment:
+                raise NotCheckedError(f"`{other}` may give the job another Python: {text}")
+            raise ConfigError(text)
 
 
 def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None = None) -> int:

@@ -59,8 +59,7 @@ def refuse_missing_recorders(spec: RunSpec) -> None:
     Raises:
         ConfigError: for the first that is not installed.
     """
-    may_differ = spec.container.image or spec.stage.archive or spec.slurm.modules or spec.slurm.setup
-    if not may_differ and "PYTHONPATH" not in spec.env:
+    if not spec.own_environment:
         spec.log.require_recorders()
 
 

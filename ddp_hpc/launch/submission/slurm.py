@@ -24,6 +24,7 @@ from ddp_hpc.launch.submission.live_code import live_folders
 from ddp_hpc.launch.submission.other_cluster import knows
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.image import look_at_image
+from ddp_hpc.launch.submission.preflight.users_part import check_users_part
 from ddp_hpc.launch.submission.release_hold import call_back, hasten_job, spared_nodes
 from ddp_hpc.launch.submission.run_dir_setup import (
     is_finished,
@@ -103,7 +104,8 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
 def _notes(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
     refuse_missing_recorders(spec)
     paths = job_import_paths(spec, run, import_paths, environ)
-    return [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
+    notes = [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
+    return [*notes, *check_users_part(spec, import_paths, environ)]
 
 
 def prepare(

@@ -23,7 +23,9 @@ from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.image import look_at_image
+from ddp_hpc.launch.submission.preflight.users_part import check_users_part
 from ddp_hpc.launch.submission.run_dir_setup import note_on_parents
+from ddp_hpc.launch.sweep.resolving import Points
 from ddp_hpc.launch.sweep.states import points_in_queue
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sending,
@@ -126,6 +128,7 @@ def make_for_slurm(
     capacity.refuse_private_python(sweep_dir.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
     paths = tuple(slurm.job_import_paths(spec, sweep_dir.files, import_paths, environ))
     notes = [*look_at_image(spec, sweep_dir.files, paths, environ, is_for_slurm=True), *note_on_parents(sweep_dir.path)]
+    notes += check_users_part(Points(base, environ).resolved(sweep.points[0]).spec, import_paths, environ)
 
     def fill(beside: SweepDir) -> None:
         """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""

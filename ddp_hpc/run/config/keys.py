@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Any, Literal, get_origin
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.field_types import annotations_of, is_optional, without_none
+from ddp_hpc.base.names import nearest
 from ddp_hpc.run.spec import RunSpec
 
 OF_A_VARIABLE = str | int | None
@@ -135,10 +136,3 @@ def _meant_by(name: str) -> list[str]:
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Return the one of `words` that is spelled most like `word`, or None if none is near."""
-    import difflib
-
-    return next(iter(difflib.get_close_matches(word.lower(), list(words), n=1, cutoff=0.7)), None)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import nearest
 from ddp_hpc.base.processes import host_name
-from ddp_hpc.run.config.keys import Key, nearest
+from ddp_hpc.run.config.keys import Key
 from ddp_hpc.run.config.paths import fill
 from ddp_hpc.run.config.sources import Origin, Setting, read_mapping, settings_in
 from ddp_hpc.run.config.values import convert

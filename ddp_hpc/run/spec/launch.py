@@ -338,6 +338,19 @@ class LaunchSpec(Checked):
             _check_variable(variable, value)
 
     @property
+    def own_environment(self) -> str:
+        """The key by which the job's Python may differ from this host's; empty where it is the same."""
+        keys = {
+            "container.image": self.container.image,
+            "stage.archive": self.stage.archive,
+            "slurm.modules": self.slurm.modules,
+            "slurm.setup": self.slurm.setup,
+            "slurm.template": self.slurm.template,
+            "env.PYTHONPATH": "PYTHONPATH" in self.env,
+        }
+        return next((key for key, value in keys.items() if value), "")
+
+    @property
     def environ(self) -> dict[str, str]:
         """The environment variables that the run sets; a variable that is null stays as it is."""
         return {name: str(value) for name, value in self.env.items() if value is not None}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 if TYPE_CHECKING:
     from ddp_hpc.run.run_dir.ledger import Ledger
     from ddp_hpc.run.run_dir.paths import RunDir
+    from ddp_hpc.run.spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,14 @@ class WorkerModule(Protocol):
 
     It may set `OUTLIVED = True`: processes that a worker starts do not end with it, so the process that kills it has to kill them, too.
     """
+
+    def check(self, spec: RunSpec, environ: Mapping[str, str], /) -> None:
+        """Refuse, on the host that a run is submitted from, what `main` would refuse in the job; start and build nothing.
+
+        Raises:
+            ConfigError: where the job would refuse it.
+            NotCheckedError: where this host cannot say.
+        """
 
     def preload(self, run_path: str, /) -> str:
         """Import what every worker needs; return why workers must not be forked from this process, or an empty text.

@@ -330,6 +330,7 @@ def _initial_state(
     return TrainingState(
         model=bare,
         optimizer=optimizer,
+        has_recipes_optimizer=recipe.optimizer is not None,
         device=group.device,
         rank=group.rank_info.rank,
         world_size=group.rank_info.world_size,

@@ -64,7 +64,7 @@ def _load(spec: RunSpec, state: TrainingState, group: Group) -> None:
     offer: _Offer | None = None
     if group.rank_info.is_rank_zero:
         try:
-            source = _find(str(spec.train.init_from), runs_dir=spec.path.parent)
+            source = find_weights(str(spec.train.init_from), runs_dir=spec.path.parent)
             fitting, misfits = _fitting(source, state.model.state_dict(), is_strict=spec.train.init_strict)
             tensors = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in fitting.items()}
             offer = _Offer(found=f"{source}{f' ({misfits})' if misfits else ''}", tensors=tensors)
@@ -150,7 +150,7 @@ def _received(read: Mapping[str, Tensor], offer: _Offer, group: Group) -> dict[s
     return received
 
 
-def _find(text: str, *, runs_dir: Path) -> Path:
+def find_weights(text: str, *, runs_dir: Path) -> Path:
     """Return the file, or the directory of a checkpoint, that `text` names.
 
     Raises:

@@ -65,6 +65,8 @@ class TrainingState:
     """In which order the first attempt's parameters got their gradients, which is that of DDP's buckets (`ddp_warmup`)."""
     plan: dict[str, int] = field(default_factory=dict)
     """`num_samples` of the data and `total_steps` of the training; after a restore, as they were when the checkpoint was saved."""
+    has_recipes_optimizer: bool = False
+    """Whether the recipe made the optimizer, so that the configuration's keys of it have no effect."""
     options_as_made: list[dict[str, str | None]] = field(init=False, repr=False)
     """The optimizer's options before any step, as the recipe and the configuration set them (see `group_options`)."""
 
@@ -205,6 +207,7 @@ def numbers(state: TrainingState) -> dict[str, Any]:
         "loss_steps": state.loss_steps,
         "optimizer": {
             "type": type(state.optimizer).__name__,
+            "is_recipes": state.has_recipes_optimizer,
             "groups": _as_json(groups, "the optimizer's groups"),
             "plain": _as_json(plain, "the optimizer"),
             **({"own_options": own_options} if own_options else {}),
@@ -450,16 +453,24 @@ def _optimizer_tensors(state: TrainingState) -> Iterator[NamedTensor]:
                 yield NamedTensor(f"optimizer/{name}/{key}", value, None)
 
 
+def refuse_other_optimizer(mine: str, saved: Mapping[str, Any]) -> None:
+    """Refuse to continue from a checkpoint of another optimizer; `saved` is what the checkpoint's numbers say of it.
+
+    Raises:
+        ConfigError: if it is another one.
+    """
+    if mine != saved["type"]:
+        raise ConfigError(
+            f"The checkpoint's optimizer is {saved['type']}, but this run's is {mine}. "
+            "Undo the change of the optimizer, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
+        )
+
+
 def _optimizer_to_load(
     state: TrainingState, saved: Mapping[str, SavedTensor], plain: Mapping[str, Any], *, trained: AbstractSet[str]
 ) -> dict[str, dict[str, Any]]:
     """Return what the checkpoint has for the optimizer: by parameter and key, a number, or the shape and dtype of a tensor."""
-    mine = type(state.optimizer).__name__
-    if mine != plain["type"]:
-        raise ConfigError(
-            f"The checkpoint's optimizer is {plain['type']}, but this run's is {mine}. "
-            "Undo the change of the optimizer, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
-        )
+    refuse_other_optimizer(type(state.optimizer).__name__, plain)
     entries: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in saved.items():
         if name.startswith("optimizer/"):

@@ -17,9 +17,8 @@ from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.only_in_job import PRIVATE_PLACES
 
-PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named to be refused
-"""Directories that each node has for itself."""
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 

@@ -1,0 +1,65 @@
+"""Have a process of its own check the user's part of a run before it is queued: script, recipe, first weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ddp_hpc.base.durable import replace_text
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.job.node.python_environ import IMPORT_PATH, SAFE_PATH
+from ddp_hpc.run.config import Resolved, flat, render_resolved
+from ddp_hpc.run.config.sources import DEFAULT
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.table import workload_of
+
+DEADLINE_S = 15.0
+"""How long the check may take: a first import of PyTorch from a slow file system takes longer."""
+
+
+def check_users_part(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
+    """Return a line on what could not be checked on this host; none where all is right.
+
+    Raises:
+        ConfigError: where the job would refuse the run.
+    """
+    workload = workload_of(spec)
+    code = workload.users_code(import_paths)
+    paths = {} if code is None else {IMPORT_PATH: str(code.directory)}
+    with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
+        config, answer = Path(folder, "config.yaml"), Path(folder, "answer.json")
+        replace_text(config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), DEFAULT.source))), is_secret=True)
+        argv = [sys.executable, "-m", "ddp_hpc.job.node.check", workload.worker, str(config), str(answer)]
+        ended = _run(argv, {**SAFE_PATH, **environ, **spec.environ, **paths})
+        told = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {"unchecked": ended}
+    if "refused" in told:
+        raise ConfigError(told["refused"])
+    return [f"note: not checked before the queue: {' '.join(text.split())}" for text in told.values()]
+
+
+def _run(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Run a command within the deadline; return how it ended."""
+    process = subprocess.Popen(
+        argv,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return f"the user's code was not imported within {DEADLINE_S:.0f} s on this host; the job tries it again"
+    finally:
+        with suppress(ProcessLookupError):  # with what the user's code has started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return f"the import of the user's code ended this host's Python with code {code}; the job tries it again"

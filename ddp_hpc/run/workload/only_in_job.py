@@ -1,0 +1,43 @@
+"""What a host cannot say of a run's files: where they may be there in the job."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from ddp_hpc.base.errors import ConfigError, NotCheckedError
+from ddp_hpc.run.spec import LaunchSpec
+
+PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named to be refused
+"""Directories that each node has for itself."""
+_CHANGES_DIRECTORY = re.compile(r"(?:^|[\s;&])(?:cd|pushd)\s")
+
+
+def refuse_missing(error: ConfigError, named: str, spec: LaunchSpec) -> NoReturn:
+    """Refuse a file that is missing here, unless the job may find it.
+
+    Raises:
+        ConfigError: the error.
+        NotCheckedError: where the job may find the file.
+    """
+    if why := _why_there(Path(named), spec):
+        raise NotCheckedError(f"{why}: {error}") from error
+    raise error
+
+
+def _why_there(path: Path, spec: LaunchSpec) -> str:
+    """Return why the job may find a file that this host lacks; empty where it cannot."""
+    if spec.slurm.dependency:
+        return "a job that this one waits for (`slurm.dependency`) may make it"
+    if any(map(_CHANGES_DIRECTORY.search, spec.slurm.setup)):
+        return "`slurm.setup` changes the directory"
+    if not path.is_absolute():
+        return ""
+    inside = {"container.image": spec.container.image, "stage.archive": spec.stage.archive}
+    if key := next((key for key, value in inside.items() if value), ""):
+        return f"`{key}` may have it"
+    if place := next((place for place in PRIVATE_PLACES if path.is_relative_to(place)), ""):
+        return f"each node has a {place} of its own"
+    top = Path(*path.parts[:2])
+    return "" if top.exists() else f"this host has no {top}, and nodes may have it"
