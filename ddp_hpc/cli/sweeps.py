@@ -94,9 +94,19 @@ def submit_sweep(
     environment: Mapping[str, str],
 ) -> int:
     """Start the sweep, on this machine until its points have ended; or with `--dry-run` print what would be started."""
+    from ddp_hpc.launch.submission.preflight.users_part import check_users_part
+    from ddp_hpc.launch.sweep.resolving import Points
+
     points = asked_points(args)
     if args.dry_run:
-        print(_dry_run(base, points, backend, import_paths, environment, is_json=args.json), end="")
+        if backend.HAS_QUEUE:
+            first = Points(base, environment).resolved(points[0]).spec
+            print(
+                "".join(f"{note}\n" for note in check_users_part(first, import_paths, environment)),
+                end="",
+                file=sys.stderr,
+            )
+        print(_dry_run(base, points, backend, environment, is_json=args.json), end="")
         return 0
     from ddp_hpc.launch.sweep.start import start_sweep
     from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, refuse_existing
@@ -147,24 +157,14 @@ def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
 
 
 def _dry_run(
-    base: Resolved,
-    points: Sequence[Point],
-    backend: Backend,
-    import_paths: Sequence[Path],
-    environment: Mapping[str, str],
-    *,
-    is_json: bool,
+    base: Resolved, points: Sequence[Point], backend: Backend, environment: Mapping[str, str], *, is_json: bool
 ) -> str:
-    from ddp_hpc.launch.submission.preflight.users_part import check_users_part
     from ddp_hpc.launch.sweep.array import array_script
-    from ddp_hpc.launch.sweep.resolving import Points, check_points
+    from ddp_hpc.launch.sweep.resolving import check_points
     from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
     check_points(base, points, environment, is_array=backend.HAS_QUEUE)
     script = array_script(base.spec, SweepDir(base.spec.path)) if backend.HAS_QUEUE else None
-    if backend.HAS_QUEUE:
-        for note in check_users_part(Points(base, environment).resolved(points[0]).spec, import_paths, environment):
-            print(note, file=sys.stderr)
     if is_json:
         listed = [{"name": point.name, "set": point.shown} for point in points]
         return as_json({"points": listed, **({} if script is None else {"script": script})}) + "\n"

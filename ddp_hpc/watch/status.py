@@ -12,7 +12,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.patience import known
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, Next
+from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Awaited, Progress, QueuedJob, read_awaited, read_progress, read_queued_job
 from ddp_hpc.run.run_dir.rereading import LastRead
@@ -168,7 +168,7 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
     is_held = is_held_here(run, before.newest, host)
     after = files.read(run.attempts, lambda: Ledger.read(run))
     return Observation(
-        attempts=after.attempts,
+        attempts=_without_refused(after.attempts),
         progress=files.read(run.progress, lambda: read_progress(run)),
         committed=files.read(run.checkpoints, lambda: committed_steps(run)),
         is_held=True if len(after.attempts) > len(before.attempts) else is_held,
@@ -180,6 +180,14 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
         queued=files.read(run.submission, lambda: read_queued_job(run)),
         slow_ranks=known(run.slow_ranks, lambda: files.read(run.slow_ranks, lambda: read_alarms(run)), unknown=()),
     )
+
+
+def _without_refused(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
+    """Return the attempts without the last ones, where a command refused to go on with a run that it left as it was."""
+    kept = list(attempts)
+    while len(kept) > 1 and kept[-1].ending == Ending.REFUSED and kept[-1].cluster == "local":
+        kept.pop()
+    return kept
 
 
 def is_held_here(run: RunDir, newest: Attempt | None, host: str) -> bool | None:

@@ -165,6 +165,7 @@ def test_a_sweep_for_slurm_imports_nothing_that_only_a_look_at_runs_or_another_b
         "import sys\n", f"import os, sys\nos.environ['PATH'] = '{program.parent}'\n", 1
     )
 
+    (directory / "train.py").touch()
     loaded = loaded_by(alone, *OF_A_SWEEP, "--dry-run", "--", "python", "train.py", cwd=directory)
 
     needless = {"concurrent", "ddp_hpc.launch.sweep.point_states", "ddp_hpc.launch.submission.local"}

@@ -30,7 +30,7 @@ CONFIG = "recipe: {target: 'tiny:build'}\nresources: {nodes: 2, workers_per_node
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the current directory, with a configuration and its recipe; its `bin` comes first on PATH."""
     (tmp_path / "run.yaml").write_text(CONFIG)
-    (tmp_path / "tiny.py").write_text("")
+    (tmp_path / "tiny.py").write_text("def build(): ...")
     (tmp_path / "bin").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")

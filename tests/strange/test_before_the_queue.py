@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,11 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
+from ddp_hpc.launch.submission import local
 from ddp_hpc.launch.submission.preflight import capacity, users_part
+from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.status import read_status
 
 HOME_RUN = Path("/home/ada/runs/net")
 
@@ -192,3 +198,76 @@ def test_without_a_snapshot_the_job_imports_the_code_where_it_lies(
         "job.sbatch",
         "logs",
     ]
+
+
+TRAINED = """
+import torch
+from ddp_hpc.train.recipe import Recipe
+
+def build(width: int = 1):
+    data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, width))
+    return Recipe(model=torch.nn.Linear(4, width), train_data=data, loss=torch.nn.functional.mse_loss)
+"""
+
+
+@pytest.mark.long
+def test_a_refused_change_leaves_the_run_as_it_was_and_an_earlier_command_line_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_login_node(tmp_path, monkeypatch)
+    (tmp_path / "net.py").write_text(TRAINED)
+    (tmp_path / "run.yaml").write_text("recipe: {target: 'net:build'}\ntrain: {epochs: 9, global_batch_size: 8}\n")
+    submit = ["submit", "run.yaml", "--cluster=local", "--wait"]
+    assert main([*submit, "train.epochs=2", "seed=7"]) == 0
+    run, before = RunDir(tmp_path / "runs/run"), (tmp_path / "runs/run/config.yaml").read_text()
+
+    for change in ("recipe.args.width=3", "optimizer.name=adamw"):
+        assert main([*submit, "train.epochs=3", change]) == 2
+        assert "The run run is as it was." in capsys.readouterr().err
+        assert run.config.read_text() == before
+        assert read_status(run, now=time.time()).state == "finished"
+    assert main([*submit[:2], "--cluster=slurm", "--dry-run", "train.epochs=3", "optimizer.name=adamw"]) == 2
+    assert "The checkpoint's optimizer is SGD, but this run's is AdamW" in capsys.readouterr().err
+
+    assert main(submit) == 0
+    said = capsys.readouterr()
+    assert "has finished already" in said.out
+    assert "keeps what an earlier command line has set: `seed=7` (now 0), `train.epochs=2` (now 9)" in said.err
+    assert main([*submit, "train.epochs=3"]) == 0
+    assert load_resolved(run.config).seed == 7
+    assert load_resolved(run.config).train.epochs == 3
+
+
+def test_a_run_that_slurm_refuses_to_continue_keeps_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_login_node(tmp_path, monkeypatch)
+    (tmp_path / "train.py").touch()
+    words = ["submit", "name=net", "--cluster=slurm"]
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\n[ $1 = --test-only ] || echo 7\n")
+    assert main([*words, "--", "python", "train.py"]) == 0
+    files = [tmp_path / "runs/net" / name for name in ("config.yaml", "job.sbatch")]
+    before = [path.read_text() for path in files]
+    (tmp_path / "bin/scontrol").write_text(
+        "#!/bin/sh\ncase \"$*\" in *'show job'*) echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; esac\n"
+    )
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Invalid qos specification' >&2; exit 1\n")
+
+    assert main([*words, "slurm.qos=none", "--", "python", "train.py"]) == 2
+
+    assert "Invalid qos" in capsys.readouterr().err
+    assert [path.read_text() for path in files] == before
+
+
+def test_more_workers_than_a_machine_can_bear_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_login_node(tmp_path, monkeypatch)
+    (tmp_path / "train.py").touch()
+    workers = local.MOST_WORKERS * len(os.sched_getaffinity(0))
+
+    code = main(["submit", "--cluster=local", f"resources.workers_per_node={workers}", "--", "python", "train.py"])
+
+    assert code == 2
+    assert f"`resources.workers_per_node` is {workers}, but this machine has" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

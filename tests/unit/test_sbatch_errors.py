@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.cluster.slurm.queries import JobRecord, Partition
+from ddp_hpc.cluster.slurm.queries import JobRecord, NodeShape, Partition
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, chosen_partition, explain
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -139,6 +139,51 @@ def test_a_refusal_says_what_was_asked_what_there_is_and_what_to_do(said: str, a
     assert "sbatch: error" not in explained
     for words in told:
         assert words in explained
+
+
+SHAPES = [
+    NodeShape(partition="batch", num_nodes=3, num_cpus=16, mem_mb=65536, num_gpus=0),
+    NodeShape(partition="batch", num_nodes=1, num_cpus=64, mem_mb=515000, num_gpus=8, gpu_type="a100"),
+    NodeShape(partition="long", num_nodes=2, num_cpus=128, mem_mb=1048576, num_gpus=16, gpu_type="h100"),
+]
+SIZE = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+GRES = "sbatch: error: Invalid generic resource (gres) specification"
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "told"),
+    [
+        (SIZE, spec(nodes=5), "`resources.nodes` is 5, but partition batch has 4 nodes"),
+        (SIZE, spec(workers_per_node=80), "`resources.workers_per_node` is 80, with 1 CPU each"),
+        (
+            "sbatch: error: Memory specification can not be satisfied",
+            spec(mem_gb=900),
+            "`resources.mem_gb` is 900, but a node of partition batch has at most 502 GiB",
+        ),
+        (
+            SIZE,
+            spec(gpus_per_node=9),
+            "`resources.gpus_per_node` is 9, but a node of partition batch has at most 8 GPUs",
+        ),
+        (
+            GRES,
+            spec(gpus_per_node=1, gpu_type="h100"),
+            "`resources.gpu_type` is 'h100', but nodes of partition batch have a100",
+        ),
+        (SIZE, spec(gpus_per_node=9, slurm={"partition": "long"}), "The run asks for 1 node with 9 tasks"),
+    ],
+    ids=["nodes", "CPUs", "memory", "GPUs", "type of GPU", "nothing alone"],
+)
+def test_the_key_that_asks_for_more_than_any_node_has_is_named(said: str, asked: RunSpec, told: str) -> None:
+    assert told in explain(said, asked, replace(CLUSTER, shapes=SHAPES))
+    assert "The run asks for" in explain(said, asked, CLUSTER)  # where Slurm does not say what nodes have
+
+
+def test_a_limit_on_the_number_of_jobs_is_no_question_of_size() -> None:
+    told = explain(f"sbatch: error: AssocMaxSubmitJobLimit\n{POLICY}", spec(), CLUSTER)
+
+    assert "You have as many jobs in the queue" in told
+    assert "Ask for less" not in told
 
 
 def test_a_policy_that_mentions_time_is_not_taken_for_a_time_limit() -> None:
@@ -372,7 +417,7 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
         "told to stop at once",
         partition(),
         {},
-        spec(time_limit_min=2, slurm={"signal_lead_s": 120}),
+        spec(time_limit_min=3, slurm={"signal_lead_s": 120}),
         [
             "the run is asked to stop 120 s before the limit, and Slurm may ask 60 s earlier: this leaves no time to train"
         ],
@@ -380,10 +425,10 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
     ("told to stop a little later", partition(), {}, spec(time_limit_min=2, slurm={"signal_lead_s": 59}), []),
     (
         "told to stop at once by the cluster's own time",
-        partition(default_time_min=1.0),
+        partition(default_time_min=3.0),
         {},
         spec(),
-        ["note: `resources.time_limit_min` is not set", "`resources.time_limit_min` is 1, but"],
+        ["note: `resources.time_limit_min` is not set", "`resources.time_limit_min` is 3, but"],
     ),
     (
         "a script that may need longer than it is given",
@@ -520,3 +565,13 @@ def test_a_job_that_left_without_a_word_is_told_with_where_to_look(job: JobRecor
     assert said.startswith(f"Job 7 of digits {how}")
     assert "/scratch/runs/digits/logs/console.log" in said
     assert said.endswith("sacct -j 7 -o state,exitcode,nodelist")
+
+
+@pytest.mark.parametrize(("limit_min", "default_min"), [(2, None), (None, 1.0)])
+def test_a_time_limit_that_is_over_at_the_signal_is_refused(
+    limit_min: int | None, default_min: float | None, slurm: FakeSlurm
+) -> None:
+    slurm.has(partition(default_time_min=default_min))
+
+    with pytest.raises(ConfigError, match=r"asked to stop before it begins.*lower `slurm\.signal_lead_s`"):
+        slurm.check(spec(time_limit_min=limit_min))

@@ -336,9 +336,9 @@ container:
 
 partitions:
   gpu:  # 4 nodes of 64 CPUs, 512 GiB, 4 a100; at most 1440 min
-    resources: {gpus_per_node: 4, gpu_type: a100}
+    # resources: {gpus_per_node: 4, gpu_type: a100}  # a whole node for each run that does not say; unset: a run says how many it needs
   gpu-low:  # 4 nodes of 64 CPUs, 512 GiB, 4 GPU; at most 1440 min; Slurm may preempt its jobs (REQUEUE), 120 s after a warning
-    resources: {gpus_per_node: 4}
+    # resources: {gpus_per_node: 4}  # a whole node for each run that does not say; unset: a run says how many it needs
   mixed:  # 4 nodes of 64 CPUs, 512 GiB, 4 GPU; 9 nodes of 32 CPUs, 128 GiB; at most 1440 min
   closed:  # not UP when this draft was made: Slurm starts no jobs here until an administrator sets it UP; else delete this entry; at most 1440 min
 """
@@ -355,7 +355,7 @@ def test_a_proposal_is_a_profile(user: dict[str, str], tmp_path: Path) -> None:
 
     assert found.profile is not None
     assert found.profile.site.name == "hydra"
-    assert flat(found.spec)["resources.gpu_type"] == "a100"
+    assert flat(found.spec)["resources.gpus_per_node"] is None  # a run says how many it needs
     assert found.spec.container.runtime == "apptainer"
 
 

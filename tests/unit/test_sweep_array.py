@@ -148,6 +148,7 @@ def test_a_submission_asks_slurm_each_question_once_and_its_ledger_is_read_by_la
 def test_ctrl_c_amid_the_submission_of_a_sweep_says_what_slurm_may_have_and_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "train.py").touch()
     lab = Lab(tmp_path, max_array_size=10)
     lab.has(
         "sbatch",
@@ -167,6 +168,7 @@ def test_ctrl_c_amid_the_submission_of_a_sweep_says_what_slurm_may_have_and_how_
 def test_ctrl_c_before_a_sweep_has_its_directory_says_that_nothing_was_submitted_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "train.py").touch()
     lab = Lab(tmp_path)
     lab.has("sbatch", "kill -INT $PPID; exit 1")
     monkeypatch.setenv("PATH", lab.environ["PATH"])
@@ -190,6 +192,7 @@ def test_a_script_that_slurm_would_refuse_is_named_before_the_sweeps_directory_h
 
 def test_a_disk_that_is_full_before_anything_is_sent_leaves_no_sweep(tmp_path: Path) -> None:
     (tmp_path / "once").mkdir()
+    (tmp_path / "train.py").touch()
     once = start(Lab(tmp_path / "once"), tmp_path / "once", "seed=0..999").sweep_dir.ledger.read_text()
     shutil.rmtree(tmp_path / "once")  # else it is copied as code
     num_bytes = len(once[: once.index('{"sending"')])

@@ -162,3 +162,23 @@ def test_loader_processes_keep_their_cpus_where_a_node_has_few() -> None:
     asked = replace(spec(gpus_per_node=8), data=DataSpec(num_workers=15))
 
     assert share_cpus_by_gpus(asked, "gpu", SHAPES) == FilledIn()
+
+
+@pytest.mark.parametrize(
+    ("words", "lead_s"),
+    [
+        (["resources.time_limit_min=1"], 15),
+        (["resources.time_limit_min=3"], 120),
+        (["resources.time_limit_min=1", "slurm.signal_lead_s=120"], 120),
+        ([], 120),
+    ],
+)
+def test_a_short_time_limit_has_a_shorter_lead_unless_the_user_names_one(
+    words: list[str], lead_s: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolved = resolve(None, [*words, f"runs_dir={tmp_path}"], {}, command=["python", "train.py"])
+
+    found = fill_unset(resolved, {}, is_for_slurm=True)
+
+    assert found.spec.slurm.signal_lead_s == lead_s
+    assert ("Slurm asks the run to stop 15 s before its time limit" in capsys.readouterr().err) == (lead_s == 15)

@@ -391,7 +391,7 @@ class NodeShape:
 
 def shapes_argv() -> list[str]:
     """Ask for CPUs, memory and GPUs of the nodes of each partition."""
-    return ["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G"]
+    return ["sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G"]
 
 
 def parse_shapes(text: str) -> list[NodeShape]:

@@ -83,7 +83,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         # A node that is avoided for its earlier failures has not failed again. If this counted, it would be avoided for ever.
         before = requeue.bad_nodes(known.ledger.attempts, context.spec.restart, now=time.time())
         failed_nodes = tuple(node for node in failed_nodes if node not in before)
-    if cause == Cause.REFUSED and has_trained(known.attempts):
+    if cause == Cause.REFUSED and has_trained(_with_same_input(context, known.attempts)):
         cause = Cause.WORKER_CRASHED
         failed_nodes = blame.refusing_nodes(failure, context.nodes, node_of=context.node_of)
     bad_nodes = blame.bad_nodes(known.attempts, attempt, cause, failed_nodes, context.spec.restart)
@@ -119,6 +119,11 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     )
     _write(context, conclusion)
     return conclusion
+
+
+def _with_same_input(context: JobContext, attempts: Sequence[Attempt]) -> Sequence[Attempt]:
+    """Return the attempts whose input the newest one has: on one machine, a submission may change it, and waits for the refusal."""
+    return attempts if context.allocation else [one for one in attempts if one.job_id == attempts[-1].job_id]
 
 
 def _fails_again(context: JobContext, attempts: Sequence[Attempt], root: Root, newest_step: int) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.durable import make_directories, private_mode
-from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm import client, queries
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -57,8 +57,9 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
             raise SlurmUnavailableError(
                 f"Slurm does not answer: sbatch prints {error}. Try again later; check first (`squeue --me`) that the job is not in the queue."
             ) from error
-        raise ConfigError(
-            f"sbatch refuses the job: {error}. Correct the setting that it names; if it names none, ask your cluster's support."
+        raise SlurmRefusalError(
+            f"sbatch refuses the job: {error}. Correct the setting that it names; if it names none, ask your cluster's support.",
+            printed=str(error),
         ) from error
     finally:
         with contextlib.suppress(OSError):  # a file system without modes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,7 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     refuse_missing_nsys,
     refuse_missing_recorders,
     submitting_alone,
+    unchanged_if_refused,
 )
 from ddp_hpc.run.run_dir import ownership, rereading
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
@@ -43,6 +45,8 @@ SCRIPT_TRIAL_S = 1.0
 """How long a script must have run before `submit` says that it runs: most mistakes end a script at its first lines."""
 STOP_PATIENCE_S = 600.0
 """How long a run that a user asked to stop may take to finish its step and commit."""
+MOST_WORKERS, _MOST_A_CPU = 64, 4
+"""Workers that any machine may have, and how many for each CPU a larger one."""
 VANISH_PATIENCE_S = 10.0
 """How long the processes of an attempt that is over may take to vanish."""
 _POLL_S = 0.05
@@ -55,8 +59,8 @@ def supervisor_argv(run: RunDir) -> list[str]:
     return [sys.executable, "-m", "ddp_hpc.job.guardian", str(run.path)]
 
 
-def refuse_several_nodes(spec: LaunchSpec) -> None:
-    """Refuse a run that asks for more machines than this one.
+def refuse_too_much(spec: LaunchSpec) -> None:
+    """Refuse a run that asks for more than this machine.
 
     Raises:
         ConfigError: where it does.
@@ -65,6 +69,12 @@ def refuse_several_nodes(spec: LaunchSpec) -> None:
         raise ConfigError(
             f"`resources.nodes` is {spec.resources.nodes}, but the run would start on this machine only. Submit it on a "
             "login node of Slurm (`--cluster slurm`), or set `resources.nodes=1`."
+        )
+    workers, cpus = spec.resources.local_world_size, len(os.sched_getaffinity(0))
+    if workers > max(MOST_WORKERS, _MOST_A_CPU * cpus):
+        raise ConfigError(
+            f"`resources.workers_per_node` is {workers}, but this machine has {cpus} CPUs, and so many processes may use up its memory. "
+            f"Set it to {max(MOST_WORKERS, _MOST_A_CPU * cpus)} or less."
         )
 
 
@@ -85,7 +95,7 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
     Raises:
         ConfigError: where the run needs several machines, or its image, or a path that it is to see, cannot be used.
     """
-    refuse_several_nodes(spec)
+    refuse_too_much(spec)
     refuse_missing_recorders(spec)
     refuse_missing_nsys(spec, environ)
     run = RunDir(spec.path)
@@ -124,7 +134,7 @@ def submit(
         ConfigError: where the input is invalid; a run that was new leaves nothing behind.
         WorkerError: where the workers failed before the first step.
     """
-    refuse_several_nodes(spec)
+    refuse_too_much(spec)
     run = RunDir(spec.path)
     refuse_file_in_the_way(run)
     is_new = not run.config.exists()
@@ -138,14 +148,16 @@ def submit(
         there = _already(run, spec, environ)  # another process may have submitted it meanwhile
         if there is not None:
             return there
-        if not is_new:
-            make_run_dir(run, resolved_text, is_new=False)
-        attempt = ownership.next_attempt(run)
-        guardian = _start_guardian(run, import_paths, environ)
-        ended = _await_training(run, attempt, guardian)
+        with nullcontext() if is_new else unchanged_if_refused(run):
+            if not is_new:
+                make_run_dir(run, resolved_text, is_new=False)
+            attempt = ownership.next_attempt(run)
+            guardian = _start_guardian(run, import_paths, environ)
+            ended = _await_training(run, attempt, guardian)
+            if ended is not None and ended.exit_code == exit_codes.REFUSED and not is_new:
+                raise ConfigError(f"{ended.reason}\nThe run {run.name} is as it was.")
     if ended is not None and ended.exit_code == exit_codes.REFUSED:
-        if is_new:
-            shutil.rmtree(run.path, ignore_errors=True)  # without the lock: NFS keeps a directory with an open file
+        shutil.rmtree(run.path, ignore_errors=True)  # without the lock: NFS keeps a directory with an open file
         raise ConfigError(ended.reason)
     return Submission(run, NAME, "started", attempt, is_new=is_new, notes=notes)
 

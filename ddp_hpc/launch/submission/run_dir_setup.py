@@ -108,6 +108,22 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
 
 
 @contextmanager
+def unchanged_if_refused(run: RunDir) -> Iterator[None]:
+    """Put back what `make_run_dir` changes in a run that exists, where the submission is refused."""
+    files = (run.config, run.job_script, run.done, run.gave_up, run.stop_request)
+    before = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
+    try:
+        yield
+    except ConfigError:
+        for path, text in before.items():
+            if text is None:
+                path.unlink(missing_ok=True)
+            else:
+                replace_text(path, text, is_secret=path == run.config)
+        raise
+
+
+@contextmanager
 def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[None]:
     """Let one process at a time submit a run that has a directory: two that find it idle would start it twice.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base.durable import make_directories, replace_text
-from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmRefusalError, SlurmUnavailableError, WorkerError
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.cluster.slurm import client, states
@@ -33,6 +33,7 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     refuse_file_in_the_way,
     refuse_missing_recorders,
     submitting_alone,
+    unchanged_if_refused,
 )
 from ddp_hpc.launch.submission.snapshot import notes_on_copy, path_in_snapshot, source_of, take_snapshot
 from ddp_hpc.run.run_dir import ownership, rereading
@@ -94,10 +95,10 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
     """
     run = RunDir(spec.path)
     return Description(
+        script=job_script(spec, import_paths, environ),  # first, as the notes take a second
         notes=_notes(spec, run, import_paths, environ),
         command=["sbatch", str(run.job_script)],
         import_paths=job_import_paths(spec, run, import_paths, environ),
-        script=job_script(spec, import_paths, environ),
     )
 
 
@@ -152,15 +153,19 @@ def submit(
             if there is not None:
                 return there
             is_to_be_removed = is_new
-            if not is_new:
-                _make(plan)
-            notes = [*plan.notes, *_fill(plan, environ)]
-            questions.ask_about(run.job_script)
-            notes += _notes_on_restarts(run, spec, environ)
-            notes += questions.notes(spec, run)
-            attempt = ownership.next_attempt(run)
-            cluster = questions.config().name
-            job_id = allocate(run, environ)
+            with contextlib.nullcontext() if is_new else unchanged_if_refused(run):
+                if not is_new:
+                    _make(plan)
+                notes = [*plan.notes, *_fill(plan, environ)]
+                questions.ask_about(run.job_script)
+                notes += _notes_on_restarts(run, spec, environ)
+                notes += questions.notes(spec, run)
+                attempt = ownership.next_attempt(run)
+                cluster = questions.config().name
+                try:
+                    job_id = allocate(run, environ)
+                except SlurmRefusalError as error:
+                    raise questions.refusal(error.printed, spec) from error
             job = QueuedJob(
                 job_id=job_id, attempt=attempt, at=time.time(), since=attempt, backend=NAME, slurm_cluster=cluster
             )

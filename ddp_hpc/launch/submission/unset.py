@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
-from ddp_hpc.run.config import Overlay, Resolved, load_resolved
-from ddp_hpc.run.config.sources import DEFAULT
+from ddp_hpc.run.config import Overlay, Resolved, flat, keys_of_source, load_resolved
+from ddp_hpc.run.config.sources import COMMAND_LINE, DEFAULT
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 
@@ -28,6 +28,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 BUSY_GIB = 1.0
 """A GPU of which more memory than this is in use has other work."""
 _KEPT = "the run's first submission"
+_EARLIER = f"{COMMAND_LINE.source}, earlier"
+_OF_ONE_SUBMISSION = frozenset({"name", "runs_dir", "script.command", "slurm.dependency"})
 _DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second in WSL
 _LIBRARY = "libnvidia-ml.so.1"
 """Where neither is, nothing is loaded that a run on CPUs does not need."""
@@ -54,9 +56,11 @@ def fill_unset(
         ConfigError: where this machine has fewer GPUs than the run needs.
     """
     before = None if is_fresh else _before(RunDir(resolved.spec.path))
-    resolved = _as_trained(resolved, before, environ)
+    resolved = _as_started(_as_trained(resolved, before, environ), before, environ)
     spec = resolved.spec
     if is_for_slurm:
+        resolved = _with_shorter_lead(resolved, environ)
+        spec = resolved.spec
         found = _cpus_on_slurm(spec, before, environ)
     else:
         environ_of_run = {**environ, **spec.environ}
@@ -79,6 +83,24 @@ def _before(run: RunDir) -> RunSpec | None:
     return None
 
 
+def _as_started(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:
+    """Return the configuration with what command lines have set for the run, where this one does not set that key."""
+    if before is None or "Python" in resolved.sources.values():
+        return resolved
+    was, now = flat(before), flat(resolved.spec)
+    kept = {
+        key: was[key]
+        for key in keys_of_source(RunDir(resolved.spec.path).config, COMMAND_LINE.source)
+        if key in was and resolved.sources.get(key) != COMMAND_LINE.source and key not in _OF_ONE_SUBMISSION
+    }
+    told = [f"`{key}={was[key]}` (now {now.get(key)})" for key in kept if was[key] != now.get(key)]
+    if told:
+        sys.stderr.write(
+            f"note: the run keeps what an earlier command line has set: {', '.join(told)}; a value on the command line changes it\n"
+        )
+    return Overlay(resolved, environ).resolved(kept, _EARLIER) if kept else resolved
+
+
 def _as_trained(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:
     """Return the configuration with the precision of float32 that the run's checkpoint was trained with, where no source sets that key."""
     precision = None if before is None else before.train.matmul_precision
@@ -94,6 +116,21 @@ def _as_trained(resolved: Resolved, before: RunSpec | None, environ: Mapping[str
         "line changes it\n"
     )
     return Overlay(resolved, environ).resolved({"train": {"matmul_precision": precision}}, _KEPT)
+
+
+def _with_shorter_lead(resolved: Resolved, environ: Mapping[str, str]) -> Resolved:
+    """Return the configuration with a lead that fits the time limit, where no source sets the lead."""
+    limit_min, lead_s = resolved.spec.resources.time_limit_min, resolved.spec.slurm.signal_lead_s
+    if limit_min is None or limit_min * 60 > lead_s or resolved.sources["slurm.signal_lead_s"] != DEFAULT.source:
+        return resolved
+    shorter = limit_min * 60 // 4
+    sys.stderr.write(
+        f"note: Slurm asks the run to stop {shorter} s before its time limit, not {lead_s} s (`slurm.signal_lead_s`), because "
+        f"`resources.time_limit_min` is {limit_min}\n"
+    )
+    return Overlay(resolved, environ).resolved(
+        {"slurm": {"signal_lead_s": shorter}}, f"a time limit of {limit_min} min"
+    )
 
 
 def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> tuple[list[Gpu] | None, str]:

@@ -29,7 +29,7 @@ def make_for_this_machine(base: Resolved, sweep: Sweep) -> None:
     """
     from ddp_hpc.launch.submission import local  # late: a sweep on Slurm needs none
 
-    local.refuse_several_nodes(base.spec)
+    local.refuse_too_much(base.spec)
     make_sweep(SweepDir(base.spec.path), base, sweep)
 
 

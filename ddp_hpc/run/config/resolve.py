@@ -280,3 +280,19 @@ def render_resolved(resolved: Resolved, *, for_eyes: bool = False) -> str:
     width = max(len(text) for text, source in lines if source and len(text) <= 60)
     notes = (f"# {key}: {HIDDEN}  # {' '.join(resolved.sources[key].split())}\n" for key in hidden)
     return "".join([*(f"{text:<{width if source else 0}}{source}\n" for text, source in lines), *notes])
+
+
+_WRITTEN = re.compile(r"( *)([^ :][^:]*):(?:| .*  # (.*))")
+
+
+def keys_of_source(path: Path, source: str) -> list[str]:
+    """Return the keys whose values came from a source, by the comments of a configuration that `render_resolved` wrote."""
+    sections: list[str] = []
+    found: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if match := _WRITTEN.fullmatch(line):
+            indent, leaf, origin = match.groups()
+            sections[len(indent) // 2 :] = [leaf]
+            if origin and origin.startswith(source):
+                found.append(".".join(sections))
+    return found

@@ -181,7 +181,8 @@ def _partitions(found: Survey) -> Iterator[str]:
         gpus = {(one.num_gpus, one.gpu_type) for one in shapes if one.num_gpus}
         if len(gpus) == 1 and len({one.num_gpus for one in shapes}) == 1:
             number, kind = next(iter(gpus))
-            yield f"  resources: {{gpus_per_node: {number}{f', gpu_type: {dump_value(kind)}' if kind else ''}}}"
+            whole = f"{{gpus_per_node: {number}{f', gpu_type: {dump_value(kind)}' if kind else ''}}}"
+            yield f"  # resources: {whole}  # a whole node for each run that does not say; unset: a run says how many it needs"
 
 
 def _shape(one: NodeShape) -> str:

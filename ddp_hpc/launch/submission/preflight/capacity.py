@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm import client, states
 from ddp_hpc.cluster.slurm.meanwhile import Meanwhile
-from ddp_hpc.cluster.slurm.queries import ClusterConfig, JobRecord, Partition, TestOnly
+from ddp_hpc.cluster.slurm.queries import ClusterConfig, JobRecord, NodeShape, Partition, TestOnly
 from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, asked, chosen_partition, explain
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -104,6 +105,15 @@ class Questions:
         """
         return self._config.answer()
 
+    def refusal(self, said: str, spec: RunSpec) -> ConfigError:
+        """Return what sbatch's refusal means, by what the cluster has."""
+        partitions = self._partitions.answer()
+        associations = client.accounts(self.environ) if partitions else ()
+        shapes: Sequence[NodeShape] = ()
+        with suppress(ConfigError, SlurmUnavailableError):
+            shapes = client.shapes(self.environ)
+        return ConfigError(explain(said, spec, Cluster(partitions, associations, shapes)))
+
     def notes(self, spec: RunSpec, run: RunDir) -> list[str]:
         """Wait for the answers, and return what the user should know. The caller has asked about the script.
 
@@ -116,8 +126,7 @@ class Questions:
             each.wait()  # so that none is still being asked where another has failed
         answer, partitions = self._test.answer(), self._partitions.answer()
         if answer.refusal is not None:
-            associations = client.accounts(self.environ) if partitions else ()
-            raise ConfigError(explain(answer.refusal, spec, Cluster(partitions, associations)))
+            raise self.refusal(answer.refusal, spec)
         partition = chosen_partition(spec, partitions)
         progress = read_progress(run)
         save_s = progress.save_s if progress else None
@@ -146,6 +155,17 @@ def _start(wait_s: float) -> str:
     return f"it could start in about {span}"
 
 
+def _refuse_no_time(spec: RunSpec, limit_min: float | None) -> None:
+    """Refuse a time limit, the partition's if the run sets none, that is over when the run is asked to stop."""
+    lead_s = spec.slurm.signal_lead_s
+    if limit_min is not None and limit_min * 60 <= lead_s:
+        whose = "" if spec.resources.time_limit_min else " (the partition's default)"
+        raise ConfigError(
+            f"`resources.time_limit_min` is {limit_min:g}{whose} and `slurm.signal_lead_s` {lead_s}, so the run would be asked to stop "
+            "before it begins. Ask for more time, or lower `slurm.signal_lead_s`."
+        )
+
+
 def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, save_s: float | None) -> Iterator[str]:
     """Yield notes where the plan does not fit the cluster, though Slurm accepts the job."""
     limit_min = spec.resources.time_limit_min
@@ -163,6 +183,7 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
             "continues from there. Set the key if the run needs more time in one job."
         )
     effective_min = limit_min or partition.default_time_min
+    _refuse_no_time(spec, effective_min)
     problem = requeue.lead_problem(lead_s=spec.slurm.signal_lead_s, time_limit_min=effective_min, save_s=save_s)
     if problem is not None:
         yield f"warning: {problem}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddp_hpc.cluster.slurm.queries import Partition
+from ddp_hpc.cluster.slurm.queries import NodeShape, Partition
 from ddp_hpc.run.spec import RunSpec
 
 
@@ -17,6 +17,8 @@ class Cluster:
     partitions: Sequence[Partition] = ()
     associations: Sequence[str] = field(default_factory=tuple)
     """Accounts, each with its qualities of service, that the user may use; empty where accounting is off."""
+    shapes: Sequence[NodeShape] = ()
+    """What nodes have; empty where Slurm did not say."""
 
 
 def explain(said: str, spec: RunSpec, cluster: Cluster) -> str:
@@ -39,6 +41,8 @@ def _partition(spec: RunSpec, cluster: Cluster) -> str:
 def _size(spec: RunSpec, cluster: Cluster) -> str:
     chosen = chosen_partition(spec, cluster.partitions)
     has = f"partition {_described(chosen)}" if chosen else ", ".join(map(_described, cluster.partitions))
+    if causes := _too_large(spec, _shapes(spec, cluster)):
+        return causes
     return (
         f"The run asks for {asked(spec)}; the cluster has {has}. Choose another `slurm.partition`, or lower `resources.nodes`, "
         "`resources.workers_per_node`, `resources.cpus_per_worker` or other keys of `resources`."
@@ -47,11 +51,50 @@ def _size(spec: RunSpec, cluster: Cluster) -> str:
 
 def _gpus(spec: RunSpec, cluster: Cluster) -> str:
     chosen = chosen_partition(spec, cluster.partitions)
+    shapes = _shapes(spec, cluster)
+    if any(shape.num_gpus for shape in shapes) and (causes := _too_large(spec, shapes)):
+        return causes
     has = f"; Slurm lists {_counted(chosen.num_gpus, 'GPU')} in partition {chosen.name}" if chosen else ""
     return (
         f"The run asks for {asked(spec)}, by `--{spec.slurm.gpu_option}` (`slurm.gpu_option`){has}. Correct `resources.gpu_type` or `slurm.partition`; "
         "where the site takes `--gres` only, set `slurm.gpu_option=gres`; where it gives whole nodes and counts no GPUs, `slurm.gpu_option=none`."
     )
+
+
+def _shapes(spec: RunSpec, cluster: Cluster) -> Sequence[NodeShape]:
+    """Return the nodes that the job may get; none if unknown."""
+    chosen = chosen_partition(spec, cluster.partitions)
+    names = (spec.slurm.partition or (chosen.name if chosen else "")).split(",")
+    return [shape for shape in cluster.shapes if shape.partition in names]
+
+
+def _too_large(spec: RunSpec, shapes: Sequence[NodeShape]) -> str:
+    causes = " ".join(_causes(spec, shapes))
+    return causes and f"{causes} Lower it, or choose another `slurm.partition`."
+
+
+def _causes(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
+    """Yield a sentence for each key that asks for more than any node has."""
+    if not shapes:
+        return
+    asks, where = spec.resources, f"partition {', '.join(sorted({shape.partition for shape in shapes}))}"
+    nodes, cpus = sum(shape.num_nodes for shape in shapes), asks.local_world_size * spec.cpus_per_task
+    most_cpus, most_mb = max(shape.num_cpus for shape in shapes), max(shape.mem_mb for shape in shapes)
+    most_gpus, types = max(shape.num_gpus for shape in shapes), {shape.gpu_type for shape in shapes if shape.gpu_type}
+    if asks.nodes > nodes:
+        yield f"`resources.nodes` is {asks.nodes}, but {where} has {_counted(nodes, 'node')}."
+    if cpus > most_cpus:
+        each = _counted(spec.cpus_per_task, "CPU")
+        yield (
+            f"`resources.workers_per_node` is {asks.local_world_size}, with {each} each (`resources.cpus_per_worker`), but a node "
+            f"of {where} has at most {_counted(most_cpus, 'CPU')}."
+        )
+    if (asks.mem_gb or 0) * 1024 > most_mb:
+        yield f"`resources.mem_gb` is {asks.mem_gb}, but a node of {where} has at most {most_mb // 1024} GiB."
+    if asks.num_gpus > most_gpus:
+        yield f"`resources.gpus_per_node` is {asks.num_gpus}, but a node of {where} has at most {_counted(most_gpus, 'GPU')}."
+    if asks.gpu_type and types and asks.gpu_type not in types:
+        yield f"`resources.gpu_type` is {asks.gpu_type!r}, but nodes of {where} have {', '.join(sorted(types))}."
 
 
 def _time(spec: RunSpec, cluster: Cluster) -> str:
@@ -80,12 +123,24 @@ def _account(spec: RunSpec, cluster: Cluster) -> str:
 
 
 def _policy(spec: RunSpec, cluster: Cluster) -> str:
-    return f"The run asks for {asked(spec)}, more than your account or QOS allows at once. Ask for less. {_account(spec, cluster)}"
+    return (
+        f"The run asks for {asked(spec)}, more than your account or QOS allows at once, or you have as many jobs as it allows (`squeue "
+        f"--me`). Ask for less, or wait until a job has ended. {_account(spec, cluster)}"
+    )
+
+
+def _num_jobs(spec: RunSpec, cluster: Cluster) -> str:
+    del spec, cluster
+    return (
+        "You have as many jobs in the queue as your account or QOS allows. Wait until one has ended, or cancel one (`squeue --me`), "
+        "and submit again."
+    )
 
 
 _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
     r"invalid partition": _partition,
     r"invalid account|invalid qos|account/partition combination": _account,
+    r"MaxSubmit|MaxJobCount": _num_jobs,
     r"accounting/QOS policy": _policy,  # it goes on: "(job submit limit, user's size and/or time limits)"
     r"time limit": _time,
     r"generic resource": _gpus,

@@ -33,15 +33,21 @@ def check_users_part(spec: RunSpec, import_paths: Sequence[Path], environ: Mappi
     workload = workload_of(spec)
     code = workload.users_code(import_paths)
     paths = {} if code is None else {IMPORT_PATH: str(code.directory)}
-    with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
-        config, answer = Path(folder, "config.yaml"), Path(folder, "answer.json")
-        replace_text(config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), DEFAULT.source))), is_secret=True)
-        argv = [sys.executable, "-m", "ddp_hpc.job.node.check", workload.worker, str(config), str(answer)]
-        ended = _run(argv, {**SAFE_PATH, **environ, **spec.environ, **paths})
-        told = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {"unchecked": ended}
+    try:
+        with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
+            told = _checked(spec, workload.worker, Path(folder), {**SAFE_PATH, **environ, **spec.environ, **paths})
+    except OSError as error:  # such as a full /tmp, which says nothing of the run
+        told = {"unchecked": str(error)}
     if "refused" in told:
         raise ConfigError(told["refused"])
     return [f"note: not checked before the queue: {' '.join(text.split())}" for text in told.values()]
+
+
+def _checked(spec: RunSpec, worker: str, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    config, answer = folder / "config.yaml", folder / "answer.json"
+    replace_text(config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), DEFAULT.source))), is_secret=True)
+    ended = _run([sys.executable, "-m", "ddp_hpc.job.node.check", worker, str(config), str(answer)], environ)
+    return json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {"unchecked": ended}
 
 
 def _run(argv: Sequence[str], environ: Mapping[str, str]) -> str:
