@@ -16,8 +16,10 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import local
 from ddp_hpc.launch.submission.preflight import capacity, users_part
+from ddp_hpc.launch.submission.run_dir_setup import refuse_several_torchruns
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec
 from ddp_hpc.watch.status import read_status
 
 HOME_RUN = Path("/home/ada/runs/net")
@@ -133,6 +135,23 @@ MISTAKES = {
     "a wrong module to preload": ("script.preload=[nunpy] -- python train.py", "names the module 'nunpy'"),
     "a wrong key": ("run.yaml trian.lr=1", "train.lr"),
     "a wrong value": ("run.yaml train.epochs=many", "train.epochs"),
+    "an array": ("slurm.extra.array=1-3 -- python train.py", "use `ddp-hpc submit --sweep`"),
+    "a command of sbatch": (
+        "slurm.extra.wrap=hostname -- python train.py",
+        "`slurm.extra.wrap` would make something else",
+    ),
+    "several jobs in one": (
+        "slurm.extra.hetjob=true -- python train.py",
+        "`slurm.extra.hetjob` would make something else",
+    ),
+    "torchrun in each worker": (
+        "resources.workers_per_node=2 -- torchrun --nproc-per-node=2 train.py",
+        "torchrun of its own",
+    ),
+    "the same as a module": (
+        "resources.workers_per_node=2 -- python -m torch.distributed.run train.py",
+        "torchrun of its own",
+    ),
     "no file": ("runn.yaml", "runn.yaml"),
 }
 """What is typed after `submit`, and what is said."""
@@ -271,3 +290,29 @@ def test_more_workers_than_a_machine_can_bear_are_refused(
     assert code == 2
     assert f"`resources.workers_per_node` is {workers}, but this machine has" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_submission_from_within_a_job_says_how_to_use_that_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_login_node(tmp_path, monkeypatch)
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    (tmp_path / "train.py").touch()
+
+    code = main(["submit", "--cluster=slurm", "--dry-run", "--", "python", "train.py"])
+
+    assert code == 0
+    assert "To use the nodes of job 41 instead: `srun ddp-hpc join`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("workers", "command"),
+    [
+        (1, "torchrun --nproc-per-node=2 train.py"),
+        (2, "torchrun --nnodes=2 --rdzv-endpoint=here:29400 train.py"),
+        (2, "python train.py"),
+    ],
+)
+def test_torchrun_as_one_worker_or_with_a_meeting_place_is_taken(workers: int, command: str) -> None:
+    script = ScriptSpec(command=tuple(command.split()))
+    refuse_several_torchruns(RunSpec(name="net", script=script, resources=ResourcesSpec(workers_per_node=workers)))

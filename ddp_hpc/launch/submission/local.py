@@ -28,6 +28,7 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     refuse_file_in_the_way,
     refuse_missing_nsys,
     refuse_missing_recorders,
+    refuse_several_torchruns,
     submitting_alone,
     unchanged_if_refused,
 )
@@ -97,6 +98,7 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
     """
     refuse_too_much(spec)
     refuse_missing_recorders(spec)
+    refuse_several_torchruns(spec)
     refuse_missing_nsys(spec, environ)
     run = RunDir(spec.path)
     notes = [*note_on_parents(run.path)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -61,6 +62,24 @@ def refuse_missing_recorders(spec: RunSpec) -> None:
     """
     if not spec.own_environment:
         spec.log.require_recorders()
+
+
+def refuse_several_torchruns(spec: RunSpec) -> None:
+    """Refuse several workers a node that would each start a torchrun of its own, and so train apart from each other.
+
+    Raises:
+        ConfigError: where that is so, unless the command names a meeting place.
+    """
+    if not spec.script.is_set or spec.resources.local_world_size == 1:
+        return
+    program = spec.script.program
+    is_torchrun = program.name == "torchrun" or program.module in {"torch.distributed.run", "torch.distributed.launch"}
+    if is_torchrun and not any(re.match(r"--(nnodes|rdzv)", word) for word in program.arguments):
+        raise ConfigError(
+            f"`script.command` starts torchrun, and `resources.workers_per_node` is {spec.resources.local_world_size}: each worker would start a "
+            "torchrun of its own, which trains apart from the others. Name the script alone (`-- python train.py`), as its workers get "
+            "torchrun's variables; or set `resources.workers_per_node=1`."
+        )
 
 
 def refuse_missing_nsys(spec: RunSpec, environ: Mapping[str, str]) -> None:

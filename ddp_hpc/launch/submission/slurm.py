@@ -16,6 +16,7 @@ from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmRefusalError, Slu
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.cluster.slurm import client, states
+from ddp_hpc.cluster.slurm.allocation import claimed_job_id
 from ddp_hpc.launch.render import JobScript, render
 from ddp_hpc.launch.submission import release_hold
 from ddp_hpc.launch.submission.allocate import allocate
@@ -32,6 +33,7 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     note_on_parents,
     refuse_file_in_the_way,
     refuse_missing_recorders,
+    refuse_several_torchruns,
     submitting_alone,
     unchanged_if_refused,
 )
@@ -96,7 +98,7 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
     run = RunDir(spec.path)
     return Description(
         script=job_script(spec, import_paths, environ),  # first, as the notes take a second
-        notes=_notes(spec, run, import_paths, environ),
+        notes=[*_note_on_own_job(environ), *_notes(spec, run, import_paths, environ)],
         command=["sbatch", str(run.job_script)],
         import_paths=job_import_paths(spec, run, import_paths, environ),
     )
@@ -104,9 +106,19 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
 
 def _notes(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
     refuse_missing_recorders(spec)
+    refuse_several_torchruns(spec)
     paths = job_import_paths(spec, run, import_paths, environ)
     notes = [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
     return [*notes, *check_users_part(spec, import_paths, environ)]
+
+
+def _note_on_own_job(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield how to use the job that this shell is of, which `submit` does not."""
+    if job_id := claimed_job_id(environ):
+        yield (
+            f"note: this shell is of job {job_id}, and the run gets a job of its own. To use the nodes of job {job_id} instead: `srun ddp-hpc "
+            "join`, or `ddp-hpc render` and then `bash` with the script that it names."
+        )
 
 
 def prepare(
@@ -156,7 +168,7 @@ def submit(
             with contextlib.nullcontext() if is_new else unchanged_if_refused(run):
                 if not is_new:
                     _make(plan)
-                notes = [*plan.notes, *_fill(plan, environ)]
+                notes = [*_note_on_own_job(environ), *plan.notes, *_fill(plan, environ)]
                 questions.ask_about(run.job_script)
                 notes += _notes_on_restarts(run, spec, environ)
                 notes += questions.notes(spec, run)

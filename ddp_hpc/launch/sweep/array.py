@@ -82,8 +82,6 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
         raise ConfigError(
             "`slurm.template` is set, but ddp-hpc starts a sweep's tasks by a template of its own. Unset it."
         )
-    if any(key.replace("_", "-") == "array" for key in base.slurm.extra):
-        raise ConfigError("`slurm.extra.array` is set, but ddp-hpc submits a sweep as a job array itself. Remove it.")
     # Slurm opens the log before any of our code runs, when the run's own directory may not exist.
     log = f"{str(sweep_dir.logs).replace('%', '%%')}/%A_%a.log"
     # A dependency is an option of each sbatch: Slurm may have forgotten its jobs when later arrays are sent.

@@ -14,6 +14,15 @@ from ddp_hpc.run.spec.container import ContainerSpec
 from ddp_hpc.run.world import World
 
 _CPU_WORKER_GB = 2
+_OTHER_JOBS = {
+    "array": "; for many runs, use `ddp-hpc submit --sweep`",
+    "a": "; for many runs, use `ddp-hpc submit --sweep`",
+    "wrap": "; for a command of your own, use `ddp-hpc submit -- COMMAND`",
+    **dict.fromkeys(
+        ("hetjob", "het-group", "test-only", "parsable", "wait", "W", "help", "h", "usage", "version", "V"), ""
+    ),
+}
+"""Flags of sbatch that no run can have -> what to use instead."""
 _FLAG_PATTERN = re.compile(r"[a-z][a-z0-9_-]*", re.IGNORECASE)
 _LEAST_BUILD_TIMEOUT_S = 1800
 _MOST_SIGNAL_LEAD_S = 65535
@@ -159,6 +168,10 @@ class SlurmSpec(Checked, section="slurm"):
                 str(flag) not in {"clusters", "M"},
                 f"`slurm.extra.{flag}` asks for another cluster, but ddp-hpc works only with the cluster of the login node. "
                 "Remove it, and submit the run from a login node of that cluster.",
+            )
+            require(
+                str(flag).replace("_", "-") not in _OTHER_JOBS,
+                f"`slurm.extra.{flag}` would make something else of the job than one run. Remove it{_OTHER_JOBS.get(str(flag), '')}.",
             )
 
 
