@@ -24,6 +24,7 @@ def as_text(  # noqa: PLR0913  one argument for each line that is not of the sta
         "state": status.state,
         "reason": status.reason,
         "concerns": status.entity,
+        "mended": status.mended,
         "why": f"`ddp-hpc why {word or status.run}` explains it" if status.state == "failed" else "",
         "starts": ""
         if status.starts_at is None

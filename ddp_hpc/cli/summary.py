@@ -32,6 +32,10 @@ def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> N
             print(f"why the run ended: {status.why_last}", file=sys.stderr)
     elif status.reason:
         print(f"{status.state}: {status.reason}", file=sys.stderr)
+    if status.mended:
+        print(f"note: {status.mended}", file=sys.stderr)
+    if status.save_error:
+        print(f"note: the newest checkpoint could not be written: {status.save_error}", file=sys.stderr)
     print("\n".join([headline(status), f"run   {status.path}", *next_steps(status, word=word, again=again)]))
 
 

@@ -127,6 +127,8 @@ class RunStatus:
     """None where the recipe does not say how many tokens a sample has."""
     save_bytes: Mapping[str, int] = field(default_factory=dict)
     """How much a save takes of the memory of rank zero's `host`, and of its `gpu` while it is copied."""
+    mended: str = ""
+    """The newest failure after which ddp-hpc started another attempt, and how many came before it."""
 
     @property
     def is_alive(self) -> bool:
@@ -254,6 +256,19 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         entity=last.entity if last and seen.has_begun else "",
         fingerprint=last.fingerprint if last and seen.has_begun else "",
         why_last=last.why_last if last and seen.has_begun else "",
+        mended=_mended(seen.attempts),
+    )
+
+
+def _mended(attempts: Sequence[Attempt]) -> str:
+    """Return the newest failure after which ddp-hpc started another attempt, in one line; empty without one."""
+    failed = [one for one in attempts[:-1] if one.ending == Ending.FAILED and one.next]
+    if not failed:
+        return ""
+    reason = next(iter(failed[-1].reason.splitlines()), "")
+    earlier = f"; failures before it: {len(failed) - 1}" if len(failed) > 1 else ""
+    return (
+        f"attempt {failed[-1].attempt} failed, and ddp-hpc started the next one: {reason or failed[-1].cause}{earlier}"
     )
 
 

@@ -15,7 +15,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Next
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress
-from ddp_hpc.watch.status import SILENCE_S, Observation, State, read_status, status_of
+from ddp_hpc.watch.status import SILENCE_S, Observation, State, _without_refused, read_status, status_of
 from tests.made_run import add_attempt, add_checkpoint, add_progress, make_run, progress
 
 RUN = RunDir(Path("runs/digits"))
@@ -172,3 +172,28 @@ def test_an_attempt_that_another_is_to_follow_in_place_has_none_where_nobody_liv
     between = replace(attempt(0, Ending.FAILED), next=Next.IN_PLACE)
 
     assert status_of(RUN, seen([between], is_held=is_held)).state == state
+
+
+def test_a_failure_that_a_restart_mended_is_named_but_none_that_the_user_mended() -> None:
+    failed = replace(attempt(0, Ending.FAILED), reason="rank 1 was killed\nlog", next=Next.IN_PLACE)
+    again = replace(failed, attempt=1)
+    submitted = replace(failed, next=Next.NOTHING)
+
+    def mended(*attempts: Attempt) -> str:
+        return status_of(RUN, seen(attempts, is_held=False, is_done=True)).mended
+
+    assert (
+        mended(failed, attempt(1, Ending.FINISHED))
+        == "attempt 0 failed, and ddp-hpc started the next one: rank 1 was killed"
+    )
+    assert mended(failed, again, attempt(2)).endswith("rank 1 was killed; failures before it: 1")
+    assert mended(submitted, attempt(1, Ending.FINISHED)) == ""
+    assert mended(failed) == ""
+
+
+def test_a_refusal_on_this_machine_leaves_the_state_as_it_was() -> None:
+    finished, refused = attempt(0, Ending.FINISHED), attempt(1, Ending.REFUSED)
+
+    assert list(_without_refused([finished, refused])) == [finished]
+    assert list(_without_refused([refused])) == [refused]
+    assert list(_without_refused([finished, replace(refused, cluster="slurm")]))[-1].attempt == 1
