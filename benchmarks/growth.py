@@ -150,7 +150,7 @@ def resume_metrics(folder: Path, size: int) -> None:
     from ddp_hpc.run.run_dir.paths import RunDir
     from ddp_hpc.train.recording.metrics_file import MetricsFile
 
-    file = MetricsFile(RunDir(folder / "runs" / "digits"))
+    file = MetricsFile(RunDir(folder / "runs" / "digits"), 0)
     file.open(size - 10)
     file.close()
 

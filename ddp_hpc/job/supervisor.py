@@ -148,6 +148,8 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         _set_variables(spec.environ)
         for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
             del os.environ[name]
+        if (hash_seed := workload_of(spec).hash_seed) is not None:
+            os.environ.setdefault("PYTHONHASHSEED", str(hash_seed))
         ends_at_nan = workload_of(spec).ends_at_nan
         _order_nan_check(nan_check_rule(spec.debug.nan, records.ledger().newest, ends_at_nan=ends_at_nan))
     except ConfigError as error:

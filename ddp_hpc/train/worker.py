@@ -47,7 +47,7 @@ from ddp_hpc.train.recording.beside import PATIENCE_S
 from ddp_hpc.train.recording.rank_log import open_rank_log
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.initial_weights import find_weights
-from ddp_hpc.train.state.training_state import refuse_other_optimizer
+from ddp_hpc.train.state.optimizer_state import refuse_other_optimizer
 from ddp_hpc.train.stop import StopFlag
 from ddp_hpc.train.watchdog import TEARDOWN_S, Watchdog, leave_within
 

@@ -42,6 +42,10 @@ class CountingWorkload:
         return ()
 
     @property
+    def hash_seed(self) -> None:
+        return None
+
+    @property
     def ends_at_nan(self) -> bool:
         return False
 

@@ -18,7 +18,8 @@ from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
 from ddp_hpc.train.state.moving_average import MovingAverage
-from ddp_hpc.train.state.training_state import Restoration, SavedTensor, TrainingState
+from ddp_hpc.train.state.optimizer_state import SavedTensor
+from ddp_hpc.train.state.training_state import Restoration, TrainingState
 
 CPU = torch.device("cpu")
 SEED = 7

@@ -403,7 +403,7 @@ def test_a_resume_reads_few_of_many_lines(cut: bool, tmp_path: Path, monkeypatch
     monkeypatch.setattr(metrics_file, "json_line", counted)
     tracemalloc.start()
     try:
-        file = MetricsFile(run)
+        file = MetricsFile(run, 0)
         newest = file.open(num_lines - 10 if cut else num_lines)
         file.close()
         peak = tracemalloc.get_traced_memory()[1]

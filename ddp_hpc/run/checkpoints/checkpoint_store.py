@@ -377,11 +377,37 @@ def check_sizes(path: Path, manifest: Manifest, on_progress: Callable[[], object
             raise _why_unread(path / shard.file, error) from error
 
 
+def check_headers(path: Path, on_progress: Callable[[], object] = lambda: None) -> None:
+    """Read back which tensors a checkpoint has, as a restore would, but not the tensors; call it before older ones are deleted.
+
+    Raises:
+        CorruptCheckpointError: if a restore would call it damaged.
+        UnreadableError: if the file system does not answer.
+    """
+    manifest, headers = read_manifest(path), []
+    for shard in manifest.shards:
+        try:
+            with closing(_open_shard(path / shard.file, shard)) as file:
+                headers.append(memoryview(bytearray(shard.header_bytes)))
+                _read_into(file, headers[-1], path / shard.file)
+        except OSError as error:
+            raise _why_unread(path / shard.file, error) from error
+        on_progress()
+    stored_tensors(path, manifest.shards, headers)
+
+
 def _open_shard(path: Path, record: ShardRecord) -> FileIO:
     # Open it and ask the open file, not `stat`: NFS may answer `stat` from a cache, but asks the server at each open
     # ("close-to-open consistency", https://man7.org/linux/man-pages/man5/nfs.5.html).
-    file = path.open("rb", buffering=0)
-    size = os.fstat(file.fileno()).st_size
+    # Without waiting: a pipe in its place would wait for a writer.
+    file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    status = os.fstat(file.fileno())
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        file.close()
+        raise CorruptCheckpointError(
+            f"{path} is damaged: it is a pipe or a device, but a file of {record.size} bytes was written."
+        )
     if size != record.size:
         file.close()
         raise CorruptCheckpointError(f"{path} is damaged: it has {size} bytes, but {record.size} were written.")

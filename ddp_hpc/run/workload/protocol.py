@@ -56,6 +56,10 @@ class Workload(Protocol):
         """What the run was asked to reach, as JSON has it. A run that reached it is done until it is asked for another goal."""
 
     @property
+    def hash_seed(self) -> int | None:
+        """The seed of Python's hashes, on which the order of sets depends, where nothing else sets PYTHONHASHSEED; None: leave it open."""
+
+    @property
     def ends_at_nan(self) -> bool:
         """Whether a NaN in a gradient means that the run has diverged, so that it may be searched for."""
 

@@ -49,6 +49,11 @@ class RecipeWorkload:
         return {"epochs": self.spec.train.epochs, "max_steps": self.spec.train.max_steps}
 
     @property
+    def hash_seed(self) -> int:
+        """A model or optimizer may go through a set: the same order in each attempt."""
+        return self.spec.seed % 2**32
+
+    @property
     def ends_at_nan(self) -> bool:
         """Not with fp16, whose loss scaler skips such updates while it looks for its scale."""
         return self.spec.train.on_nonfinite == "stop" and self.spec.train.precision != "fp16"

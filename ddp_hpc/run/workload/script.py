@@ -34,6 +34,7 @@ class ScriptWorkload:
     worker: str = "ddp_hpc.job.script.worker"
     stop_signal: str = "USR2"
     """To the process that ddp-hpc has beside each script; the script itself gets `script.stop_signal` from that process."""
+    hash_seed: int | None = None
     teardown_s: float | None = None
     """A rank may exit long before the others: rank zero alone evaluates and saves at the end of many scripts."""
 

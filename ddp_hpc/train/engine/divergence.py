@@ -17,7 +17,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import OnNonfinite
 from ddp_hpc.train.engine.kept_values import NotKeptError
 from ddp_hpc.train.engine.lone_losses import LoneLosses
-from ddp_hpc.train.engine.optimizer import can_skip, trained_parameters
+from ddp_hpc.train.engine.optimizer import can_skip, of_closure, trained_parameters
 from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
 from ddp_hpc.train.engine.traces import Kept, Place, kept, places, restore, restore_where
 from ddp_hpc.train.process_group import Group
@@ -193,7 +193,7 @@ class UpdateGuard:
     def step(self, optimizer: torch.optim.Optimizer, step: int) -> Tensor | int:
         """Step the optimizer unless the update is to be skipped; return 1 if it is, as a tensor if the host does not know."""
         if not self.is_active:
-            optimizer.step()
+            _step(optimizer)
             return 0
         # DDP has all-reduced the gradients, so they and the answer are the same on all ranks. If one rank skipped
         # alone, its weights would differ from then on.
@@ -202,12 +202,12 @@ class UpdateGuard:
         is_skipped = self.put_back_if(is_bad, optimizer)
         if is_skipped is None:
             vars(optimizer).update(grad_scale=None, found_inf=is_bad)  # as `GradScaler` gives it
-            optimizer.step()
+            _step(optimizer)
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
             return is_bad
         self._count()
         if not is_skipped:
-            optimizer.step()
+            _step(optimizer)
         return int(is_skipped)
 
     def put_back_if(self, is_bad: Tensor, optimizer: torch.optim.Optimizer) -> bool | None:
@@ -271,6 +271,15 @@ class UpdateGuard:
                 self._num_skipped,
                 MOST_IN_A_ROW["skip"],
             )
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except (AssertionError, TypeError, RuntimeError, ValueError) as error:
+        if "closure" in str(error):
+            raise of_closure(optimizer) from error
+        raise
 
 
 class _Trace(NamedTuple):

@@ -32,8 +32,17 @@ class _HeldOut:
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int, world_size: int) -> None:
         self._mine = range(rank, num_samples, world_size)
+        self._num_samples, self._world_size = num_samples, world_size
         self._batch_size = batch_size
         self.is_wanted = False
+
+    @property
+    def num_batches(self) -> list[int]:
+        """How many batches the ranks evaluate: the one with most samples, and the one with fewest."""
+        return [
+            -(-len(range(rank, self._num_samples, self._world_size)) // self._batch_size)
+            for rank in (0, self._world_size - 1)
+        ]
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         wanted = self._mine if self.is_wanted else self._mine[: self._batch_size]
@@ -91,10 +100,18 @@ class Evaluator:
         # What leaves traces: a first batch that sets a layer's scale, weights that are merged for evaluation (as LoRA's are) and unmerged
         # with other last bits.
         called = (self._recipe.loss, self._recipe.inputs_and_targets, *self._recipe.metrics.values())
+        before = _num_collectives()
         with tried_out(model, called, self._group.device), evaluation_mode(model), torch.no_grad():
             for fetched in map(received, begin(self._loader)):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 self._score(model, batch, len(fetched.indices))
+        most, fewest = self._held_out.num_batches
+        if _num_collectives() != before and most != fewest:
+            raise ConfigError(
+                "The evaluation calls collectives (`torch.distributed`) in the model, the loss or a metric, but some ranks have "
+                f"{most} batches of `eval_data` and some {fewest}: the last would wait for ever. Choose `eval.batch_size` and the number of samples so "
+                "that all ranks have equally many batches, or call no collectives in evaluation (`if torch.is_grad_enabled()`)."
+            )
         self._held_out.is_wanted = True
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -133,6 +150,14 @@ class Evaluator:
                 )
             scores.append(values.double().sum())
         return torch.stack([*scores, torch.full_like(scores[0], num_samples)])
+
+
+def _num_collectives() -> int:
+    """Return how many collectives the default group has begun."""
+    if not torch.distributed.is_initialized():
+        return 0
+    number: int = torch.distributed.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]  # noqa: SLF001
+    return number
 
 
 @torch.no_grad()

@@ -270,7 +270,7 @@ class ToKeep:
             NotKeptError: if there is something that cannot be put back, and no list for it.
         """
         kind = type(value)
-        if self._num_values > MOST_VALUES or _is_constant(kind) or id(value) in self._seen:
+        if self._num_values > MOST_VALUES or is_constant(kind) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         keep, children = self._how(value, kind, place)
@@ -324,7 +324,8 @@ class ToKeep:
         return True
 
 
-def _is_constant(kind: type) -> bool:
+def is_constant(kind: type) -> bool:
+    """Tell whether values of a type need no keeping."""
     if kind in _TYPES:
         return False
     if kind in _CONSTANT or issubclass(kind, _ALSO_CONSTANT) or kind.__module__.startswith(_NOT_THE_MODELS):

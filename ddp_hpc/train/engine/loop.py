@@ -16,7 +16,7 @@ from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.engine.ddp_warmup import copied, of_unused, warm_up_ddp
 from ddp_hpc.train.engine.lr_schedule import lr_factor
-from ddp_hpc.train.engine.optimizer import trained_parameters
+from ddp_hpc.train.engine.optimizer import set_rates, trained_parameters
 from ddp_hpc.train.engine.single_samples import explained
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.recording.step_numbers import norm_of, skipped_by
@@ -95,6 +95,7 @@ def restore(t: Training) -> None:
     t.recorder.open(t.state.position)
     if t.spec.train.on_nonfinite != "ignore":
         t.checkpointer.refuse_nonfinite(t.state.model)
+    t.checkpointer.watch(t.state, t.recipe.loss)
     t.replicas.compare(t.state)
     t.save_plan.begin(t.state.position.step)
     t.watchdog.feed()
@@ -210,8 +211,7 @@ def update_weights(t: Training) -> None:
     t.phases.enter("optimizer")
     optimizer, scaler = t.state.optimizer, t.state.scaler
     factor = lr_factor(t.spec.lr_schedule, t.state.position.step, t.total_steps)
-    for options, base_lr in zip(optimizer.param_groups, t.base_lrs, strict=True):
-        options["lr"] = base_lr * factor
+    set_rates(optimizer, t.base_lrs, factor)
     if t.spec.train.grad_clip_norm is not None:
         # Unscale first, else the limit would apply to gradients that are multiplied by the loss scale:
         # https://pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
@@ -251,7 +251,7 @@ def log_loss(t: Training) -> None:
     t.recorder.train(
         t.state.position,
         loss=loss,
-        lr=t.state.optimizer.param_groups[0]["lr"],
+        lr=t.state.optimizer.param_groups[0].get("lr"),
         more=t.numbers.take(t.state.scaler, may_skip=t.spec.train.on_nonfinite == "skip"),
         num_tokens=t.numbers.take_tokens(t.recorder.take_samples(t.state.position), t.group.sum),
     )

@@ -34,4 +34,4 @@ def _put_back(modes: dict[nn.Module, bool]) -> None:
         if module.training != is_training:
             module.train(is_training)  # a call, not the flag alone: layers such as LoRA's do more in `train()`
     for module, is_training in modes.items():
-        module.training = is_training  # a module with two parents was set by both of them
+        vars(module)["training"] = is_training  # a module with two parents was set by both of them

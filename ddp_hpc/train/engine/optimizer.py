@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.spec import OptimizerSpec
 
 log = logging.getLogger(__name__)
@@ -24,6 +27,39 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups of the optimizer."""
     return [parameter for options in optimizer.param_groups for parameter in options["params"]]
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose step needs to compute the loss again."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise of_closure(optimizer)
+
+
+def of_closure(optimizer: torch.optim.Optimizer) -> ConfigError:
+    """Return the error for an optimizer that asks for a closure."""
+    return ConfigError(
+        f"The optimizer {type(optimizer).__name__} asks for a `closure`, to compute the loss several times in a step (as LBFGS and SAM do), but "
+        "ddp-hpc computes it once in each step, over all ranks. Use an optimizer whose `step()` needs no closure, or train with a script of your own "
+        "(docs/scripts.md)."
+    )
+
+
+def set_rates(optimizer: torch.optim.Optimizer, base_lrs: Sequence[float | None], factor: float) -> None:
+    """Set the learning rate of each group; one without a rate (`lr=None`) keeps its own.
+
+    Raises:
+        ConfigError: if the optimizer has another number of groups than before the first step.
+    """
+    if len(optimizer.param_groups) != len(base_lrs):
+        raise ConfigError(
+            f"The optimizer had {len(base_lrs)} parameter groups before the first step, but has {len(optimizer.param_groups)} now (`add_param_group`). No "
+            "checkpoint of it could be resumed, because a resumed run begins with the groups of the recipe. Give the optimizer all groups when the "
+            "recipe makes it, and freeze weights by a rate of 0 or by `weight.grad = None` in its step."
+        )
+    for options, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
+        if base_lr is not None:
+            options["lr"] = base_lr * factor
 
 
 def why_not_fused(model: nn.Module) -> str:

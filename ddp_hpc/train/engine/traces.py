@@ -75,7 +75,8 @@ def _kept(module: nn.Module, name: str, tensor: Tensor | None, copies_on: torch.
 def restore(found: list[Kept]) -> None:
     """Put back what was copied."""
     for module, name, tensor, before, _ in found:
-        setattr(module, name, tensor)  # the forward may have assigned another tensor
+        held = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers  # noqa: SLF001  its own `__setattr__` may refuse
+        held[name] = tensor  # type: ignore[assignment]  # the forward may have assigned another tensor
         if tensor is not None and before is not None:
             tensor.copy_(before)
 

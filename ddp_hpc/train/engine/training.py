@@ -27,7 +27,7 @@ from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.lr_schedule import lr_factor
-from ddp_hpc.train.engine.optimizer import begin_momentum, build_optimizer, trained_parameters
+from ddp_hpc.train.engine.optimizer import begin_momentum, build_optimizer, refuse_closure, trained_parameters
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.engine.single_samples import warn_of_single_samples
 from ddp_hpc.train.process_group import Group
@@ -42,6 +42,7 @@ from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
 from ddp_hpc.train.state.moving_average import MovingAverage
+from ddp_hpc.train.state.odd_values import named_tensors
 from ddp_hpc.train.state.training_state import TrainingState
 from ddp_hpc.train.stop import StopConsensus, StopFlag
 from ddp_hpc.train.watchdog import Watchdog
@@ -65,8 +66,8 @@ class Training:
     precision: Precision
     order: SampleOrder
     total_steps: int
-    base_lrs: list[float]
-    """Peak learning rate of each parameter group."""
+    base_lrs: list[float | None]
+    """Peak learning rate of each parameter group; None where the optimizer chooses its own."""
     untrained: list[nn.Parameter]
     """Parameters of the model that the optimizer does not have; backward may give them gradients all the same."""
     stop_consensus: StopConsensus
@@ -198,7 +199,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         precision=precision,
         order=order,
         total_steps=total_steps,
-        base_lrs=[float(options["lr"]) for options in optimizer.param_groups],
+        base_lrs=[None if (lr := options.get("lr")) is None else float(lr) for options in optimizer.param_groups],
         untrained=_untrained(bare, optimizer),
         stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt), news=save_plan),
         checkpointer=checkpointer,
@@ -325,6 +326,7 @@ def _initial_state(
         if recipe.optimizer
         else build_optimizer(spec.optimizer, bare, spec.train.lr)
     )
+    refuse_closure(optimizer)
     scaler = precision.make_scaler()
     begin_momentum(optimizer, may_skip=scaler is not None or spec.train.on_nonfinite == "skip")
     return TrainingState(
@@ -427,13 +429,32 @@ def _wrap(spec: RunSpec, bare: nn.Module, group: Group) -> nn.Module:
     """Return the model for the loop: in DDP if there are several ranks, compiled if asked."""
     model = bare
     if group.rank_info.world_size > 1:
-        model = DistributedDataParallel(
-            bare,
-            device_ids=[group.device.index] if group.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=spec.train.find_unused_parameters,
-        )
+        try:
+            model = DistributedDataParallel(
+                bare,
+                device_ids=[group.device.index] if group.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=spec.train.find_unused_parameters,
+            )
+        except (RuntimeError, TypeError) as error:
+            raise _not_sent(bare, error) or error from error
     return compile_model(model) if spec.train.compile else model
+
+
+def _not_sent(model: nn.Module, error: Exception) -> ConfigError | None:
+    """Return the error for a weight or buffer of a type that the ranks cannot send to each other, if that was it."""
+    rare = [(name, one.dtype) for name, one in named_tensors(model).items() if _is_rare(one.dtype)]
+    if not rare or "type" not in str(error):
+        return None
+    name, dtype = rare[0]
+    return ConfigError(
+        f"The model has {name!r} of {dtype}, which ranks cannot send to each other ({error}), as DDP does at the start. Run on one worker; or keep its "
+        "bytes in a buffer of torch.uint8 (`value.view(torch.uint8)`), and view them as what they are in `forward`."
+    )
+
+
+def _is_rare(dtype: torch.dtype) -> bool:
+    return "float8" in str(dtype) or dtype in (torch.uint16, torch.uint32, torch.uint64)
 
 
 def configure_torch(spec: RunSpec) -> None:

@@ -133,7 +133,7 @@ class RunRecorder:
         position: Position,
         *,
         loss: float,
-        lr: float,
+        lr: float | None,
         more: Mapping[str, float | None] = MappingProxyType({}),
         num_tokens: int | None = None,
     ) -> None:
@@ -151,7 +151,8 @@ class RunRecorder:
         self._write("train", position, {"loss": loss, "lr": lr, **more, **rates})
         words = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
         told = "".join(f"  {rate:.0f} {words[name]}" for name, rate in rates.items() if rate is not None)
-        log.info("step %d/%d  loss %.4f  lr %.4g%s", position.step, self._total_steps, loss, lr, told)
+        rate = "" if lr is None else f"  lr {lr:.4g}"
+        log.info("step %d/%d  loss %.4f%s%s", position.step, self._total_steps, loss, rate, told)
         if not math.isfinite(loss):
             log.warning(
                 "the loss is %s at step %d; `train.on_nonfinite` (stop, skip or ignore) says whether the run continues; a lower `train.lr` may help",

@@ -26,10 +26,11 @@ import ddp_hpc
 from ddp_hpc.base.errors import (
     CheckpointError,
     ConfigError,
+    CorruptCheckpointError,
     DivergedError,
     UnreadableError,
 )
-from ddp_hpc.run.checkpoints import checkpoint_store, shards
+from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store, shards
 from ddp_hpc.run.checkpoints.checkpoint_store import Manifest
 from ddp_hpc.run.checkpoints.shards import ShardRecord
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -37,10 +38,11 @@ from ddp_hpc.run.run_dir.records import memory_text
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.engine.divergence import diverged
 from ddp_hpc.train.process_group import Group, select_device
-from ddp_hpc.train.state import training_state
+from ddp_hpc.train.state import digests, round_trip, training_state
+from ddp_hpc.train.state.optimizer_state import SavedTensor
 from ddp_hpc.train.state.restore import DTYPES, Restorer, without_garbage_collection
 from ddp_hpc.train.state.save_buffers import NotFiniteError, SaveBuffers
-from ddp_hpc.train.state.training_state import NamedTensor, SavedTensor, TrainingState
+from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +122,7 @@ class Checkpointer:
         self._made: dict[str, dict[str, SavedTensor]] | None = None
         """Names and shapes of what the model saves, as they were before any forward; None where that was not asked."""
         self._is_checked_again = False
+        self._watch: round_trip.Watch | None = None
         self.newest_losses: Callable[[], Sequence[Tensor]] = tuple
         """Returns the losses of the last step. If one is not finite, a periodic save is not committed: the weights may still be
         finite, but too large to continue from."""
@@ -135,19 +138,46 @@ class Checkpointer:
             ConfigError: if it cannot.
         """
         training_state.check(state, DTYPES)
+        round_trip.check_loading(state)
         self._made = training_state.saved_shapes(state)
 
     def after_first_step(self, state: TrainingState, *, will_save: bool = True) -> None:
         """When this is called for the first time, do `check_again`, and have the writer's thread make the buffers; nothing later."""
         if self._is_checked_again:
             return
-        self.check_again(state)
+        self.check_again(state, why=round_trip.why_not_restored(state, DTYPES))
+        self._compare_between_ranks(state)
+        if self._watch is not None and self._group.rank_info.is_rank_zero:
+            self._watch.tell()
+        self._watch = None
         if will_save:  # the optimizer has made its state in this step, so its size is known
             self.wait()
             self._writing = self._writer.submit(self._make_buffers, self._mine(state))
 
-    def check_again(self, state: TrainingState) -> None:
-        """Find out whether what would be saved now could be restored, as a forward may have changed what the model has.
+    def watch(self, state: TrainingState, loss: object) -> None:
+        """Note, before the first forward, what no checkpoint holds, to name it if the first step changes it."""
+        self._watch = round_trip.Watch(state, loss)
+
+    def _compare_between_ranks(self, state: TrainingState) -> None:
+        """Find out whether all ranks have what rank zero alone saves.
+
+        Raises:
+            ConfigError: with the same text on all ranks, if they have not.
+        """
+        rank_info = self._group.rank_info
+        if rank_info.world_size == 1:
+            return
+        mine = round_trip.of_all_ranks(state)
+        slots = torch.zeros(rank_info.world_size, dtype=torch.int64)
+        slots[rank_info.rank] = digests.as_number(digests.of_all(mine))
+        if len(set(self._group.sum(slots).tolist())) == 1:
+            return
+        reports = self._group.gathered_by_rank_zero(mine)
+        text = round_trip.why_ranks_differ(reports) if rank_info.is_rank_zero else None
+        raise ConfigError(self._group.last_word("ranks-differ", text))
+
+    def check_again(self, state: TrainingState, *, why: str = "") -> None:
+        """Find out whether what would be saved now could be restored, as a forward may have changed what the model has; `why` says why not, if known.
 
         All ranks call this after the same step: the first one, as early as that can be known, and each that is saved.
 
@@ -157,7 +187,7 @@ class Checkpointer:
         self._is_checked_again = True
         if self._made is None or state.position.step == self._last_saved:
             return
-        why = training_state.changes(state, self._made)
+        why = training_state.changes(state, self._made) or why
         if not self._group.sum(torch.tensor([bool(why)], dtype=torch.int64, device=self._group.device)).item():
             return
         self.wait()  # commit the checkpoint that is being written: it can be restored
@@ -310,8 +340,9 @@ class Checkpointer:
             shards = tuple(_shard_of(item, manifest.step) for item in reports)
             self._before_commit()
             checkpoint_store.commit(self._run, uncommitted, replace(manifest, shards=shards))
-            message = None
-            self._prune()
+            message = self._why_not_read_back(manifest.step, send_heartbeat)
+            if message is None:
+                self._prune()
         except DivergedError as error:
             shutil.rmtree(uncommitted, ignore_errors=True)
             self.refused = str(error)
@@ -321,6 +352,14 @@ class Checkpointer:
             message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         store.set(own_key, json.dumps([message, self.refused]))
         self._on_result(SaveResult(manifest.step, time.monotonic() - began, message))
+
+    def _why_not_read_back(self, step: int, on_progress: Callable[[], object]) -> str | None:
+        """Say why a restore would not take the newest checkpoint; then older ones have to stay."""
+        try:
+            checkpoint_store.check_headers(checkpoint_names.checkpoint_path(self._run, step), on_progress)
+        except (CorruptCheckpointError, UnreadableError) as error:
+            return f"it is written, but does not read back, so older checkpoints are kept: {error}"
+        return None
 
     def _prune(self) -> None:
         keep = self._keep

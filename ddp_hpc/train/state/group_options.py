@@ -21,6 +21,8 @@ Groups = Sequence[Mapping[str, Any]]
 _OF_OTHERS = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"})
 """Never the optimizer's own: the loop and schedulers set the learning rate, the last four only choose the kernels."""
 
+_GONE = {"gone": True}
+"""Stands for an option that the optimizer has deleted."""
 _MOST_ELEMENTS = 1024
 """How many elements an option may have that is a tensor: it is kept in the manifest."""
 
@@ -41,7 +43,8 @@ def written(groups: Groups, made: Sequence[Mapping[str, str | None]]) -> list[di
     found: list[dict[str, Any]] = []
     for group, before in zip(groups, made, strict=False):  # a group that came later is the recipe's
         now = {key: _encoded(value, key) for key, value in _candidates(group).items()}
-        found.append({key: value for key, value in now.items() if _as_text(value) != before.get(key)})
+        gone = dict.fromkeys(before.keys() - group.keys(), _GONE)
+        found.append({**{key: value for key, value in now.items() if _as_text(value) != before.get(key)}, **gone})
     return found if any(found) else []
 
 
@@ -66,6 +69,9 @@ def put_back(groups: Sequence[dict[str, Any]], kept: Sequence[Mapping[str, Any]]
     own = [dict(group) for group in groups]
     for group, options in zip(groups, kept, strict=False):
         for key, encoded in options.items():
+            if encoded == _GONE:
+                group.pop(key, None)
+                continue
             value, old = _decoded(encoded, device), group.get(key)
             if not isinstance(value, Tensor) or not isinstance(old, Tensor):
                 group[key] = value

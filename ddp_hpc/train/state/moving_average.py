@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ddp_hpc.base.errors import ConfigError
+
 
 class MovingAverage:
     """An exponential moving average of the parameters, beside the buffers of the model as they are now."""
@@ -17,7 +19,13 @@ class MovingAverage:
     # in each step, and the host waits for that copy.
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.module = copy.deepcopy(model)
+        try:
+            self.module = copy.deepcopy(model)
+        except Exception as error:
+            raise ConfigError(
+                f"`train.ema_decay` is {decay}, which needs a copy of `Recipe.model`, but `copy.deepcopy` cannot copy it ({type(error).__name__}: {error}). "
+                "Keep in the model only what can be copied: no locks, open files or results of a computation as attributes. Or leave `train.ema_decay` out."
+            ) from error
         self.num_updates = 0
         self._decay = decay
 

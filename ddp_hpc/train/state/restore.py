@@ -36,7 +36,8 @@ from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import newest_committed
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.state.training_state import Restoration, SavedTensor, TrainingState
+from ddp_hpc.train.state.optimizer_state import SavedTensor
+from ddp_hpc.train.state.training_state import Restoration, TrainingState
 from ddp_hpc.train.stop import EarlyStop
 
 log = logging.getLogger(__name__)

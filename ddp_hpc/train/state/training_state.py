@@ -7,9 +7,7 @@ has random generators and a loss meter of its own.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,8 +16,10 @@ from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.data.sample_order import Position
-from ddp_hpc.train.state import group_options, rng
+from ddp_hpc.train.state import group_options, optimizer_state, rng
 from ddp_hpc.train.state.moving_average import MovingAverage
+from ddp_hpc.train.state.odd_values import named_tensors
+from ddp_hpc.train.state.optimizer_state import Kept, Made, SavedTensor
 
 _MOST_NAMES = 5
 """How many names a message lists at most."""
@@ -31,17 +31,6 @@ class NamedTensor(NamedTuple):
     name: str
     tensor: Tensor
     owner: int | None
-
-
-class SavedTensor(NamedTuple):
-    """Shape and dtype of a tensor in a checkpoint."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def empty(self) -> Tensor:
-        """Return a tensor on the CPU that it can be read into."""
-        return torch.empty(self.shape, dtype=self.dtype)
 
 
 @dataclass
@@ -69,14 +58,22 @@ class TrainingState:
     """Whether the recipe made the optimizer, so that the configuration's keys of it have no effect."""
     options_as_made: list[dict[str, str | None]] = field(init=False, repr=False)
     """The optimizer's options before any step, as the recipe and the configuration set them (see `group_options`)."""
+    attributes_as_made: optimizer_state.Attributes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.options_as_made = group_options.as_made(self.optimizer.param_groups)
+        self.options_as_made = group_options.as_made(optimizer_state.groups(self.optimizer))
+        self.attributes_as_made = optimizer_state.attributes_as_made(self.model, self.optimizer)
+
+    def kept_of_optimizer(self) -> Kept:
+        """Return what a checkpoint holds of the optimizer, but for the options of its groups."""
+        return optimizer_state.kept(self.model, self.optimizer, self.attributes_as_made)
 
 
 def tensors(state: TrainingState) -> list[NamedTensor]:
     """Return the tensors of the state on this rank; those that all ranks have come in the same order on every rank."""
-    return [*_weights("model", state.model), *_averages(state), *_optimizer_tensors(state), *_own_tensors(state)]
+    weights = [*_weights("model", state.model, state), *_averages(state)]
+    of_optimizer = [NamedTensor(name, one, None) for name, one in state.kept_of_optimizer().tensors.items()]
+    return [*weights, *of_optimizer, *_own_tensors(state)]
 
 
 def tensors_of_all(state: TrainingState) -> list[NamedTensor]:
@@ -104,7 +101,7 @@ def tensors_to_compare(state: TrainingState) -> tuple[list[NamedTensor], dict[st
     for name, one in () if state.ema is None else state.ema.module.named_parameters(remove_duplicate=False):
         add(f"ema/{name}", one.detach())
     for parameter, entry in state.optimizer.state.items():
-        for key, value in entry.items() if parameter in names else ():
+        for key, value in entry.items() if parameter in names and isinstance(entry, dict) else ():
             if isinstance(value, Tensor):
                 add(f"optimizer/{names[parameter]}/{key}", value)
     trained = (parameter for group in state.optimizer.param_groups for parameter in group["params"])
@@ -131,7 +128,7 @@ def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
     Raises:
         ConfigError: if it cannot.
     """
-    names = _parameter_names(state)
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
     for number, group in enumerate(state.optimizer.param_groups):
         outside = [parameter for parameter in group["params"] if parameter not in names]
         if outside:
@@ -156,7 +153,7 @@ def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
 
 def saved_shapes(state: TrainingState) -> dict[str, dict[str, SavedTensor]]:
     """Return names and shapes of what the model and its average save, for those whose loading only copies tensors."""
-    return {prefix: _shapes(module) for prefix, module in _modules(state) if _loads_plainly(module)}
+    return {prefix: _shapes(module) for prefix, module in _modules(state) if loads_plainly(module)}
 
 
 def changes(state: TrainingState, made: Mapping[str, Mapping[str, SavedTensor]]) -> str:
@@ -168,7 +165,7 @@ def changes(state: TrainingState, made: Mapping[str, Mapping[str, SavedTensor]])
         if prefix not in made:
             continue
         found = differences(made[prefix], _shapes(module), missing="gone", unknown="new")
-        if found and _loads_plainly(module):
+        if found and loads_plainly(module):
             return (
                 f"Training has changed which tensors are in the `state_dict` of `Recipe.model` ({found}), so no run could "
                 "resume from a checkpoint of it: a new run makes the model without this change. Make these tensors in the "
@@ -191,17 +188,12 @@ def _shapes(module: nn.Module) -> dict[str, SavedTensor]:
 
 def numbers(state: TrainingState) -> dict[str, Any]:
     """Return the part of the state that is not tensors, as JSON; the same on every rank."""
-    plain = {
-        f"{name}/{key}": value
-        for name, entry in _optimizer_entries(state)
-        for key, value in entry.items()
-        if not isinstance(value, Tensor)
-    }
+    kept, all_groups = state.kept_of_optimizer(), optimizer_state.groups(state.optimizer)
     groups = [
         {key: group_options.shown(value) for key, value in group.items() if key != "params"}
         for group in state.optimizer.param_groups
     ]
-    own_options = group_options.written(state.optimizer.param_groups, state.options_as_made)
+    own_options = group_options.written(all_groups, state.options_as_made)
     return {
         "position": asdict(state.position),
         "loss_steps": state.loss_steps,
@@ -209,8 +201,9 @@ def numbers(state: TrainingState) -> dict[str, Any]:
             "type": type(state.optimizer).__name__,
             "is_recipes": state.has_recipes_optimizer,
             "groups": _as_json(groups, "the optimizer's groups"),
-            "plain": _as_json(plain, "the optimizer"),
+            "plain": kept.plain,
             **({"own_options": own_options} if own_options else {}),
+            **({"odd": kept.odd} if kept.odd else {}),
         },
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
         "ema_updates": None if state.ema is None else state.ema.num_updates,
@@ -242,22 +235,23 @@ class Restoration:
         self._has_average = any(name.startswith("ema/") for name in saved)
         if state.ema is not None and self._has_average:
             modules.append(("ema", state.ema.module))
-        self._weights = [_WeightsToLoad(module, saved, prefix) for prefix, module in modules]
-        names = _parameter_names(state)
-        optimizer = _optimizer_to_load(state, saved, plain["optimizer"], trained=set(names.values()))
+        self._weights = [_WeightsToLoad(module, saved, prefix, state.rank) for prefix, module in modules]
+        made = Made(saved, state.device)
+        self._of_optimizer = optimizer_state.restored(state.model, state.optimizer, plain["optimizer"], made, saved)
         self._own_options = plain["optimizer"].get("own_options", [])
-        group_options.check(state.optimizer.param_groups, self._own_options)
+        group_options.check(optimizer_state.groups(state.optimizer), self._own_options)
         self._own = {name: one.empty() for name, one in saved.items() if self._is_own(name)}
         self._num_ranks = len({name.partition("/")[0] for name in saved if name.startswith("rank.")})
         self.into: dict[str, Tensor] = dict(self._own)
         """Where to read each tensor that this rank needs: of the saved shape and dtype, on any device, with any strides."""
         for weights in self._weights:
             self.into |= weights.into
-        self.into |= _make_optimizer_state(state, optimizer, names)
+        self.into |= made.into
+        self._of_optimizer.put(state.optimizer)
 
     def _is_own(self, name: str) -> bool:
         """Return whether this rank needs a tensor that one rank owned: its own ones, and on rank zero all loss meters."""
-        return name.startswith(f"rank.{self._state.rank}/") or (
+        return name.startswith((f"rank.{self._state.rank}/rng.", f"rank.{self._state.rank}/loss_meter")) or (
             name.startswith("rank.") and name.endswith("/loss_meter") and self._state.rank == 0
         )
 
@@ -273,7 +267,8 @@ class Restoration:
                 state.ema.module.load_state_dict(state.model.state_dict())
         if state.scaler is not None and plain["scaler"]:
             state.scaler.load_state_dict(plain["scaler"])
-        group_options.put_back(state.optimizer.param_groups, self._own_options, state.device)
+        group_options.put_back(optimizer_state.groups(state.optimizer), self._own_options, state.device)
+        self._of_optimizer.finish(state.optimizer)
         state.position = Position(**plain["position"])
         self._take_own()
         state.loss_steps = plain.get("loss_steps", 0)
@@ -298,7 +293,7 @@ class Restoration:
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _weights(prefix: str, module: nn.Module) -> Iterator[NamedTensor]:
+def _weights(prefix: str, module: nn.Module, state: TrainingState) -> Iterator[NamedTensor]:
     shared = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
@@ -306,12 +301,21 @@ def _weights(prefix: str, module: nn.Module) -> Iterator[NamedTensor]:
                 f"The model's `state_dict` has {name!r} of type {type(value).__name__}, but a checkpoint can hold only tensors. "
                 "Register it as a buffer, or remove `get_extra_state`."
             )
-        yield NamedTensor(f"{prefix}/{name}", value, None if name in shared else 0)
+        is_own = is_each_ranks(name, state.model)
+        own = f"rank.{state.rank}/" if is_own and state.rank else ""
+        owner = state.rank if is_own else None if name in shared else 0
+        yield NamedTensor(f"{own}{prefix}/{name}", value, owner)
+
+
+def is_each_ranks(name: str, model: nn.Module) -> bool:
+    """Tell whether each rank has a value of its own under this name of a `state_dict`: DDP does not send rank zero's to all."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    return name.rpartition(".")[2] == "_extra_state" or name in ignored
 
 
 def _averages(state: TrainingState) -> Iterator[NamedTensor]:
     if state.ema is not None:
-        yield from _weights("ema", state.ema.module)
+        yield from _weights("ema", state.ema.module, state)
 
 
 class _WeightsToLoad:
@@ -322,12 +326,18 @@ class _WeightsToLoad:
     not its own: its code may reset the module before it reads them. Until then, such a module's weights are in memory twice.
     """
 
-    def __init__(self, module: nn.Module, saved: Mapping[str, SavedTensor], prefix: str) -> None:
-        found = {name.removeprefix(f"{prefix}/"): one for name, one in saved.items() if name.startswith(f"{prefix}/")}
+    def __init__(self, module: nn.Module, saved: Mapping[str, SavedTensor], prefix: str, rank: int) -> None:
+        names = {
+            name.removeprefix(start): name
+            for start in (f"{prefix}/", f"rank.{rank}/{prefix}/")
+            for name in saved
+            if name.startswith(start)
+        }
+        found = {name: saved[full] for name, full in names.items()}
         own = module.state_dict()
         misfits = differences(own, found)
         self._module = module
-        self._is_plain = _loads_plainly(module)
+        self._is_plain = loads_plainly(module)
         if misfits and self._is_plain:
             raise _of_another_model(misfits)
         kept = (
@@ -337,7 +347,7 @@ class _WeightsToLoad:
         )
         self._found = {name: kept[name] if name in kept else one.empty() for name, one in found.items()}
         self._is_in_place = len(kept) == len(found)
-        self.into = {f"{prefix}/{name}": one for name, one in self._found.items()}
+        self.into = {names[name]: one for name, one in self._found.items()}
 
     def load(self) -> None:
         """Load into the module what was read into the tensors.
@@ -348,9 +358,19 @@ class _WeightsToLoad:
         if self._is_plain and self._is_in_place:
             return
         try:
-            self._module.load_state_dict(self._found)
+            load(self._module, self._found)
         except RuntimeError as error:
             raise _of_another_model(differences(self._module.state_dict(), self._found) or str(error)) from error
+
+
+def load(module: nn.Module, found: Mapping[str, Tensor]) -> None:
+    """Load a complete `state_dict`; where the module itself leaves some out of it, as adapters do, these keep what the recipe gave them."""
+    try:
+        module.load_state_dict(found)
+    except RuntimeError:
+        if differences(module.state_dict(), found) or not module.state_dict().keys() < named_tensors(module).keys():
+            raise
+        module.load_state_dict(found, strict=False)
 
 
 def _of_another_model(misfits: str) -> ConfigError:
@@ -381,7 +401,7 @@ _LOADING_HOOKS = (
 )
 
 
-def _loads_plainly(module: nn.Module) -> bool:
+def loads_plainly(module: nn.Module) -> bool:
     """Return whether loading a complete state into the module only copies tensors: no part of it has loading code."""
     return not any(_has_loading_code(part) for part in module.modules())
 
@@ -425,96 +445,6 @@ def _some(what: str, names: Sequence[str]) -> str:
     """Return the first names as text, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"{what}: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
-
-
-# --- optimizer -------------------------------------------------------------------------------------------------------
-
-
-def _parameter_names(state: TrainingState) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in state.model.named_parameters()}
-
-
-def _optimizer_entries(state: TrainingState) -> Iterator[tuple[str, dict[str, Any]]]:
-    names = _parameter_names(state)
-    for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise ConfigError(
-                    f"The optimizer has a parameter of shape {list(parameter.shape)} that is not in `Recipe.model`, so no checkpoint could "
-                    "hold it. Make it a part of the model."
-                )
-            yield names[parameter], state.optimizer.state.get(parameter, {})
-
-
-def _optimizer_tensors(state: TrainingState) -> Iterator[NamedTensor]:
-    for name, entry in _optimizer_entries(state):
-        for key, value in entry.items():
-            if isinstance(value, Tensor):
-                yield NamedTensor(f"optimizer/{name}/{key}", value, None)
-
-
-def refuse_other_optimizer(mine: str, saved: Mapping[str, Any]) -> None:
-    """Refuse to continue from a checkpoint of another optimizer; `saved` is what the checkpoint's numbers say of it.
-
-    Raises:
-        ConfigError: if it is another one.
-    """
-    if mine != saved["type"]:
-        raise ConfigError(
-            f"The checkpoint's optimizer is {saved['type']}, but this run's is {mine}. "
-            "Undo the change of the optimizer, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
-        )
-
-
-def _optimizer_to_load(
-    state: TrainingState, saved: Mapping[str, SavedTensor], plain: Mapping[str, Any], *, trained: AbstractSet[str]
-) -> dict[str, dict[str, Any]]:
-    """Return what the checkpoint has for the optimizer: by parameter and key, a number, or the shape and dtype of a tensor."""
-    refuse_other_optimizer(type(state.optimizer).__name__, plain)
-    entries: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, value in saved.items():
-        if name.startswith("optimizer/"):
-            parameter_name, _, key = name.removeprefix("optimizer/").rpartition("/")
-            entries[parameter_name][key] = value
-    for name, value in plain["plain"].items():
-        parameter_name, _, key = name.rpartition("/")
-        entries[parameter_name][key] = value
-    unknown = entries.keys() - trained
-    if unknown:
-        raise ConfigError(
-            f"The checkpoint's optimizer has state of the parameter {min(unknown)!r}, which this model does not have. "
-            "Undo the change of the recipe, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
-        )
-    return entries
-
-
-def _make_optimizer_state(
-    state: TrainingState, entries: Mapping[str, Mapping[str, Any]], names: Mapping[Tensor, str]
-) -> dict[str, Tensor]:
-    """Make the optimizer's state tensors, still to be filled; return them by their names in a checkpoint."""
-    made: dict[str, Tensor] = {}
-    for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            entry = entries.get(names[parameter])
-            if not entry:
-                continue
-            state.optimizer.state[parameter] = {
-                key: _place_for(value, key, parameter, group) if isinstance(value, SavedTensor) else value
-                for key, value in entry.items()
-            }
-            for key, value in state.optimizer.state[parameter].items():
-                if isinstance(value, Tensor):
-                    made[f"optimizer/{names[parameter]}/{key}"] = value
-    return made
-
-
-def _place_for(saved: SavedTensor, key: str, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Make a state tensor on the device where PyTorch's optimizers keep it: the parameter's, but the CPU for `step` unless fused."""
-    if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return saved.empty()
-    if saved.shape == parameter.shape:  # in the memory layout of the parameter: fused kernels pair elements by address
-        return torch.empty_like(parameter, dtype=saved.dtype)
-    return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
 
 
 # --- what each rank has of its own -----------------------------------------------------------------------------------

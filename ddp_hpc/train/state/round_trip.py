@@ -1,0 +1,158 @@
+"""Finds out, once in an attempt, whether what would be saved would come back: before the first step of the model, after it of the optimizer.
+
+The code that saves and the code that restores do it, in memory. No tensor of the optimizer is copied: bytes come back as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Container, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.train.engine.set_aside import set_aside
+from ddp_hpc.train.state import digests, optimizer_state, training_state
+from ddp_hpc.train.state.odd_values import named_tensors
+from ddp_hpc.train.state.training_state import TrainingState
+
+log = logging.getLogger(__name__)
+
+_MOST_NAMED = 3
+
+
+@torch.no_grad()
+def check_loading(state: TrainingState) -> None:
+    """Load what a model with saving or loading code of its own would save, once, over other values; afterwards the model is as it was.
+
+    Raises:
+        ConfigError: if it refuses that, or a weight that is trained does not come back.
+    """
+    model = state.model
+    if training_state.loads_plainly(model):
+        return
+    trained = {id(one) for group in state.optimizer.param_groups for one in group["params"]}
+    names = {name: one for name, one in model.named_parameters() if id(one) in trained}
+    with set_aside(model, (), state.device, refused=[]):
+        saved = {name: one.detach().clone() for name, one in model.state_dict().items()}
+        before = {name: one.detach().clone() for name, one in names.items()}
+        for one in names.values():
+            _change(one)
+        try:
+            training_state.load(model, saved)
+        except Exception as error:
+            raise ConfigError(
+                f"`Recipe.model` cannot load what its own `state_dict` gives ({type(error).__name__}: {error}), so no run could resume from a "
+                "checkpoint of it. Have `state_dict` and `load_state_dict` take the same names."
+            ) from error
+        now = dict(model.named_parameters())
+        lost = [name for name, one in before.items() if name not in now or not _is_same(now[name], one)]
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise ConfigError(
+            f"The weight {lost[0]!r}{more} is trained, but does not come back when `Recipe.model` loads what its `state_dict` gives, so each resume "
+            "would change it. Have `state_dict` give it as it is and `load_state_dict` take it; or leave it untrained (`requires_grad_(False)`)."
+        )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _change(tensor: Tensor) -> None:
+    """Change all bits of a tensor."""
+    changed = _bytes(tensor).bitwise_not().view(tensor.dtype).view(tensor.shape)
+    tensor.detach().copy_(changed)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(_bytes(one), _bytes(other))
+
+
+def why_not_restored(state: TrainingState, dtypes: Container[torch.dtype]) -> str:
+    """Say what would not come back from a checkpoint of now; empty if all would."""
+    try:
+        training_state.check(state, dtypes)
+        found = state.kept_of_optimizer()
+        if found.left_out:
+            log.warning(
+                "no checkpoint holds %s of the optimizer: ddp-hpc does not know how to keep it. If the optimizer changes it, a resumed run does "
+                "not give the bits of an undisturbed one. Keep such values in tensors, numbers, lists or dicts.",
+                _listed(found.left_out),
+            )
+        return optimizer_state.why_not_restored(state.model, state.optimizer, found)
+    except ConfigError as error:
+        return str(error)
+
+
+def of_all_ranks(state: TrainingState) -> dict[str, int]:
+    """Return a number for each thing that rank zero alone saves, though DDP does not keep it equal on all ranks."""
+    odd = state.kept_of_optimizer().odd
+    attributes = {
+        f"{path}{name}": one for path, each in odd.get("attributes", {}).items() for name, one in each.items()
+    }
+    rest = {name: one for name, one in odd.items() if name != "attributes"}
+    texts = {f"{name} of the optimizer": json.dumps(one, sort_keys=True) for name, one in (attributes | rest).items()}
+    known = named_tensors(state.model)
+    memory = {one.data_ptr() for one in known.values()}
+    others = {
+        name: one
+        for name, one in state.model.state_dict().items()
+        if not (name in known or one.data_ptr() in memory or training_state.is_each_ranks(name, state.model))
+    }
+    found = {f"{name} of the model's `state_dict`": one for name, one in digests.of_tensors(others).items()}
+    return found | {name: zlib.crc32(text.encode()) for name, text in texts.items()}
+
+
+def why_ranks_differ(reports: Iterable[Mapping[str, int]]) -> str:
+    """Say what of `of_all_ranks` ranks do not have equal."""
+    names = _listed(digests.differing([*reports]))
+    return (
+        f"The ranks do not have the same {names}, but a checkpoint holds one value for all. Make it equal on all ranks, or a buffer, or a tensor that "
+        "`get_extra_state` returns: that is saved for each rank."
+    )
+
+
+class Watch:
+    """Buffers and frozen weights that no checkpoint holds: names those that the first step of an attempt changes."""
+
+    def __init__(self, state: TrainingState, loss: object) -> None:
+        """Take their digests; call it before the first forward."""
+        saved = state.model.state_dict()
+        memory = {one.data_ptr() for one in saved.values() if isinstance(one, Tensor)}
+        self._model, self._loss = state.model, loss
+        self._names = {
+            name
+            for name, one in named_tensors(state.model).items()
+            if name not in saved and one.data_ptr() not in memory
+        }
+        self._before = self._digests()
+
+    def _digests(self) -> dict[str, int]:
+        named = {name: one for name, one in named_tensors(self._model).items() if name in self._names}
+        if isinstance(self._loss, nn.Module):
+            known = {id(one) for one in named_tensors(self._model).values()}
+            of_loss = self._loss.named_buffers()
+            named |= {f"{name} of the loss": one for name, one in of_loss if id(one) not in known}
+        plain = {name: one.detach() for name, one in named.items() if one.layout == torch.strided and not one.is_meta}
+        return digests.of_tensors(plain)
+
+    def tell(self) -> None:
+        """Log what has changed."""
+        now = self._digests()
+        changed = [name for name, one in now.items() if one != self._before.get(name)]
+        if changed:
+            log.warning(
+                "the first step changes %s, which no checkpoint holds: a resumed run begins with what the recipe gives it, and may not give the bits "
+                "of an undisturbed one. You need do nothing if it is a cache that forward fills; else make it a buffer of the model that its "
+                "`state_dict` has (not `persistent=False`).",
+                _listed(changed),
+            )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(f'`{name}`' for name in names[:_MOST_NAMED])}{more}"
