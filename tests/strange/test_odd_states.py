@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec
+from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.sealed_store import SealedStore
-from ddp_hpc.train.state import training_state
-from ddp_hpc.train.state.checkpoint import Checkpointer
+from ddp_hpc.train.state import round_trip, training_state
+from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
 from ddp_hpc.train.state.training_state import TrainingState
 from tests.distributed.processes import in_group
 from tests.made_run import make_run
@@ -220,3 +224,137 @@ def test_so_they_do_in_a_world_of_three(tmp_path: Path) -> None:
     ranks = in_group(3, partial(save_and_restore_all, path=tmp_path), tmp_path / "ours")
 
     assert ranks == [dict.fromkeys(MODELS, True)] * 3
+
+
+class Ignored(nn.Module):
+    """Has a buffer of each rank's own, and one that is saved by code of its own, which each rank has otherwise, too."""
+
+    _ddp_params_and_buffers_to_ignore = ("own",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.register_buffer("own", torch.randn(3))
+        self.extra = torch.randn(2)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state.clone()
+
+
+def save_and_restore_each_ranks(group: Group, path: Path) -> bool:
+    rank, world_size = group.rank_info.rank, group.rank_info.world_size
+    run_path = group.broadcast_through_store("run", str(make_run(path).path) if rank == 0 else None)
+    run = RunDir(Path(run_path))
+    if rank == 0:
+        ownership.claim(run, 0)
+    group.barrier_through_store("claimed", silence_s=60)
+    torch.manual_seed(rank)
+    state = made_state(Ignored(), rank, world_size, is_trained=False)
+    with torch.no_grad():
+        next(state.model.parameters()).fill_(1)
+    before = held(state)
+    Checkpointer(run, group, attempt=0, keep=CheckpointSpec()).save_and_wait(state)
+    torch.manual_seed(100 + rank)
+    back = made_state(Ignored(), rank, world_size, is_trained=False)
+    Checkpointer(run, group, attempt=0, keep=CheckpointSpec()).restore_newest(back, seed=SEED)
+    return held(back) == before
+
+
+def test_what_ddp_does_not_keep_equal_comes_back_on_each_rank(tmp_path: Path) -> None:
+    assert in_group(2, partial(save_and_restore_each_ranks, path=tmp_path), tmp_path / "ours") == [True, True]
+
+
+class Partial(nn.Module):
+    """Leaves `without` out of its state, as adapters leave their base out."""
+
+    def __init__(self, without: str = "base", *, is_frozen: bool = True, strict: bool = True) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(2, 2).requires_grad_(not is_frozen), nn.Linear(2, 2)
+        self.without, self.strict = without, strict
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {name: one for name, one in super().state_dict(*args, **options).items() if self.without not in name}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        if not state.keys() >= {"head.weight"}:
+            raise KeyError("head.weight")
+        return super().load_state_dict(state, strict and self.strict, assign)
+
+
+def trained_only(model: nn.Module) -> TrainingState:
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    return TrainingState(model=model, optimizer=optimizer, device=CPU, rank=0, world_size=1, loss_meter=torch.zeros(()))
+
+
+def test_a_model_that_saves_its_adapter_alone_keeps_its_base_as_made(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    ownership.claim(run, 0)
+    state, back = trained_only(Partial()), trained_only(Partial())
+    checkpointer = Checkpointer(run, alone(), attempt=0, keep=CheckpointSpec())
+    base = back.model.get_parameter("base.weight").clone()
+
+    checkpointer.check(state)
+    checkpointer.save_and_wait(state)
+    Checkpointer(run, alone(), attempt=0, keep=CheckpointSpec()).restore_newest(back, seed=SEED)
+
+    assert held(back) == held(state)
+    assert torch.equal(back.model.get_parameter("base.weight"), base)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (partial(Partial, is_frozen=False, strict=False), "The weight 'base.weight' and 1 more is trained, but"),
+        (partial(Partial, "head", strict=False), "`Recipe.model` cannot load what its own `state_dict` gives"),
+    ],
+)
+def test_a_model_that_loses_what_is_trained_is_refused_at_the_start_and_left_as_it_is(
+    model: Callable[[], nn.Module], told: str
+) -> None:
+    state = trained_only(model())
+    before = {name: one.detach().clone() for name, one in state.model.named_parameters()}
+
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        round_trip.check_loading(state)
+
+    assert all(torch.equal(one, before[name]) for name, one in state.model.named_parameters())
+
+
+def test_the_first_step_names_what_it_changes_and_no_checkpoint_holds(caplog: pytest.LogCaptureFixture) -> None:
+    model, loss = nn.Linear(2, 2), nn.Module()
+    model.register_buffer("seen", torch.zeros(2), persistent=False)
+    model.register_buffer("table", torch.zeros(2), persistent=False)
+    loss.register_buffer("mean", torch.zeros(2))
+    watch = round_trip.Watch(trained_only(model), loss)
+
+    model.get_buffer("seen").add_(1)
+    loss.get_buffer("mean").add_(1)
+    watch.tell()
+
+    assert "the first step changes `seen`, `mean of the loss`, which no checkpoint holds" in caplog.text
+
+
+def test_older_checkpoints_stay_where_the_newest_does_not_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    ownership.claim(run, 0)
+    state, results = trained_only(nn.Linear(2, 2)), list[SaveResult]()
+    checkpointer = Checkpointer(run, alone(), attempt=0, keep=CheckpointSpec(keep_last=1), on_result=results.append)
+
+    for step in (1, 2):
+        state.position = Position(step=step)
+        checkpointer.save(state)
+        checkpointer.wait()
+        monkeypatch.setattr(checkpoint_store, "stored_tensors", _damaged)
+
+    assert checkpoint_names.committed_steps(run) == [1, 2]
+    assert results[0].error is None
+    assert "does not read back, so older checkpoints are kept" in str(results[1].error)
+
+
+def _damaged(*_: object) -> None:
+    raise CorruptCheckpointError("the header has a name twice")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
@@ -140,7 +143,142 @@ def fused_sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True)
 
 
+class Keeping(torch.optim.Optimizer):
+    """Steps along the gradient, by what a subclass makes of it; the first weights are in no group."""
+
+    def __init__(self, model: nn.Module, lr: float, **options: Any) -> None:
+        first, *others = model.parameters()
+        super().__init__(others, {"lr": lr, **options})
+        self.first = first
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, no loss
+        for value in self.param_groups[0]["params"]:
+            value.sub_(self.direction(value, self.state[value]), alpha=self.param_groups[0]["lr"])
+
+    def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
+        raise NotImplementedError
+
+
+class UnderNumbers(Keeping):
+    """Has whole numbers and a text with a slash as keys, a dict by whole numbers, and a tuple."""
+
+    def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
+        kept.setdefault(0, torch.zeros_like(value)).mul_(0.9).add_(value.grad)
+        kept.setdefault("a/b", torch.zeros_like(value)).add_(value.grad)
+        seen = kept.setdefault("seen", {1: 0})
+        seen[1] += 1
+        kept["last"] = (*kept.get("last", ())[-2:], seen[1])
+        assert type(kept["last"]) is tuple
+        return (kept[0] + kept["a/b"]) / sum(kept["last"])
+
+
+class OfManyShapes(Keeping):
+    """Has lists of tensors, one of one element, tensors of complex128, history in a deque, and one tensor for all weights."""
+
+    def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
+        if not kept:
+            factors = [torch.eye(value.shape[0]), torch.ones(1)]
+            kept.update(factors=factors, phase=torch.zeros(value.shape, dtype=torch.complex128), past=deque(maxlen=2))
+            others = [entry["count"] for entry in self.state.values() if "count" in entry]
+            kept["count"] = others[0] if others else torch.zeros(())
+        kept["count"] += 1
+        kept["past"].append(value.grad.norm().item())
+        kept["phase"].add_(value.grad * (1 + 0.5j))
+        kept["factors"][0].mul_(0.9).add_(0.01)
+        kept["factors"][1].mul_(0.9)
+        scale = kept["factors"][0].sum() * kept["factors"][1] * sum(kept["past"]) / kept["count"]
+        return kept["phase"].real.float() * scale
+
+
+class WithAttributes(Keeping):
+    """Counts in an attribute, draws from a generator of its own, averages weights of no group, and deletes an option."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        super().__init__(model, lr, warm=0.5)
+        self.calls, self.norms, self.drawn = 0, [0.0], torch.Generator().manual_seed(3)
+        self.total = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, no loss
+        self.calls += 1
+        if self.calls == 3:
+            del self.param_groups[0]["warm"]
+        self.state[self.first].setdefault("mean", self.first.detach().clone()).mul_(0.9)
+        self.state["all"] = {"calls": self.calls}  # type: ignore[index]  # PyTorch saves it, too
+        super().step()
+
+    def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
+        self.total += value.grad.norm()
+        self.norms[0] += float(value.grad.norm())
+        noise = torch.rand(value.shape, generator=self.drawn)
+        factor = self.calls * self.param_groups[0].get("warm", 0.1) * self.norms[0] * self.total
+        return value.grad + noise * self.state[self.first]["mean"].sum() / factor
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, as it is commonly written."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state = defaultdict(dict)
+        self.calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, no loss
+        self.inner.step()
+        self.calls += 1
+        for value in self.param_groups[0]["params"] if self.calls % 3 == 0 else ():
+            slow = self.state[value].setdefault("slow", value.detach().clone())
+            slow.lerp_(value, 0.5)
+            value.copy_(slow)
+
+
+class Pair(torch.optim.Optimizer):
+    """Holds two optimizers with groups of their own; its `state` is made at each look at it."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        first, *others = model.parameters()
+        self.both = [torch.optim.Adam([first], lr=lr), torch.optim.SGD(others, lr=lr, momentum=0.9)]
+        self.defaults: dict[str, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch's is an attribute
+        return [group for one in self.both for group in one.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]  # torch's is an attribute
+        return {**self.both[0].state, **self.both[1].state}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.both:
+            one.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, no loss
+        for one in self.both:
+            one.step()
+
+
+def lookahead(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return Lookahead(torch.optim.Adam(model.parameters(), lr=lr))
+
+
+def _recipe_with(optimizer: Any) -> Recipe:
+    return a_recipe(quiet_layers(), optimizer=optimizer)
+
+
+KEEPING: dict[str, Any] = {
+    "keys that are no names": UnderNumbers,
+    "state of many shapes": OfManyShapes,
+    "attributes of its own": WithAttributes,
+    "one around another": lookahead,
+    "a pair": Pair,
+}
+
 CASES = {
+    **{name: Case(recipe=partial(_recipe_with, made)) for name, made in KEEPING.items()},
     "counts in its groups": Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=Counting)),
     "adapts numbers in its groups": Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=Adapting)),
     "keeps tensors in its groups": Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=KeepingTensors)),
@@ -190,3 +328,88 @@ def test_an_option_that_is_changed_before_a_resume_applies_beside_those_that_the
     assert 0 < stopped_at < step
     assert [group["weight_decay"] for group in groups] == [0.3, 0.3]
     assert [group["step"] for group in groups] == [step, step]
+
+
+class Object:
+    """A value that no checkpoint can hold."""
+
+
+class Refused(Keeping):
+    """Takes what is wrong with it as an argument."""
+
+    def __init__(self, model: nn.Module, lr: float, *, wrong: str) -> None:
+        super().__init__(model, lr)
+        self.wrong = wrong
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.wrong != "gradients":
+            super().zero_grad(set_to_none)
+
+    def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
+        if self.wrong == "object":
+            kept["it"] = [Object()]
+        elif self.wrong == "sparse":
+            kept["it"] = torch.zeros(2, 2).to_sparse()
+        elif self.wrong == "view":
+            kept["it"] = kept.setdefault("whole", torch.zeros(4))[1:3]
+        elif self.wrong == "group" and len(self.param_groups) == 1:
+            self.add_param_group({"params": [self.first]})
+        elif self.wrong == "closure":
+            raise AssertionError("requires closure, but it was not provided")
+        return value.grad
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("object", "['it'][0]` of type Object, but a checkpoint can hold only"),
+        ("sparse", "['it']` of type Tensor (torch.float32, torch.sparse_coo), but a checkpoint can hold only"),
+        ("view", "share memory, so a resumed run would have two tensors"),
+        ("gradients", "`zero_grad` leaves the gradient of"),
+        ("group", "had 1 parameter groups before the first step, but has 2 now (`add_param_group`)"),
+        ("closure", "Refused asks for a `closure`"),
+    ],
+)
+def test_what_cannot_come_back_is_refused_by_name_before_anything_is_saved(
+    wrong: str, told: str, tmp_path: Path
+) -> None:
+    t = begin(Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=partial(Refused, wrong=wrong))), alone(), tmp_path)
+
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        train(t)
+
+    close(t)
+    assert not [*tmp_path.glob("checkpoints/step-*")]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    case = Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=lambda m, lr: torch.optim.LBFGS(m.parameters(), lr)))
+
+    with pytest.raises(ConfigError, match="LBFGS asks for a `closure`"):
+        begin(case, alone(), tmp_path)
+
+
+def _refused_on_each(group: Group, folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        walk(group, Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=OfEachRank)), folder)
+    return str(caught.value)
+
+
+class OfEachRank(WithAttributes):
+    """Draws from a generator that each rank seeds otherwise."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        super().__init__(model, lr)
+        self.drawn = torch.Generator().manual_seed(torch.distributed.get_rank())
+
+    def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
+        torch.rand(1, generator=self.drawn)
+        self.rank = torch.distributed.get_rank()
+        return value.grad
+
+
+def test_ranks_whose_optimizers_differ_end_with_the_same_words(tmp_path: Path) -> None:
+    first, second = in_group(2, partial(_refused_on_each, folder=tmp_path / "run"), tmp_path / "ours")
+
+    assert first == second
+    assert "do not have the same `rank of the optimizer`" in first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,7 +151,10 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def weights(found: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name.removeprefix("model/"): value for name, value in found.items() if name.startswith("model/")}
+    """Return the weights and buffers, and what a rank has of its own in their place."""
+    return {
+        name.partition("model/")[2]: value for name, value in found.items() if re.match(r"(rank\.\d+/)?model/", name)
+    }
 
 
 def sample_ids(path: Path, world_size: int, *, attempt: int = 0) -> list[list[int]]:

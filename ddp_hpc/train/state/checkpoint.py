@@ -39,7 +39,7 @@ from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.engine.divergence import diverged
 from ddp_hpc.train.process_group import Group, select_device
 from ddp_hpc.train.state import digests, round_trip, training_state
-from ddp_hpc.train.state.optimizer_state import SavedTensor
+from ddp_hpc.train.state.optimizer_state import Kept, SavedTensor
 from ddp_hpc.train.state.restore import DTYPES, Restorer, without_garbage_collection
 from ddp_hpc.train.state.save_buffers import NotFiniteError, SaveBuffers
 from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
@@ -224,12 +224,13 @@ class Checkpointer:
         self.wait()
         rank_info = self._group.rank_info
         with without_garbage_collection():
-            self._buffers.fill(self._mine(state))
+            kept = state.kept_of_optimizer()
+            self._buffers.fill(self._mine(state, kept))
             manifest = Manifest(
                 step=step,
                 world_size=rank_info.world_size,
                 shards=(),
-                state=training_state.numbers(state),
+                state=training_state.numbers(state, kept),
                 metrics=dict(metrics or {}),
                 made={
                     "at": time.time(),
@@ -243,9 +244,11 @@ class Checkpointer:
         self._last_saved = step
         self._writing = self._writer.submit(self._write, manifest, () if is_final else self.newest_losses())
 
-    def _mine(self, state: TrainingState) -> list[NamedTensor]:
+    def _mine(self, state: TrainingState, kept: Kept | None = None) -> list[NamedTensor]:
         rank_info = self._group.rank_info
-        return partition_tensors(training_state.tensors(state), rank=rank_info.rank, world_size=rank_info.world_size)
+        return partition_tensors(
+            training_state.tensors(state, kept), rank=rank_info.rank, world_size=rank_info.world_size
+        )
 
     def save_and_wait(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None) -> None:
         """Save, and return after the checkpoint is committed on the disk.

@@ -26,22 +26,24 @@ class Encoder:
         self._models = {id(one): name for name, one in named_tensors(model).items()}
         self.tensors: dict[str, Tensor] = {}
         """By name what a checkpoint has to hold besides the JSON."""
-        self._noted: dict[int, dict[str, Any]] = {}
+        self._names: dict[int, str] = {}
 
-    def is_new(self, value: Tensor) -> bool:
-        """Tell whether a tensor has no name yet, in the model or here."""
-        return id(value) not in self._noted and id(value) not in self._models
+    def add(self, value: Tensor, name: str) -> bool:
+        """Give a tensor a name; return whether it had none, in the model or here."""
+        key = id(value)
+        if key in self._names or key in self._models:
+            return False
+        self.tensors[name], self._names[key] = value, name
+        return True
 
-    def name(self, value: Tensor, name: str) -> dict[str, Any]:
-        """Give a tensor a name, and return what stands for it."""
-        is_double = value.dtype == torch.complex128  # which safetensors files cannot hold
-        plain = torch.view_as_real(value) if is_double else value
+    def _noted(self, value: Tensor) -> dict[str, Any]:
+        """Return what stands for a tensor that has a name."""
+        name = self._names[id(value)]
         note: dict[str, Any] = {"tensor": name, "device": value.device.type}
-        if not plain.is_contiguous():
-            note["strides"] = [*plain.stride()]
-        if is_double:
-            note["complex"] = True
-        self.tensors[name], self._noted[id(value)] = plain, note
+        if value.dtype == torch.complex128:  # which safetensors files cannot hold
+            self.tensors[name], note["complex"] = torch.view_as_real(value), True
+        if not self.tensors[name].is_contiguous():
+            note["strides"] = [*self.tensors[name].stride()]
         return note
 
     def encoded(self, value: Any, place: str) -> Any:  # noqa: PLR0911  one for each kind
@@ -64,13 +66,14 @@ class Encoder:
             return {kind.__name__: pairs}
         if id(value) in self._models:
             return {"of_model": self._models[id(value)]}
-        if id(value) in self._noted:
-            return self._noted[id(value)]
+        if id(value) in self._names:
+            return self._noted(value)
         if kind is Tensor and value.layout == torch.strided and not (value.is_quantized or value.is_meta):
             name = f"{PREFIX}{place}"
             while name in self.tensors:
                 name += "'"
-            return self.name(value, name)
+            self.add(value, name)
+            return self._noted(value)
         kept = f"{kind.__name__} ({value.dtype}, {value.layout})" if isinstance(value, Tensor) else kind.__name__
         raise ConfigError(
             f"The optimizer has `{place}` of type {kept}, but a checkpoint can hold only tensors, numbers and text, and lists, "

@@ -207,17 +207,13 @@ def _plain_and_odd(
         for key, value in entry.items() if type(entry) is dict else ():
             place = f"{names[parameter]}/{key}"
             is_plain = type(key) is str and "/" not in key
-            if is_plain and (value is None or isinstance(value, bool | int | float | str)):
+            if is_plain and isinstance(value, Tensor):
+                if _is_usual(value, key, parameter, group_of) and encoder.add(value, f"optimizer/{place}"):
+                    continue
+            elif is_plain and (value is None or isinstance(value, bool | int | float | str)):
                 plain[place] = value
-            elif (
-                is_plain
-                and isinstance(value, Tensor)
-                and encoder.is_new(value)
-                and _is_usual(value, key, parameter, group_of)
-            ):
-                encoder.name(value, f"optimizer/{place}")
-            else:
-                odd[key] = value
+                continue
+            odd[key] = value
         if odd or type(entry) is not dict:
             yield [{"of_model": names[parameter]}, encoder.encoded(odd or entry, names[parameter])]
     for key, value in state.items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.engine.set_aside import set_aside
+from ddp_hpc.train.engine.set_aside import room_for_copies, set_aside
 from ddp_hpc.train.state import digests, optimizer_state, training_state
 from ddp_hpc.train.state.odd_values import named_tensors
 from ddp_hpc.train.state.training_state import TrainingState
@@ -36,9 +36,10 @@ def check_loading(state: TrainingState) -> None:
         return
     trained = {id(one) for group in state.optimizer.param_groups for one in group["params"]}
     names = {name: one for name, one in model.named_parameters() if id(one) in trained}
+    copies_on = room_for_copies([*named_tensors(model).values()] * 2, state.device)
     with set_aside(model, (), state.device, refused=[]):
-        saved = {name: one.detach().clone() for name, one in model.state_dict().items()}
-        before = {name: one.detach().clone() for name, one in names.items()}
+        saved = {name: one.detach().to(copies_on or one.device, copy=True) for name, one in model.state_dict().items()}
+        before = {name: one.detach().to(copies_on or one.device, copy=True) for name, one in names.items()}
         for one in names.values():
             _change(one)
         try:
@@ -49,7 +50,9 @@ def check_loading(state: TrainingState) -> None:
                 "checkpoint of it. Have `state_dict` and `load_state_dict` take the same names."
             ) from error
         now = dict(model.named_parameters())
-        lost = [name for name, one in before.items() if name not in now or not _is_same(now[name], one)]
+        lost = [
+            name for name, one in before.items() if name not in now or not _is_same(now[name], one.to(state.device))
+        ]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise ConfigError(

@@ -69,10 +69,13 @@ class TrainingState:
         return optimizer_state.kept(self.model, self.optimizer, self.attributes_as_made)
 
 
-def tensors(state: TrainingState) -> list[NamedTensor]:
-    """Return the tensors of the state on this rank; those that all ranks have come in the same order on every rank."""
+def tensors(state: TrainingState, kept: Kept | None = None) -> list[NamedTensor]:
+    """Return the tensors of the state on this rank; those that all ranks have come in the same order on every rank.
+
+    Where `numbers` is called too, `kept_of_optimizer` can be given to both.
+    """
     weights = [*_weights("model", state.model, state), *_averages(state)]
-    of_optimizer = [NamedTensor(name, one, None) for name, one in state.kept_of_optimizer().tensors.items()]
+    of_optimizer = [NamedTensor(name, one, None) for name, one in (kept or state.kept_of_optimizer()).tensors.items()]
     return [*weights, *of_optimizer, *_own_tensors(state)]
 
 
@@ -186,9 +189,9 @@ def _shapes(module: nn.Module) -> dict[str, SavedTensor]:
     return {name: SavedTensor(one.shape, one.dtype) for name, one in named if isinstance(one, Tensor)}
 
 
-def numbers(state: TrainingState) -> dict[str, Any]:
+def numbers(state: TrainingState, kept: Kept | None = None) -> dict[str, Any]:
     """Return the part of the state that is not tensors, as JSON; the same on every rank."""
-    kept, all_groups = state.kept_of_optimizer(), optimizer_state.groups(state.optimizer)
+    kept, all_groups = kept or state.kept_of_optimizer(), optimizer_state.groups(state.optimizer)
     groups = [
         {key: group_options.shown(value) for key, value in group.items() if key != "params"}
         for group in state.optimizer.param_groups
