@@ -20,8 +20,8 @@ from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 
-_NUMERIC = ("OMP_", "MKL_", "CUBLAS_")
-"""Prefixes of variables that decide in which order numbers are added; the replay gets those of the run."""
+_NUMERIC = ("OMP_", "MKL_", "CUBLAS_", "PYTHONHASHSEED")
+"""Prefixes of variables that decide in which order numbers are added or sets are gone through; the replay gets those of the run."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,21 @@ from ddp_hpc.base.durable import make_directories, record_bytes, replace_text
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.run_dir.paths import RunDir
 
-_RECORDED = ("NCCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "CUDA_", "CUBLAS_", "HSA_", "OMP_", "MKL_", "RDMAV_", "OFI_")
+_RECORDED = (
+    "NCCL_",
+    "FI_",
+    "UCX_",
+    "GLOO_",
+    "TORCH_",
+    "CUDA_",
+    "CUBLAS_",
+    "HSA_",
+    "OMP_",
+    "MKL_",
+    "RDMAV_",
+    "OFI_",
+    "PYTHONHASHSEED",
+)
 """Prefixes of variables that change results or speed."""
 _DIFFERENT_EACH_TIME = frozenset(
     {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}

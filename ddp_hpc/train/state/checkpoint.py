@@ -39,7 +39,7 @@ from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.engine.divergence import diverged
 from ddp_hpc.train.process_group import Group, select_device
 from ddp_hpc.train.state import digests, round_trip, training_state
-from ddp_hpc.train.state.optimizer_state import Kept, SavedTensor
+from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
 from ddp_hpc.train.state.restore import DTYPES, Restorer, without_garbage_collection
 from ddp_hpc.train.state.save_buffers import NotFiniteError, SaveBuffers
 from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
@@ -244,7 +244,7 @@ class Checkpointer:
         self._last_saved = step
         self._writing = self._writer.submit(self._write, manifest, () if is_final else self.newest_losses())
 
-    def _mine(self, state: TrainingState, kept: Kept | None = None) -> list[NamedTensor]:
+    def _mine(self, state: TrainingState, kept: KeptByOptimizer | None = None) -> list[NamedTensor]:
         rank_info = self._group.rank_info
         return partition_tensors(
             training_state.tensors(state, kept), rank=rank_info.rank, world_size=rank_info.world_size

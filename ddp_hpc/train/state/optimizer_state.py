@@ -39,7 +39,7 @@ class SavedTensor(NamedTuple):
 
 
 @dataclass
-class Kept:
+class KeptByOptimizer:
     """What a checkpoint holds of an optimizer."""
 
     tensors: dict[str, Tensor]
@@ -110,7 +110,8 @@ def _states(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:
 
 @functools.cache
 def _of_pytorch() -> frozenset[str]:
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step"}  # `step` is replaced by schedulers
+    """Return attributes that PyTorch's optimizers have, which keep nothing else there; schedulers replace `step`."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "_need_device_dtype_check_for_fused"}
 
 
 def _attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -163,14 +164,14 @@ def _set(holder: Any, name: str, value: Any) -> None:
 # --- to a checkpoint -------------------------------------------------------------------------------------------------
 
 
-def kept(model: nn.Module, optimizer: Optimizer, made: Attributes) -> Kept:
+def kept(model: nn.Module, optimizer: Optimizer, made: Attributes) -> KeptByOptimizer:
     """Return what a checkpoint holds of the optimizer; `made`: its attributes before any step.
 
     Raises:
         ConfigError: if it has something that a checkpoint cannot hold.
     """
     encoder = Encoder(model)
-    found = Kept(encoder.tensors)
+    found = KeptByOptimizer(encoder.tensors)
     states = _states(optimizer)
     state = [*_plain_and_odd(model, optimizer, encoder, found.plain)]
     inner = {path: encoder.encoded(dict(one), f"{path}state") for path, one in states.items() if path and one}
@@ -246,7 +247,7 @@ def _usual_place(
 # --- from a checkpoint -----------------------------------------------------------------------------------------------
 
 
-class Made:
+class TensorsToFill:
     """The tensors that are made to be filled, each once; on the device `meta`, if none shall take memory."""
 
     def __init__(self, saved: Mapping[str, SavedTensor], device: torch.device, *, is_meta: bool = False) -> None:
@@ -296,7 +297,11 @@ def refuse_other_optimizer(mine: str, content: Mapping[str, Any]) -> None:
 
 
 def restored(
-    model: nn.Module, optimizer: Optimizer, content: Mapping[str, Any], made: Made, saved: Mapping[str, SavedTensor]
+    model: nn.Module,
+    optimizer: Optimizer,
+    content: Mapping[str, Any],
+    made: TensorsToFill,
+    saved: Mapping[str, SavedTensor],
 ) -> Restored:
     """Return what a checkpoint has for the optimizer, whose JSON is `content`.
 
@@ -345,7 +350,7 @@ def _of_another(found: str, what: str) -> ConfigError:
 # --- whether it would come back --------------------------------------------------------------------------------------
 
 
-def why_not_restored(model: nn.Module, optimizer: Optimizer, found: Kept) -> str:
+def why_not_restored(model: nn.Module, optimizer: Optimizer, found: KeptByOptimizer) -> str:
     """Say what of an optimizer would not come back from a checkpoint, of which `found` is what it would hold; empty if all would.
 
     No tensor is copied: bytes come back as they are, so their names, types, shapes and identities are compared.
@@ -361,7 +366,7 @@ def why_not_restored(model: nn.Module, optimizer: Optimizer, found: Kept) -> str
         )
     content = json.loads(json.dumps({"type": type(optimizer).__name__, "plain": found.plain, "odd": found.odd}))
     saved = {name: SavedTensor(one.shape, one.dtype) for name, one in found.tensors.items()}
-    back = restored(model, optimizer, content, Made(saved, torch.device("meta"), is_meta=True), saved)
+    back = restored(model, optimizer, content, TensorsToFill(saved, torch.device("meta"), is_meta=True), saved)
     pairs: dict[int, int] = {}
     for path, each in _states(optimizer).items():
         if place := unlike(_filled(each), _filled(back.states.get(path, {})), f"{path}state", pairs):

@@ -19,7 +19,7 @@ from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.state import group_options, optimizer_state, rng
 from ddp_hpc.train.state.moving_average import MovingAverage
 from ddp_hpc.train.state.odd_values import named_tensors
-from ddp_hpc.train.state.optimizer_state import Kept, Made, SavedTensor
+from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor, TensorsToFill
 
 _MOST_NAMES = 5
 """How many names a message lists at most."""
@@ -64,12 +64,12 @@ class TrainingState:
         self.options_as_made = group_options.as_made(optimizer_state.groups(self.optimizer))
         self.attributes_as_made = optimizer_state.attributes_as_made(self.model, self.optimizer)
 
-    def kept_of_optimizer(self) -> Kept:
+    def kept_of_optimizer(self) -> KeptByOptimizer:
         """Return what a checkpoint holds of the optimizer, but for the options of its groups."""
         return optimizer_state.kept(self.model, self.optimizer, self.attributes_as_made)
 
 
-def tensors(state: TrainingState, kept: Kept | None = None) -> list[NamedTensor]:
+def tensors(state: TrainingState, kept: KeptByOptimizer | None = None) -> list[NamedTensor]:
     """Return the tensors of the state on this rank; those that all ranks have come in the same order on every rank.
 
     Where `numbers` is called too, `kept_of_optimizer` can be given to both.
@@ -189,7 +189,7 @@ def _shapes(module: nn.Module) -> dict[str, SavedTensor]:
     return {name: SavedTensor(one.shape, one.dtype) for name, one in named if isinstance(one, Tensor)}
 
 
-def numbers(state: TrainingState, kept: Kept | None = None) -> dict[str, Any]:
+def numbers(state: TrainingState, kept: KeptByOptimizer | None = None) -> dict[str, Any]:
     """Return the part of the state that is not tensors, as JSON; the same on every rank."""
     kept, all_groups = kept or state.kept_of_optimizer(), optimizer_state.groups(state.optimizer)
     groups = [
@@ -239,7 +239,7 @@ class Restoration:
         if state.ema is not None and self._has_average:
             modules.append(("ema", state.ema.module))
         self._weights = [_WeightsToLoad(module, saved, prefix, state.rank) for prefix, module in modules]
-        made = Made(saved, state.device)
+        made = TensorsToFill(saved, state.device)
         self._of_optimizer = optimizer_state.restored(state.model, state.optimizer, plain["optimizer"], made, saved)
         self._own_options = plain["optimizer"].get("own_options", [])
         group_options.check(optimizer_state.groups(state.optimizer), self._own_options)
