@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.checkpoints import checkpoint_names
@@ -450,3 +452,53 @@ def test_so_it_is_on_two_ranks(name: str, tmp_path: Path) -> None:
         assert trained.keys() == plain.keys()
         for key, value in plain.items():
             torch.testing.assert_close(trained[key], value, msg=f"{key} differs")
+
+
+class Locked(nn.Linear):
+    """Has what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+        self.lock = threading.Lock()
+
+
+def test_a_model_that_cannot_be_copied_has_no_moving_average(tmp_path: Path) -> None:
+    case = Case(recipe=lambda: a_recipe(Locked()), train={"ema_decay": 0.9})
+
+    with pytest.raises(ConfigError, match=r"`train.ema_decay` is 0.9, which needs a copy of `Recipe.model`, but"):
+        begin(case, alone(), tmp_path)
+
+
+class Rare(nn.Linear):
+    """Has a buffer that ranks cannot send."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(WIDTH, 3)
+        self.register_buffer("rare", torch.ones(4).to(dtype))
+
+
+def gathering_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Take the mean over all ranks from the outputs."""
+    centre = outputs.detach().mean(0)
+    torch.distributed.all_reduce(centre)
+    return nn.functional.cross_entropy(outputs - centre, targets)
+
+
+def _refused_on_two_ranks(group: Group, folder: Path) -> list[str]:
+    whole = a_recipe(nn.Linear(WIDTH, 3))
+    uneven = replace(whole, loss=gathering_loss, eval_data=Subset(whole.train_data, range(7)))
+    even = replace(uneven, eval_data=Subset(whole.train_data, range(6)))
+    rare = [lambda kind=kind: a_recipe(Rare(kind)) for kind in (torch.float8_e4m3fn, torch.uint16)]
+    told = []
+    for number, recipe in enumerate([lambda: uneven, *rare]):
+        with pytest.raises(ConfigError) as caught:
+            walk(group, Case(recipe=recipe), folder / str(number))
+        told.append(str(caught.value))
+    walk(group, Case(recipe=lambda: even), folder / "even")
+    return told
+
+
+def test_what_ranks_cannot_do_together_is_refused_in_plain_words(tmp_path: Path) -> None:
+    for uneven, *rare in in_group(2, partial(_refused_on_two_ranks, folder=tmp_path), tmp_path / "ours"):
+        assert "some ranks have 2 batches of `eval_data` and some 1: the last would wait for ever" in uneven
+        assert ["has 'rare' of torch.float8_e4m3fn" in rare[0], "has 'rare' of torch.uint16" in rare[1]] == [True, True]

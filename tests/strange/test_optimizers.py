@@ -269,7 +269,21 @@ def _recipe_with(optimizer: Any) -> Recipe:
     return a_recipe(quiet_layers(), optimizer=optimizer)
 
 
+class WithoutRate(Keeping):
+    """Chooses its own rate, as Adafactor can."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        super().__init__(model, None)  # type: ignore[arg-type]  # on purpose
+        del lr
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, no loss
+        assert self.param_groups[0]["lr"] is None
+        for value in self.param_groups[0]["params"]:
+            value.data.sub_(value.grad, alpha=0.05)
+
+
 KEEPING: dict[str, Any] = {
+    "no rate": WithoutRate,
     "keys that are no names": UnderNumbers,
     "state of many shapes": OfManyShapes,
     "attributes of its own": WithAttributes,
