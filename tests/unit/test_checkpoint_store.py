@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Mapping
@@ -72,6 +73,11 @@ def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
+def make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def make_directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -88,6 +94,7 @@ DAMAGE: Mapping[str, Callable[[Path], object]] = {
     "filled with zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "deleted": Path.unlink,
     "a directory": make_directory,
+    "a pipe": make_pipe,
     "that of an older checkpoint": lambda path: shutil.copy(
         path.parent.with_name(f"step-{OLDER:08d}") / path.name, path
     ),
