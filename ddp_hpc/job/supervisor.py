@@ -57,6 +57,7 @@ from ddp_hpc.run.run_dir.records import (
     QueuedJob,
     since_submission,
 )
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.spec.launch import LaunchSpec
 from ddp_hpc.run.workload.table import workload_of
 
@@ -145,11 +146,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         spec = load_resolved(run.config, is_patient=True)
         sys.stderr.writelines(f"{note}\n" for note in dropped_from(run.config))
         _log_libraries(spec, run)
-        _set_variables(spec.environ)
-        for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
-            del os.environ[name]
-        if (hash_seed := workload_of(spec).hash_seed) is not None:
-            os.environ.setdefault("PYTHONHASHSEED", str(hash_seed))
+        _prepare_environ(spec, is_for_slurm=is_for_slurm)
         ends_at_nan = workload_of(spec).ends_at_nan
         _order_nan_check(nan_check_rule(spec.debug.nan, records.ledger().newest, ends_at_nan=ends_at_nan))
     except ConfigError as error:
@@ -218,11 +215,24 @@ def _log_libraries(spec: LaunchSpec, run: RunDir) -> None:
     if variables:
         make_directories(run.nccl_logs)
         sys.stderr.write(f"NCCL logs into {run.nccl_logs}, because `debug.nccl` is {spec.debug.nccl}\n")
-        os.environ.update(variables)
+        os.environ.update(spec.environ)
+    for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
+        del os.environ[name]
+    if (hash_seed := workload_of(spec).hash_seed) is not None:
+        os.environ.setdefault("PYTHONHASHSEED", str(hash_seed))
+
+
+def _prepare_environ(spec: RunSpec, *, is_for_slurm: bool) -> None:
+    """Set the variables for every process that is started here; leave out those of an outer job."""
+    _set_variables(spec.environ)
+    for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
+        del os.environ[name]
+    if (hash_seed := workload_of(spec).hash_seed) is not None:
+        os.environ.setdefault("PYTHONHASHSEED", str(hash_seed))
 
 
 def _set_variables(variables: Mapping[str, str]) -> None:
-    """Set the run's own variables for every process that is started here, and log them."""
+    """Set the run's own variables, and log them."""
     for name, value in variables.items():
         before = os.environ.get(name)
         if not is_shown(name):

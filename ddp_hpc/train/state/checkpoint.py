@@ -322,12 +322,14 @@ class Checkpointer:
         send_heartbeat = partial(self._send_heartbeat, own_key)
         try:
             checkpoint_store.make_uncommitted(self._run, manifest.step, self._attempt)
-            name = checkpoint_store.shard_name(rank_info.rank, rank_info.world_size)
             if not all(math.isfinite(loss.item()) for loss in losses):
                 raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  reported below, as all others
             parts = self._buffers.parts(self._watched)
             shard = checkpoint_store.write_shard(
-                uncommitted / name, parts, size=self._buffers.size, on_progress=send_heartbeat
+                uncommitted / checkpoint_store.shard_name(rank_info.rank, rank_info.world_size),
+                parts,
+                size=self._buffers.size,
+                on_progress=send_heartbeat,
             )
             report = asdict(shard)
         except NotFiniteError as error:
