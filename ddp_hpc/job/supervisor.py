@@ -215,11 +215,7 @@ def _log_libraries(spec: LaunchSpec, run: RunDir) -> None:
     if variables:
         make_directories(run.nccl_logs)
         sys.stderr.write(f"NCCL logs into {run.nccl_logs}, because `debug.nccl` is {spec.debug.nccl}\n")
-        os.environ.update(spec.environ)
-    for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
-        del os.environ[name]
-    if (hash_seed := workload_of(spec).hash_seed) is not None:
-        os.environ.setdefault("PYTHONHASHSEED", str(hash_seed))
+        os.environ.update(variables)
 
 
 def _prepare_environ(spec: RunSpec, *, is_for_slurm: bool) -> None:
