@@ -57,7 +57,6 @@ from ddp_hpc.run.run_dir.records import (
     QueuedJob,
     since_submission,
 )
-from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.spec.launch import LaunchSpec
 from ddp_hpc.run.workload.table import workload_of
 
@@ -218,7 +217,7 @@ def _log_libraries(spec: LaunchSpec, run: RunDir) -> None:
         os.environ.update(variables)
 
 
-def _prepare_environ(spec: RunSpec, *, is_for_slurm: bool) -> None:
+def _prepare_environ(spec: LaunchSpec, *, is_for_slurm: bool) -> None:
     """Set the variables for every process that is started here; leave out those of an outer job."""
     _set_variables(spec.environ)
     for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():

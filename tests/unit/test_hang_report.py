@@ -182,8 +182,9 @@ def test_a_hang_has_one_task_on_each_node_probe_the_network_and_keeps_what_it_fo
     srun.write_text(
         f"#!{sys.executable}\n"
         "import json, os, sys\n"
+        "from ddp_hpc.cluster.slurm.hostlist import expand_hostlist\n"
         "at = next(n for n, word in enumerate(sys.argv) if n and not word.startswith('--'))\n"
-        "nodes = next(word for word in sys.argv if word.startswith('--nodelist=')).partition('=')[2].split(',')\n"
+        "nodes = expand_hostlist(next(word for word in sys.argv if word.startswith('--nodelist=')).partition('=')[2])\n"
         "assert '--overlap' in sys.argv and f'--ntasks={len(nodes)}' in sys.argv\n"
         f"stand_in = {stands_for_srun.__file__!r}\n"
         "os.execv(sys.executable, [sys.executable, stand_in, json.dumps(dict.fromkeys(nodes, '')), *sys.argv[at:]])\n"

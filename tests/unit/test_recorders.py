@@ -412,5 +412,5 @@ def test_a_resume_reads_few_of_many_lines(cut: bool, tmp_path: Path, monkeypatch
 
     assert {one["kind"]: one["step"] for one in newest} == {"train": num_lines - (10 if cut else 1), "eval": 1}
     assert len(read) < 20
-    assert peak < 2 * run.metrics.stat().st_size
+    assert peak < run.metrics.stat().st_size + (4 << 20)  # a block that is split into lines
     assert len(run.metrics.read_text().splitlines()) == num_lines - (9 if cut else 0)
