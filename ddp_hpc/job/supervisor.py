@@ -145,7 +145,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         spec = load_resolved(run.config, is_patient=True)
         sys.stderr.writelines(f"{note}\n" for note in dropped_from(run.config))
         _log_libraries(spec, run)
-        _prepare_environ(spec, is_for_slurm=is_for_slurm)
+        _prepare_environ(spec, workload_of(spec).hash_seed, is_for_slurm=is_for_slurm)
         ends_at_nan = workload_of(spec).ends_at_nan
         _order_nan_check(nan_check_rule(spec.debug.nan, records.ledger().newest, ends_at_nan=ends_at_nan))
     except ConfigError as error:
@@ -217,12 +217,12 @@ def _log_libraries(spec: LaunchSpec, run: RunDir) -> None:
         os.environ.update(variables)
 
 
-def _prepare_environ(spec: LaunchSpec, *, is_for_slurm: bool) -> None:
+def _prepare_environ(spec: LaunchSpec, hash_seed: int | None, *, is_for_slurm: bool) -> None:
     """Set the variables for every process that is started here; leave out those of an outer job."""
     _set_variables(spec.environ)
     for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
         del os.environ[name]
-    if (hash_seed := workload_of(spec).hash_seed) is not None:
+    if hash_seed is not None:
         os.environ.setdefault("PYTHONHASHSEED", str(hash_seed))
 
 
