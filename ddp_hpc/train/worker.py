@@ -103,7 +103,7 @@ def check(spec: RunSpec, environ: Mapping[str, str]) -> None:
     steps = checkpoint_names.committed_steps(RunDir(spec.path))
     if steps:
         saved = checkpoint_store.read_manifest(checkpoint_names.checkpoint_path(RunDir(spec.path), steps[-1]))
-        if saved.state["optimizer"].get("is_recipes") is False:
+        if saved.made.get("has_recipes_optimizer") is False:
             mine = build_optimizer(spec.optimizer, torch.nn.Linear(1, 1), spec.train.lr)
             refuse_other_optimizer(type(mine).__name__, saved.state["optimizer"])
     elif spec.train.init_from is not None:

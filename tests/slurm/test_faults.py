@@ -86,11 +86,11 @@ def test_a_job_cancelled_behind_our_back_is_told_by_slurm(cluster: Cluster, logi
     ("settings", "told"),
     [
         (["slurm.partition=nope"], ["'nope'", "batch (4 nodes)", "Set `slurm.partition` to one of them"]),
-        ([*world(8, 1)], ["8 nodes", "batch (4 nodes)", "or lower `resources.nodes`"]),
+        ([*world(8, 1)], ["`resources.nodes` is 8", "partition batch has 4 nodes"]),
         (["slurm.account=nope"], ["'nope'", "you may use lab", "QOS high"]),
         (["slurm.qos=nope"], ["'nope'", "you may use lab"]),
         (["runs_dir=/tmp/runs"], ["/tmp/runs/wrong", "of its own", "runs_dir"]),
-        (["resources.mem_gb=999"], ["999 GiB", "batch (4 nodes)"]),
+        (["resources.mem_gb=999"], ["`resources.mem_gb` is 999", "a node of partition batch has at most"]),
     ],
     ids=["partition", "nodes", "account", "qos", "private directory", "memory"],
 )

@@ -239,6 +239,7 @@ class Checkpointer:
                     "ddp_hpc": ddp_hpc.__version__,
                     "gradient_order": state.gradient_order,
                     "plan": state.plan,
+                    "has_recipes_optimizer": state.has_recipes_optimizer,
                 },
             )
         self._last_saved = step

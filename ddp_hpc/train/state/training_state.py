@@ -202,7 +202,6 @@ def numbers(state: TrainingState, kept: KeptByOptimizer | None = None) -> dict[s
         "loss_steps": state.loss_steps,
         "optimizer": {
             "type": type(state.optimizer).__name__,
-            "is_recipes": state.has_recipes_optimizer,
             "groups": _as_json(groups, "the optimizer's groups"),
             "plain": kept.plain,
             **({"own_options": own_options} if own_options else {}),

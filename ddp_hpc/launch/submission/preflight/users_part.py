@@ -20,6 +20,8 @@ from ddp_hpc.run.config.sources import DEFAULT
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
+NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}
+"""A dry run leaves nothing behind."""
 DEADLINE_S = 15.0
 """How long the check may take: a first import of PyTorch from a slow file system takes longer."""
 
@@ -35,7 +37,7 @@ def check_users_part(spec: RunSpec, import_paths: Sequence[Path], environ: Mappi
     paths = {} if code is None else {IMPORT_PATH: str(code.directory)}
     try:
         with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
-            told = _checked(spec, workload.worker, Path(folder), {**SAFE_PATH, **environ, **spec.environ, **paths})
+            told = _checked(spec, workload.worker, Path(folder), {**SAFE_PATH, **NO_BYTECODE, **environ, **spec.environ, **paths})
     except OSError as error:  # such as a full /tmp, which says nothing of the run
         told = {"unchecked": str(error)}
     if "refused" in told:
