@@ -46,8 +46,10 @@ def test_a_proposed_profile_knows_the_cluster_and_is_one(cluster: Cluster, login
 
     partitions = cluster.run("sinfo", "--noheader", "--format=%R").stdout.split()
     assert shown.returncode == 0, shown.stderr
-    assert {f"{name}:" for name in partitions} <= {line.split()[0] for line in proposed.stdout.splitlines() if line.strip()}
-    assert "gpus_per_node" in shown.stdout
+    assert {f"{name}:" for name in partitions} <= {
+        line.split()[0] for line in proposed.stdout.splitlines() if line.strip()
+    }
+    assert "gpus_per_node" in proposed.stdout
 
 
 @pytest.mark.long

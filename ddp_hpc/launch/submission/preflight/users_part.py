@@ -37,7 +37,9 @@ def check_users_part(spec: RunSpec, import_paths: Sequence[Path], environ: Mappi
     paths = {} if code is None else {IMPORT_PATH: str(code.directory)}
     try:
         with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
-            told = _checked(spec, workload.worker, Path(folder), {**SAFE_PATH, **NO_BYTECODE, **environ, **spec.environ, **paths})
+            told = _checked(
+                spec, workload.worker, Path(folder), {**SAFE_PATH, **NO_BYTECODE, **environ, **spec.environ, **paths}
+            )
     except OSError as error:  # such as a full /tmp, which says nothing of the run
         told = {"unchecked": str(error)}
     if "refused" in told:
