@@ -40,6 +40,8 @@ class Script:
         copied = place.folder / self.files.name
         if self.files.is_dir():
             shutil.copytree(self.files, copied, ignore=shutil.ignore_patterns("__pycache__"))
+            for one in (copied, *copied.rglob("*")):
+                shutil.chown(one, USER, USER)
         else:
             shutil.copy(self.files, copied)
         for file, text in self.data.items():
