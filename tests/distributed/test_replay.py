@@ -56,7 +56,7 @@ def test_the_step_the_sample_and_the_tensor_are_named_in_which_two_runs_part(tmp
 def test_a_run_that_changed_its_world_and_its_batch_comes_out_the_same_and_is_not_touched(tmp_path: Path) -> None:
     workplace = make_workplace(tmp_path, CONFIG)
     workplace.finish("run", "train.max_steps=7", "resources.workers_per_node=2")
-    workplace.finish("run", "train.max_steps=16", "train.global_batch_size=6")
+    workplace.finish("run", "train.max_steps=16", "resources.workers_per_node=1", "train.global_batch_size=6")
     before, told = content_of(workplace.run("run").path), content_of(tmp_path / "runs")
 
     done = workplace.command("replay", "run", "--from", "0", "--json")
