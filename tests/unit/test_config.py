@@ -56,7 +56,7 @@ def test_each_source_wins_over_those_before_it(tmp_path: Path) -> None:
     ]
 
 
-SHELL = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "lab", "SBATCH_QOS": "", "SBATCH_TIMELIMIT": "1-00:00:30"}
+SHELL = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "lab", "SBATCH_QOS": " ", "SBATCH_TIMELIMIT": "1-00:00:30"}
 
 
 def test_what_a_shell_sets_for_sbatch_wins_over_defaults_only(tmp_path: Path) -> None:

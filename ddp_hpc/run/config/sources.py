@@ -146,7 +146,7 @@ def from_sbatch_variables(environ: Mapping[str, str]) -> list[Setting]:
         return []
     settings = []
     for variable, key in _OF_SBATCH.items():
-        if text := environ.get(variable):
+        if text := environ.get(variable, "").strip():
             length_s = seconds(text) if variable == "SBATCH_TIMELIMIT" else None
             source = f"environment {variable}"
             settings.append(Setting(key, text if length_s is None else -(-length_s // 60), Origin(source, source)))
