@@ -1,4 +1,7 @@
-"""`train.compile` compiles what the loop calls, in DDP, too; or says that it does not."""
+"""`train.compile` compiles what the loop calls, in DDP, too; or says that it does not.
+
+Each training is in a process of its own: after one that was compiled, PyTorch refuses a backward pass in what this process forks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from tests.distributed.processes import in_group
 from tests.strange.walks import Case, differences, walk, walk_in_parts
-from tests.unit.made_state import alone
 
 NUM_SAMPLES = 28
 BATCH = 8
@@ -86,28 +88,44 @@ def test_in_ddp_the_training_runs_compiled_on_full_batches_alone(
         assert differences(plain, compiled) == []  # the graph is run as it was written
 
 
+def _stopped(group: Group, *, folder: Path, sizes: list[int]) -> tuple[Any, Any, set[int]]:
+    unbroken = walk(group, case(Own), folder / "unbroken")
+    return unbroken, walk_in_parts(group, case(Own), folder / "resumed"), {*sizes}
+
+
 def test_a_compiled_run_that_was_stopped_ends_in_the_same_bits(compiled_sizes: list[int], tmp_path: Path) -> None:
-    unbroken = walk(alone(), case(Own), tmp_path / "unbroken")
-    resumed = walk_in_parts(alone(), case(Own), tmp_path / "resumed")
+    stopped = partial(_stopped, folder=tmp_path / "ours", sizes=compiled_sizes)
+
+    [(unbroken, resumed, sizes)] = in_group(1, stopped, tmp_path)
 
     assert differences(unbroken, resumed) == []
-    assert {*compiled_sizes} == {BATCH}
+    assert sizes == {BATCH}
+
+
+def _said(
+    group: Group, *, model: Callable[[], nn.Module], folder: Path, sizes: list[int], caplog: pytest.LogCaptureFixture
+) -> tuple[str, list[int]]:
+    walk(group, case(model), folder)
+    return caplog.text, sizes
 
 
 def test_the_log_says_what_was_compiled(
     compiled_sizes: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    walk(alone(), case(Own), tmp_path)
 
-    assert "(graphs: 1) for micro batches of 8 samples" in caplog.text
-    assert "compiled nothing" not in caplog.text
+    [(said, _)] = in_group(1, partial(_said, model=Own, folder=tmp_path, sizes=compiled_sizes, caplog=caplog), tmp_path)
+
+    assert "(graphs: 1) for micro batches of 8 samples" in said
+    assert "compiled nothing" not in said
 
 
 def test_the_log_warns_where_nothing_was_compiled(
     compiled_sizes: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    walk(alone(), case(NotCompiled), tmp_path)
+    one = partial(_said, model=NotCompiled, folder=tmp_path, sizes=compiled_sizes, caplog=caplog)
 
-    assert compiled_sizes == []
-    assert caplog.text.count("PyTorch has compiled nothing of the model") == 1
+    [(said, sizes)] = in_group(1, one, tmp_path)
+
+    assert sizes == []
+    assert said.count("PyTorch has compiled nothing of the model") == 1
