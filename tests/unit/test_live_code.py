@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).touch()
     git(tmp_path / "project", "init", "--quiet")
     monkeypatch.chdir(tmp_path / "project")
+    users = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # whoever runs the tests may have some
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in users])
     return tmp_path / "project"
 
 
