@@ -87,7 +87,7 @@ def record_in(raw: bytes, kind: type[T], *, may_have_nan: bool = False) -> T | N
         record = _decode_as(kind)(raw.strip(b"\0 \t\r\n"))  # type: ignore[arg-type]  # a class is hashable
     except msgspec.ValidationError:
         return None
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return record_of(json_line(raw), kind) if may_have_nan else None
     return record
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import time
 
-_DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+_DURATION = re.compile(
+    r"(?:(?P<days>\d{1,9})-)?(?P<first>\d{1,9})(?::(?P<second>\d{1,9}))?(?::(?P<third>\d{1,9}))?", re.ASCII
+)
 
 
 def seconds(text: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from tests.campaigns import stragglers, why
+from tests.campaigns import fuzz, stragglers, why
 from tests.campaigns.deaths import on_machine
 from tests.campaigns.written import RESULTS
 
@@ -71,3 +72,23 @@ def test_a_wrong_or_missing_folder_is_said_before_anything_starts(
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_reader_that_fails_on_some_text_is_found_with_the_text() -> None:
+    failed: dict[str, str] = {}
+
+    for read in (float, json.loads, str):
+        fuzz.tried(failed, read.__name__, fuzz.edited(["1.5"]), 300, read)
+
+    assert set(failed) == {"float", "loads"}
+    assert failed["float"].startswith("ValueError: could not convert string to float")
+    assert "Failing test case" in failed["float"]
+
+
+def test_a_reader_whose_time_grows_faster_than_its_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "PARTS", ("ab",))
+    monkeypatch.setattr(fuzz, "GROWN", (5_000, 20_000))
+    monkeypatch.setattr(fuzz, "SLOW_S", 0.05)
+
+    assert fuzz.growth_of(["1"], str) == 0
+    assert fuzz.growth_of(["1"], lambda text: [text.count("z") for _ in text]) > fuzz.MOST_GROWTH

@@ -57,11 +57,17 @@ def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "is_readable"),
-    [("", False), ("{", False), ('{"step": 3}', False), ("[]", False)],
-    ids=["empty", "torn", "of another version", "no object"],
+    [
+        ("", False),
+        ("{", False),
+        ('{"step": 3}', False),
+        ("[]", False),
+        ('{"attempt": 1, "save_error": "\udc80"}', True),
+    ],
+    ids=["empty", "torn", "of another version", "no object", "no UTF-8"],
 )
 def test_progress_that_is_none_is_no_error(text: str, is_readable: bool, tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.progress.write_text(text)
+    run.progress.write_bytes(text.encode(errors="surrogateescape"))
 
     assert (read_progress(run) is not None) is is_readable

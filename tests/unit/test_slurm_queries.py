@@ -109,6 +109,7 @@ def at(text: str) -> float:
         ("Partition_Limit", None),
         ("INVALID", None),
         ("", None),
+        ("9" * 400, None),  # more than a float holds
     ],
 )
 def test_a_duration_is_read(text: str, expected: int | None) -> None:
