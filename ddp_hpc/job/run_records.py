@@ -69,7 +69,7 @@ class RunRecords:
             sys.stderr.write(
                 f"note: removed {name}, an unfinished checkpoint that killed workers left; committed ones are not affected\n"
             )
-        write_rendezvous_token(self.run, attempt)
+        write_rendezvous_token(self.run.rendezvous_token(attempt))
         if self.stop_request() is None:
             self.run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
         return attempt

@@ -54,7 +54,7 @@ def test_a_clock_that_is_a_minute_ahead_is_found_within_the_error_that_is_given(
 
 def test_one_rank_of_each_other_node_asks_and_rank_zero_answers(store: dist.TCPStore, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    write_rendezvous_token(run, 0)
+    write_rendezvous_token(run.rendezvous_token(0))
     first, *others = (ClockComparison(run=run, attempt=0, environ=environ(store, rank=rank)) for rank in range(4))
 
     first.start()
@@ -72,7 +72,7 @@ def test_where_no_rank_answers_the_clock_is_unknown_and_nobody_waits_twice(
 ) -> None:
     monkeypatch.setattr(clocks, "ANSWER_S", 0.2)
     run = RunDir(tmp_path)
-    write_rendezvous_token(run, 0)
+    write_rendezvous_token(run.rendezvous_token(0))
     alone = ClockComparison(run=run, attempt=0, environ=environ(store, rank=2))
     assert alone.compare() is None
     store.set(f"{os.getpid()}", "")

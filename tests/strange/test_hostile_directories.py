@@ -101,7 +101,7 @@ def shared_run() -> Iterator[RunDir]:
         add_failure(run)
         run.console.parent.mkdir(exist_ok=True)
         run.console.write_text("ValueError: odd\n")
-        write_rendezvous_token(run, 0)
+        write_rendezvous_token(run.rendezvous_token(0))
         run.inputs(0).write_text("{}")
         for path in [run.path, *run.path.rglob("*")]:
             os.chown(path, -1, NOBODY)

@@ -19,6 +19,8 @@ from ddp_hpc.cluster.rendezvous.launchers import RankPlace, find_place
 from ddp_hpc.cluster.rendezvous.ports import candidate_ports, is_free
 from ddp_hpc.job.node.gather import Gathering, gather_at_port
 from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import write_rendezvous_token
 from tests.distributed.whole_runs import make_workplace
 from tests.unit.made_network import LO, host
 
@@ -34,9 +36,6 @@ SKYPILOT = {
 }
 
 
-RUN = Path("/runs/one")
-
-
 def place_of(rank: int, world_size: int, port: int) -> RankPlace:
     environ = {
         "RANK": str(rank),
@@ -49,6 +48,12 @@ def place_of(rank: int, world_size: int, port: int) -> RankPlace:
     place = find_place(environ, None, host([LO]))
     assert place is not None
     return place
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "one").mkdir()
+    return RunDir(tmp_path / "one")
 
 
 @pytest.fixture
@@ -74,13 +79,17 @@ def test_one_node_with_one_worker_trains_beside_a_json_py_of_the_users(tmp_path:
     assert Ledger.read(workplace.run("trial")).attempts[-1].ending == "finished"
 
 
-def test_a_stranger_that_knocks_at_the_port_does_not_count_as_a_worker(port: int) -> None:
+def test_strangers_that_knock_at_the_port_count_as_no_worker_and_keep_none_waiting(port: int, run: RunDir) -> None:
     answers: list[Gathering] = []
+    words = (b"GET / HTTP/1.1\r\n\r\n", b"1 0123456789abcdef0123456789abcdef\n", *[b""] * 300)
 
     def second() -> None:
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        answers.append(gather_at_port(place_of(1, 2, port), "127.0.0.1", dict, run=RUN, patience_s=30))
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in words]
+        for stranger, said in zip(strangers, words, strict=True):
+            stranger.sendall(said)
+        answers.append(gather_at_port(place_of(1, 2, port), "127.0.0.1", dict, run=run, patience_s=30))
+        for stranger in strangers:
+            stranger.close()
 
     def second_when_the_first_listens() -> None:
         while is_free("127.0.0.1", port):
@@ -89,7 +98,7 @@ def test_a_stranger_that_knocks_at_the_port_does_not_count_as_a_worker(port: int
 
     thread = threading.Thread(target=second_when_the_first_listens)
     thread.start()
-    first = gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: {"attempt": 3}, run=RUN, patience_s=30)
+    first = gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: {"attempt": 3}, run=run, patience_s=30)
     thread.join()
 
     assert first.answer == answers[0].answer == {"attempt": 3}
@@ -99,23 +108,25 @@ def test_a_stranger_that_knocks_at_the_port_does_not_count_as_a_worker(port: int
         assert listening.getblocking()
 
 
-def test_a_rank_that_never_comes_is_named(port: int) -> None:
+def test_a_rank_that_never_comes_is_named(port: int, run: RunDir) -> None:
     with pytest.raises(WorkerError, match="these ranks did not come: 1, 2"):
-        gather_at_port(place_of(0, 3, port), "127.0.0.1", lambda: json.loads("{}"), run=RUN, patience_s=0.2)
+        gather_at_port(place_of(0, 3, port), "127.0.0.1", lambda: json.loads("{}"), run=run, patience_s=0.2)
 
 
-def test_a_rank_of_another_run_that_was_given_the_same_port_is_refused_and_told_why(port: int) -> None:
+def test_a_rank_of_another_run_that_was_given_the_same_port_is_refused_and_told_why(port: int, run: RunDir) -> None:
     refusals: list[str] = []
+    other = RunDir(run.path.with_name("other"))
+    write_rendezvous_token(other.joining_token)
 
     def of_another_run() -> None:
         with pytest.raises(WorkerError) as refused:
-            gather_at_port(place_of(1, 2, port), "127.0.0.1", dict, run=Path("/runs/other"), patience_s=2)
+            gather_at_port(place_of(1, 2, port), "127.0.0.1", dict, run=other, patience_s=2)
         refusals.append(str(refused.value))
 
     thread = threading.Thread(target=of_another_run)
     thread.start()
     with pytest.raises(WorkerError, match="these ranks did not come: 1"):
-        gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: {"attempt": 3}, run=RUN, patience_s=4)
+        gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: {"attempt": 3}, run=run, patience_s=4)
     thread.join()
 
     assert "another run" in refusals[0]

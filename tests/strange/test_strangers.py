@@ -126,9 +126,9 @@ def test_the_token_of_an_attempt_can_be_read_by_its_user_alone_and_is_new_each_t
     run = make_run(tmp_path)
     before = os.umask(umask)
     try:
-        write_rendezvous_token(run, 0)
+        write_rendezvous_token(run.rendezvous_token(0))
         first = read_rendezvous_token(run.rendezvous_token(0))
-        write_rendezvous_token(run, 0)
+        write_rendezvous_token(run.rendezvous_token(0))
     finally:
         os.umask(before)
 

@@ -293,7 +293,7 @@ def by_torchrun(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     slurms = task(0, 0, 0, on="node1", nodes="node1", tasks="1", SLURM_CPUS_PER_TASK="2")
     environ = base_environ(run, **slurms)
     port = free_port()
-    write_rendezvous_token(run, 0)
+    write_rendezvous_token(run.rendezvous_token(0))
     where = [f"--run={run.path}", "--attempt=0", f"--meet=127.0.0.1 {port}"]
     node = [*where, "--num-workers=2", "--"]
     options = ["--nnodes=1", "--nproc-per-node=2"]

@@ -10,20 +10,23 @@ import hashlib
 import json
 import os
 import secrets
+import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.durable import record_bytes
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cluster.rendezvous.choice import source_address
 from ddp_hpc.cluster.rendezvous.launchers import RankPlace
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import write_rendezvous_token
 
 PATIENCE_S = 600.0
 """How long to wait for the last worker: nodes may start at different times."""
@@ -31,6 +34,8 @@ PORT_PATIENCE_S = 60.0
 """How long the port may still be in use by the workers before these."""
 _RETRY_S = 0.2
 _MOST_BYTES = 1 << 16
+_MOST_SILENT = 256
+"""Connections that have not yet said which rank they are; the oldest is closed where there are more."""
 _REFUSED = "another run"
 """What rank zero answers to a worker of another run."""
 Answer = Mapping[str, Any]
@@ -50,11 +55,12 @@ class Gathering:
 
 
 def gather_at_port(
-    place: RankPlace, address: str, begin: Callable[[], Answer], *, run: Path, patience_s: float = PATIENCE_S
+    place: RankPlace, address: str, begin: Callable[[], Answer], *, run: RunDir, patience_s: float = PATIENCE_S
 ) -> Gathering:
     """Meet at rank zero's socket; `begin` is called on rank zero when all are there.
 
-    `run` is the run's absolute path. Rank zero refuses workers of another run, which may have been given the same port.
+    A worker shows that it can read the run's token, which rank zero writes. So rank zero refuses workers of another run, which
+    may have been given the same port, and other users.
 
     Raises:
         WorkerError: where a worker is missing for too long.
@@ -62,12 +68,13 @@ def gather_at_port(
     """
     meeting = Meeting(address, int(place.port.value or 0))
     deadline = time.monotonic() + patience_s
-    identity = hashlib.sha256(f"{place.world_size} {run}".encode(errors="surrogateescape")).hexdigest()[:16]
     if place.rank != 0:
-        return Gathering(answer=_ask(meeting, place.rank, identity, deadline))
+        return Gathering(answer=_ask(meeting, place, run, deadline))
+    if not run.joining_token.exists():
+        write_rendezvous_token(run.joining_token)
     server = _listen(_own(meeting, is_alone=place.num_nodes == 1), place)
     try:
-        others = _await_others(server, place.world_size, identity, deadline)
+        others = _await_others(server, place.world_size, _identity(place, run), deadline)
         try:
             answer = begin()
             text = json.dumps(answer).encode() + b"\n"
@@ -105,48 +112,75 @@ def _listen(meeting: Meeting, place: RankPlace) -> socket.socket:
             time.sleep(_RETRY_S)
 
 
+def _identity(place: RankPlace, run: RunDir) -> str:
+    """Return the word by which workers of a run know each other."""
+    token = record_bytes(run.joining_token)
+    return hashlib.sha256(b"%d %s" % (place.world_size, token)).hexdigest()[:32]
+
+
 def _await_others(server: socket.socket, world_size: int, identity: str, deadline: float) -> dict[int, socket.socket]:
-    """Return a connection to each other rank; one that connects again has restarted."""
+    """Return a connection to each other rank; one that connects again has restarted. Those who say nothing keep no rank waiting."""
     others: dict[int, socket.socket] = {}
-    while len(others) < world_size - 1:
-        server.settimeout(max(deadline - time.monotonic(), 0.01))
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in others)
-            raise WorkerError(
-                f"Of the {world_size} workers that the launcher's variables announce, these ranks did not come: {missing}. Start `ddp-hpc "
-                "join` for each, and check that they can reach this node."
-            ) from None
-        connection.settimeout(5.0)
-        try:
-            number, theirs = connection.makefile("rb").readline(64).decode().split()
-            rank = int(number)
-        except (OSError, ValueError):  # a port scanner, or a worker that has died
+    silent: list[socket.socket] = []
+    server.setblocking(False)
+    try:
+        while len(others) < world_size - 1:
+            ready = _readable([server, *silent], deadline)
+            if not ready:
+                missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in others)
+                raise WorkerError(
+                    f"Of the {world_size} workers that the launcher's variables announce, these ranks did not come: {missing}. Start "
+                    "`ddp-hpc join` for each, and check that they can reach this node."
+                )
+            for connection in ready:
+                if connection is server:
+                    with suppress(OSError):
+                        silent.append(server.accept()[0])
+                    continue
+                silent.remove(connection)
+                rank = _rank_at(connection, world_size, identity)
+                if rank is None:
+                    connection.close()
+                    continue
+                if rank in others:
+                    others[rank].close()
+                others[rank] = connection
+            while len(silent) > _MOST_SILENT:
+                silent.pop(0).close()
+    finally:
+        for connection in silent:
             connection.close()
-            continue
-        if theirs != identity:
-            with connection, suppress(OSError):
-                connection.sendall(json.dumps(_REFUSED).encode() + b"\n")
-            continue
-        if not 0 < rank < world_size:
-            connection.close()
-            continue
-        if rank in others:
-            others[rank].close()
-        others[rank] = connection
     return others
 
 
-def _ask(meeting: Meeting, rank: int, identity: str, deadline: float) -> Answer:
+def _readable(sockets: Sequence[socket.socket], deadline: float) -> list[socket.socket]:
+    """Wait until something can be read from some of these; return them, or none at the deadline."""
+    with selectors.DefaultSelector() as selector:
+        for one in sockets:
+            selector.register(one, selectors.EVENT_READ, one)
+        return [key.data for key, _ in selector.select(max(deadline - time.monotonic(), 0.0))]
+
+
+def _rank_at(connection: socket.socket, world_size: int, identity: str) -> int | None:
+    """Return the rank that has connected; None for a worker of another run, a port scanner, or a worker that has died."""
+    with suppress(OSError, ValueError):
+        number, theirs = connection.recv(64, socket.MSG_DONTWAIT).decode().split()
+        if not secrets.compare_digest(theirs, identity):
+            connection.sendall(json.dumps(_REFUSED).encode() + b"\n")
+        elif 0 < int(number) < world_size:
+            return int(number)
+    return None
+
+
+def _ask(meeting: Meeting, place: RankPlace, run: RunDir, deadline: float) -> Answer:
     """Connect to rank zero, say which rank of which run this is, and wait for the answer."""
-    is_refused = False
+    rank, is_refused = place.rank, False
     while True:
         with (
             suppress(OSError, ValueError),
             socket.create_connection((meeting.address, meeting.port), timeout=10.0) as line,
         ):
-            line.sendall(f"{rank} {identity}\n".encode())
+            line.sendall(f"{rank} {_identity(place, run)}\n".encode())
             line.settimeout(max(deadline - time.monotonic(), 1.0))
             answer = json.loads(line.makefile("rb").readline(_MOST_BYTES))
             if isinstance(answer, dict):
@@ -160,8 +194,8 @@ def _ask(meeting: Meeting, rank: int, identity: str, deadline: float) -> Answer:
                     "run's directory by the same path."
                 )
             raise WorkerError(
-                f"Rank {rank} could not meet rank zero at {meeting.endpoint}. Check that rank zero runs, and that this node reaches that "
-                "address."
+                f"Rank {rank} could not meet rank zero at {meeting.endpoint}. Check that rank zero runs, that this node reaches that "
+                f"address, and that it sees the run's directory {run.path}."
             )
         time.sleep(_RETRY_S)
 

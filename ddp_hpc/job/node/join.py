@@ -114,7 +114,7 @@ class _Joining:
             gathering = gather_in_store(self.place, begin)
         else:
             address = numeric_address(self.place, this_host())
-            gathering = gather_at_port(self.place, address, begin, run=self.run.path.absolute())
+            gathering = gather_at_port(self.place, address, begin, run=self.run)
         return gathering, int(gathering.answer["attempt"])
 
     def _begin(self) -> int:

@@ -330,7 +330,6 @@ _REDIRECTING = (
 """Variables that direct git to another repository: git sets them for its hooks and for the processes that a hook starts."""
 _WITHOUT_COMMANDS = (
     *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.alternateRefsCommand="),
-    *("-c", "protocol.allow=never"),
 )
 """A repository's own configuration can name commands; a copy of its code must not run them."""
 
@@ -355,7 +354,7 @@ def _git(folder: Path, *words: str, may_fail: bool = False) -> str | None:
     # None of the commands that are asked here reads files through filters, as `git status` would.
     unset = [f"--unset={name}" for name in _REDIRECTING]
     argv = [
-        *("env", *unset, "GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "LC_ALL=C"),
+        *("env", *unset, "GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "GIT_ALLOW_PROTOCOL=", "LC_ALL=C"),
         *("git", "-C", str(folder), *_WITHOUT_COMMANDS, *words),
     ]
     try:

@@ -258,6 +258,11 @@ class RunDir:
         """The secret that the ranks of an attempt share. No other user can read it."""
         return self.attempt_logs(attempt) / "rendezvous.token"
 
+    @property
+    def joining_token(self) -> Path:
+        """The secret by which the workers of a foreign launcher know each other before they know the attempt."""
+        return self.path / "joining.token"
+
     def rank_zero_exit(self, attempt: int) -> Path:
         """Rank zero's exit code, for launchers (srun, torchrun) that do not pass it on unchanged."""
         return self.attempt_errors(attempt) / "rank_zero_exit.json"

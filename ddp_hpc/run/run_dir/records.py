@@ -154,9 +154,8 @@ def read_remarks(run: RunDir, attempt: int, world_size: int) -> list[str]:
     return [record_text(path) for path in paths if path.exists()]
 
 
-def write_rendezvous_token(run: RunDir, attempt: int) -> None:
-    """Write the secret by which the ranks of an attempt authenticate what they store; only the user can read it."""
-    path = run.rendezvous_token(attempt)
+def write_rendezvous_token(path: Path) -> None:
+    """Write a secret by which ranks know each other, and authenticate what they store; only the user can read it."""
     make_directories(path.parent)
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
