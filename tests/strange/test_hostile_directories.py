@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,3 +138,13 @@ def test_a_run_that_is_shared_as_the_page_says_shows_a_colleague_all_but_its_sec
     assert "belongs to root" in capsys.readouterr().err
     assert main(["status", str(closed_run.path)]) == 1
     assert "It belongs to root; ask for access." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["json", "argparse", "yaml", "torch", "collections", "ddp_hpc"])
+def test_the_command_imports_nothing_from_the_directory_that_one_is_in(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("import sys\nsys.exit('a stranger')\n")
+    command = Path(sys.executable).with_name("ddp-hpc")
+
+    done = subprocess.run([command, "list"], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
