@@ -54,6 +54,9 @@ SLOW_S = 0.5
 MOST_GROWTH = 8.0
 """How much longer a text of four times the length may take; twice as much as in linear time."""
 
+MOST_BYTES = 4 << 30
+"""Of memory, for all: a reader that needs more fails."""
+
 LOG = """\
 [rank1]: Traceback (most recent call last):
 [rank1]:   File "/home/ada/train.py", line 7, in <module>
@@ -163,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=200_000, metavar="N", help="how many, of all readers together")
     num_cases = parser.parse_args(argv).cases
     logging.disable()
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     began, began_at = time.process_time(), stamp()
     with tempfile.TemporaryDirectory(prefix="ddp_hpc-fuzz-") as folder:
         os.chdir(folder)

@@ -76,7 +76,11 @@ def test_a_host_list_expands(text: str, hosts: list[str]) -> None:
         ("n[0x1-0x3]", "'0x1-0x3'"),
         ("n[1-3:2]", "'1-3:2'"),
         ("n[1-2]m[3-1]", "'3-1'"),
-        ("n[\u0661-\u0662]", "not ASCII"),
+        ("n[\u0661-\u0662]", "neither a number nor a range"),
+        ("n[0-65535][0-65535]", "more than 262144 hosts"),
+        (f"n{'[1,2]' * 50}", "more than 262144 hosts"),
+        (f"n[{'0-65535,' * 50}1]", "more than 262144 hosts"),
+        (f"n[{'9' * 5000}]", "neither a number nor a range"),
         # scontrol makes something up for these: a number of blanks, a name with a bracket.
         ("n[1-]", "'1-'"),
         ("n[1, 2]", "bracket"),

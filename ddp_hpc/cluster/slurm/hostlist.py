@@ -10,10 +10,13 @@ from ddp_hpc.base.errors import ConfigError
 
 MAX_RANGE = 65536
 """The most hosts that Slurm takes in one range."""
+MAX_HOSTS = 1 << 18
+"""The most names that a list may stand for: more than any cluster has nodes."""
 
 _NAME = re.compile(r"((?:[^][,\s]+|\[[^][\s]*\])+)|[][]")
 """A name with its brackets; or a single bracket without a partner, for which the group is empty."""
 _BRACKET = re.compile(r"([^][]*)\[([^][]*)\]")
+_RANGE = re.compile(r"(?P<low>[0-9]{1,18})(?:-(?P<high>[0-9]{1,18}))?")
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -27,10 +30,7 @@ def expand_hostlist(text: str) -> list[str]:
     for name in _NAME.findall(text):
         if not name:
             raise _refused(text, "a bracket has no partner")
-        if "[" in name:
-            hosts += _expand(name, text)
-        else:
-            hosts.append(name)
+        hosts += _expand(name, MAX_HOSTS - len(hosts), text) if "[" in name else [name]
     return hosts
 
 
@@ -63,34 +63,32 @@ def as_ranges(numbers: Iterable[int], width: int = 0) -> str:
     )
 
 
-def _expand(name: str, text: str) -> list[str]:
+def _expand(name: str, most: int, text: str) -> list[str]:
     """Expand one name. The numbers of the last bracket change fastest, then those of the first, the second, ...: Slurm's order."""
     suffix = name[name.rindex("]") + 1 :]
     *slower, (before, ranges) = _BRACKET.findall(name)
-    last = _numbered(before, ranges, suffix, text)
+    last = _numbered(before, ranges, suffix, most, text)
     stems = [""]
     for prefix, slower_ranges in slower:
-        endings = _numbered(prefix, slower_ranges, "", text)
+        endings = _numbered(prefix, slower_ranges, "", most // (len(stems) * len(last)), text)
         stems = [stem + ending for ending in endings for stem in stems]
     return [stem + ending for stem in stems for ending in last] if slower else last
 
 
-def _numbered(before: str, ranges: str, after: str, text: str) -> list[str]:
+def _numbered(before: str, ranges: str, after: str, most: int, text: str) -> list[str]:
     """Put each number of `1-3,05` between `before` and `after`; numbers keep their leading zeros."""
-    if not ranges.isascii():
-        raise _refused(text, f"{ranges!r} has characters that are not ASCII")
     names: list[str] = []
     head, tail = f"{before.replace('%', '%%')}%0", f"d{after.replace('%', '%%')}"
     for part in ranges.split(","):
-        low, dash, high = part.partition("-")
-        if not (low.isdigit() and (high.isdigit() or not dash)):
+        found = _RANGE.fullmatch(part)
+        if not found:
             raise _refused(text, f"{part!r} is neither a number nor a range")
-        if not dash:
-            names.append(before + low + after)
-            continue
+        low, high = found["low"], found["high"] or found["low"]
         first, last = int(low), int(high)
         if not 0 <= last - first < MAX_RANGE:
             raise _refused(text, f"{part!r} runs backwards or has more than {MAX_RANGE} hosts")
+        if len(names) + last - first >= most:
+            raise _refused(text, f"it stands for more than {MAX_HOSTS} hosts")
         names += map(f"{head}{len(low)}{tail}".__mod__, range(first, last + 1))
     return names
 
