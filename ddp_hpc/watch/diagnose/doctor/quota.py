@@ -22,7 +22,7 @@ from ddp_hpc.run.run_dir.preflight import Finding, Level
 _KIB = 1024
 _NUM_COLUMNS = 8
 """Used, soft limit, hard limit, grace; of kibibytes, then of files."""
-_NUMBER = re.compile(r"(\d+)\*?")
+_NUMBER = re.compile(r"(\d{1,18})\*?")
 """`*` marks what is over its soft limit. Lustre brackets a number that is not sure, as a server did not answer: `[220]`."""
 _TO_DO = "run `quota -s` (on Lustre `lfs quota -h -u $USER DIR`) on a host that has it, or the command that your site documents"
 
