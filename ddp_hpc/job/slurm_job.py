@@ -45,15 +45,10 @@ class SlurmJob:
         except (ConfigError, SlurmUnavailableError):
             return None
 
-    def is_unknown(self) -> bool:
-        """Tell whether Slurm does not answer a question about the job now, so that nothing it says is a judgement of it."""
-        try:
-            client.job(self.job_id, self.environ)
-        except SlurmUnavailableError:
-            return True
-        except ConfigError:
-            return False
-        return False
+    def is_back(self) -> bool:
+        """Tell whether Slurm has put the job back into the queue since this start of it; raise as `client.job` does."""
+        job = client.job(self.job_id, self.environ)
+        return job is not None and (job.restarts or 0) > self.allocation.restart_count
 
     def ends_at(self) -> float | None:
         """Return when Slurm says that the job ends, without a limit one year ahead; its time limit may have changed since it began."""

@@ -72,8 +72,12 @@ def await_done(login: LoginNode, *names: str, timeout_s: float = 240) -> None:
     try:
         login.cluster.wait_for(lambda: all(map(is_done, names)), timeout_s)
     except AssertionError as error:
-        told = [f"--- {name}\n{login.console(name)}" for name in names]
-        raise AssertionError("\n".join([str(error), *told])) from error
+        starts = login.cluster.run("sacct", "--duplicates", "--allocations", check=False).stdout
+        ledgers = [
+            f"--- {name}\n{login.run(name).attempts.read_text()}" for name in names
+        ]  # first, as CI cuts what is long
+        told = [f"--- {name}\n{login.console(name)}" for name in names if not is_done(name)]
+        raise AssertionError("\n".join([*ledgers, starts, str(error), *told])) from error
 
 
 def steps_taken(run: RunDir) -> Counter[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from functools import partial
 
 import pytest
@@ -297,6 +298,29 @@ def test_lost_nodes_cost_no_more_than_a_checkpoint_interval(cluster: Cluster, pl
         assert first.next in {"slurm", "requeue"}  # Slurm's or ours, whoever is first
     assert_unbroken(place, "other", world_size=2, may_lose=MAY_LOSE)
     assert_unbroken(place, "batch-host", world_size=1, may_lose=MAY_LOSE)
+
+
+@pytest.mark.long
+def test_a_lost_node_that_is_set_down_in_the_second_of_the_requeue_costs_no_run(
+    cluster: Cluster, place: LoginNode
+) -> None:
+    slow = slow_file(place)
+    cluster.reconfig(SlurmdTimeout="300")  # so Slurm notes nothing by itself
+    asked = (f"recipe.args.slow_while={slow}", "checkpoint.every_steps=2", "slurm.nodelist=node[1-2]")
+    place.submit("second", *FAULTY, *world(2, 1), *asked)
+    await_step(place, "second", 2)
+
+    cluster.kill("node2")
+    slow.unlink()
+    await_first_end(place, "second")
+    time.sleep(0.4)  # node1 would have ended its part by now, if the supervisor did not stay
+    cluster.run("scontrol", "update", "nodename=node2", "state=down", "reason=lost", user="root")
+    cluster.boot("node2")
+    cluster.run("scontrol", "update", "nodename=node2", "state=resume", user="root")
+    await_done(place, "second", timeout_s=60)
+
+    first, second = attempts(place, "second")
+    assert (first.cause, first.next, second.first_step) == ("node failed", "requeue", first.last_step)
 
 
 @pytest.mark.long

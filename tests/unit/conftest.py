@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 
 from ddp_hpc.cluster.slurm.allocation import Allocation
+from ddp_hpc.job.ending import requeue_job
 from ddp_hpc.run.spec import ResourcesSpec, RestartSpec, RunSpec, SlurmSpec
 from tests.made_launch import context_of
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 from tests.unit.made_job import NODES, Supervised
+
+
+@pytest.fixture(autouse=True)
+def _leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a supervisor leave once its job is back in the queue: there is no Slurm to start it too early."""
+    monkeypatch.setattr(requeue_job, "STAY_S", 0.0)
 
 
 @pytest.fixture

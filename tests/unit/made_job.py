@@ -11,7 +11,7 @@ from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.ledger import Attempt, JobFacts, Ledger, record_start
+from ddp_hpc.run.run_dir.ledger import Attempt, JobFacts, Ledger, Next, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from tests.made_run import add_failure
@@ -56,15 +56,19 @@ class Supervised:
 
     def ends(self, outcome: Outcome) -> Conclusion:
         """Begin an attempt that ends so, and do what follows."""
-        conclusion = conclude(self.context, self.begin(), outcome)
-        leave(self.context, conclusion)
-        return conclusion
+        return self._conclude(self.begin(), outcome)
 
     def killed_on(self, rank: int) -> None:
         """Begin an attempt that ends because a rank is killed."""
         attempt = self.begin()
         add_failure(self.run, attempt, rank=rank, exception="killed by SIGKILL", signal=9)
-        leave(self.context, conclude(self.context, attempt, CRASHED))
+        self._conclude(attempt, CRASHED)
+
+    def _conclude(self, attempt: int, outcome: Outcome) -> Conclusion:
+        conclusion = conclude(self.context, attempt, outcome)
+        if conclusion.decision.next != Next.IN_PLACE:
+            leave(self.context, conclusion)
+        return conclusion
 
 
 Make = Callable[..., Supervised]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from ddp_hpc.job.ending import requeue_job, stale_attempts
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.ledger import Ledger, Next
 from ddp_hpc.run.run_dir.records import ask_to_stop, read_queued_job, write_queued_job
 from ddp_hpc.run.spec import RestartSpec, SlurmSpec
 from tests.unit.made_job import CRASHED, SLURM_IS_AWAY, STOPPED, Make, Supervised
@@ -135,6 +136,41 @@ def test_a_requeue_whose_answer_was_lost_has_happened(supervised: Make) -> None:
 
     assert one.last.next == "requeue"
     assert one.last.last_step == 0
+
+
+def test_a_requeue_that_is_refused_while_slurm_answers_now_and_then_is_no_refusal_of_the_job(
+    supervised: Make, tmp_path: Path
+) -> None:
+    """Slurm was first, but the question whether it was is not answered at once."""
+    one = supervised()
+    concluded = conclude(one.context, one.begin(), CRASHED)
+    asked = tmp_path / "asked"
+    concluded = replace(concluded, decision=replace(concluded.decision, next=Next.REQUEUE))
+    shown = "JobId=7 JobName=x UserId=ada(1) JobState=PENDING Reason=None Restarts=$n PreemptTime=None Command=x"
+    answers = f'n=$(cat {asked} | wc -l); if [ "$n" = 1 ]; then echo x >> {asked}; {SLURM_IS_AWAY}; fi; n=$((n > 1)); echo "{shown}"'
+    refuses = f"echo x >> {asked}; echo 'Job is pending execution' >&2; exit 1"
+    one.slurm.has(
+        "scontrol", f'touch {asked}; if [ "$2" = show ]; then {answers}; elif [ "$1" = requeue ]; then {refuses}; fi'
+    )
+
+    leave(one.context, concluded)
+
+    assert len(one.slurm.orders("scontrol requeue")) == 1
+    assert "could not go back" not in one.last.reason
+
+
+def test_a_supervisor_stays_for_the_second_in_which_its_job_went_back(
+    supervised: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm starts no job while it runs; what it starts again in the second in which it ended it, it calls failed."""
+    monkeypatch.undo()
+    one = supervised()
+    began = time.monotonic()
+
+    one.ends(STOPPED)
+
+    assert time.monotonic() - began >= 1.0
+    assert one.slurm.orders() == ["scontrol requeue 7"]
 
 
 def test_a_requeue_that_fails_while_slurm_answers_no_question_either_is_tried_again(

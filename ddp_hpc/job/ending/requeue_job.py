@@ -24,6 +24,11 @@ EXCLUDE_PATIENCE_S = 25.0
 """How long to try to set a requeued job's excluded nodes; less than KillWait (30 s by default, slurm.conf(5)), after which
 Slurm kills this process."""
 
+STAY_S = 1.0
+"""How long this process stays once the job is back in the queue. Before 24.11.1, Slurm may start a job again in the second in which it
+ended it, where a node that does not answer is set down in that second. Then it refuses the start ("Job credential revoked"), and the
+job is FAILED for good. It does not start the job while this process runs."""
+
 SLURM_PATIENCE_S = 24 * 3600.0
 """How long to wait for a controller that does not answer, before the run is given up: as long as a repair may take. If only
 this node cannot reach it, it may start the job on other nodes meanwhile, which `_ask_again` sees once it answers."""
@@ -37,7 +42,6 @@ ENDED_BY_USER: Mapping[Cause, str] = {
 _CONTINUATIONS: Mapping[Next, str] = {
     Next.REQUEUE: "the job goes back into the queue, and the run continues when it starts again",
     Next.SUCCESSOR: "the run continues in a new job, which starts after this one",
-    Next.IN_PLACE: "the run continues on the same nodes",
     Next.SLURM: "Slurm has put the job back into the queue, and the run continues when it starts again",
 }
 """What follows an attempt that ends the job -> what the job's log says of it."""
@@ -87,21 +91,19 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
         since=since,
         slurm_cluster=queued.slurm_cluster if queued else "",
     )
-    match decision.next:
-        case Next.SUCCESSOR if not is_back:
-            job_id = job.submit_next(
-                context.run.job_script, _excluded(context, job, ledger, decision.exclude), context.spec
-            )
-            _note(records, replace(next_job, job_id=job_id))
-        case Next.REQUEUE if not is_back:
-            # From inside its own job, `scontrol requeue` makes Slurm kill the batch script, and so this process (scontrol(1),
-            # https://slurm.schedmd.com/scontrol.html#OPT_requeue). So the note comes first, and nothing after it is vital.
-            _note(records, next_job)
-            _requeue(records, job, ledger)
-            _exclude(context, job, ledger, decision.exclude)
-        case Next.SLURM | Next.REQUEUE | Next.SUCCESSOR:  # Slurm has put it back by itself
-            _note(records, next_job)
-            _exclude(context, job, ledger, decision.exclude)
+    if decision.next == Next.SUCCESSOR and not is_back:
+        job_id = job.submit_next(
+            context.run.job_script, _excluded(context, job, ledger, decision.exclude), context.spec
+        )
+        _note(records, replace(next_job, job_id=job_id))
+        return
+    _note(records, next_job)
+    if decision.next == Next.REQUEUE and not is_back:  # else Slurm has put it back by itself
+        # From inside its own job, `scontrol requeue` makes Slurm kill the batch script, and so this process (scontrol(1),
+        # https://slurm.schedmd.com/scontrol.html#OPT_requeue). So the note comes first, and nothing after it is vital.
+        _requeue(job)
+    _exclude(context, job, ledger, decision.exclude)
+    time.sleep(STAY_S)
 
 
 def _ledger(context: JobContext) -> Ledger:
@@ -116,7 +118,7 @@ def _ledger(context: JobContext) -> Ledger:
         return Ledger()
 
 
-def _requeue(records: RunRecords, job: SlurmJob, ledger: Ledger) -> None:
+def _requeue(job: SlurmJob) -> None:
     """Requeue the job; ignore a refusal where it is back already, by Slurm or by an order whose answer was lost.
 
     Raises:
@@ -125,13 +127,9 @@ def _requeue(records: RunRecords, job: SlurmJob, ledger: Ledger) -> None:
     """
     try:
         job.requeue()
-    except ConfigError as error:
-        is_back, _, _ = _ask_again(records, job, ledger)
-        if is_back:
-            return
-        if job.is_unknown():
-            raise SlurmUnavailableError(str(error)) from error
-        raise
+    except ConfigError:
+        if not job.is_back():
+            raise
 
 
 def _ask_again(records: RunRecords, job: SlurmJob, ledger: Ledger) -> tuple[bool, Cause | None, QueuedJob | None]:
