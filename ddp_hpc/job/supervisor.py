@@ -107,15 +107,10 @@ def _main(arguments: argparse.Namespace) -> int:
             return _note_escaped(run, allocation, str(error), is_guarded=arguments.guarded)
         return error.exit_code
     except OSError as error:  # a full disk, a quota, an unmounted file system: then the ledger cannot be written
-        if is_for_slurm or error.errno not in _LASTING:
-            sys.stderr.write(
-                f"error: ddp-hpc cannot use the run's directory {run.path}: {error}. Check its file system.\n"
-            )
-            return exit_codes.UNDECIDED
-        sys.stderr.write(
-            f"error: ddp-hpc cannot use the run's directory {run.path}: {error}. Repair that, and submit {run.name} again.\n"
-        )
-        return exit_codes.FAILED
+        is_last = not is_for_slurm and error.errno in _LASTING
+        then = f"Repair that, and submit {run.name} again." if is_last else "Check its file system."
+        sys.stderr.write(f"error: ddp-hpc cannot use {_unusable(error, run)}: {error}. {then}\n")
+        return exit_codes.FAILED if is_last else exit_codes.UNDECIDED
     except Exception as error:  # noqa: BLE001  an error in this program: the ledger has to record it
         return _note_escaped(run, allocation, last_resort.print_error(error), is_guarded=arguments.guarded)
 
@@ -197,6 +192,13 @@ def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is
 
 _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
 """Errors of a file system that last until a person repairs them."""
+
+
+def _unusable(error: OSError, run: RunDir) -> str:
+    """Return what an error concerns: the file that it names, or else the run's directory."""
+    name = error.filename
+    is_runs = not isinstance(name, str) or Path(name).is_relative_to(run.path)
+    return f"the run's directory {run.path}" if is_runs else f"{name} on {socket.gethostname()}"
 
 
 def _settle(run: RunDir, arguments: argparse.Namespace) -> None:

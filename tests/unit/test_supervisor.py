@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -278,3 +279,19 @@ def test_a_disk_error_while_the_run_is_claimed_leaves_the_decision_to_another_su
 
     with signals_held_back():
         assert supervisor.main([str(run.path), *words, "--guarded"]) == code
+
+
+def test_a_full_disk_of_the_node_is_not_called_the_run_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stage(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/unpacked")
+
+    monkeypatch.setattr(supervisor, "stage", stage)
+
+    with signals_held_back():
+        code = supervise(make_run(tmp_path), "--guarded")
+
+    assert code == exit_codes.UNDECIDED
+    said = f"error: ddp-hpc cannot use /tmp/unpacked on {socket.gethostname()}: [Errno 28] No space left on device"
+    assert said in capsys.readouterr().err
