@@ -63,8 +63,8 @@ def restored(group: Group, run: RunDir, wait_s: float = 0.0) -> dict[str, Any]:
     before = num_read()
     try:
         step = checkpointer.restore_newest(state, seed=SEED)
+        group.sum(torch.zeros(1))  # as training does next: rank zero serves the store
     except ConfigError as error:
-        time.sleep(wait_s)  # so that no rank's end is another's reason
         return {"refused": str(error)}
     weights = {name: one.tolist() for name, one in state.model.state_dict().items()}
     optimizer = [{key: value.tolist() for key, value in entry.items()} for entry in state.optimizer.state.values()]

@@ -492,6 +492,11 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     return _sealed(asdict(manifest))
 
 
+def checksum(manifest: Manifest) -> str:
+    """Return a number that no other manifest has."""
+    return xxhash.xxh3_128_hexdigest(_canonical(asdict(manifest)))
+
+
 def _sealed(content: Mapping[str, Any]) -> bytes:
     seal = xxhash.xxh3_128_hexdigest(_canonical(content))
     return (json.dumps({"content": content, "xxh3_128": seal}, indent=1, sort_keys=True) + "\n").encode()

@@ -57,13 +57,9 @@ class Restored(NamedTuple):
     attributes: dict[str, dict[str, Any]]
 
     def put(self, optimizer: Optimizer) -> None:
-        """Give the optimizers their `state`."""
+        """Give the optimizers their `state` and attributes, once the tensors are filled."""
         for path, one in optimizers(optimizer).items():
             _state(one).update(self.states.get(path, {}))
-
-    def finish(self, optimizer: Optimizer) -> None:
-        """Set the attributes, once the tensors are filled."""
-        for path, one in optimizers(optimizer).items():
             for name, value in self.attributes.get(path, {}).items():
                 _set(one, name, value)
 

@@ -17,21 +17,22 @@ import json
 import logging
 import socket
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, StopAskedError, UnreadableError
 from ddp_hpc.base.patience import is_there, patiently
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store, shards
 from ddp_hpc.run.checkpoints.checkpoint_store import ChunkReader, Manifest
-from ddp_hpc.run.checkpoints.shards import RawTensor, StoredTensor, Stretch
+from ddp_hpc.run.checkpoints.shards import RawTensor, StoredTensor
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import newest_committed
@@ -41,13 +42,6 @@ from ddp_hpc.train.state.training_state import Restoration, TrainingState
 from ddp_hpc.train.stop import EarlyStop
 
 log = logging.getLogger(__name__)
-
-EXCHANGE_BYTES = 32 << 20
-"""How many bytes all ranks together exchange at a time: the memory that an exchange needs on each."""
-
-_TRAILER_BYTES = 16
-"""Bytes that follow each part in an exchange: the first says whether its sender was asked to stop. As many as keep the parts
-of all ranks at a multiple of any item's size."""
 
 # The names must be those of `shards.ITEM_BYTES`, which knows the same dtypes without torch.
 DTYPES = {
@@ -103,29 +97,18 @@ class Restorer:
             return self._restore_newest(state, seed=seed)
 
     def _restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
-        share: Share | None
-        damaged: tuple[int, CorruptCheckpointError] | None = None
+        damaged: tuple[int, str] | None = None
         for number in itertools.count():
-            key, share = f"resume/{number}", None  # frees what was read of a damaged checkpoint before more is read
+            key = f"resume/{number}"
             offered = self._decide(key, partial(self._offer, key, damaged))
             if offered is None:
                 return None
-            path = checkpoint_names.checkpoint_path(self._run, offered["step"])
-            manifest = checkpoint_store.parse_manifest(offered["manifest"].encode(), path)
             try:
-                share = Share(self._group, manifest)
-                headers = self._read(share, f"{key}/read")
-                stored = shards.stored_tensors(path, manifest.shards, headers)
+                self._take(f"{key}/read", state, seed=seed, **offered)
             except CorruptCheckpointError as error:
-                damaged = manifest.step, error
+                damaged = offered["step"], str(error)  # not the error, which would keep what was read in memory
                 continue
-            saved = {name: _saved_tensor(one) for name, one in stored.items()}
-            restoration = Restoration(state, saved, manifest.state, seed=seed)
-            share.pass_on(stored, restoration.into, on_progress=self._on_progress, is_stop_asked=self._stop.is_asked)
-            restoration.finish()
-            state.gradient_order = manifest.made.get("gradient_order")
-            state.plan = dict(manifest.made.get("plan", {}))
-            return manifest.step
+            return int(offered["step"])
         raise AssertionError  # the loop ends only by a return
 
     # --- which checkpoint: rank zero decides ---
@@ -145,8 +128,8 @@ class Restorer:
             raise StopAskedError("The ranks were asked to stop while they restored a checkpoint.")
         return decided[0]
 
-    def _offer(self, key: str, damaged: tuple[int, CorruptCheckpointError] | None) -> dict[str, Any] | None:
-        """Return the step and manifest of the newest checkpoint, or None if the run never had one; set aside a damaged one."""
+    def _offer(self, key: str, damaged: tuple[int, str] | None) -> dict[str, Any] | None:
+        """Return the step of the newest checkpoint and its manifest's checksum, or None if the run never had one; set aside a damaged one."""
         if damaged:
             self._set_aside(*damaged, key)
         with suppress(OSError):  # leftovers cost only space
@@ -165,13 +148,13 @@ class Restorer:
                 manifest = checkpoint_store.read_manifest(path)
                 checkpoint_store.check_sizes(path, manifest, on_progress=partial(self._send_heartbeat, key))
             except CorruptCheckpointError as error:
-                self._set_aside(step, error, key)
+                self._set_aside(step, str(error), key)
                 continue
-            return {"step": step, "manifest": checkpoint_store.manifest_bytes(manifest).decode()}
+            return {"step": step, "checksum": checkpoint_store.checksum(manifest)}
         self._refuse_to_begin_anew()
         return None
 
-    def _set_aside(self, step: int, error: CorruptCheckpointError, key: str) -> None:
+    def _set_aside(self, step: int, found: str, key: str) -> None:
         """Rename a damaged checkpoint, while the others wait for `key`.
 
         Raises:
@@ -185,7 +168,7 @@ class Restorer:
             )
             log.warning(
                 "%s So the checkpoint was renamed to %s, and ddp-hpc looks for an older one to continue from.",
-                error,
+                found,
                 aside.name,
             )
 
@@ -232,63 +215,43 @@ class Restorer:
         self._on_progress()
         self._stop.is_asked()
 
-    def _read(self, share: Share, key: str) -> list[bytes]:
-        """Read this rank's share; return the headers of all shards once every rank has verified its share.
+    def _take(self, key: str, state: TrainingState, *, seed: int, step: int, checksum: str) -> None:
+        """Restore the state from the checkpoint of a step, whose manifest has this `checksum`, once every rank has verified all of it.
 
         Raises:
-            CorruptCheckpointError: on every rank, if one of them found its share damaged.
+            ConfigError: on every rank, if the checkpoint is of another model or optimizer.
+            CorruptCheckpointError: on every rank, if all of them found it damaged; weights may then have values of it.
             StopAskedError: on every rank, if one of them was asked to stop.
-            UnreadableError: on the rank whose file system does not answer; the others wait until the attempt ends.
+            UnreadableError: on every rank, if only some found it damaged; or on the rank whose file system does not answer, while the
+                others wait until the attempt ends.
         """
-        path = checkpoint_names.checkpoint_path(self._run, share.manifest.step)
         moved = partial(self._send_heartbeat, self._group.barrier_key(key))
-        report: dict[str, Any]
+        path = checkpoint_names.checkpoint_path(self._run, step)
+        report = {"host": socket.gethostname()}
+        refused: ConfigError | None = None
+        finish: Callable[[], None] = lambda: None  # noqa: E731
         try:
-            for stretch, begin in zip(share.mine, share.starts[share.rank], strict=True):
-                shard = share.manifest.shards[stretch.shard]
-                with closing(ChunkReader(path / shard.file, shard, moved)) as reader:
-                    for number in stretch.chunks:
-                        some = share.chunk(stretch, begin, number)
-                        patiently(str(path / shard.file), partial(reader.read, number, some), on_wait=moved)
-            report = {"headers": share.header_lengths()}
+            manifest = patiently(str(path), partial(_manifest, path, checksum), on_wait=moved)
+            contents = Contents(path, manifest, self._group, moved)
+            stored = shards.stored_tensors(path, manifest.shards, contents.headers())
+            saved = {name: _saved_tensor(one) for name, one in stored.items()}
+            restoration = Restoration(state, saved, manifest.state, seed=seed, about=manifest.made)
+            contents.copy(stored, restoration.into)
+            finish = restoration.finish
         except CorruptCheckpointError as error:
-            report = {"corrupt": str(error), "host": socket.gethostname()}
+            report["corrupt"] = str(error)
         except StopAskedError:
-            report = {"stopped": True}
-        reports = self._exchange_reports(key, report)
-        if any("stopped" in one for one in reports):
-            raise StopAskedError("The ranks were asked to stop while they read a checkpoint.")
-        for rank, one in enumerate(reports):
-            if "corrupt" in one:
-                self._confirm(path, rank, one, key)
-        lengths = {name: length for one in reports for name, length in one["headers"].items()}
-        return [share.header(number, lengths[str(number)]) for number in range(len(share.manifest.shards))]
-
-    def _confirm(self, path: Path, rank: int, report: Mapping[str, str], key: str) -> NoReturn:
-        """Let rank zero read the checkpoint that `rank` found damaged; all ranks call this together.
-
-        The memory, network card or stale cache of one node may change bytes. Then the files are sound, and must not be renamed.
-
-        Raises:
-            CorruptCheckpointError: if rank zero finds damage, too.
-            UnreadableError: if it finds none.
-        """
-        key = f"{key}/confirmed"
-        if self._decide(key, lambda: rank == 0 or self._is_damaged(path, key)):
-            raise CorruptCheckpointError(report["corrupt"])
-        raise UnreadableError(
-            f"Rank {rank} on {report['host']} found damage that rank 0 does not find: {report['corrupt']} The files are sound, "
-            f"so the memory, the network or the file system's cache of {report['host']} changes bytes. Exclude that node with "
-            "`slurm.exclude`, and inform your cluster's support."
-        )
-
-    def _is_damaged(self, path: Path, key: str) -> bool:
-        moved = partial(self._send_heartbeat, key)
+            report["stopped"] = ""
+        except ConfigError as error:
+            refused = error
         try:
-            patiently(str(path), partial(checkpoint_store.verify, path, moved), on_wait=moved)
-        except CorruptCheckpointError:
-            return True
-        return False
+            _judge(self._exchange_reports(key, report))
+            if refused is not None:
+                raise refused
+        except (ConfigError, UnreadableError):
+            self._group.let_all_read(f"{key}/refused")
+            raise
+        finish()
 
     def _exchange_reports(self, key: str, report: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the reports of all ranks; wait for the slowest reader as long as it sends heartbeats."""
@@ -323,138 +286,123 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Share:
-    """The part of a checkpoint that one rank reads, and how the others get it."""
+def _manifest(path: Path, checksum: str) -> Manifest:
+    """Read the manifest that rank zero has read.
 
-    def __init__(self, group: Group, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self.rank = group.rank_info.rank
-        self._group = group
-        self._dealt = shards.deal_stretches(manifest.shards, group.rank_info.world_size)
-        self.starts = [_starts(stretches) for stretches in self._dealt]
-        """Where each stretch begins in the buffer of the rank that reads it, for each rank."""
-        self._lengths = [sum(one.end - one.begin for one in stretches) for stretches in self._dealt]
-        self._content = torch.empty(self._lengths[self.rank], dtype=torch.uint8)
-        self._view = memoryview(self._content.numpy())  # type: ignore[arg-type]  # numpy says so only from Python 3.12 on
-
-    @property
-    def mine(self) -> list[Stretch]:
-        """The stretches that this rank reads."""
-        return self._dealt[self.rank]
-
-    def chunk(self, stretch: Stretch, begin: int, number: int) -> memoryview:
-        """Return the part of the buffer for a chunk of a stretch; the stretch begins at `begin` in the buffer."""
-        size = self.manifest.shards[stretch.shard].chunk_bytes
-        first = begin + (number - stretch.chunks.start) * size
-        return self._view[first : min(first + size, begin + stretch.end - stretch.begin)]
-
-    def header_lengths(self) -> dict[str, int]:
-        """Return the lengths of the headers that this rank has read, by the number of the shard."""
-        return {
-            str(stretch.shard): shards.header_length(self._view[begin : begin + stretch.end])
-            for stretch, begin in zip(self.mine, self.starts[self.rank], strict=True)
-            if stretch.begin == 0
-        }
-
-    def header(self, shard: int, length: int) -> bytes:
-        """Return the header of a shard, which the rank that has read it sends; all ranks call this together."""
-        owner, begin = next(
-            (rank, begin)
-            for rank, stretches in enumerate(self._dealt)
-            for stretch, begin in zip(stretches, self.starts[rank], strict=True)
-            if stretch.shard == shard and stretch.begin == 0
-        )
-        if self._group.rank_info.world_size == 1:
-            return bytes(self._view[begin : begin + length])
-        header = torch.empty(length, dtype=torch.uint8)
-        if owner == self.rank:
-            header.copy_(self._content[begin : begin + length])
-        dist.broadcast(header, owner)
-        return header.numpy().tobytes()
-
-    def pass_on(
-        self,
-        stored: dict[str, StoredTensor],
-        into: dict[str, Tensor],
-        *,
-        on_progress: Callable[[], object],
-        is_stop_asked: Callable[[], bool],
-    ) -> None:
-        """Copy what all ranks have read into the tensors of `into`; all ranks call this together.
-
-        Raises:
-            StopAskedError: on all ranks, if one was asked to stop; some of the tensors are then copied.
-        """
-        targets = _Targets(into)
-        segments = [_Segments(targets, one) for one in self._segments(stored, into)]
-        for rank, begin, content in self._exchanged(is_stop_asked):
-            segments[rank].put(begin, content)
-            on_progress()
-
-    def _segments(self, stored: dict[str, StoredTensor], wanted: dict[str, Tensor]) -> list[list[_Segment]]:
-        """Return for each rank, in order, which bytes of its buffer belong into which tensor."""
-        held: list[list[tuple[int, int, int, int]]] = [[] for _ in self.manifest.shards]
-        for rank, stretches in enumerate(self._dealt):
-            for stretch, start in zip(stretches, self.starts[rank], strict=True):
-                held[stretch.shard].append((stretch.begin, stretch.end, rank, start))
-        found: list[list[_Segment]] = [[] for _ in self._dealt]
-        for name in wanted:
-            for piece in stored[name].pieces:
-                stretches_of_shard = held[piece.shard]
-                for begin, at, length in stored[name].runs(piece):
-                    first = bisect_right(stretches_of_shard, begin, key=lambda one: one[0]) - 1
-                    for low, high, rank, start in stretches_of_shard[first:]:
-                        if low >= begin + length:
-                            break
-                        low_cut, high_cut = max(low, begin), min(high, begin + length)
-                        found[rank].append((start + low_cut - low, start + high_cut - low, name, at + low_cut - begin))
-        return [sorted(segments) for segments in found]
-
-    def _exchanged(self, is_stop_asked: Callable[[], bool]) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield what each rank has read, in parts: the rank, where the part begins in its buffer, and the bytes.
-
-        While most ranks have bytes left, each sends some at the same time: a ring over all networks. Few large files of format 1
-        leave most ranks without any; then one rank after another sends, and may use all of `EXCHANGE_BYTES` at a time.
-        """
-        world_size, lengths = self._group.rank_info.world_size, self._lengths
-        if world_size == 1:
-            yield 0, 0, self._content
-            return
-        width = min(-(-EXCHANGE_BYTES // world_size), max(lengths))
-        slot = -(-width // _TRAILER_BYTES) * _TRAILER_BYTES + _TRAILER_BYTES
-        given = torch.zeros(slot, dtype=torch.uint8, device=self._group.device)
-        taken = torch.empty(slot * world_size, dtype=torch.uint8, device=self._group.device)
-        begin = 0
-        while 2 * sum(length > begin for length in lengths) > world_size:
-            own = self._content[begin : begin + width]
-            given[: len(own)].copy_(own)
-            given[-_TRAILER_BYTES] = is_stop_asked()
-            dist.all_gather_into_tensor(taken, given)
-            _stop_if_any(taken.view(world_size, slot)[:, -_TRAILER_BYTES])
-            for rank, length in enumerate(lengths):
-                if length > begin:
-                    yield rank, begin, taken[rank * slot : rank * slot + min(width, length - begin)]
-            begin += width
-        for rank, length in enumerate(lengths):
-            for first in range(begin, length, len(taken) - _TRAILER_BYTES):
-                some = taken[: length - first + _TRAILER_BYTES]
-                part = some[:-_TRAILER_BYTES]
-                is_asked = is_stop_asked()  # on all ranks: the one that sends learns of a request from the store
-                if rank == self.rank:
-                    part.copy_(self._content[first : first + len(part)])
-                    some[-_TRAILER_BYTES] = is_asked
-                dist.broadcast(some, rank)
-                _stop_if_any(some[-_TRAILER_BYTES])
-                yield rank, first, part
+    Raises:
+        UnreadableError: if this rank finds none, or another one: its file system does not show yet what rank zero's shows.
+    """
+    try:
+        manifest = checkpoint_store.read_manifest(path)
+    except CorruptCheckpointError as error:
+        raise UnreadableError(str(error)) from error
+    if checkpoint_store.checksum(manifest) != checksum:
+        raise UnreadableError(f"{path / checkpoint_names.MANIFEST} is not the one that rank 0 has read.")
+    return manifest
 
 
-def _stop_if_any(asked: Tensor) -> None:
-    if asked.any():
-        raise StopAskedError("The ranks were asked to stop while they exchanged a checkpoint.")
+def _judge(reports: Sequence[Mapping[str, Any]]) -> None:
+    """Return if all ranks have verified the checkpoint.
+
+    The memory, network card or stale cache of one node may change bytes. Then the files are sound, and must not be renamed.
+
+    Raises:
+        CorruptCheckpointError: if all found it damaged.
+        StopAskedError: if one was asked to stop.
+        UnreadableError: if some found it damaged, and others did not.
+    """
+    if any("stopped" in one for one in reports):
+        raise StopAskedError("The ranks were asked to stop while they restored a checkpoint.")
+    damaged = [rank for rank, one in enumerate(reports) if "corrupt" in one]
+    if not damaged:
+        return
+    rank, one = damaged[0], reports[damaged[0]]
+    if len(damaged) == len(reports):
+        raise CorruptCheckpointError(one["corrupt"])
+    other = min(set(range(len(reports))) - set(damaged))
+    raise UnreadableError(
+        f"Rank {rank} on {one['host']} found damage that rank {other} does not find: {one['corrupt']} The files are sound, "
+        f"so the memory, the network or the file system's cache of {one['host']} changes bytes. Exclude that node with "
+        "`slurm.exclude`, and inform your cluster's support."
+    )
+
+
+class Contents:
+    """Reads the shards of a checkpoint, chunk by chunk, into one buffer, and verifies each before it is used."""
+
+    def __init__(self, path: Path, manifest: Manifest, group: Group, on_progress: Callable[[], object]) -> None:
+        self._path = path
+        self._shards = manifest.shards
+        self._rank_info = group.rank_info
+        self._on_progress = on_progress
+        size = max(min(shard.size, shard.chunk_bytes) for shard in self._shards)
+        self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=group.device.type == "cuda")
+
+    def headers(self) -> list[bytes]:
+        """Return the headers of all shards."""
+        return [self._header(number) for number in range(len(self._shards))]
+
+    def _header(self, shard: int) -> bytes:
+        header, length = b"", 8
+        for begin, content in self._read(shard, range(len(self._shards[shard].chunks))):
+            if begin == 0:
+                length += int.from_bytes(content[:8].numpy(), "little")
+            header += content.numpy().data[: length - len(header)]
+            if len(header) == length:
+                break
+        return header
+
+    def copy(self, stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor]) -> None:
+        """Read all shards, and copy into the tensors of `into` what belongs there."""
+        targets, segments = _Targets(into), _segments(stored, into)
+        for shard, chunks in self._in_order():
+            for begin, content in self._read(shard, chunks):
+                for low, high, name, at in _within(segments[shard], begin, begin + len(content)):
+                    targets.put(name, at, content[low - begin : high - begin])
+
+    def _in_order(self) -> Iterator[tuple[int, Iterator[int]]]:
+        """Yield all shards and their chunks; each rank begins elsewhere, so those of a node find in its cache what another has read."""
+        chunks = [(shard, chunk) for shard, one in enumerate(self._shards) for chunk in range(len(one.chunks))]
+        rank, num_local, num_all = self._rank_info, self._rank_info.local_world_size, self._rank_info.world_size
+        first = len(chunks) * (rank.local_rank * num_all + rank.node_rank * num_local) // (num_local * num_all)
+        for shard, some in itertools.groupby(chunks[first:] + chunks[:first], key=itemgetter(0)):
+            yield shard, map(itemgetter(1), some)
+
+    def _read(self, shard: int, chunks: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield where each chunk begins in the file, and its bytes, until the next one is asked for."""
+        record = self._shards[shard]
+        file = self._path / record.file
+        with closing(ChunkReader(file, record, self._on_progress)) as reader:
+            for number in chunks:
+                begin = number * record.chunk_bytes
+                content = self._buffer[: min(record.chunk_bytes, record.size - begin)]
+                patiently(str(file), partial(reader.read, number, content.numpy().data), on_wait=self._on_progress)
+                yield begin, content
 
 
 _Segment = tuple[int, int, str, int]
-"""Bytes of a rank's buffer (from, to) that belong into a tensor: its name, and where in it."""
+"""Bytes of a shard (from, to) that belong into a tensor: its name, and where in it."""
+
+
+def _segments(stored: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dict[int, list[_Segment]]:
+    """Return for each shard, in order, which of its bytes belong into which tensor."""
+    found: dict[int, list[_Segment]] = defaultdict(list)
+    for name in wanted:
+        for piece in stored[name].pieces:
+            for begin, at, length in stored[name].runs(piece):
+                found[piece.shard].append((begin, begin + length, name, at))
+    for segments in found.values():
+        segments.sort()
+    return found
+
+
+def _within(segments: Sequence[_Segment], begin: int, end: int) -> Iterator[_Segment]:
+    """Yield what of the segments lies between two bytes."""
+    first = bisect_right(segments, begin, key=itemgetter(1))
+    for low, high, name, at in itertools.islice(segments, first, None):
+        if low >= end:
+            return
+        yield max(low, begin), min(high, end), name, at + max(begin - low, 0)
 
 
 class _Targets:
@@ -465,16 +413,16 @@ class _Targets:
         self._collected: dict[str, tuple[Tensor, int]] = {}
         """For a strided tensor, such as weights in channels_last: what came so far, and how many bytes are missing."""
 
-    def put(self, name: str, at: int, some: Tensor, num_bytes: int) -> None:
-        """Write `num_bytes` bytes of a tensor, from byte `at` on, counted as if it were contiguous."""
+    def put(self, name: str, at: int, some: Tensor) -> None:
+        """Write some bytes of a tensor, from byte `at` on, counted as if it were contiguous."""
         tensor = self._tensors[name].detach()
-        is_whole = num_bytes == tensor.nbytes
+        is_whole = len(some) == tensor.nbytes
         if (
             is_whole and not some.storage_offset() % tensor.itemsize
         ):  # `view` needs the bytes at a multiple of the item's size
             tensor.copy_(some.view(tensor.dtype).view(tensor.shape))
         elif tensor.is_contiguous():
-            _as_bytes(tensor)[at : at + num_bytes].copy_(some)
+            _as_bytes(tensor)[at : at + len(some)].copy_(some)
         else:
             self._collect(name, tensor, at, some)
 
@@ -486,31 +434,6 @@ class _Targets:
         if num_left == len(some):
             tensor.copy_(whole)
             del self._collected[name]
-
-
-class _Segments:
-    """Copies the bytes that come from one rank, in order, into the tensors."""
-
-    def __init__(self, targets: _Targets, segments: Sequence[_Segment]) -> None:
-        self._targets = targets
-        self._segments = segments
-        self._next = 0
-
-    def put(self, begin: int, content: Tensor) -> None:
-        """Copy `content`, the bytes of the rank's buffer from `begin` on, to where they belong."""
-        end = begin + len(content)
-        while self._next < len(self._segments):
-            first, last, name, at = self._segments[self._next]
-            low, high = max(first, begin), min(last, end)
-            if low < high:
-                self._targets.put(name, at + low - first, content[low - begin : high - begin], high - low)
-            if last > end:
-                return
-            self._next += 1
-
-
-def _starts(stretches: Sequence[Stretch]) -> list[int]:
-    return [0, *itertools.accumulate(one.end - one.begin for one in stretches)][: len(stretches)]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -223,15 +223,22 @@ class Restoration:
     """
 
     def __init__(
-        self, state: TrainingState, saved: Mapping[str, SavedTensor], plain: Mapping[str, Any], *, seed: int
+        self,
+        state: TrainingState,
+        saved: Mapping[str, SavedTensor],
+        plain: Mapping[str, Any],
+        *,
+        seed: int,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Decide which tensor is read into which object. If this raises, `state` is unchanged.
+        """Decide which tensor is read into which object; `state` stays unchanged. `plain` and `about` are a manifest's `state` and `made`.
 
         Raises:
             ConfigError: if the checkpoint is of another model or optimizer.
         """
         self._state = state
         self._plain = plain
+        self._about = about or {}
         self._seed = seed
         modules = [("model", state.model)]
         self._has_average = any(name.startswith("ema/") for name in saved)
@@ -249,7 +256,6 @@ class Restoration:
         for weights in self._weights:
             self.into |= weights.into
         self.into |= made.into
-        self._of_optimizer.put(state.optimizer)
 
     def _is_own(self, name: str) -> bool:
         """Return whether this rank needs a tensor that one rank owned: its own ones, and on rank zero all loss meters."""
@@ -270,8 +276,10 @@ class Restoration:
         if state.scaler is not None and plain["scaler"]:
             state.scaler.load_state_dict(plain["scaler"])
         group_options.put_back(optimizer_state.groups(state.optimizer), self._own_options, state.device)
-        self._of_optimizer.finish(state.optimizer)
+        self._of_optimizer.put(state.optimizer)
         state.position = Position(**plain["position"])
+        state.gradient_order = self._about.get("gradient_order")
+        state.plan = dict(self._about.get("plan", {}))
         self._take_own()
         state.loss_steps = plain.get("loss_steps", 0)
         if "loss_steps" not in plain:  # an older checkpoint does not say how many steps are in the meter
