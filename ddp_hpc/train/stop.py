@@ -4,7 +4,7 @@ The signals that a cluster or a user sends, and the run's STOP file, all mean: c
 every half second the ranks all-reduce their flags, so that all of them stop after the same step; in between, a step costs
 one comparison. Rank zero also checks whether a newer attempt has taken the run over; then all ranks stop without a save.
 
-Before the first step there is no such exchange: each rank reads its share of a checkpoint alone, and may wait for a file system.
+Before the first step there is no such exchange: each rank reads a checkpoint alone, and may wait for a file system.
 Then a rank that has been asked sets a key of the store, at which all ranks look about once a second (`EarlyStop`).
 """
 

@@ -7,10 +7,13 @@ optimizer was made: those that have not are the recipe's, and a change of the re
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
+import mmap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,6 +24,9 @@ from torch import Tensor, nn
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.engine.kept_values import GENERATORS, is_constant, set_state, state_of
 from ddp_hpc.train.state.odd_values import PREFIX, Encoder, decoded, named_tensors, unlike
+
+_LARGE_BYTES = 4 << 20
+"""From this size on, a tensor is asked for in large pages (2 MiB); asking for many small ones would use up the kernel's table of mappings."""
 
 Optimizer = torch.optim.Optimizer
 Attributes = Mapping[str, Mapping[str, str | None]]
@@ -278,8 +284,18 @@ class TensorsToFill:
         return self._made[name]
 
     def _noted(self, name: str, one: Tensor) -> Tensor:
+        if one.device.type == "cpu" and one.nbytes >= _LARGE_BYTES:
+            _ask_for_large_pages(one)
         self._made[name] = self.into[name] = one
         return one
+
+
+def _ask_for_large_pages(one: Tensor) -> None:
+    """Ask Linux to make a new tensor of large pages: to make it of small ones takes longer than to read and verify its bytes."""
+    begin, end = -(-one.data_ptr() // mmap.PAGESIZE), (one.data_ptr() + one.nbytes) // mmap.PAGESIZE
+    with suppress(AttributeError):  # not Linux
+        size = ctypes.c_size_t((end - begin) * mmap.PAGESIZE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin * mmap.PAGESIZE), size, mmap.MADV_HUGEPAGE)
 
 
 def refuse_other_optimizer(mine: str, content: Mapping[str, Any]) -> None:

@@ -1,12 +1,11 @@
-"""Restores the newest checkpoint that is not damaged: each rank reads and verifies a share, then all exchange what they read.
+"""Restores the newest checkpoint that is not damaged: each rank reads and verifies all of it, and then all say what they found.
 
-Rank zero offers a checkpoint through the store, with its manifest. Each rank reads its share of the bytes and reports through
-the store. There a rank that makes progress sends heartbeats, so the others wait for it, however long a disk takes. Only after
-all shares are verified do the ranks call collectives, which have a fixed timeout. A few megabytes at a time, each tensor is
-written into the object that needs it, so no rank holds the state twice.
+Rank zero offers a checkpoint through the store. Each rank reads its files, which the page cache of a node keeps for all its ranks, a
+chunk at a time into one small buffer. Once a chunk is verified, its bytes are written into the objects that need them, so no rank
+holds the state twice. Then each reports through the store, and only when every rank has verified all of it is it taken over. A
+rank that makes progress sends heartbeats there, so the others wait for it, however long a disk takes.
 
-If a rank is asked to stop meanwhile, all ranks stop at the same point. A rank that reads ends its share with a report of it, and
-rank zero's next message says so. In the exchange each part carries a byte that says so.
+If a rank is asked to stop meanwhile, it ends its reading with a report of that, and all ranks stop.
 """
 
 from __future__ import annotations
@@ -138,10 +137,10 @@ class Restorer:
                     "removed %s, which a killed process left half-written; committed checkpoints are not affected", name
                 )
         return patiently(
-            str(self._run.checkpoints), partial(self._newest, key), on_wait=partial(self._send_heartbeat, key)
+            str(self._run.checkpoints), partial(self._newest, key, damaged), on_wait=partial(self._send_heartbeat, key)
         )
 
-    def _newest(self, key: str) -> dict[str, Any] | None:
+    def _newest(self, key: str, damaged: tuple[int, str] | None) -> dict[str, Any] | None:
         for step in reversed(checkpoint_names.committed_steps(self._run)):
             path = checkpoint_names.checkpoint_path(self._run, step)
             try:
@@ -151,7 +150,7 @@ class Restorer:
                 self._set_aside(step, str(error), key)
                 continue
             return {"step": step, "checksum": checkpoint_store.checksum(manifest)}
-        self._refuse_to_begin_anew()
+        self._refuse_to_begin_anew(damaged)
         return None
 
     def _set_aside(self, step: int, found: str, key: str) -> None:
@@ -172,15 +171,16 @@ class Restorer:
                 aside.name,
             )
 
-    def _refuse_to_begin_anew(self) -> None:
-        """Return if the run never had a checkpoint.
+    def _refuse_to_begin_anew(self, damaged: tuple[int, str] | None) -> None:
+        """Return if the run never had a checkpoint, and none that was `damaged` has been read.
 
         Raises:
             ConfigError: if it had some, and they are surely gone or damaged.
             UnreadableError: if nobody can know now: perhaps a file system is not mounted.
         """
         run, folder = self._run, self._run.checkpoints
-        known_step, aside = newest_committed(run), checkpoint_names.steps_set_aside(run)
+        known_step = newest_committed(run) or (damaged and damaged[0])
+        aside = checkpoint_names.steps_set_aside(run)
         if not is_there(run.config):
             raise UnreadableError(f"{run.path} does not exist; perhaps its file system is not mounted.")
         if not known_step and not aside:
@@ -191,9 +191,9 @@ class Restorer:
                 "now. If you deleted it, start over with `ddp-hpc submit --fresh`."
             )
         had = f"one of step {known_step} was committed" if known_step else "the run had some"
-        damaged = f", and those of step {', '.join(map(str, aside))} are damaged (`step-*.corrupt-*`)" if aside else ""
+        lost = f", and those of step {', '.join(map(str, aside))} are damaged (`step-*.corrupt-*`)" if aside else ""
         raise ConfigError(
-            f"{folder} has no checkpoint that can be used, but {had}{damaged}. The run does not start over on its own. If you have "
+            f"{folder} has no checkpoint that can be used, but {had}{lost}. The run does not start over on its own. If you have "
             f"a backup of a directory `step-*`, copy it there and check it with `ddp-hpc checkpoints {run.word} --verify`. Or start "
             "over from step 0 with `ddp-hpc submit --fresh`."
         )
@@ -228,16 +228,15 @@ class Restorer:
         moved = partial(self._send_heartbeat, self._group.barrier_key(key))
         path = checkpoint_names.checkpoint_path(self._run, step)
         report = {"host": socket.gethostname()}
+        restoration: Restoration | None = None
         refused: ConfigError | None = None
-        finish: Callable[[], None] = lambda: None  # noqa: E731
         try:
             manifest = patiently(str(path), partial(_manifest, path, checksum), on_wait=moved)
-            contents = Contents(path, manifest, self._group, moved)
-            stored = shards.stored_tensors(path, manifest.shards, contents.headers())
+            reader = ShardReader(path, manifest, self._group, moved)
+            stored = shards.stored_tensors(path, manifest.shards, reader.headers())
             saved = {name: _saved_tensor(one) for name, one in stored.items()}
             restoration = Restoration(state, saved, manifest.state, seed=seed, about=manifest.made)
-            contents.copy(stored, restoration.into)
-            finish = restoration.finish
+            reader.copy(stored, restoration.into)
         except CorruptCheckpointError as error:
             report["corrupt"] = str(error)
         except StopAskedError:
@@ -251,7 +250,8 @@ class Restorer:
         except (ConfigError, UnreadableError):
             self._group.let_all_read(f"{key}/refused")
             raise
-        finish()
+        if restoration is not None:  # as it is, or `_judge` has raised
+            restoration.finish()
 
     def _exchange_reports(self, key: str, report: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the reports of all ranks; wait for the slowest reader as long as it sends heartbeats."""
@@ -327,7 +327,7 @@ def _judge(reports: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-class Contents:
+class ShardReader:
     """Reads the shards of a checkpoint, chunk by chunk, into one buffer, and verifies each before it is used."""
 
     def __init__(self, path: Path, manifest: Manifest, group: Group, on_progress: Callable[[], object]) -> None:
