@@ -328,11 +328,12 @@ def test_the_first_step_names_what_it_changes_and_no_checkpoint_holds(caplog: py
     model.register_buffer("seen", torch.zeros(2), persistent=False)
     model.register_buffer("table", torch.zeros(2), persistent=False)
     loss.register_buffer("mean", torch.zeros(2))
-    watch = round_trip.Watch(trained_only(model), loss)
+    state = trained_only(model)
+    before = round_trip.unsaved(state, loss)
 
     model.get_buffer("seen").add_(1)
     loss.get_buffer("mean").add_(1)
-    watch.tell()
+    round_trip.tell_unsaved(before, round_trip.unsaved(state, loss))
 
     assert "the first step changes `seen`, `mean of the loss`, which no checkpoint holds" in caplog.text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,43 +161,12 @@ class Keeping(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-class UnderNumbers(Keeping):
-    """Has whole numbers and a text with a slash as keys, a dict by whole numbers, and a tuple."""
-
-    def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
-        kept.setdefault(0, torch.zeros_like(value)).mul_(0.9).add_(value.grad)
-        kept.setdefault("a/b", torch.zeros_like(value)).add_(value.grad)
-        seen = kept.setdefault("seen", {1: 0})
-        seen[1] += 1
-        kept["last"] = (*kept.get("last", ())[-2:], seen[1])
-        assert type(kept["last"]) is tuple
-        return (kept[0] + kept["a/b"]) / sum(kept["last"])
-
-
-class OfManyShapes(Keeping):
-    """Has lists of tensors, one of one element, tensors of complex128, history in a deque, and one tensor for all weights."""
-
-    def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
-        if not kept:
-            factors = [torch.eye(value.shape[0]), torch.ones(1)]
-            kept.update(factors=factors, phase=torch.zeros(value.shape, dtype=torch.complex128), past=deque(maxlen=2))
-            others = [entry["count"] for entry in self.state.values() if "count" in entry]
-            kept["count"] = others[0] if others else torch.zeros(())
-        kept["count"] += 1
-        kept["past"].append(value.grad.norm().item())
-        kept["phase"].add_(value.grad * (1 + 0.5j))
-        kept["factors"][0].mul_(0.9).add_(0.01)
-        kept["factors"][1].mul_(0.9)
-        scale = kept["factors"][0].sum() * kept["factors"][1] * sum(kept["past"]) / kept["count"]
-        return kept["phase"].real.float() * scale
-
-
 class WithAttributes(Keeping):
-    """Counts in an attribute, draws from a generator of its own, averages weights of no group, and deletes an option."""
+    """Counts in attributes, averages weights of no group, has a tensor by columns, and deletes an option."""
 
     def __init__(self, model: nn.Module, lr: float) -> None:
         super().__init__(model, lr, warm=0.5)
-        self.calls, self.norms, self.drawn = 0, [0.0], torch.Generator().manual_seed(3)
+        self.model, self.calls, self.norms, self.last = model, 0, [0.0], dict[str, tuple[int, ...]]()
         self.total = torch.zeros(())
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, no loss
@@ -204,65 +174,17 @@ class WithAttributes(Keeping):
         if self.calls == 3:
             del self.param_groups[0]["warm"]
         self.state[self.first].setdefault("mean", self.first.detach().clone()).mul_(0.9)
-        self.state["all"] = {"calls": self.calls}  # type: ignore[index]  # PyTorch saves it, too
         super().step()
 
     def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
         self.total += value.grad.norm()
         self.norms[0] += float(value.grad.norm())
-        noise = torch.rand(value.shape, generator=self.drawn)
-        factor = self.calls * self.param_groups[0].get("warm", 0.1) * self.norms[0] * self.total
-        return value.grad + noise * self.state[self.first]["mean"].sum() / factor
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Wraps another optimizer, as it is commonly written."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
-        self.state = defaultdict(dict)
-        self.calls = 0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, no loss
-        self.inner.step()
-        self.calls += 1
-        for value in self.param_groups[0]["params"] if self.calls % 3 == 0 else ():
-            slow = self.state[value].setdefault("slow", value.detach().clone())
-            slow.lerp_(value, 0.5)
-            value.copy_(slow)
-
-
-class Pair(torch.optim.Optimizer):
-    """Holds two optimizers with groups of their own; its `state` is made at each look at it."""
-
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        first, *others = model.parameters()
-        self.both = [torch.optim.Adam([first], lr=lr), torch.optim.SGD(others, lr=lr, momentum=0.9)]
-        self.defaults: dict[str, Any] = {}
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch's is an attribute
-        return [group for one in self.both for group in one.param_groups]
-
-    @property
-    def state(self) -> dict[Any, Any]:  # type: ignore[override]  # torch's is an attribute
-        return {**self.both[0].state, **self.both[1].state}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for one in self.both:
-            one.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, no loss
-        for one in self.both:
-            one.step()
-
-
-def lookahead(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    return Lookahead(torch.optim.Adam(model.parameters(), lr=lr))
+        self.last["by"] = (*self.last.get("by", ())[-2:], self.calls)
+        by_columns = kept.setdefault("by columns", torch.ones(3, 2).t())
+        assert by_columns.stride() == (1, 2)
+        by_columns.mul_(0.9)
+        factor = sum(self.last["by"]) * self.param_groups[0].get("warm", 0.1) * self.norms[0] * self.total
+        return value.grad + self.state[self.first]["mean"].sum() / factor + by_columns.sum()
 
 
 def _recipe_with(optimizer: Any) -> Recipe:
@@ -284,18 +206,14 @@ class WithoutRate(Keeping):
 
 KEEPING: dict[str, Any] = {
     "no rate": WithoutRate,
-    "keys that are no names": UnderNumbers,
-    "state of many shapes": OfManyShapes,
     "attributes of its own": WithAttributes,
-    "one around another": lookahead,
-    "a pair": Pair,
+    "counts in its groups": Counting,
+    "adapts numbers in its groups": Adapting,
+    "keeps tensors in its groups": KeepingTensors,
 }
 
 CASES = {
     **{name: Case(recipe=partial(_recipe_with, made)) for name, made in KEEPING.items()},
-    "counts in its groups": Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=Counting)),
-    "adapts numbers in its groups": Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=Adapting)),
-    "keeps tensors in its groups": Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=KeepingTensors)),
     "fused AdamW of a weight by columns": Case(recipe=lambda: a_recipe(Rotating(), optimizer=fused_adamw)),
     "fused SGD of a weight by columns": Case(recipe=lambda: a_recipe(Rotating(), optimizer=fused_sgd)),
     "fused AdamW of filters in channels_last_3d": Case(recipe=lambda: volumes(fused_adamw)),
@@ -348,51 +266,83 @@ class Object:
     """A value that no checkpoint can hold."""
 
 
+WRONG_STATE: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "['it']` of type list": lambda: ("it", [Object()]),
+    "['it']` of type dict": lambda: ("it", {1: 2}),
+    "` with the key `0` of type int": lambda: (0, torch.zeros(1)),
+    "` with the key `'a/b'` of type str": lambda: ("a/b", 1),
+    "['it']` of type Tensor (torch.float32, torch.sparse_coo)": lambda: ("it", torch.zeros(2, 2).to_sparse()),
+    "it` is a tensor of torch.complex128": lambda: ("it", torch.zeros(2, dtype=torch.complex128)),
+    "it` was made by `expand`": lambda: ("it", torch.zeros(1).expand(3)),
+    "['it']` would not come back from a checkpoint as it is": lambda: ("it", torch.zeros(1, requires_grad=True)),
+}
+WRONG_ATTRIBUTES: dict[str, Callable[[nn.Module], Any]] = {
+    "`own` of type Adam": lambda model: [torch.optim.Adam(model.parameters())],
+    "`own` of type Generator": lambda _: torch.Generator(),
+    "`own` of type Object": lambda _: Object(),
+    "`own` of type defaultdict": lambda _: defaultdict(int),
+    "`own` of type deque": lambda _: deque([1]),
+    "`own` of type Tensor (torch.float32, torch.strided)": lambda _: {"mean": torch.zeros(2000)},
+    "`own` of type Parameter": lambda _: nn.Linear(2, 2),
+}
+
+
 class Refused(Keeping):
     """Takes what is wrong with it as an argument."""
 
     def __init__(self, model: nn.Module, lr: float, *, wrong: str) -> None:
         super().__init__(model, lr)
-        self.wrong = wrong
+        self.wrong, self.counts = wrong, dict[Any, int]()
+        if wrong in WRONG_ATTRIBUTES:
+            self.own = WRONG_ATTRIBUTES[wrong](model)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.wrong != "gradients":
+        if not self.wrong.startswith("`zero_grad`"):
             super().zero_grad(set_to_none)
 
     def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
-        if self.wrong == "object":
-            kept["it"] = [Object()]
-        elif self.wrong == "sparse":
-            kept["it"] = torch.zeros(2, 2).to_sparse()
-        elif self.wrong == "view":
+        if self.wrong in WRONG_STATE:
+            key, kept_value = WRONG_STATE[self.wrong]()
+            kept.setdefault(key, kept_value)
+        elif "share memory" in self.wrong:
             kept["it"] = kept.setdefault("whole", torch.zeros(4))[1:3]
-        elif self.wrong == "group" and len(self.param_groups) == 1:
+        elif "add_param_group" in self.wrong and len(self.param_groups) == 1:
             self.add_param_group({"params": [self.first]})
-        elif self.wrong == "closure":
+        elif "counts" in self.wrong:
+            self.counts[value] = 1
+        elif "`state['all']`" in self.wrong:
+            self.state["all"] = {"calls": 1}  # type: ignore[index]  # PyTorch saves it, too
+        elif "closure" in self.wrong:
             raise AssertionError("requires closure, but it was not provided")
         return value.grad
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ("object", "['it'][0]` of type Object, but a checkpoint can hold only"),
-        ("sparse", "['it']` of type Tensor (torch.float32, torch.sparse_coo), but a checkpoint can hold only"),
-        ("view", "share memory, so a resumed run would have two tensors"),
-        ("gradients", "`zero_grad` leaves the gradient of"),
-        ("group", "had 1 parameter groups before the first step, but has 2 now (`add_param_group`)"),
-        ("closure", "Refused asks for a `closure`"),
-    ],
-)
-def test_what_cannot_come_back_is_refused_by_name_before_anything_is_saved(
-    wrong: str, told: str, tmp_path: Path
-) -> None:
-    t = begin(Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=partial(Refused, wrong=wrong))), alone(), tmp_path)
-
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def _trained(case: Case, folder: Path) -> None:
+    with ExitStack() as ended:
+        t = begin(case, alone(), folder)
+        ended.callback(close, t)
         train(t)
 
-    close(t)
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *WRONG_STATE,
+        *WRONG_ATTRIBUTES,
+        "share memory, so a resumed run would have two tensors",
+        "`zero_grad` leaves the gradient of",
+        "had 1 parameter groups before the first step, but has 2 now (`add_param_group`)",
+        "The optimizer has `counts` of type dict",
+        "The optimizer has `state['all']`",
+        "Refused asks for a `closure`",
+    ],
+)
+def test_what_cannot_come_back_is_refused_by_name_before_anything_is_saved(wrong: str, tmp_path: Path) -> None:
+    case = Case(recipe=lambda: a_recipe(quiet_layers(), optimizer=partial(Refused, wrong=wrong)))
+
+    with pytest.raises(ConfigError, match=re.escape(wrong)):
+        _trained(case, tmp_path)
+
     assert not [*tmp_path.glob("checkpoints/step-*")]
 
 
@@ -409,15 +359,10 @@ def _refused_on_each(group: Group, folder: Path) -> str:
     return str(caught.value)
 
 
-class OfEachRank(WithAttributes):
-    """Draws from a generator that each rank seeds otherwise."""
-
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        super().__init__(model, lr)
-        self.drawn = torch.Generator().manual_seed(torch.distributed.get_rank())
+class OfEachRank(Keeping):
+    """Has its rank as an attribute."""
 
     def direction(self, value: Any, kept: dict[Any, Any]) -> Any:
-        torch.rand(1, generator=self.drawn)
         self.rank = torch.distributed.get_rank()
         return value.grad
 

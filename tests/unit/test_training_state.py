@@ -129,7 +129,7 @@ class Stepper(torch.optim.SGD):
         self.state[next(model.parameters())] = {"kept": kept}
 
 
-@pytest.mark.parametrize("kept", [3, 0.1, "text", None, True, [1, 2]])
+@pytest.mark.parametrize("kept", [3, 0.1, "text", None, True])
 def test_numbers_and_text_in_an_optimizers_state_are_kept(kept: object) -> None:
     state, resumed = make_state(steps=0), make_state()
     state.optimizer = Stepper(state.model, kept)
@@ -144,7 +144,7 @@ def test_what_is_neither_tensor_nor_number_nor_text_is_refused() -> None:
     state = make_state()
     state.optimizer = Stepper(state.model, object())
 
-    with pytest.raises(ConfigError, match="a checkpoint can hold only tensors, numbers and text"):
+    with pytest.raises(ConfigError, match="of type object, which no checkpoint would hold"):
         numbers(state)
 
 

@@ -42,8 +42,7 @@ from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
 from ddp_hpc.train.state.moving_average import MovingAverage
-from ddp_hpc.train.state.odd_values import named_tensors
-from ddp_hpc.train.state.training_state import TrainingState
+from ddp_hpc.train.state.training_state import TrainingState, named_tensors
 from ddp_hpc.train.stop import StopConsensus, StopFlag
 from ddp_hpc.train.watchdog import Watchdog
 

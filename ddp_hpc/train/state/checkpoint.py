@@ -122,7 +122,9 @@ class Checkpointer:
         self._made: dict[str, dict[str, SavedTensor]] | None = None
         """Names and shapes of what the model saves, as they were before any forward; None where that was not asked."""
         self._is_checked_again = False
-        self._watch: round_trip.Watch | None = None
+        self._unsaved: Callable[[], dict[str, int]] = dict
+        """Returns the digests of what no checkpoint holds; `_unsaved_before`: as they were before the first forward."""
+        self._unsaved_before: dict[str, int] = {}
         self.newest_losses: Callable[[], Sequence[Tensor]] = tuple
         """Returns the losses of the last step. If one is not finite, a periodic save is not committed: the weights may still be
         finite, but too large to continue from."""
@@ -147,16 +149,16 @@ class Checkpointer:
             return
         self.check_again(state, why=round_trip.why_not_restored(state, DTYPES))
         self._compare_between_ranks(state)
-        if self._watch is not None and self._group.rank_info.is_rank_zero:
-            self._watch.tell()
-        self._watch = None
+        if self._group.rank_info.is_rank_zero:
+            round_trip.tell_unsaved(self._unsaved_before, self._unsaved())
         if will_save:  # the optimizer has made its state in this step, so its size is known
             self.wait()
             self._writing = self._writer.submit(self._make_buffers, self._mine(state))
 
     def watch(self, state: TrainingState, loss: object) -> None:
         """Note, before the first forward, what no checkpoint holds, to name it if the first step changes it."""
-        self._watch = round_trip.Watch(state, loss)
+        self._unsaved = partial(round_trip.unsaved, state, loss)
+        self._unsaved_before = self._unsaved()
 
     def _compare_between_ranks(self, state: TrainingState) -> None:
         """Find out whether all ranks have what rank zero alone saves.

@@ -23,7 +23,7 @@ _OF_OTHERS = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "captu
 
 _GONE = {"gone": True}
 """Stands for an option that the optimizer has deleted."""
-_MOST_ELEMENTS = 1024
+MOST_ELEMENTS = 1024
 """How many elements an option may have that is a tensor: it is kept in the manifest."""
 
 
@@ -42,7 +42,7 @@ def written(groups: Groups, made: Sequence[Mapping[str, str | None]]) -> list[di
     """
     found: list[dict[str, Any]] = []
     for group, before in zip(groups, made, strict=False):  # a group that came later is the recipe's
-        now = {key: _encoded(value, key) for key, value in _candidates(group).items()}
+        now = {key: encoded(value, key) for key, value in _candidates(group).items()}
         gone = dict.fromkeys(before.keys() - group.keys(), _GONE)
         found.append({**{key: value for key, value in now.items() if _as_text(value) != before.get(key)}, **gone})
     return found if any(found) else []
@@ -72,7 +72,7 @@ def put_back(groups: Sequence[dict[str, Any]], kept: Sequence[Mapping[str, Any]]
             if encoded == _GONE:
                 group.pop(key, None)
                 continue
-            value, old = _decoded(encoded, device), group.get(key)
+            value, old = decoded(encoded, device), group.get(key)
             if not isinstance(value, Tensor) or not isinstance(old, Tensor):
                 group[key] = value
                 continue
@@ -93,10 +93,10 @@ def shown(value: Any) -> Any:
     """
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value
-    if value.numel() > _MOST_ELEMENTS:
+    if value.numel() > MOST_ELEMENTS:
         raise ConfigError(
             f"An option of the optimizer is a tensor of {value.numel()} elements, but a checkpoint can hold only "
-            f"{_MOST_ELEMENTS} of one. Keep it in `optimizer.state`, beside the parameter that it belongs to."
+            f"{MOST_ELEMENTS} of one. Keep it in `optimizer.state`, beside the parameter that it belongs to."
         )
     return value.tolist()
 
@@ -112,12 +112,12 @@ def _as_text(encoded: Any) -> str:
 
 def _text_or_none(value: Any) -> str | None:
     try:
-        return _as_text(_encoded(value, ""))
+        return _as_text(encoded(value, ""))
     except ConfigError:  # whether that matters is found out when it is to be saved
         return None
 
 
-def _encoded(value: Any, key: str) -> Any:
+def encoded(value: Any, key: str) -> Any:
     """Return an option as JSON; numbers, text and None stand for themselves, all else is in a dict that says what it is.
 
     Raises:
@@ -126,9 +126,9 @@ def _encoded(value: Any, key: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return {"tuple" if isinstance(value, tuple) else "list": [_encoded(one, key) for one in value]}
+        return {"tuple" if isinstance(value, tuple) else "list": [encoded(one, key) for one in value]}
     if isinstance(value, dict):
-        return {"dict": [[_encoded(name, key), _encoded(one, key)] for name, one in value.items()]}
+        return {"dict": [[encoded(name, key), encoded(one, key)] for name, one in value.items()]}
     if isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta):
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return {
@@ -143,8 +143,8 @@ def _encoded(value: Any, key: str) -> Any:
     )
 
 
-def _decoded(encoded: Any, device: torch.device) -> Any:
-    """Return what `_encoded` was given; a tensor that was not on the CPU comes to `device`."""
+def decoded(encoded: Any, device: torch.device) -> Any:
+    """Return what `encoded` was given; a tensor that was not on the CPU comes to `device`."""
     if not isinstance(encoded, dict):
         return encoded
     if "tensor" in encoded:
@@ -154,7 +154,7 @@ def _decoded(encoded: Any, device: torch.device) -> Any:
             value.view(-1).view(torch.uint8).copy_(content)
         return value if encoded["device"] == "cpu" else value.to(device)
     if "dict" in encoded:
-        return {_decoded(name, device): _decoded(one, device) for name, one in encoded["dict"]}
+        return {decoded(name, device): decoded(one, device) for name, one in encoded["dict"]}
     if "tuple" in encoded:
-        return tuple(_decoded(one, device) for one in encoded["tuple"])
-    return [_decoded(one, device) for one in encoded["list"]]
+        return tuple(decoded(one, device) for one in encoded["tuple"])
+    return [decoded(one, device) for one in encoded["list"]]

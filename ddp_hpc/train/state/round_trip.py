@@ -9,6 +9,7 @@ import json
 import logging
 import zlib
 from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.engine.set_aside import room_for_copies, set_aside
 from ddp_hpc.train.state import digests, optimizer_state, training_state
-from ddp_hpc.train.state.odd_values import named_tensors
-from ddp_hpc.train.state.training_state import TrainingState
+from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
+from ddp_hpc.train.state.training_state import TrainingState, named_tensors
 
 log = logging.getLogger(__name__)
 
@@ -79,26 +80,68 @@ def why_not_restored(state: TrainingState, dtypes: Container[torch.dtype]) -> st
     """Say what would not come back from a checkpoint of now; empty if all would."""
     try:
         training_state.check(state, dtypes)
-        found = state.kept_of_optimizer()
-        if found.left_out:
-            log.warning(
-                "no checkpoint holds %s of the optimizer: ddp-hpc does not know how to keep it. If the optimizer changes it, a resumed run does "
-                "not give the bits of an undisturbed one. Keep such values in tensors, numbers, lists or dicts.",
-                _listed(found.left_out),
-            )
-        return optimizer_state.why_not_restored(state.model, state.optimizer, found)
+        kept = state.kept_of_optimizer()
+        return _shared_memory(state, kept) or _gradients_left(state) or _not_back(state, kept)
     except ConfigError as error:
         return str(error)
 
 
+def _shared_memory(state: TrainingState, kept: KeptByOptimizer) -> str:
+    owners = {
+        one.untyped_storage().data_ptr(): name for name, one in named_tensors(state.model).items() if _has_storage(one)
+    }
+    for name, one in kept.tensors.items():
+        if one.numel() and (other := owners.setdefault(one.untyped_storage().data_ptr(), name)) != name:
+            return (
+                f"The optimizer's `{name}` and `{other}` share memory, so a resumed run would have two tensors. Keep one of them, or a copy "
+                "(`clone`)."
+            )
+    return ""
+
+
+def _has_storage(one: Tensor) -> bool:
+    is_plain = type(one).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_plain and one.layout == torch.strided and not one.is_meta and bool(one.numel())
+
+
+def _gradients_left(state: TrainingState) -> str:
+    names = {one: name for name, one in state.model.named_parameters()}
+    for parameter in (one for group in state.optimizer.param_groups for one in group["params"]):
+        grad = parameter.grad
+        if grad is not None and not grad.is_sparse and bool(grad.any()):
+            return (
+                f"The optimizer's `zero_grad` leaves the gradient of {names[parameter]!r}, to which the next step adds, but no checkpoint holds "
+                "gradients. Clear them there, and add up gradients with `train.micro_batch_size`, or in the optimizer's `state`."
+            )
+    return ""
+
+
+def _not_back(state: TrainingState, kept: KeptByOptimizer) -> str:
+    """Name what a restore would make otherwise; no tensor is copied, so types, shapes and places are compared."""
+    content = json.loads(json.dumps({"type": type(state.optimizer).__name__, **kept.as_json()}))
+    saved = {name: SavedTensor(one.shape, one.dtype) for name, one in kept.tensors.items()}
+    back = optimizer_state.restored(state.model, state.optimizer, content, saved, is_meta=True).state
+    for name, parameter in state.model.named_parameters():
+        live = state.optimizer.state.get(parameter, {})
+        for key in {**live, **back.get(parameter, {})}:
+            if _kind(live.get(key)) != _kind(back[parameter].get(key)):
+                return (
+                    f"The optimizer's `state[{name}][{key!r}]` would not come back from a checkpoint as it is. Keep tensors, numbers and texts in "
+                    "`state[parameter]`, under names, as the optimizers of `torch.optim` do."
+                )
+    return ""
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.stride(), value.requires_grad
+    return type(value), repr(value)
+
+
 def of_all_ranks(state: TrainingState) -> dict[str, int]:
     """Return a number for each thing that rank zero alone saves, though DDP does not keep it equal on all ranks."""
-    odd = state.kept_of_optimizer().odd
-    attributes = {
-        f"{path}{name}": one for path, each in odd.get("attributes", {}).items() for name, one in each.items()
-    }
-    rest = {name: one for name, one in odd.items() if name != "attributes"}
-    texts = {f"{name} of the optimizer": json.dumps(one, sort_keys=True) for name, one in (attributes | rest).items()}
+    attributes = state.kept_of_optimizer().attributes
+    texts = {f"{name} of the optimizer": json.dumps(one, sort_keys=True) for name, one in attributes.items()}
     known = named_tensors(state.model)
     memory = {one.data_ptr() for one in known.values()}
     others = {
@@ -119,41 +162,32 @@ def why_ranks_differ(reports: Iterable[Mapping[str, int]]) -> str:
     )
 
 
-class Watch:
-    """Buffers and frozen weights that no checkpoint holds: names those that the first step of an attempt changes."""
-
-    def __init__(self, state: TrainingState, loss: object) -> None:
-        """Take their digests; call it before the first forward."""
-        saved = state.model.state_dict()
-        memory = {one.data_ptr() for one in saved.values() if isinstance(one, Tensor)}
-        self._model, self._loss = state.model, loss
-        self._names = {
-            name
-            for name, one in named_tensors(state.model).items()
-            if name not in saved and one.data_ptr() not in memory
+def unsaved(state: TrainingState, loss: object) -> dict[str, int]:
+    """Return digests of buffers and frozen weights that no checkpoint holds."""
+    known, saved = named_tensors(state.model), state.model.state_dict()
+    memory = {one.data_ptr() for one in saved.values() if isinstance(one, Tensor)}
+    of_loss = loss.named_buffers() if isinstance(loss, nn.Module) else ()
+    others = known | {
+        f"{name} of the loss": one for name, one in of_loss if not any(one is other for other in known.values())
+    }
+    return digests.of_tensors(
+        {
+            name: one.detach()
+            for name, one in others.items()
+            if name not in saved and _has_storage(one) and one.data_ptr() not in memory
         }
-        self._before = self._digests()
+    )
 
-    def _digests(self) -> dict[str, int]:
-        named = {name: one for name, one in named_tensors(self._model).items() if name in self._names}
-        if isinstance(self._loss, nn.Module):
-            known = {id(one) for one in named_tensors(self._model).values()}
-            of_loss = self._loss.named_buffers()
-            named |= {f"{name} of the loss": one for name, one in of_loss if id(one) not in known}
-        plain = {name: one.detach() for name, one in named.items() if one.layout == torch.strided and not one.is_meta}
-        return digests.of_tensors(plain)
 
-    def tell(self) -> None:
-        """Log what has changed."""
-        now = self._digests()
-        changed = [name for name, one in now.items() if one != self._before.get(name)]
-        if changed:
-            log.warning(
-                "the first step changes %s, which no checkpoint holds: a resumed run begins with what the recipe gives it, and may not give the bits "
-                "of an undisturbed one. You need do nothing if it is a cache that forward fills; else make it a buffer of the model that its "
-                "`state_dict` has (not `persistent=False`).",
-                _listed(changed),
-            )
+def tell_unsaved(before: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Log which of `unsaved` the first step has changed."""
+    if changed := digests.differing([now, before]):
+        log.warning(
+            "the first step changes %s, which no checkpoint holds: a resumed run begins with what the recipe gives it, and may not give the bits "
+            "of an undisturbed one. You need do nothing if it is a cache that forward fills; else make it a buffer of the model that its "
+            "`state_dict` has (not `persistent=False`).",
+            _listed(changed),
+        )
 
 
 def _listed(names: list[str]) -> str:

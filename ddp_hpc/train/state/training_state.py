@@ -18,8 +18,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.state import group_options, optimizer_state, rng
 from ddp_hpc.train.state.moving_average import MovingAverage
-from ddp_hpc.train.state.odd_values import named_tensors
-from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor, TensorsToFill
+from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
 
 _MOST_NAMES = 5
 """How many names a message lists at most."""
@@ -61,12 +60,17 @@ class TrainingState:
     attributes_as_made: optimizer_state.Attributes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.options_as_made = group_options.as_made(optimizer_state.groups(self.optimizer))
-        self.attributes_as_made = optimizer_state.attributes_as_made(self.model, self.optimizer)
+        self.options_as_made = group_options.as_made(self.optimizer.param_groups)
+        self.attributes_as_made = optimizer_state.attributes(self.model, self.optimizer)
 
     def kept_of_optimizer(self) -> KeptByOptimizer:
         """Return what a checkpoint holds of the optimizer, but for the options of its groups."""
         return optimizer_state.kept(self.model, self.optimizer, self.attributes_as_made)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def tensors(state: TrainingState, kept: KeptByOptimizer | None = None) -> list[NamedTensor]:
@@ -191,21 +195,19 @@ def _shapes(module: nn.Module) -> dict[str, SavedTensor]:
 
 def numbers(state: TrainingState, kept: KeptByOptimizer | None = None) -> dict[str, Any]:
     """Return the part of the state that is not tensors, as JSON; the same on every rank."""
-    kept, all_groups = kept or state.kept_of_optimizer(), optimizer_state.groups(state.optimizer)
     groups = [
         {key: group_options.shown(value) for key, value in group.items() if key != "params"}
         for group in state.optimizer.param_groups
     ]
-    own_options = group_options.written(all_groups, state.options_as_made)
+    own_options = group_options.written(state.optimizer.param_groups, state.options_as_made)
     return {
         "position": asdict(state.position),
         "loss_steps": state.loss_steps,
         "optimizer": {
             "type": type(state.optimizer).__name__,
             "groups": _as_json(groups, "the optimizer's groups"),
-            "plain": kept.plain,
+            **(kept or state.kept_of_optimizer()).as_json(),
             **({"own_options": own_options} if own_options else {}),
-            **({"odd": kept.odd} if kept.odd else {}),
         },
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
         "ema_updates": None if state.ema is None else state.ema.num_updates,
@@ -245,17 +247,16 @@ class Restoration:
         if state.ema is not None and self._has_average:
             modules.append(("ema", state.ema.module))
         self._weights = [_WeightsToLoad(module, saved, prefix, state.rank) for prefix, module in modules]
-        made = TensorsToFill(saved, state.device)
-        self._of_optimizer = optimizer_state.restored(state.model, state.optimizer, plain["optimizer"], made, saved)
+        self._of_optimizer = optimizer_state.restored(state.model, state.optimizer, plain["optimizer"], saved)
         self._own_options = plain["optimizer"].get("own_options", [])
-        group_options.check(optimizer_state.groups(state.optimizer), self._own_options)
+        group_options.check(state.optimizer.param_groups, self._own_options)
         self._own = {name: one.empty() for name, one in saved.items() if self._is_own(name)}
         self._num_ranks = len({name.partition("/")[0] for name in saved if name.startswith("rank.")})
         self.into: dict[str, Tensor] = dict(self._own)
         """Where to read each tensor that this rank needs: of the saved shape and dtype, on any device, with any strides."""
         for weights in self._weights:
             self.into |= weights.into
-        self.into |= made.into
+        self.into |= self._of_optimizer.into
 
     def _is_own(self, name: str) -> bool:
         """Return whether this rank needs a tensor that one rank owned: its own ones, and on rank zero all loss meters."""
@@ -275,8 +276,9 @@ class Restoration:
                 state.ema.module.load_state_dict(state.model.state_dict())
         if state.scaler is not None and plain["scaler"]:
             state.scaler.load_state_dict(plain["scaler"])
-        group_options.put_back(optimizer_state.groups(state.optimizer), self._own_options, state.device)
-        self._of_optimizer.put(state.optimizer)
+        state.optimizer.state.update(self._of_optimizer.state)
+        group_options.put_back(state.optimizer.param_groups, self._own_options, state.device)
+        group_options.put_back([vars(state.optimizer)], [plain["optimizer"].get("attributes", {})], state.device)
         state.position = Position(**plain["position"])
         state.gradient_order = self._about.get("gradient_order")
         state.plan = dict(self._about.get("plan", {}))
