@@ -9,8 +9,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from ddp_hpc.launch.submission.snapshot import Snapshot, _look
-from ddp_hpc.run.run_dir.code_copy import LIST
+from ddp_hpc.launch.submission.snapshot import LIST, Snapshot, _look
 
 
 def git(folder: Path, *words: str) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.launch.submission import snapshot
-from ddp_hpc.launch.submission.snapshot import Snapshot, notes_on_copy, path_in_snapshot, take_snapshot
-from ddp_hpc.run.run_dir.code_copy import written_into
+from ddp_hpc.launch.submission.snapshot import Snapshot, notes_on_copy, path_in_snapshot, take_snapshot, written_into
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.unit.made_repository import changed, git, names
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.launch.submission.snapshot import path_in_snapshot, take_snapshot
-from ddp_hpc.run.run_dir.code_copy import LIST
+from ddp_hpc.launch.submission.snapshot import LIST, path_in_snapshot, take_snapshot
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.unit.made_repository import changed, git, names
 

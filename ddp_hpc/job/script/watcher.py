@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -23,7 +22,6 @@ from ddp_hpc.job.script.hang_watch import HangWatch
 from ddp_hpc.job.script.life import Life
 from ddp_hpc.job.script.output import Echo
 from ddp_hpc.job.script.script_rank import ScriptRank
-from ddp_hpc.run.run_dir.code_copy import LIST, read_list, written_into
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.rank_ends import write_rank_end
 from ddp_hpc.run.run_dir.records import Progress, with_report, write_progress
@@ -58,8 +56,6 @@ class Watcher:
     """The processes that were sent the stop signal; none gets it twice."""
     _kill_at: float = float("inf")
     _looked_at: float = 0.0
-    _next_look_into_copy_s: float | None = 2.0
-    """When to look next whether the script writes into the job's copy of the code; None once that is known."""
     _began: float = field(default_factory=time.monotonic)
 
     def see_through(self, pid: int) -> int:
@@ -94,7 +90,6 @@ class Watcher:
             have_ended = ended.keys() >= {*pids}
             if have_ended or life.is_due():
                 is_alive = life.look()
-                self._note_outputs_in_copy(is_last=have_ended)
                 if hang.is_due(is_alive=is_alive) and not have_ended:
                     in_thread(partial(hang.keep_record, pids[0]))  # this loop passes on signals, and kills in time
                 # At the end, there may be what the script has reported by `attach` since the last look.
@@ -178,26 +173,6 @@ class Watcher:
         with suppress(OSError):  # the file system does not answer now; the next look sees the change, too
             self.seen = record_changes(self.script_rank.run, self.seen, look(pattern, Path.cwd()))
         return self.seen.num_changes != before
-
-    def _note_outputs_in_copy(self, *, is_last: bool) -> None:
-        """Say once, in the first minutes or at the end, that the script writes into the job's copy of the code."""
-        ran_s = time.monotonic() - self._began
-        if not self.script_rank.plan.has_copy or self.script_rank.rank != 0 or self._next_look_into_copy_s is None:
-            return
-        if not is_last and ran_s < self._next_look_into_copy_s:
-            return
-        self._next_look_into_copy_s = 2 * ran_s
-        with suppress(OSError, ValueError, StopIteration):  # the file system does not answer
-            copy = next(path for path in self.script_rank.run.copies if (path / LIST).exists())
-            source, _ = read_list(copy)
-            if written := list(written_into(copy)):
-                self._next_look_into_copy_s = None
-                sys.stderr.write(
-                    f"note: the script writes {', '.join(written[:3])} into {copy}, the job's copy of the code, because it writes "
-                    "beside its own file (`__file__`). The run's next job finds it there. To have it in "
-                    f"{source}, name such files by `script.progress` ('out/*.pt') from the run's first submission on, or set "
-                    "`snapshot.enabled=false`.\n"
-                )
 
     def _note_life(self) -> None:
         """Write what the supervisor takes for a sign of life."""

@@ -13,17 +13,19 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from ddp_hpc.base.durable import fsync_path, make_directories, readers, replace_text, scratch_path
+from ddp_hpc.base.durable import fsync_path, make_directories, read_json, readers, replace_text, scratch_path
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.run_dir.code_copy import LIST, NO_OUTPUT, folders_of, written_into
 from ddp_hpc.run.run_dir.paths import RunDir
 
+LIST = ".ddp_hpc-snapshot.json"
+"""The file in a copy that lists what was copied, and from where."""
+_NO_OUTPUT = frozenset({"__pycache__", LIST})
 _NUM_NAMED = 5
 _MOST_LINKS = 1000
 """The most links in one directory of a copy."""
@@ -135,11 +137,28 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")
 
 
+def _folders_of(names: Iterable[str]) -> set[str]:
+    """Return the directories that hold these files, the top (`.`) included."""
+    return {".", *(str(parent) for name in names for parent in Path(name).parents)}
+
+
+def written_into(copy: Path) -> Iterator[str]:
+    """Yield what jobs have written into a copy, beside the files of the code, also where an older copy holds it."""
+    names = {file["name"] for file in (read_json(copy / LIST) or {"files": []})["files"]}
+    folders = _folders_of(names)
+    for folder in sorted(folders):
+        for entry in os.scandir(copy / folder) if (copy / folder).is_dir() else ():
+            name = os.path.normpath(Path(folder, entry.name))
+            is_of_work_tree = entry.is_symlink() and Path(entry).readlink().is_absolute()
+            if not (name in names or name in folders or entry.name in _NO_OUTPUT or is_of_work_tree):
+                yield name
+
+
 def _carry_over(before: Path, target: Path, names: Sequence[str]) -> list[str]:
     """Link what earlier jobs have written into the copy before, so that the next one goes on from it; return its names."""
     if not before.exists():
         return []
-    written, folders = list(written_into(before)), folders_of(names)
+    written, folders = list(written_into(before)), _folders_of(names)
     for name in written:
         link = target / name
         if str(Path(name).parent) in folders and not os.path.lexists(link):
@@ -149,7 +168,7 @@ def _carry_over(before: Path, target: Path, names: Sequence[str]) -> list[str]:
 
 def _link_rest(source: Path, target: Path, names: Sequence[str], hidden: set[Path]) -> list[str]:
     """Link what lies beside the code's files and is not copied; return directories that hold more of it than is linked."""
-    folders = folders_of(names)
+    folders = _folders_of(names)
     known = {*names, *folders}
     not_shown = []
     for folder in sorted(folders):
@@ -160,7 +179,7 @@ def _link_rest(source: Path, target: Path, names: Sequence[str], hidden: set[Pat
                     Path(entry)
                     for entry in entries
                     if os.path.normpath(Path(folder, entry.name)) not in known
-                    and entry.name not in NO_OUTPUT
+                    and entry.name not in _NO_OUTPUT
                     and not any(path.is_relative_to(entry) for path in hidden)
                     and (entry.is_dir() or entry.is_file())
                 )
