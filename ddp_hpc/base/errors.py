@@ -1,4 +1,7 @@
-"""The errors that users see: each says what was asked, what was found, and what to do."""
+"""The errors that users see: each says what was asked, what was found, and what to do.
+
+A `ConfigError` or `SlurmUnavailableError` ends the command with its text, so a function that raises one, or lets it pass, need not say so.
+"""
 
 from __future__ import annotations
 

@@ -38,11 +38,7 @@ class PointRow:
 
 
 def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[str, str]) -> int:
-    """Print the table of one sweep.
-
-    Raises:
-        ConfigError: where there is no such sweep, or it is to be sorted by what it does not have.
-    """
+    """Print the table of one sweep."""
     sweep_dir = find_sweep(args.sweep, runs_dir)
     if args.filter or args.keys:
         raise ConfigError(

@@ -54,11 +54,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def is_sweep_asked(args: argparse.Namespace) -> bool:
-    """Return whether a submission is a sweep.
-
-    Raises:
-        ConfigError: where a flag of sweeps stands alone, or one that no sweep can have stands beside them.
-    """
+    """Return whether a submission is a sweep."""
     is_asked = bool(args.sweep) or args.points is not None
     alone = {"--zip": args.zip, "--at-most": args.at_most, "--stop-after-failures": args.stop_after_failures}
     for flag, value in alone.items():
@@ -74,11 +70,7 @@ def is_sweep_asked(args: argparse.Namespace) -> bool:
 
 
 def asked_points(args: argparse.Namespace) -> list[Point]:
-    """Return the points that the command line asks for.
-
-    Raises:
-        ConfigError: where they cannot be read.
-    """
+    """Return the points that the command line asks for."""
     from ddp_hpc.launch.sweep.points import points_of, read_points  # late: most submissions are of one run
     from ddp_hpc.launch.sweep.values import parse_axis
 

@@ -41,11 +41,7 @@ class Bind:
 
     @classmethod
     def parse(cls, text: str) -> Bind:
-        """Read `SOURCE[:TARGET[:ro|rw]]`.
-
-        Raises:
-            ConfigError: if the text has another form.
-        """
+        """Read `SOURCE[:TARGET[:ro|rw]]`."""
         source, *rest = text.split(":")
         target = rest[0] if rest else source
         modes = rest[1:]
@@ -112,11 +108,7 @@ class HostPaths:
 def container_setup(
     spec: LaunchSpec, run: RunDir, paths: HostPaths, environ: Mapping[str, str] | None = None
 ) -> ContainerSetup | None:
-    """Return what a run's container provides to its workers; None for a run without an image.
-
-    Raises:
-        ConfigError: if a bind is invalid.
-    """
+    """Return what a run's container provides to its workers; None for a run without an image."""
     container, resources = spec.container, spec.resources
     if container.image is None:
         return None
@@ -173,11 +165,7 @@ def _is_mountable(path: Path) -> bool:
 
 
 def refuse_misplaced(spec: LaunchSpec, *, is_for_slurm: bool) -> None:
-    """Refuse a runtime that cannot run here.
-
-    Raises:
-        ConfigError: for Docker in a Slurm job, and for pyxis without Slurm.
-    """
+    """Refuse a runtime that cannot run here."""
     runtime = spec.container.runtime
     if runtime == "docker" and is_for_slurm:
         raise ConfigError(
@@ -209,11 +197,7 @@ def is_packed(source: str) -> bool:
 
 
 def staged_source(spec: LaunchSpec) -> str | None:
-    """Return the file that a run copies to its nodes' local disks: an archive, or an image file; None if there is none.
-
-    Raises:
-        ConfigError: if `stage.archive` is not an archive, or does not exist.
-    """
+    """Return the file that a run copies to its nodes' local disks: an archive, or an image file; None if there is none."""
     if spec.stage.archive is not None:
         path = image_path(spec.stage.archive)
         if not is_packed(path.name):
@@ -272,11 +256,7 @@ def candidate_runtimes(asked: Literal["auto"] | RuntimeName) -> Sequence[Runtime
 
 
 def find_runtime(spec: LaunchSpec, environ: Mapping[str, str]) -> RuntimeName:
-    """Return the program that runs the image on this host.
-
-    Raises:
-        ConfigError: if it is not on PATH.
-    """
+    """Return the program that runs the image on this host."""
     asked = spec.container.runtime
     if asked == "pyxis":
         return asked
@@ -291,11 +271,7 @@ def find_runtime(spec: LaunchSpec, environ: Mapping[str, str]) -> RuntimeName:
 
 
 def command_wrapper(inside: ContainerSetup, runtime: RuntimeName, python: str) -> CommandWrapper:
-    """Return how the runtime starts a Python command in the container.
-
-    Raises:
-        ConfigError: if the runtime cannot mount a path, or an option of the user would break the workers.
-    """
+    """Return how the runtime starts a Python command in the container."""
     return _RUNTIMES[runtime](inside, python)
 
 

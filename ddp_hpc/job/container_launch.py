@@ -30,11 +30,7 @@ from ddp_hpc.run.spec.launch import LaunchSpec
 def wrapper_of(
     spec: LaunchSpec, run: RunDir, paths: HostPaths, environ: Mapping[str, str], *, is_for_slurm: bool = True
 ) -> CommandWrapper:
-    """Return how this job's commands are run on its nodes, where nothing is staged.
-
-    Raises:
-        ConfigError: where the image, a path to mount, or the runtime is missing.
-    """
+    """Return how this job's commands are run on its nodes, where nothing is staged."""
     inside = container_setup(spec, run, paths, environ)
     if inside is None:
         return BARE

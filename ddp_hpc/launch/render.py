@@ -35,20 +35,12 @@ class JobScript:
 
 
 def render(script: JobScript) -> str:
-    """Return the script's text. Equal input gives equal text, byte for byte.
-
-    Raises:
-        ConfigError: if the user's template cannot be read or rendered.
-    """
+    """Return the script's text. Equal input gives equal text, byte for byte."""
     return _rendered(_template(script.spec), _values(script))
 
 
 def render_template(name: str, values: Mapping[str, Any]) -> str:
-    """Return the text of one of our own templates, by its file's name.
-
-    Raises:
-        ConfigError: if it cannot be rendered with these values.
-    """
+    """Return the text of one of our own templates, by its file's name."""
     return _rendered(_own_template(name), values)
 
 
@@ -95,11 +87,7 @@ def _environment() -> Any:
 
 
 def quote(value: object) -> str:
-    """Quote a value for the shell.
-
-    Raises:
-        ConfigError: for a value with a line break, or what some program takes for one (CR, U+2028).
-    """
+    """Quote a value for the shell."""
     text = os.fspath(value) if isinstance(value, Path) else str(value)
     if "\0" in text or text.splitlines() not in ([], [text]):
         raise ConfigError(

@@ -51,11 +51,7 @@ class RankInfo:
 
 
 def rank_info_from_environ(environ: Mapping[str, str]) -> RankInfo:
-    """Read the variables that every PyTorch launcher sets.
-
-    Raises:
-        ConfigError: if one is missing or not a number.
-    """
+    """Read the variables that every PyTorch launcher sets."""
     try:
         numbers = {
             name.lower(): int(environ[name])
@@ -81,11 +77,7 @@ def rank_info_from_environ(environ: Mapping[str, str]) -> RankInfo:
 def choose_device(
     rank_info: RankInfo, gpus_per_node: int, *, visible: str | None = None, may_be_alone: bool = False
 ) -> torch.device:
-    """Return this worker's device. `visible` is CUDA_VISIBLE_DEVICES, for `may_be_alone` see `device_index`.
-
-    Raises:
-        ConfigError: if GPUs are asked for and PyTorch sees too few.
-    """
+    """Return this worker's device. `visible` is CUDA_VISIBLE_DEVICES, for `may_be_alone` see `device_index`."""
     if gpus_per_node == 0:
         return torch.device("cpu")
     if rank_info.shares_gpu:
@@ -105,9 +97,6 @@ def device_index(rank_info: RankInfo, count: int, *, visible: str | None, may_be
 
     With `may_be_alone`, Slurm started this worker as a task of its own and may show it only its own GPU. Otherwise all
     workers of a node see the same GPUs, and there must be one for each.
-
-    Raises:
-        ConfigError: if there are too few for the workers of this node.
     """
     if count >= rank_info.local_world_size or (may_be_alone and count == 1):
         return rank_info.local_rank if rank_info.local_rank < count else 0

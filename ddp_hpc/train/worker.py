@@ -61,11 +61,7 @@ _MOST_SHOWN = 8
 
 
 def preload(run_path: str) -> str:
-    """Import what every worker needs; return why workers must not be forked from this process, or an empty text.
-
-    Raises:
-        ConfigError: if the recipe cannot be imported.
-    """
+    """Import what every worker needs; return why workers must not be forked from this process, or an empty text."""
     spec = load_resolved(RunDir(Path(run_path)).config, is_patient=True)
     with no_openmp_pool():
         builder = load_builder(spec.recipe.target)

@@ -50,11 +50,7 @@ def config_values(run: RunDir) -> dict[str, Any]:
 
 
 def filter_runs(runs: Sequence[ListedRun], conditions: Sequence[str]) -> list[ListedRun]:
-    """Return the runs that meet all conditions: `state=running`, `train.lr=0.1`.
-
-    Raises:
-        ConfigError: if a condition names neither a state nor a key.
-    """
+    """Return the runs that meet all conditions: `state=running`, `train.lr=0.1`."""
     tests = [_test(condition) for condition in conditions]
     return [run for run in runs if all(test(run) for test in tests)]
 
@@ -81,11 +77,7 @@ def _plain(value: Any) -> Any:
 
 
 def sort_runs(runs: Sequence[ListedRun], by: str, *, is_reversed: bool) -> list[ListedRun]:
-    """Return the runs, sorted by a column, an evaluation metric or a key; those without a value come last.
-
-    Raises:
-        ConfigError: if `by` is something else.
-    """
+    """Return the runs, sorted by a column, an evaluation metric or a key; those without a value come last."""
     is_metric = any(by in run.status.metrics for run in runs)
     if by not in _COLUMNS and not is_metric and key_of(by) is None:
         metrics = sorted({name for run in runs for name in run.status.metrics})

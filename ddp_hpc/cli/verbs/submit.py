@@ -277,11 +277,7 @@ def _shown(setting: str) -> str:
 
 
 def sorted_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """Return the configuration's path, which a script can do without, and the settings.
-
-    Raises:
-        ConfigError: where neither a configuration nor a command is named.
-    """
+    """Return the configuration's path, which a script can do without, and the settings."""
     words = [*([] if args.config is None else [args.config]), *args.settings]
     if args.command is not None and not args.command:
         raise ConfigError(

@@ -202,9 +202,6 @@ def find_place(
     """Return the place of this process; None where no launcher of the table has started it.
 
     `first_node` is the first line of the file that PBS_NODEFILE names, where this host has that file.
-
-    Raises:
-        ConfigError: where a launcher's variables are no numbers, do not fit each other, or lack an address.
     """
     row = recognise(environ, allocation)
     if row is None:
@@ -422,11 +419,7 @@ def of_run(place: RankPlace, run: Path) -> RankPlace:
 
 
 def numeric_address(place: RankPlace, host: Host) -> str:
-    """Return rank zero's address as a number.
-
-    Raises:
-        ConfigError: where it is not known, or this host cannot resolve it.
-    """
+    """Return rank zero's address as a number."""
     name = place.address.value
     if name is None:
         raise ConfigError(f"The address of rank zero's node is not known: {place.address.rule}.")

@@ -74,11 +74,7 @@ def without_inherited_argv(environ: Mapping[str, str]) -> list[str]:
 
 
 def require(command: str, environ: Mapping[str, str]) -> None:
-    """Check that a command of Slurm is on PATH.
-
-    Raises:
-        ConfigError: if it is not.
-    """
+    """Check that a command of Slurm is on PATH."""
     if shutil.which(command, path=environ.get("PATH", "")) is None:
         raise ConfigError(
             f"ddp-hpc needs Slurm's `{command}`, but PATH on this host has none. Go to a login node of the cluster, load its "
@@ -106,12 +102,7 @@ def is_no_answer(text: str) -> bool:
 
 
 def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Answer:
-    """Run a command of Slurm and return its answer, which the caller checks; a nonzero exit code does not raise.
-
-    Raises:
-        ConfigError: if the command is not on PATH, or finds no cluster.
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Run a command of Slurm and return its answer, which the caller checks; a nonzero exit code does not raise."""
     require(argv[0], environ)
     answer = _run(argv, environ, timeout_s=timeout_s)
     if answer.returncode != 0 and _NO_CLUSTER.search(answer.stderr):
@@ -127,11 +118,7 @@ def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = T
 
 
 def _stdout(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> str:
-    """Return what a command prints.
-
-    Raises:
-        SlurmUnavailableError: if it fails.
-    """
+    """Return what a command prints."""
     answer = ask(argv, environ, timeout_s=timeout_s)
     if answer.returncode != 0:
         raise SlurmUnavailableError(
@@ -185,29 +172,17 @@ def user_name() -> str:
 
 
 def queue(user: str, environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
-    """Return a user's jobs that are pending or running.
-
-    Raises:
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Return a user's jobs that are pending or running."""
     return queries.parse_queue(_stdout(queries.queue_argv(user), environ))
 
 
 def commands(user: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return, for each of a user's jobs that is pending or running, its number (an array's is one) and its script.
-
-    Raises:
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Return, for each of a user's jobs that is pending or running, its number (an array's is one) and its script."""
     return dict(queries.parse_commands(_stdout(queries.commands_argv(user), environ)))
 
 
 def job(job_id: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.JobRecord | None:
-    """Return a job as the controller knows it, or else the accounting database; None if neither knows it.
-
-    Raises:
-        SlurmUnavailableError: if the controller does not say whether it knows the job.
-    """
+    """Return a job as the controller knows it, or else the accounting database; None if neither knows it."""
     answer = ask(queries.job_argv(job_id), environ, timeout_s=timeout_s)
     if answer.returncode != 0 and not _NO_JOB.search(answer.stderr):
         raise SlurmUnavailableError(
@@ -241,29 +216,17 @@ test_only.__test__ = False  # type: ignore[attr-defined]  # pytest collects by n
 
 
 def config(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.ClusterConfig:
-    """Return the parts of the cluster's configuration that matter to a run.
-
-    Raises:
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Return the parts of the cluster's configuration that matter to a run."""
     return queries.parse_config(_stdout(queries.config_argv(), environ, timeout_s=timeout_s))
 
 
 def partitions(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Partition]:
-    """Return the partitions of the cluster.
-
-    Raises:
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Return the partitions of the cluster."""
     return queries.parse_partitions(_stdout(queries.partitions_argv(), environ, timeout_s=timeout_s))
 
 
 def shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
-    """Return what the nodes of each partition have.
-
-    Raises:
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Return what the nodes of each partition have."""
     return queries.parse_shapes(_stdout(queries.shapes_argv(), environ))
 
 
@@ -276,22 +239,12 @@ def accounts(environ: Mapping[str, str]) -> list[str]:
 
 
 def cancel(job_id: str, environ: Mapping[str, str]) -> None:
-    """Cancel a job.
-
-    Raises:
-        ConfigError: if Slurm refuses.
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Cancel a job."""
     _succeed(queries.cancel_argv(job_id), environ, f"to cancel job {job_id}")
 
 
 def cancel_pending(job_id: str, environ: Mapping[str, str]) -> None:
-    """Cancel the tasks of a job array that still wait; those that run go on.
-
-    Raises:
-        ConfigError: if Slurm refuses.
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Cancel the tasks of a job array that still wait; those that run go on."""
     _succeed(queries.cancel_pending_argv(job_id), environ, f"to cancel the waiting tasks of job {job_id}")
 
 
@@ -306,21 +259,12 @@ def release(job_id: str, environ: Mapping[str, str]) -> None:
 
 
 def steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the running steps of a job, without the batch script.
-
-    Raises:
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Return the running steps of a job, without the batch script."""
     return queries.parse_steps(_stdout(queries.steps_argv(job_id), environ))
 
 
 def requeue(job_id: str, environ: Mapping[str, str]) -> None:
-    """Put a job back into the queue, under the same job id.
-
-    Raises:
-        ConfigError: if Slurm refuses: the job was submitted with `--no-requeue`, or belongs to another user.
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Put a job back into the queue, under the same job id."""
     # A race: Slurm also requeues a job that was cancelled while its processes are still ending (measured: 22.05), and so
     # undoes the user's scancel. Callers ask for the job's state first.
     _succeed(queries.requeue_argv(job_id), environ, f"to requeue job {job_id}")
@@ -337,34 +281,19 @@ def update(job_id: str, environ: Mapping[str, str], **values: str) -> None:
 
 
 def signal(job_id: str, signal_name: str, environ: Mapping[str, str], *, batch_only: bool = False) -> None:
-    """Send a signal to all steps of a job, or to its batch shell alone.
-
-    Raises:
-        ConfigError: if Slurm refuses.
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Send a signal to all steps of a job, or to its batch shell alone."""
     argv = queries.signal_argv(job_id, signal_name, batch_only=batch_only)
     _succeed(argv, environ, f"to signal job {job_id}")
 
 
 def run_in_job(job_id: str, node: str, command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run a command on a node of a running job, in a step of its own; return what it printed.
-
-    Raises:
-        ConfigError: if Slurm refuses, or the command fails.
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Run a command on a node of a running job, in a step of its own; return what it printed."""
     argv = queries.run_in_job_argv(job_id, node, command)
     return _succeed(argv, environ, f"to run `{command[0]}` in job {job_id} on {node}")
 
 
 def submit(script: Path, environ: Mapping[str, str], options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
-    """Submit a script with sbatch, as a job does for its successor, and a sweep for its arrays; return the job id.
-
-    Raises:
-        ConfigError: if Slurm refuses.
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Submit a script with sbatch, as a job does for its successor, and a sweep for its arrays; return the job id."""
     return queries.parse_submitted(_succeed(queries.submit_argv(script, options, arguments), environ, "the job"))
 
 
@@ -381,41 +310,24 @@ def node_states(
 def node_reasons(
     environ: Mapping[str, str], *, partition: str | None = None, timeout_s: float = TIMEOUT_S
 ) -> list[queries.NodeState]:
-    """Return the states of all nodes, or of a partition's, with the reasons why they are out of service.
-
-    Raises:
-        SlurmUnavailableError: if Slurm does not answer.
-    """
+    """Return the states of all nodes, or of a partition's, with the reasons why they are out of service."""
     argv = queries.node_reasons_argv(partition=partition)
     return queries.parse_node_reasons(_stdout(argv, environ, timeout_s=timeout_s))
 
 
 def associations(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Association]:
-    """Return which accounts this user may use, where, and with which QOS.
-
-    Raises:
-        SlurmUnavailableError: if the accounting database does not answer.
-    """
+    """Return which accounts this user may use, where, and with which QOS."""
     argv = queries.associations_argv(user_name())
     return queries.parse_associations(_stdout(argv, environ, timeout_s=timeout_s))
 
 
 def qos(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Qos]:
-    """Return how jobs of each QOS are preempted.
-
-    Raises:
-        SlurmUnavailableError: if the accounting database does not answer.
-    """
+    """Return how jobs of each QOS are preempted."""
     return queries.parse_qos(_stdout(queries.qos_argv(), environ, timeout_s=timeout_s))
 
 
 def controller(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Literal["up", "down", "none", "unclear"]:
-    """Tell whether a controller answers; `none` where this host belongs to no cluster, `unclear` where Slurm's words do not say.
-
-    Raises:
-        ConfigError: if there is no scontrol on PATH.
-        SlurmUnavailableError: if the question is not answered in time.
-    """
+    """Tell whether a controller answers; `none` where this host belongs to no cluster, `unclear` where Slurm's words do not say."""
     require("scontrol", environ)
     answer = _run(queries.ping_argv(), environ, timeout_s=timeout_s)
     if _NO_CLUSTER.search(answer.stderr):
@@ -463,11 +375,7 @@ def run_in_allocation(
 
 
 def run_beside(command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:
-    """Run a command on this host that asks Slurm about the job which this process is in: it keeps the job's variables.
-
-    Raises:
-        SlurmUnavailableError: if it does not end in time.
-    """
+    """Run a command on this host that asks Slurm about the job which this process is in: it keeps the job's variables."""
     try:
         done = subprocess.run(
             command,

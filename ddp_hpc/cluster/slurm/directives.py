@@ -44,11 +44,7 @@ class Directive:
 
 
 def directives(spec: LaunchSpec, run: RunDir, *, chdir: Path, cpus_per_worker: int) -> list[Directive]:
-    """Return the options that a run's job is submitted with.
-
-    Raises:
-        ConfigError: if `slurm.extra` sets an option that another key sets, or a GPU's type is asked for and no option says it.
-    """
+    """Return the options that a run's job is submitted with."""
     _refuse_two_memories(spec)
     _refuse_two_gpu_options(spec)
     made = [

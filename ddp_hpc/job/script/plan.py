@@ -70,11 +70,7 @@ class ScriptPlan:
 
 
 def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> ScriptPlan:
-    """Return what a worker starts; `code` is the directory of the script in the job's copy of the code, if it has one.
-
-    Raises:
-        ConfigError: where there is no such script or program, or it cannot be executed.
-    """
+    """Return what a worker starts; `code` is the directory of the script in the job's copy of the code, if it has one."""
     program = spec.program
     if program.python is None:
         return _plan_of_other(program, code, environ, work_dir)

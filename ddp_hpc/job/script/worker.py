@@ -64,11 +64,7 @@ _why_exec = ""
 
 
 def preload(run_path: str) -> str:
-    """Import what most scripts import, unless they start as new processes; workers may be forked in any case.
-
-    Raises:
-        ConfigError: where there is no such script, or it cannot be executed.
-    """
+    """Import what most scripts import, unless they start as new processes; workers may be forked in any case."""
     global _why_exec  # noqa: PLW0603  a fork hands it on to the workers
     run = RunDir(Path(run_path))
     spec = load_resolved(run.config, is_patient=True)

@@ -22,12 +22,7 @@ HOOK = "_make_submission_command"
 
 
 def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
-    """Have submitit send the run's job script to sbatch; return the job's number.
-
-    Raises:
-        ConfigError: where Slurm refuses the job, or submitit cannot be used.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
+    """Have submitit send the run's job script to sbatch; return the job's number."""
     import submitit  # late: 0.1 s that only a submission waits for
     from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
 

@@ -53,10 +53,6 @@ def dependency(
     """Return what the job has to wait for, as sbatch takes it; None where nothing is left to wait for.
 
     `is_single`: it also waits for each earlier job of the user that has its name. `users` is what the configuration asks for.
-
-    Raises:
-        ConfigError: where the back end has no queue, a run has ended in another way than asked for, or `users` cannot be combined with
-            the others.
     """
     if not backend.HAS_QUEUE:
         raise ConfigError(

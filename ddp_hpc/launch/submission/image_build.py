@@ -115,11 +115,7 @@ def _engine(engine: Engine, environ: Mapping[str, str]) -> str:
 
 
 def digest(image: str, environ: Mapping[str, str]) -> Digest:
-    """Return the identity of an image: a file, or else an image that Docker has.
-
-    Raises:
-        ConfigError: where there is neither.
-    """
+    """Return the identity of an image: a file, or else an image that Docker has."""
     refuse_unknown_home(image, f"The image is {image!r}")
     path = Path(image).expanduser().absolute()
     if path.is_file():

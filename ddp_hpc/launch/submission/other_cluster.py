@@ -19,10 +19,6 @@ def knows(run: RunDir, job: QueuedJob, environ: Mapping[str, str]) -> bool:
 
     Another cluster's Slurm does not know the job, which does not mean that the job is gone; and it may have another job of that
     number.
-
-    Raises:
-        ConfigError: where another cluster has it, and the run has not ended by its own records.
-        SlurmUnavailableError: where Slurm does not answer.
     """
     here = _name_here(environ) if job.slurm_cluster else ""
     if here in {"", job.slurm_cluster}:

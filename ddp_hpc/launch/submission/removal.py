@@ -58,22 +58,14 @@ def delete(run: RunDir, environ: Mapping[str, str]) -> None:
 
 
 def renamed_away(path: Path) -> Path:
-    """Give a directory that is to be deleted a hidden name; return the new path.
-
-    Raises:
-        ConfigError: where it cannot be renamed.
-    """
+    """Give a directory that is to be deleted a hidden name; return the new path."""
     away = path.with_name(f".{path.name}.{os.urandom(4).hex()}.deleted")
     _rename(path, away)
     return away
 
 
 def delete_renamed(away: Path, what: str) -> None:
-    """Delete a directory that nobody finds by its name any more.
-
-    Raises:
-        ConfigError: where some of it cannot be deleted.
-    """
+    """Delete a directory that nobody finds by its name any more."""
     try:
         shutil.rmtree(away)
     except OSError as error:

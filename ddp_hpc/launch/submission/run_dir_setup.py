@@ -29,11 +29,7 @@ def is_finished(run: RunDir, spec: RunSpec) -> bool:
 
 
 def refuse_file_in_the_way(run: RunDir) -> None:
-    """Refuse a run's directory that is a sweep's, or is a file, or would lie below one.
-
-    Raises:
-        ConfigError: where it does.
-    """
+    """Refuse a run's directory that is a sweep's, or is a file, or would lie below one."""
     if holds_sweep(run.path):
         raise ConfigError(
             f"{run.name} is a sweep in {run.path}, so no run can have its name. To send the points that no job has: `ddp-hpc sweep "
@@ -55,21 +51,13 @@ def refuse_file_in_the_way(run: RunDir) -> None:
 
 
 def refuse_missing_recorders(spec: RunSpec) -> None:
-    """Refuse recorders whose package this Python lacks, where workers surely use the same one; otherwise rank zero looks.
-
-    Raises:
-        ConfigError: for the first that is not installed.
-    """
+    """Refuse recorders whose package this Python lacks, where workers surely use the same one; otherwise rank zero looks."""
     if not spec.own_environment:
         spec.log.require_recorders()
 
 
 def refuse_several_torchruns(spec: RunSpec) -> None:
-    """Refuse several workers a node that would each start a torchrun of its own, and so train apart from each other.
-
-    Raises:
-        ConfigError: where that is so, unless the command names a meeting place.
-    """
+    """Refuse several workers a node that would each start a torchrun of its own, and so train apart from each other."""
     if not spec.script.is_set or spec.resources.local_world_size == 1:
         return
     program = spec.script.program

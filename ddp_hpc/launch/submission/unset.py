@@ -50,11 +50,7 @@ class FilledIn:
 def fill_unset(
     resolved: Resolved, environ: Mapping[str, str], *, is_for_slurm: bool, is_fresh: bool = False
 ) -> Resolved:
-    """Return the configuration with what the machine decides, and print a note on it; `is_fresh`: a run that exists does not count.
-
-    Raises:
-        ConfigError: where this machine has fewer GPUs than the run needs.
-    """
+    """Return the configuration with what the machine decides, and print a note on it; `is_fresh`: a run that exists does not count."""
     before = None if is_fresh else _before(RunDir(resolved.spec.path))
     resolved = _as_started(_as_trained(resolved, before, environ), before, environ)
     spec = resolved.spec
@@ -153,11 +149,7 @@ def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]
 
 
 def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | None, visible: str | None) -> FilledIn:
-    """Return which GPUs of this machine a run takes; `there` are those it would see, and `visible` is CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        ConfigError: where they are fewer than it needs.
-    """
+    """Return which GPUs of this machine a run takes; `there` are those it would see, and `visible` is CUDA_VISIBLE_DEVICES."""
     asked, workers = spec.resources.gpus_per_node, spec.resources.workers_per_node
     is_script = spec.script.is_set
     kept = None if before is None else before.resources.gpus_per_node or 0

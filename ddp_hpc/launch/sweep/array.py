@@ -73,11 +73,7 @@ class Made:
 
 
 def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
-    """Return the script of the sweep's arrays.
-
-    Raises:
-        ConfigError: where the configuration asks for what an array cannot have.
-    """
+    """Return the script of the sweep's arrays."""
     if base.slurm.template is not None:
         raise ConfigError(
             "`slurm.template` is set, but ddp-hpc starts a sweep's tasks by a template of its own. Unset it."
@@ -113,10 +109,6 @@ def make_for_slurm(
     """Make the sweep's directory with all that its tasks need. Nothing is left where it fails.
 
     From the moment when the directory exists, no other process sends its points before `until_sent` is closed.
-
-    Raises:
-        ConfigError: where the sweep exists, or Slurm would refuse its tasks.
-        SlurmUnavailableError: where Slurm does not answer.
     """
     spec, sweep_dir, environ = base.spec, SweepDir(base.spec.path), questions.environ
     client.require("sbatch", environ)
@@ -268,11 +260,7 @@ def _is_there(run: RunDir) -> bool:
 
 
 def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
-    """Return the sweep once it is known of each array that was sent whether Slurm has it. The caller has locked the ledger.
-
-    Raises:
-        SlurmUnavailableError: where Slurm does not answer, so that a point that is sent now might be sent twice.
-    """
+    """Return the sweep once it is known of each array that was sent whether Slurm has it. The caller has locked the ledger."""
     sweep = read_sweep(sweep_dir)
     if sweep.unanswered is None:
         return sweep
@@ -285,11 +273,7 @@ def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
 
 
 def _lost_array(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> str | None:
-    """Return the newest array in the queue that has this sweep's script and that its ledger does not have; None where there is none.
-
-    Raises:
-        SlurmUnavailableError: where Slurm does not answer.
-    """
+    """Return the newest array in the queue that has this sweep's script and that its ledger does not have; None where there is none."""
     try:
         commands = client.commands(client.user_name(), environ)
     except SlurmUnavailableError as error:
@@ -306,12 +290,7 @@ def _lost_array(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -
 
 
 def throttle_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
-    """Give the arrays that still have tasks in the queue the sweep's limit of points at once.
-
-    Raises:
-        ConfigError: where Slurm refuses.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
+    """Give the arrays that still have tasks in the queue the sweep's limit of points at once."""
     queued = client.queue(client.user_name(), environ)
     waiting = {entry.job_id.partition("_")[0] for entry in queued if "[" in entry.job_id}
     for one in sweep.arrays:
@@ -320,12 +299,7 @@ def throttle_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
 
 
 def cancel_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
-    """Cancel the tasks that wait, of those arrays that Slurm still has.
-
-    Raises:
-        ConfigError: where Slurm refuses.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
+    """Cancel the tasks that wait, of those arrays that Slurm still has."""
     queued = client.queue(client.user_name(), environ)
     for one in sweep.arrays:
         if points_in_queue(one, queued):

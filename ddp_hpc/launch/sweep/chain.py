@@ -15,12 +15,7 @@ from ddp_hpc.run.run_dir.records import When
 
 
 def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> str:
-    """Return what the job waits for, as sbatch takes it; empty where the whole sweep has ended as asked for.
-
-    Raises:
-        ConfigError: where the sweep is not on Slurm, points of it have no job, or it has ended in another way than asked for.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
+    """Return what the job waits for, as sbatch takes it; empty where the whole sweep has ended as asked for."""
     name = sweep_dir.name
     if read_sweep(sweep_dir).backend != "slurm":
         raise ConfigError(

@@ -40,11 +40,7 @@ def follow(
     clock: Callable[[], float] = time.time,
     pause: Callable[[float], object] = time.sleep,
 ) -> Iterator[SweepLook]:
-    """Yield one look after another; the last one is of a sweep in which nothing waits or runs.
-
-    Raises:
-        ConfigError: where the sweep's files are damaged.
-    """
+    """Yield one look after another; the last one is of a sweep in which nothing waits or runs."""
     follower = _Follower(sweep_dir, environ, clock)
     while True:
         began = clock()

@@ -22,11 +22,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 
 def make_for_this_machine(base: Resolved, sweep: Sweep) -> None:
-    """Make the sweep's directory.
-
-    Raises:
-        ConfigError: where it exists, or the points need several machines.
-    """
+    """Make the sweep's directory."""
     from ddp_hpc.launch.submission import local  # late: a sweep on Slurm needs none
 
     local.refuse_too_much(base.spec)
@@ -35,11 +31,7 @@ def make_for_this_machine(base: Resolved, sweep: Sweep) -> None:
 
 @contextmanager
 def running(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, str]) -> Iterator[Callable[[], object]]:
-    """Run points beside the `with` block, and wait for them at its end; yield what asks them to stop, and starts no other.
-
-    Raises:
-        ConfigError: where another process runs points of the sweep, or the directory that it was submitted in is gone.
-    """
+    """Run points beside the `with` block, and wait for them at its end; yield what asks them to stop, and starts no other."""
     lock_fd = processes.take_lock(sweep_dir.ledger)
     if lock_fd is None:
         raise RunBusyError(

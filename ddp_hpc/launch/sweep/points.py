@@ -65,9 +65,6 @@ def points_of(
 
     With `is_zipped`: the first values of all axes together, then the second ones. `listed` are points of a file; each of them
     is combined with all of the axes' points.
-
-    Raises:
-        ConfigError: where there are none, too many, two equal ones, or axes of unequal lengths are zipped.
     """
     _refuse_repeated(axes, listed)
     chosen: list[dict[str, Any]] = [
@@ -91,11 +88,7 @@ def points_of(
 
 
 def _with_checked_name(listed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a point of a file; with `name: null`, it gets a name as if it had none.
-
-    Raises:
-        ConfigError: where the name cannot name a run, or one of the sweep's own files has it.
-    """
+    """Return a point of a file; with `name: null`, it gets a name as if it had none."""
     name = listed.get("name")
     if name is None:
         return {key: value for key, value in listed.items() if key != "name"}
@@ -225,11 +218,7 @@ def _as_text(value: Any) -> str:
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
-    """Read a YAML list of points: `- {train.lr: 0.1, seed: 3}`, or with sections; `name` names the run.
-
-    Raises:
-        ConfigError: where it cannot be read, or is not a list of mappings.
-    """
+    """Read a YAML list of points: `- {train.lr: 0.1, seed: 3}`, or with sections; `name` names the run."""
     from ddp_hpc.run.config.yaml_text import read_yaml  # late: few sweeps have a file
 
     try:

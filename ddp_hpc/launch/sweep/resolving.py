@@ -96,11 +96,7 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
 
 
 def _refusals(point: Point, seen: set[str], in_braces: set[str], *, is_array: bool) -> Iterator[str]:
-    """Yield the keys that were checked; each is checked once.
-
-    Raises:
-        ConfigError: where a key may not be swept.
-    """
+    """Yield the keys that were checked; each is checked once."""
     for key in point.settings.keys() - seen:
         if key == POINT:
             raise ConfigError(

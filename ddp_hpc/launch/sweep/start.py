@@ -197,10 +197,6 @@ def continue_sweep(
     """Start the points that have not finished, and neither wait, run, nor have failed; with `is_failed`, those that have failed, and no others.
 
     Of points that the user has cancelled, it starts those that were cancelled with the whole sweep.
-
-    Raises:
-        ConfigError: where Slurm refuses them.
-        SlurmUnavailableError: where Slurm does not answer, so that what waits cannot be known.
     """
     with sending_alone(sweep_dir) as is_alone:
         if not is_alone:
@@ -263,12 +259,7 @@ def _points_left(
 
 
 def _is_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) -> bool:
-    """Return whether another back end has a job of a point.
-
-    Raises:
-        ConfigError: where another cluster than this host's may have one.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
+    """Return whether another back end has a job of a point."""
     job = read_queued_job(run)
     if job is not None:
         knows(run, job, environ)

@@ -57,11 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -> RunDir | None:
-    """Make the run of this task's point, or find it after a requeue; None where the task has nothing to do.
-
-    Raises:
-        ConfigError: where this is not a task of a job array, or no point has its number.
-    """
+    """Make the run of this task's point, or find it after a requeue; None where the task has nothing to do."""
     allocation = read_allocation(environ)
     if allocation is None or allocation.array_task_id is None:
         raise ConfigError(

@@ -27,9 +27,6 @@ def parse_axis(word: str) -> Axis:
     """Return the key and the values of `train.lr=0.1,0.01`, `seed=0..4` (with both ends) or `batch=32..128..32` (with a step).
 
     A comma within brackets or quotes divides nothing: `train.betas=[0.9,0.99],[0.8,0.99]` has two values.
-
-    Raises:
-        ConfigError: where the word is not of this form.
     """
     key, equals, text = word.partition("=")
     if equals and not is_key_shown(key, text):

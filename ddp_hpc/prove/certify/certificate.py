@@ -92,11 +92,7 @@ def certify(
     say: Callable[[str], None],
     on_finding: Callable[[FaultResult], None] = lambda _: None,
 ) -> Certificate:
-    """Run the script undisturbed and under each fault; return the verdicts.
-
-    Raises:
-        ConfigError: where the script does not finish undisturbed, or writes its results outside of its directory.
-    """
+    """Run the script undisturbed and under each fault; return the verdicts."""
     certification = _Certification(plan, environ, say)
     certificate = certification.begin()
     if certificate.findings:  # it hangs undisturbed

@@ -22,11 +22,7 @@ _ANYBODYS = ("/", "/tmp", "/var/tmp", "/scratch", "/home")  # noqa: S108  named,
 
 
 def command_in(work_dir: Path, command: Sequence[str]) -> list[str]:
-    """Return the command as it is run in a copy: its script by a relative path, and its Python by an absolute one.
-
-    Raises:
-        ConfigError: where the script is not below the working directory.
-    """
+    """Return the command as it is run in a copy: its script by a relative path, and its Python by an absolute one."""
     words, program = list(command), program_of(command)
     if program.python is not None and "/" in program.python:
         words[0] = os.path.abspath(work_dir / program.python)  # noqa: PTH100  links stay: a virtual environment's Python is one
@@ -90,11 +86,7 @@ def _is_anybodys(path: Path) -> bool:
 
 
 def refuse_saved_states(paths: Collection[Path], *, apart_from: Collection[Path] = ()) -> None:
-    """Refuse a command, or a source, that names saved states which the script could overwrite.
-
-    Raises:
-        ConfigError: where one of the paths is such a file, or a directory that holds one.
-    """
+    """Refuse a command, or a source, that names saved states which the script could overwrite."""
     for path in paths:
         state = saved_state_at_risk(path, apart_from=apart_from)
         if state is not None:

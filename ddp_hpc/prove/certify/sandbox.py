@@ -28,9 +28,6 @@ def copy_of(work_dir: Path, target: Path, *, left_out: Collection[Path] = ()) ->
     """Copy a working directory; return the paths outside of it that the copy has links to.
 
     What a link leads to is copied, too. Only what is too large for that stays a link, and repositories and virtual environments.
-
-    Raises:
-        ConfigError: where the directory is too large, or a link leads to saved states that are too large to be copied.
     """
     # Nothing is written before all is known: a refusal leaves no half of a copy.
     skipped = {form for path in left_out for form in (path.absolute(), path.resolve())}

@@ -88,11 +88,7 @@ class DrillReport:
 
 
 def drill(plan: DrillPlan, environ: Mapping[str, str], say: Callable[[str], None]) -> DrillReport:
-    """Run the drill; return its result.
-
-    Raises:
-        ConfigError: if the drill cannot start.
-    """
+    """Run the drill; return its result."""
     run = RunDir(plan.faulty.spec.path)
     unbroken = (
         _comparable(plan.unbroken, plan.faulty)
@@ -114,11 +110,7 @@ def drill(plan: DrillPlan, environ: Mapping[str, str], say: Callable[[str], None
 
 
 def _comparable(unbroken: RunDir, faulty: Resolved) -> RunDir:
-    """Return the run to compare with, if it trains the same model on the same data.
-
-    Raises:
-        ConfigError: if it does not, or has not finished.
-    """
+    """Return the run to compare with, if it trains the same model on the same data."""
     differing = [
         one.key for one in changes(load_resolved(unbroken.config), faulty.spec) if not one.key.startswith(_MAY_DIFFER)
     ]
@@ -151,11 +143,7 @@ class _Scenario:
     """The runs that this drill has made."""
 
     def submit(self) -> None:
-        """Submit the runs.
-
-        Raises:
-            ConfigError: if they cannot be submitted, or exist already.
-        """
+        """Submit the runs."""
         if isinstance(self.plan.unbroken, Resolved):
             self._send(self.plan.unbroken)
         self._send(self.plan.faulty)

@@ -77,11 +77,7 @@ def audit(  # noqa: PLR0913  which segments, with which code
     code: Path | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> AuditReport:
-    """Compute segments again; a segment at whose end no state can be compared does not pass.
-
-    Raises:
-        ConfigError: if the run cannot be computed again here.
-    """
+    """Compute segments again; a segment at whose end no state can be compared does not pass."""
     segments = segments_of(history, record_of(history.run, 0, history.last_step).digests)
     last = segments[-1][1] if segments else 0
     notes: list[str] = []

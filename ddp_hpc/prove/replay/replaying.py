@@ -66,11 +66,7 @@ class ReplayReport:
 
 
 def check_range(history: History, start: int, end: int) -> None:
-    """Refuse steps that the run has not taken.
-
-    Raises:
-        ConfigError: if it has not.
-    """
+    """Refuse steps that the run has not taken."""
     if not 0 <= start < end:
         raise ConfigError(
             f"`--from {start} --to {end}` selects no step: a replay begins after step `--from` and ends with step `--to`. {history.run.name} has taken steps 1 to {history.last_step}. Give a `--from` of 0 or more and a `--to` above it."

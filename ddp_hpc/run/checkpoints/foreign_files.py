@@ -49,11 +49,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def flush_files(folder: Path) -> None:
-    """Flush to the disk what this host has written below a directory; each host that wrote does so before the commit.
-
-    Raises:
-        ConfigError: where there is no such directory, or it holds no file.
-    """
+    """Flush to the disk what this host has written below a directory; each host that wrote does so before the commit."""
     for path in _files(folder):
         with suppress(FileNotFoundError):  # another host's view: rank zero lists the files anew
             fsync_path(path)

@@ -25,11 +25,7 @@ class Overlay:
         """The sections that were made, by what is set in them: most points share most of them."""
 
     def resolved(self, settings: Mapping[str, Any], source: str) -> Resolved:
-        """Return the configuration with these settings, which come from `source`.
-
-        Raises:
-            ConfigError: for an invalid value, an unknown key, or keys that do not go together.
-        """
+        """Return the configuration with these settings, which come from `source`."""
         given = filled(settings_in(settings, Origin(source, source)), self._environ)
         values, sources = dict(self._values), dict(self._base.sources)
         for setting in given:

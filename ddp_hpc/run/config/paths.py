@@ -30,11 +30,7 @@ def filled(settings: Sequence[Setting], environ: Mapping[str, str]) -> list[Sett
 
 
 def fill(setting: Setting, environ: Mapping[str, str]) -> Setting:
-    """Return a path setting with its variables and `~` replaced; other settings unchanged.
-
-    Raises:
-        ConfigError: if a variable is not set, or a `$` is not followed by a name.
-    """
+    """Return a path setting with its variables and `~` replaced; other settings unchanged."""
     if setting.key not in _PATHS or not isinstance(setting.value, (str, list)):
         return setting
     is_text = isinstance(setting.value, str)
@@ -49,11 +45,7 @@ def literal(path: object) -> str:
 
 
 def refuse_unknown_home(path: str, what: str) -> None:
-    """Refuse a path in the home of a user whom this host does not know; `what` says where it stands, in an error.
-
-    Raises:
-        ConfigError: if there is no such user.
-    """
+    """Refuse a path in the home of a user whom this host does not know; `what` says where it stands, in an error."""
     if path.startswith("~") and os.path.expanduser(path).startswith("~"):  # noqa: PTH111  a Path raises an error for it
         raise ConfigError(f"{what}, but this host has no user {path.partition('/')[0][1:]!r}. Correct the path.")
 

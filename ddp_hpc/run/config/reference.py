@@ -45,11 +45,7 @@ def reference() -> list[KeyDoc]:
 
 
 def rows_of(name: str) -> list[KeyDoc]:
-    """Return the rows of a key, or of a section.
-
-    Raises:
-        ConfigError: if there is none, with the nearest key.
-    """
+    """Return the rows of a key, or of a section."""
     if name and not is_section(name) and name not in all_keys() and not is_free(name):
         raise unknown_key(name, "the command line")
     return [row for row in reference() if is_below(row.key, name) or (is_free(name) and is_below(name, row.key))]

@@ -63,9 +63,6 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
 
     For runs on Slurm, a profile's values for the chosen partition win over its values for all runs. `site` names the
     profile; None means the one for this host.
-
-    Raises:
-        ConfigError: for the first invalid value, with its key, its source and the valid values.
     """
     profile = find_profile(environ, site)
     stem = path.stem if path is not None else program_of(command).name if command else ""
@@ -117,11 +114,7 @@ def _is_of_run(path: Path) -> bool:
 
 
 def dropped_from(path: Path) -> list[str]:
-    """Return a line for each key that is removed, but that the configuration of a run sets to something else than its default then.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
+    """Return a line for each key that is removed, but that the configuration of a run sets to something else than its default then."""
     return [
         f"note: `{name}` is {value!r} in {path}, but since {REMOVED[name].since} it is no longer a key, and it has no effect. "
         f"{REMOVED[name].instead}"

@@ -67,9 +67,6 @@ def from_file(path: Path, *, is_of_run: bool) -> list[Setting]:
     """Read a YAML file of sections and keys; `train.lr: 0.1` may stand for `train: {lr: 0.1}`.
 
     The file that a run keeps has all keys of the version that wrote it: those that were removed since are left out.
-
-    Raises:
-        ConfigError: if it cannot be read, is not a mapping, or has an unknown key or one key twice.
     """
     content = read_mapping(path)
     if is_of_run:
@@ -78,11 +75,7 @@ def from_file(path: Path, *, is_of_run: bool) -> list[Setting]:
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """Read a YAML file of keys and values; the result knows the line of each key.
-
-    Raises:
-        ConfigError: if it cannot be read, or is not a mapping.
-    """
+    """Read a YAML file of keys and values; the result knows the line of each key."""
     from ddp_hpc.run.config.yaml_text import read_yaml  # late: `status` reads no YAML
 
     content = read_yaml(_read_bytes(path), str(path))
@@ -92,11 +85,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
 
 
 def settings_in(mapping: Mapping[Any, Any], origin: Origin) -> list[Setting]:
-    """Return the settings in a file's mapping, or in a part of it.
-
-    Raises:
-        ConfigError: for an unknown key, or a key that is set twice.
-    """
+    """Return the settings in a file's mapping, or in a part of it."""
     return list(_once(_flatten_mapping("", mapping, origin)))
 
 
@@ -124,11 +113,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def from_environment(environ: Mapping[str, str]) -> list[Setting]:
-    """Read variables such as `DDP_HPC__TRAIN__LR=0.1`; their case does not matter.
-
-    Raises:
-        ConfigError: if two variables name one key, or one does not name a key.
-    """
+    """Read variables such as `DDP_HPC__TRAIN__LR=0.1`; their case does not matter."""
     settings: list[Setting] = []
     for variable, text in sorted(environ.items()):
         if variable.upper().startswith(ENVIRONMENT_PREFIX):
@@ -170,11 +155,7 @@ def _key_name(variable: str) -> str:
 
 
 def from_overrides(words: Sequence[str]) -> list[Setting]:
-    """Read `train.lr=0.1` and `--train.lr=0.1`; of two settings for one key the later counts.
-
-    Raises:
-        ConfigError: if a word has no `=`, or does not name a key.
-    """
+    """Read `train.lr=0.1` and `--train.lr=0.1`; of two settings for one key the later counts."""
     settings: list[Setting] = []
     for word in words:
         name, equals, text = word.removeprefix("--").partition("=")

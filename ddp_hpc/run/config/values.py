@@ -13,11 +13,7 @@ _NOTHING = {"", "~", "null", "none"}
 
 
 def convert(key: Key, value: Any, location: str) -> Any:
-    """Return `value` as the key's type. Text is not converted to numbers, nor booleans to whole numbers, but 1 to 1.0.
-
-    Raises:
-        ConfigError: with the key, the value, the type, and `location`, the value's source.
-    """
+    """Return `value` as the key's type. Text is not converted to numbers, nor booleans to whole numbers, but 1 to 1.0."""
     if (plain := _plain(value, without_none(key.annotation))) is not None:
         return plain
     import msgspec  # late: most values of most files are plain, and it takes 10 ms to import

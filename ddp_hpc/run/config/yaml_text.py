@@ -150,11 +150,7 @@ _register_scalars()
 
 
 def read_yaml(text: str | bytes, name: str) -> Any:
-    """Return the value in `text`; mappings know the lines of their keys. `name` names the text in errors.
-
-    Raises:
-        ConfigError: if it is not YAML, with line and column.
-    """
+    """Return the value in `text`; mappings know the lines of their keys. `name` names the text in errors."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506  # a subclass of SafeLoader with fewer tags
     except yaml.MarkedYAMLError as error:

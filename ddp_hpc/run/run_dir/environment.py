@@ -147,11 +147,7 @@ def newest_environment(run: RunDir, *, before: int | None = None) -> tuple[int, 
 
 
 def read_environment(run: RunDir, attempt: int) -> Environment:
-    """Read the environment of an attempt.
-
-    Raises:
-        ConfigError: if its file cannot be read.
-    """
+    """Read the environment of an attempt."""
     path = run.environment(attempt)
     try:
         return msgspec.json.decode(record_bytes(path), type=Environment)

@@ -21,9 +21,6 @@ def refuse_strangers(path: Path) -> None:
     """Refuse a run directory that another user owns or may write to: that user could replace the code that you then run.
 
     Or name jobs and processes of yours in it, which a command would then end.
-
-    Raises:
-        ConfigError: where it is so.
     """
     found = path.stat()
     if found.st_uid != os.geteuid() and found.st_uid != _owner_of_new(path.parent):

@@ -70,11 +70,7 @@ class ScriptRanks:
         return self._info
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor over the ranks, in place, and return it; all ranks call this in the same order.
-
-        Raises:
-            ConfigError: if the script has no process group yet.
-        """
+        """Add up a tensor over the ranks, in place, and return it; all ranks call this in the same order."""
         if self.rank_info.world_size > 1:
             dist.all_reduce(values, group=self._own_group())
         return values
@@ -97,9 +93,6 @@ class ScriptRanks:
         """Return rank zero's number on every rank; all ranks call this in the same order.
 
         Before the script has made its process group, it goes through the store that the launcher hosts.
-
-        Raises:
-            ConfigError: if there is neither.
         """
         info = self.rank_info
         if info.world_size == 1:

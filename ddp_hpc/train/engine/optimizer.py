@@ -46,11 +46,7 @@ def of_closure(optimizer: torch.optim.Optimizer) -> ConfigError:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, base_lrs: Sequence[float | None], factor: float) -> None:
-    """Set the learning rate of each group; one without a rate (`lr=None`) keeps its own.
-
-    Raises:
-        ConfigError: if the optimizer has another number of groups than before the first step.
-    """
+    """Set the learning rate of each group; one without a rate (`lr=None`) keeps its own."""
     if len(optimizer.param_groups) != len(base_lrs):
         raise ConfigError(
             f"The optimizer had {len(base_lrs)} parameter groups before the first step, but has {len(optimizer.param_groups)} now (`add_param_group`). No "

@@ -169,11 +169,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     stop: StopFlag,
     watchdog: Watchdog | None = None,
 ) -> Training:
-    """Assemble the parts; nothing is restored yet.
-
-    Raises:
-        ConfigError: if the recipe and the spec do not fit together.
-    """
+    """Assemble the parts; nothing is restored yet."""
     _check_best(spec, recipe)
     _refuse_lazy(recipe)
     order = _order(spec, recipe, group)

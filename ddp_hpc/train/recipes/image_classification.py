@@ -51,9 +51,6 @@ def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`
         label_smoothing: Share of each target that is spread over all classes.
         data_dir: Where the files of a torchvision set are, or are downloaded to; `data` when unset.
         num_samples: Training samples of `fake`; 1024 when unset.
-
-    Raises:
-        ConfigError: if there is no such model or data set, or they do not fit together.
     """
     _check_model(model, width)
     _check_label_smoothing(label_smoothing)

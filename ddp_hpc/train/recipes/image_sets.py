@@ -33,11 +33,7 @@ IMAGE_SETS = {
 
 
 def images_wanted(dataset: str, **asked: Any) -> ImagesWanted:
-    """Return the usual form of a set, changed by what is asked for; None asks for nothing.
-
-    Raises:
-        ConfigError: if there is no set of that name, or a value is invalid.
-    """
+    """Return the usual form of a set, changed by what is asked for; None asks for nothing."""
     if dataset not in IMAGE_SETS:
         raise ConfigError(
             f"`recipe.args.dataset` is {dataset!r}, but that is not a built-in data set. {nearest_names(dataset, IMAGE_SETS)} "
@@ -52,11 +48,7 @@ def images_wanted(dataset: str, **asked: Any) -> ImagesWanted:
 
 
 def load_images(dataset: str, wanted: ImagesWanted) -> Images:
-    """Return the images; if they must be downloaded or unpacked, rank zero does it while the others wait.
-
-    Raises:
-        ConfigError: if they cannot be loaded, or have more classes than asked for.
-    """
+    """Return the images; if they must be downloaded or unpacked, rank zero does it while the others wait."""
     images = IMAGE_SETS[dataset].load(wanted)
     if wanted.num_classes is not None and wanted.num_classes < images.num_classes:
         raise ConfigError(

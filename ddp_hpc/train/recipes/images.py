@@ -41,11 +41,7 @@ class Images:
 
 
 def check_counts(**values: object) -> None:
-    """Check that arguments are whole numbers above zero, or unset.
-
-    Raises:
-        ConfigError: if one is not.
-    """
+    """Check that arguments are whole numbers above zero, or unset."""
     for name, value in values.items():
         _check(value is None or (type(value) is int and value > 0), name, value, "a whole number above zero")
 

@@ -34,11 +34,7 @@ class TorchvisionSet(NamedTuple):
 
 
 def load(source: TorchvisionSet, wanted: ImagesWanted) -> Images:
-    """Open a set; rank zero goes first, and downloads or unpacks it if necessary.
-
-    Raises:
-        ConfigError: if it cannot be loaded, or its two parts have different classes.
-    """
+    """Open a set; rank zero goes first, and downloads or unpacks it if necessary."""
     need_torchvision(f"`recipe.args.dataset` is {source.name!r}")
     refuse_unknown_home(wanted.data_dir, f"`recipe.args.data_dir` is {wanted.data_dir!r}")
     data_dir = Path(wanted.data_dir).expanduser().absolute()

@@ -36,9 +36,6 @@ def written(groups: Groups, made: Sequence[Mapping[str, str | None]]) -> list[di
     """Return, for each group, the options that were changed or added since `as_made`, as JSON can hold them to the bit.
 
     The list is empty if there are none. It is the same on every rank, as the options are.
-
-    Raises:
-        ConfigError: if one is of a type that cannot be kept.
     """
     found: list[dict[str, Any]] = []
     for group, before in zip(groups, made, strict=False):  # a group that came later is the recipe's
@@ -49,11 +46,7 @@ def written(groups: Groups, made: Sequence[Mapping[str, str | None]]) -> list[di
 
 
 def check(groups: Groups, kept: Sequence[Mapping[str, Any]]) -> None:
-    """Find out whether `put_back` can be called.
-
-    Raises:
-        ConfigError: if the options were of another number of groups.
-    """
+    """Find out whether `put_back` can be called."""
     if kept and len(kept) != len(groups):
         names = sorted({key for options in kept for key in options})
         raise ConfigError(
@@ -86,11 +79,7 @@ def put_back(groups: Sequence[dict[str, Any]], kept: Sequence[Mapping[str, Any]]
 
 
 def shown(value: Any) -> Any:
-    """Return an option as the manifest shows it: a tensor of several elements as a list.
-
-    Raises:
-        ConfigError: if it is too large a tensor.
-    """
+    """Return an option as the manifest shows it: a tensor of several elements as a list."""
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value
     if value.numel() > MOST_ELEMENTS:
@@ -118,11 +107,7 @@ def _text_or_none(value: Any) -> str | None:
 
 
 def encoded(value: Any, key: str) -> Any:
-    """Return an option as JSON; numbers, text and None stand for themselves, all else is in a dict that says what it is.
-
-    Raises:
-        ConfigError: if its type cannot be kept.
-    """
+    """Return an option as JSON; numbers, text and None stand for themselves, all else is in a dict that says what it is."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

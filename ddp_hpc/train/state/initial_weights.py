@@ -35,11 +35,7 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 
 
 def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> None:
-    """Load the weights that `train.init_from` names into the model, and begin its average as a copy; call at step 0 only.
-
-    Raises:
-        ConfigError: if they cannot be read, or do not fit the model.
-    """
+    """Load the weights that `train.init_from` names into the model, and begin its average as a copy; call at step 0 only."""
     if spec.train.init_from is not None:
         _load(spec, state, group)
     elif state.ema is not None and state.world_size > 1:

@@ -58,11 +58,7 @@ class ImageFindings:
 
 
 def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) -> ImageFindings:
-    """Start the image's Python as a run of this spec would, and have it import what workers do.
-
-    Raises:
-        ConfigError: where the spec names no image, or the runtime is not here.
-    """
+    """Start the image's Python as a run of this spec would, and have it import what workers do."""
     with tempfile.TemporaryDirectory() as run_dir:
         paths = HostPaths(work_dir=work_dir, inputs=[*workload_of(spec).input_paths(work_dir)])
         inside = container_setup(spec, RunDir(Path(run_dir)), paths, environ)

@@ -27,11 +27,7 @@ DEADLINE_S = 15.0
 
 
 def check_users_part(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
-    """Return a line on what could not be checked on this host; none where all is right.
-
-    Raises:
-        ConfigError: where the job would refuse the run.
-    """
+    """Return a line on what could not be checked on this host; none where all is right."""
     workload = workload_of(spec)
     code = workload.users_code(import_paths)
     paths = {} if code is None else {IMPORT_PATH: str(code.directory)}

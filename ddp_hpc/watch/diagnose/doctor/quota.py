@@ -44,11 +44,7 @@ class Quota:
 
 
 def quotas_of(path: Path, environ: Mapping[str, str], *, timeout_s: float) -> Sequence[Quota]:
-    """Return this user's limits where a path lies; none where there is no limit.
-
-    Raises:
-        ConfigError: where no tool says it.
-    """
+    """Return this user's limits where a path lies; none where there is no limit."""
     mount = mount_of(path)
     if mount is None:
         raise ConfigError(f"the file system of {path} is not known")
