@@ -7,8 +7,6 @@ trusted: PyTorch never fills in when they started and ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 MOST = 1000
@@ -76,7 +74,8 @@ def read_launches(record: bytes) -> tuple[list[str], list[Launches]]:
             continue
         if launches.seqs and one.collective_seq_id <= launches.seqs[-1]:
             continue  # a coalesced collective has several entries with one number
-        kind = f"{one.profiling_name} {_sizes(one.input_sizes)} {','.join(one.input_dtypes)}"
+        sizes = ",".join("x".join(map(str, size)) for size in one.input_sizes)
+        kind = f"{one.profiling_name} {sizes} {','.join(one.input_dtypes)}"
         launches.seqs.append(one.collective_seq_id)
         launches.kinds.append(numbers.setdefault(kind, len(numbers)))
         launches.at_us.append(one.time_created_ns // 1000)
@@ -96,7 +95,3 @@ def is_to_one(kind: str) -> bool:
     """Tell whether in a collective or a message of this kind a single rank waits for others."""
     name = kind.split(" ", maxsplit=1)[0].lower().rpartition(":")[2].lstrip("_")
     return name.startswith(_TO_ONE) and not name.startswith(_FOR_ALL)
-
-
-def _sizes(sizes: Sequence[Sequence[int]]) -> str:
-    return ",".join("x".join(map(str, size)) for size in sizes)

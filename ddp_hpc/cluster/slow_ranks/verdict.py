@@ -131,7 +131,7 @@ def _verdict_of(summaries: Sequence[Summary], group: str) -> SlowRankVerdict:
         return SlowRankVerdict(
             unknown="the ranks have no collectives of gloo in common, in which each waits for all, in what they have reported"
         )
-    reference = [_lower_median(times) for times in joined.at_s]
+    reference = [sorted(times)[(len(times) - 1) // 2] for times in joined.at_s]  # of two ranks, the one that waits
     starts = _newest(step_starts(joined.kinds, reference), reference)
     if not starts:
         return SlowRankVerdict(unknown="the collectives do not repeat in steps")
@@ -258,11 +258,6 @@ def _num_to_one(summary: Summary) -> int:
     """Return how many of a rank's collectives end on one rank, for which only that rank waits; so it may be late where another is slow."""
     to_one = {index for index, kind in enumerate(summary.kinds) if is_to_one(kind)}
     return sum(kind in to_one for launches in summary.launches for kind in launches.kinds)
-
-
-def _lower_median(values: Sequence[float]) -> float:
-    """Return the middle value, of an even number the lower one: of two ranks, the one that waits."""
-    return sorted(values)[(len(values) - 1) // 2]
 
 
 def _is_slow(lost: Sequence[float], step_s: float) -> bool:

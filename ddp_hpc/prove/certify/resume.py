@@ -34,7 +34,8 @@ def facts_of_resume(record: RunRecord, strike: Strike, baseline: Baseline) -> di
         "saves_nothing": not baseline.attempt.saves and bool(later) and (not after or after[0] == whole[0]),
     }
     if not is_measured:
-        return {**facts, "starts_over": bool(states) and not read_back and _saves_all_again(later, baseline)}
+        saves_all_again = any(len(attempt.saves) >= len(baseline.attempt.saves) for attempt in later)
+        return {**facts, "starts_over": bool(states) and not read_back and saves_all_again}
     has_saved = _has_saved_later_than_start(earlier, {*states, *read_back}, baseline.scale)
     return {
         **facts,
@@ -69,10 +70,6 @@ def _counts_otherwise(later: Sequence[AttemptRecord], baseline: Baseline) -> boo
     lines = (line for attempt in later for line in attempt.lines if line.step is not None)
     first = next(lines, None)
     return baseline.scale.unit == "step" and first is not None and baseline.scale.position(first) is None
-
-
-def _saves_all_again(later: Sequence[AttemptRecord], baseline: Baseline) -> bool:
-    return any(len(attempt.saves) >= len(baseline.attempt.saves) for attempt in later)
 
 
 def _has_saved_later_than_start(attempts: Sequence[AttemptRecord], paths: Collection[str], scale: Scale) -> bool:

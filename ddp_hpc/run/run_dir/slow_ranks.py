@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,3 @@ def read_alarms(run: RunDir) -> list[Alarm]:
     for alarm in read_records(run.slow_ranks, Alarm):
         newest[alarm.attempt, alarm.rank, alarm.at] = alarm
     return [*newest.values()]
-
-
-def open_alarms(run: RunDir, attempt: int | None) -> Sequence[Alarm]:
-    """Return the ranks of an attempt that are slow now."""
-    return [one for one in read_alarms(run) if one.attempt == attempt and one.ended_at is None]

@@ -217,10 +217,6 @@ def _weights_in(content: Any, source: Path) -> dict[str, Tensor]:
 
 def _unwrapped(found: dict[str, Tensor]) -> dict[str, Tensor]:
     for prefix in _WRAPPERS:
-        if found and _all_begin_with(prefix, found):
+        if found and all(name.startswith(prefix) for name in found):
             found = {name.removeprefix(prefix): one for name, one in found.items()}
     return found
-
-
-def _all_begin_with(prefix: str, names: Iterable[str]) -> bool:
-    return all(name.startswith(prefix) for name in names)

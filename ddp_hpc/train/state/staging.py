@@ -201,7 +201,8 @@ class Staging:
             self._gathered = side.mark()
             for window in self._windows:
                 if window.large is not None:
-                    send(window.begin, _flat(tensors[window.large]))
+                    large = tensors[window.large].resolve_conj().resolve_neg()
+                    send(window.begin, large.reshape(-1).view(torch.uint8))
                     self._gathered = side.mark()
                     continue
                 for copies in window.gather:
@@ -269,7 +270,3 @@ def _together(tensors: Sequence[Tensor], targets: Mapping[int, Tensor]) -> list[
             )  # strides of a dimension of one element may be any
         groups[how, one.dtype, one.device][number] = target.view(-1) if how == "flat" else target
     return [_Copies(how, [*group], [*group.values()]) for (how, *_), group in groups.items()]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

@@ -41,24 +41,24 @@ def _partition(spec: RunSpec, cluster: Cluster) -> str:
 def _size(spec: RunSpec, cluster: Cluster) -> str:
     chosen = chosen_partition(spec, cluster.partitions)
     has = f"partition {_described(chosen)}" if chosen else ", ".join(map(_described, cluster.partitions))
-    if causes := _too_large(spec, _shapes(spec, cluster)):
-        return causes
-    return (
+    return _too_large(spec, _shapes(spec, cluster)) or (
         f"The run asks for {asked(spec)}; the cluster has {has}. Choose another `slurm.partition`, or lower `resources.nodes`, "
         "`resources.workers_per_node`, `resources.cpus_per_worker` or other keys of `resources`."
     )
 
 
 def _gpus(spec: RunSpec, cluster: Cluster) -> str:
-    chosen = chosen_partition(spec, cluster.partitions)
-    shapes = _shapes(spec, cluster)
-    if any(shape.num_gpus for shape in shapes) and (causes := _too_large(spec, shapes)):
-        return causes
+    chosen, shapes = chosen_partition(spec, cluster.partitions), _shapes(spec, cluster)
     has = f"; Slurm lists {_counted(chosen.num_gpus, 'GPU')} in partition {chosen.name}" if chosen else ""
-    return (
+    return (any(shape.num_gpus for shape in shapes) and _too_large(spec, shapes)) or (
         f"The run asks for {asked(spec)}, by `--{spec.slurm.gpu_option}` (`slurm.gpu_option`){has}. Correct `resources.gpu_type` or `slurm.partition`; "
         "where the site takes `--gres` only, set `slurm.gpu_option=gres`; where it gives whole nodes and counts no GPUs, `slurm.gpu_option=none`."
     )
+
+
+def _too_large(spec: RunSpec, shapes: Sequence[NodeShape]) -> str:
+    causes = " ".join(_causes(spec, shapes))
+    return causes and f"{causes} Lower it, or choose another `slurm.partition`."
 
 
 def _shapes(spec: RunSpec, cluster: Cluster) -> Sequence[NodeShape]:
@@ -66,11 +66,6 @@ def _shapes(spec: RunSpec, cluster: Cluster) -> Sequence[NodeShape]:
     chosen = chosen_partition(spec, cluster.partitions)
     names = (spec.slurm.partition or (chosen.name if chosen else "")).split(",")
     return [shape for shape in cluster.shapes if shape.partition in names]
-
-
-def _too_large(spec: RunSpec, shapes: Sequence[NodeShape]) -> str:
-    causes = " ".join(_causes(spec, shapes))
-    return causes and f"{causes} Lower it, or choose another `slurm.partition`."
 
 
 def _causes(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
@@ -129,18 +124,12 @@ def _policy(spec: RunSpec, cluster: Cluster) -> str:
     )
 
 
-def _num_jobs(spec: RunSpec, cluster: Cluster) -> str:
-    del spec, cluster
-    return (
-        "You have as many jobs in the queue as your account or QOS allows. Wait until one has ended, or cancel one (`squeue --me`), "
-        "and submit again."
-    )
-
-
 _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
     r"invalid partition": _partition,
     r"invalid account|invalid qos|account/partition combination": _account,
-    r"MaxSubmit|MaxJobCount": _num_jobs,
+    r"MaxSubmit|MaxJobCount": lambda *_: (
+        "You have as many jobs in the queue as your account or QOS allows. Wait until one has ended, or cancel one (`squeue --me`), and submit again."
+    ),
     r"accounting/QOS policy": _policy,  # it goes on: "(job submit limit, user's size and/or time limits)"
     r"time limit": _time,
     r"generic resource": _gpus,
@@ -152,14 +141,8 @@ _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
 
 def chosen_partition(spec: RunSpec, partitions: Sequence[Partition]) -> Partition | None:
     """Return the partition the job would go to."""
-    return next(
-        (
-            one
-            for one in partitions
-            if one.name == spec.slurm.partition or (not spec.slurm.partition and one.is_default)
-        ),
-        None,
-    )
+    name = spec.slurm.partition
+    return next((one for one in partitions if (one.name == name if name else one.is_default)), None)
 
 
 def asked(spec: RunSpec) -> str:
