@@ -148,6 +148,14 @@ def test_what_is_neither_tensor_nor_number_nor_text_is_refused() -> None:
         numbers(state)
 
 
+def test_a_checkpoint_that_holds_more_of_an_optimizer_than_is_kept_now_is_refused() -> None:
+    found, plain = saved(make_state())
+    plain["optimizer"]["odd"] = {"inner": {}}
+
+    with pytest.raises(ConfigError, match="saved by a ddp_hpc that kept more of optimizers"):
+        put_back(make_state(), found, plain)
+
+
 def test_a_model_state_that_is_no_tensor_is_refused() -> None:
     class Odd(nn.Linear):
         def get_extra_state(self) -> Mapping[str, int]:
