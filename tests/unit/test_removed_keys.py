@@ -86,6 +86,16 @@ def test_a_file_with_the_steps_of_a_pipeline_is_refused_with_what_submits_one_ru
         resolve(tmp_path / "run.yaml", [], NO_SITE)
 
 
+def test_a_site_profile_with_a_removed_key_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text("site:\n  report_notes: notes.yaml\n")
+
+    with pytest.raises(
+        ConfigError, match=r"`site.report_notes` \(.*line 2\) is no longer a key, .*`ddp-hpc status RUN"
+    ):
+        resolve(None, [], {"DDP_HPC_SITE_PROFILE": str(path)})
+
+
 def test_no_row_names_a_key_that_exists_and_each_says_when_and_what_instead() -> None:
     assert not REMOVED.keys() & all_keys().keys()
     for one in REMOVED.values():

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.output_file import write_output
-from ddp_hpc.cli.runs import add_run, add_site, chosen_run, chosen_runs_dir
+from ddp_hpc.cli.runs import add_run, chosen_run, chosen_runs_dir
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.find import find_run
-from ddp_hpc.watch.report.notes import RULES, NoteRule, read_rules
 from ddp_hpc.watch.report.page import page_of
 from ddp_hpc.watch.report.reading import read_run
 from ddp_hpc.watch.report.sweep import sweep_page
@@ -38,12 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to write it, `-` for standard output; default: NAME-report.html, here",
     )
     parser.add_argument("--against", metavar="RUN2", help="show this other run beside it, and what differs")
-    add_site(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Write the page, and print its path; or print the page."""
-    now, rules = time.time(), _rules(args.site, environment)
+    now = time.time()
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     points = _points(args.run, runs_dir)
     if points is not None:
@@ -56,7 +54,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         against = find_run(args.against, runs_dir) if args.against else None
         name, text = (
             chosen.name,
-            page_of(read_run(chosen, now=now, against=against, environ=environment), now=now, rules=rules),
+            page_of(read_run(chosen, now=now, against=against, environ=environment), now=now),
         )
     write_output(args.output or Path(f"{name}-report.html"), text)
     return 0
@@ -86,12 +84,3 @@ def _points(text: str | None, runs_dir: Path) -> tuple[str, list[tuple[RunDir, M
     if sweep_dir is None:
         return None
     return sweep_dir.name, [(sweep_dir.run(point), point.shown) for point in read_sweep(sweep_dir).points]
-
-
-def _rules(named: str | None, environment: Mapping[str, str]) -> list[NoteRule]:
-    """Return the notes of this host's site, if it has some, before ours."""
-    from ddp_hpc.run.config.site import find_profile  # late: with the spec's classes
-
-    profile = find_profile(environment, named)
-    path = None if profile is None else profile.site.report_notes
-    return [*RULES] if profile is None or path is None else [*read_rules(profile.path.parent / path), *RULES]

@@ -45,6 +45,11 @@ REMOVED: Mapping[str, Removed] = {
         default="nsys",
         instead="have `nsys` on the PATH of the nodes, by `slurm.modules`, `slurm.setup` or `env.PATH`.",
     ),
+    "site.report_notes": Removed(
+        since="2026-11-27",
+        default=None,
+        instead="`ddp-hpc status RUN --json` has the numbers for a program of the site; reports have our notes alone.",
+    ),
 }
 """By name."""
 

@@ -16,6 +16,7 @@ from ddp_hpc.base.names import nearest
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.config.keys import Key
 from ddp_hpc.run.config.paths import fill
+from ddp_hpc.run.config.removed import no_longer_a_key
 from ddp_hpc.run.config.sources import Origin, Setting, read_mapping, settings_in
 from ddp_hpc.run.config.values import convert
 from ddp_hpc.run.run_dir.paths import is_folder, settings_dirs
@@ -39,8 +40,6 @@ class Site:
     """Host names for which the profile is used, `*` and `?` allowed; a name with a dot is compared with the full domain name."""
     scratch: str | None = None
     """The directory for large files."""
-    report_notes: str | None = None
-    """A file, beside this profile, with the site's own notes for `ddp-hpc report`."""
     no_write: tuple[str, ...] = ()
     """Directories that runs must not write to: homes with small quotas, read-only software."""
 
@@ -207,6 +206,8 @@ def _site(path: Path, section: Mapping[str, Any], environ: Mapping[str, str] | N
     for name, value in section.items():
         origin = Origin("", str(path), lines.get(name))
         if name not in annotations:
+            if gone := no_longer_a_key(f"site.{name}", str(origin)):
+                raise gone
             near = nearest(str(name), annotations)
             hint = f" Did you mean `site.{near}`?" if near else ""
             valid = ", ".join(field.name for field in fields(Site))

@@ -20,7 +20,7 @@ from ddp_hpc.watch.report import charts
 from ddp_hpc.watch.report.axes import compact
 from ddp_hpc.watch.report.data import Against, RunData
 from ddp_hpc.watch.report.machines import about_machines, machine_chart
-from ddp_hpc.watch.report.notes import RULES, NoteRule, facts_of, notes_of
+from ddp_hpc.watch.report.notes import facts_of, notes_of
 from ddp_hpc.watch.report.timeline import rows_of
 from ddp_hpc.watch.report.words import duration, hours, milliseconds, moment, plural, share
 
@@ -58,11 +58,11 @@ class KindShare:
     title: str
 
 
-def page_of(run: RunData, *, now: float, rules: Sequence[NoteRule] = RULES) -> str:
+def page_of(run: RunData, *, now: float) -> str:
     """Return the page of one run."""
     return render_page(
         "run.html.j2",
-        view_of(run, rules),
+        view_of(run),
         title=f"{run.status.run}: report",
         path=run.path,
         now=now,
@@ -70,7 +70,7 @@ def page_of(run: RunData, *, now: float, rules: Sequence[NoteRule] = RULES) -> s
     )
 
 
-def view_of(run: RunData, rules: Sequence[NoteRule]) -> dict[str, Any]:
+def view_of(run: RunData) -> dict[str, Any]:
     """Return what the page of one run shows: texts and shapes."""
     rows, time_ticks = rows_of(run.times, run.marks)
     loss, rate = charts.loss_chart(run.series, run.starts), charts.rate_chart(run.series, run.starts)
@@ -114,7 +114,7 @@ def view_of(run: RunData, rules: Sequence[NoteRule]) -> dict[str, Any]:
         "environment": _environment(run),
         "changed": list(_changes(run)),
         "against": None if run.against is None else _beside(run, run.against),
-        "notes": notes_of(facts_of(run), rules),
+        "notes": notes_of(facts_of(run)),
     }
 
 
