@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ddp_hpc.cli.formatting import duration, number, numbers
-from ddp_hpc.run.run_dir.records import memory_text
-from ddp_hpc.watch.metrics import numbers_of
+from ddp_hpc.run.run_dir.records import memory_text, numbers_of
 from ddp_hpc.watch.status import RunStatus
 
 

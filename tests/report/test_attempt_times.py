@@ -123,7 +123,7 @@ def test_steps_that_only_a_later_attempt_than_the_next_repeats_are_lost_too() ->
     assert [spent(one) for one in found] == [{"training": 50.0, "lost": 50.0}, {"lost": 30.0}, {"training": 100.0}]
     assert goodput_of(found).steps_repeated == 60
     rows, _ = rows_of(found, marks)
-    assert [row.steps for row in rows] == ["0 to 100, kept to 50", "90 to 100, none kept", "50 to 110"]
+    assert [row["steps"] for row in rows] == ["0 to 100, kept to 50", "90 to 100, none kept", "50 to 110"]
 
 
 def test_a_checkpoint_after_the_newest_note_is_kept() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.watch.report.axes import clock_times, compact, linear, logarithmic
+from ddp_hpc.watch.report.axes import axis, clock_times
+from ddp_hpc.watch.report.words import compact
 
 
 @pytest.mark.parametrize(
@@ -17,32 +18,33 @@ from ddp_hpc.watch.report.axes import clock_times, compact, linear, logarithmic
     ],
 )
 def test_a_linear_axis_has_round_numbers(low: float, high: float, texts: list[str]) -> None:
-    assert [tick.text for tick in linear(low, high).ticks] == texts
+    assert [tick.text for tick in axis([low, high], margin=0.0, count=5).ticks] == texts
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -5.0, 1e-12, 1e300])
 def test_an_axis_for_one_value_has_it_inside(value: float) -> None:
-    axis = linear(value, value)
+    found = axis([value])
 
-    assert 0.0 <= axis.place(value) <= 1.0
-    assert axis.high > axis.low
+    assert 0.0 <= found.place(value) <= 1.0
+    assert found.high > found.low
 
 
-@pytest.mark.parametrize("high", [0.2, 5.0, 1e3, 1e12])
+@pytest.mark.parametrize("high", [3.0, 5.0, 1e3, 1e12])
 def test_a_logarithmic_axis_has_two_to_nine_marks_in_order(high: float) -> None:
-    ticks = logarithmic(0.1 / 1.15, high * 1.15).ticks
+    found = axis([0.1, high], may_be_log=True)
 
-    places = [tick.at for tick in ticks]
+    ticks, places = found.ticks, [tick.at for tick in found.ticks]
+    assert found.is_log
     assert 2 <= len(ticks) <= 9
     assert places == sorted(places)
 
 
 @pytest.mark.parametrize("length_s", [0.0, 3.0, 95.0, 4_000.0, 90_000.0, 5e6, 1e8])
 def test_an_axis_of_times_has_few_marks_for_a_minute_and_for_years(length_s: float) -> None:
-    axis = clock_times(1_750_000_000.0, 1_750_000_000.0 + length_s)
+    found = clock_times(1_750_000_000.0, 1_750_000_000.0 + length_s)
 
-    assert len(axis.ticks) <= 7
-    assert all(0.0 <= tick.at <= 1.0 for tick in axis.ticks)
+    assert len(found.ticks) <= 7
+    assert all(0.0 <= tick.at <= 1.0 for tick in found.ticks)
 
 
 def test_numbers_are_short() -> None:

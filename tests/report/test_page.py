@@ -73,7 +73,7 @@ def test_a_run_of_ten_attempts_with_64_ranks_is_one_small_page(tmp_path: Path) -
 
     assert len(text.encode()) < 300_000  # 2 MB are asked for
     assert text.count('<div class="row" ') == 10
-    assert text.count('class="hit"') == 64
+    assert text.count('class="c-hit"') == 64
     assert Outline(text).headings == [
         "Where the time went",
         "Attempt 7 failed: Slurm preempted the job",
@@ -164,7 +164,7 @@ def test_any_losses_are_drawn_or_marked(values: list[float], tmp_path: Path) -> 
 
     text = page_of(read_run(run, now=NOW), now=NOW)
 
-    assert text.count('class="dot-broken"') == sum(not math.isfinite(one) for one in values)
+    assert text.count('class="c-broken"') == sum(not math.isfinite(one) for one in values)
     assert not re.findall(r'd="[^"]*(?:nan|inf)', text)
 
 

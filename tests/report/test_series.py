@@ -6,12 +6,10 @@ import json
 import math
 from pathlib import Path
 
-import pytest
-
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Look
-from ddp_hpc.watch.report.charts import loss_chart, metric_charts, other_charts, wait_map
-from ddp_hpc.watch.report.series import NUM_BINS, ChartPoint, read_series, thinned
+from ddp_hpc.watch.report.charts import charts_of, wait_map
+from ddp_hpc.watch.report.series import NUM_BINS, ChartPoint, finite, read_series, thinned
 from tests.made_run import make_run
 
 
@@ -51,11 +49,10 @@ def test_losses_that_are_not_finite_are_marked_and_not_drawn(tmp_path: Path) -> 
 
     series = read_series(run)
 
-    assert [point.step for point in series.loss] == [1, 5]
-    assert series.not_finite == [2, 3, 4]
-    chart = loss_chart(series, {})
-    assert chart is not None
-    assert chart.curves[0].path.count("M") == 2  # no line over the steps between
+    assert [point.step for point in finite(series.loss)] == [1, 5]
+    assert [point.step for point in series.loss] == [1, 2, 3, 4, 5]
+    (chart,) = charts_of(series, {})
+    assert [shape.path.count("M") for shape in chart.shapes] == [2, 1, 1, 1]  # no line over the steps between
 
 
 def test_each_further_number_that_the_run_has_gets_a_chart(tmp_path: Path) -> None:
@@ -71,22 +68,24 @@ def test_each_further_number_that_the_run_has_gets_a_chart(tmp_path: Path) -> No
         for step, rate in [(1, None), (2, 1e5), (4, 2e5), (8, 1.5e5), (50, 1e5)]
     ]
 
-    charts = other_charts(read_series(run_with(tmp_path, "".join(lines))), {0: 0, 1: 4})
+    _, *charts = charts_of(read_series(run_with(tmp_path, "".join(lines))), {0: 0, 1: 4})
 
     shown = [(chart.title, chart.unit, len(chart.readings)) for chart in charts]
     assert shown == [
         ("Tokens", "tokens/s", 4),
-        ("Gradient norm", "before clipping, logarithmic", 5),
-        ("Loss scale", "logarithmic", 5),
+        ("Gradient norm", "before clipping, y axis logarithmic", 5),
+        ("Loss scale", "y axis logarithmic", 5),
         ("Skipped updates", "of each log interval", 5),
     ]
-    assert all(len(chart.rules) == 1 for chart in charts)
+    assert all([shape.kind for shape in chart.shapes] == ["main", "start"] for chart in charts)
 
 
 def test_numbers_that_a_run_does_not_have_and_updates_that_were_never_skipped_get_none(tmp_path: Path) -> None:
     lines = [line(step, 1.0, grad_norm=None, skipped_updates=0) for step in range(1, 9)]
 
-    assert other_charts(read_series(run_with(tmp_path, "".join(lines))), {}) == []
+    found = charts_of(read_series(run_with(tmp_path, "".join(lines))), {})
+
+    assert [chart.title for chart in found] == ["Loss"]
 
 
 def test_a_cell_of_the_map_is_the_mean_of_its_comparisons() -> None:
@@ -96,10 +95,10 @@ def test_a_cell_of_the_map_is_the_mean_of_its_comparisons() -> None:
         for n in range(1600)
     ]
 
-    found = wait_map(looks)
+    shapes = wait_map(looks).shapes
 
-    assert found is not None
-    assert max(row.worst for row in found.rows) == pytest.approx(0.03)
+    assert {shape.kind for shape in shapes} == {"shade-0", "hit"}  # a mean of 3 %, in each cell
+    assert next(shape.path for shape in shapes).count("M") == 8
 
 
 def test_what_is_half_written_or_of_others_is_skipped(tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ def test_steps_that_two_attempts_lost_are_two_pieces(tmp_path: Path) -> None:
 
 
 def test_a_run_without_metrics_has_empty_series(tmp_path: Path) -> None:
-    assert read_series(make_run(tmp_path)).loss == []
+    assert not read_series(make_run(tmp_path)).loss
 
 
 def test_evaluations_that_are_not_finite_are_marked_at_their_steps(tmp_path: Path) -> None:
@@ -138,11 +137,9 @@ def test_evaluations_that_are_not_finite_are_marked_at_their_steps(tmp_path: Pat
 
     series = read_series(run_with(tmp_path, line(30, 0.3) + "".join(told)))
 
-    assert series.broken_evaluations == {"loss": [20], "accuracy": [20]}
-    (chart,) = metric_charts(series, {})
-    loss = loss_chart(series, {})
-    assert loss is not None
-    assert [dot.title for dot in chart.dots if dot.kind == "broken"] == ["step 20: accuracy is NaN or infinite"]
-    assert [dot.title for dot in loss.dots if dot.kind == "broken"] == [
-        "step 20: the loss of the evaluation is NaN or infinite"
+    (loss, chart) = charts_of(series, {})
+    titles = [[shape.title for shape in one.shapes if shape.kind == "broken"] for one in (loss, chart)]
+    assert titles == [
+        ["step 20: the loss of the evaluation is NaN or infinite"],
+        ["step 20: the accuracy of the evaluation is NaN or infinite"],
     ]

@@ -129,10 +129,10 @@ def test_a_key_with_few_values_has_them_side_by_side_and_a_line_through_the_best
 
     assert chart is not None
     assert [(tick.text, tick.at) for tick in chart.x.ticks] == [("0.01", 0.25), ("0.1", 0.75)]
-    dots, line = chart.curves
+    dots, line, best = chart.shapes
     assert dots.path.count("M") == 3
     assert line.path.count("L") == 1
-    assert chart.dots[0].title == "the best, b: train.lr 0.01, loss 1"
+    assert best.title == "the best, b: train.lr 0.01, loss 1"
 
 
 def test_the_chart_of_a_key_is_named_by_the_metric_and_the_key(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_key_with_many_numbers_has_an_axis_and_one_with_one_value_no_chart() -
 
     assert many is not None
     assert many.x.is_log
-    assert [curve.kind for curve in many.curves] == ["points"]
+    assert [shape.kind for shape in many.shapes] == ["points", "best"]
     assert key_chart("lr", "loss", [(0.1, 3.0, "a"), (0.1, 2.0, "c")]) is None
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.run.run_dir.ledger import Ending, record_end
+from ddp_hpc.run.run_dir.records import numbers_of
 from ddp_hpc.run.run_dir.rereading import Tail
 from ddp_hpc.watch.follow import follow
-from ddp_hpc.watch.metrics import numbers_of
 from tests.made_run import add_attempt, add_metrics, add_progress, make_run
 
 LATER = 4e9

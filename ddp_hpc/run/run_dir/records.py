@@ -226,6 +226,11 @@ LINE_FIELDS = ("kind", "step", "epoch", "at")
 """The fields of each line of `metrics.jsonl`; the others are the numbers of its step, by name."""
 
 
+def numbers_of(line: dict[str, Any]) -> dict[str, float]:
+    """Return a line's numbers, without the step, epoch and time at which they were measured."""
+    return {name: value for name, value in line.items() if name not in LINE_FIELDS and isinstance(value, (int, float))}
+
+
 def write_progress(run: RunDir, progress: Progress) -> None:
     """Replace the newest progress; a reader sees the old or the new one, whole.
 

@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged
-from ddp_hpc.watch.report.axes import clock_times, linear
-from ddp_hpc.watch.report.charts import Chart, Curve, path
+from ddp_hpc.watch.report.axes import axis, clock_times
+from ddp_hpc.watch.report.charts import GAP, Chart, Line, chart_of
 from ddp_hpc.watch.report.data import RunData
-from ddp_hpc.watch.report.series import ChartPoint
+from ddp_hpc.watch.report.series import ChartPoint, finite
 
 _MOST_POINTS = 240
 """What all nodes report of one part of the time is one point."""
 _CURVES: Sequence[tuple[str, str, Callable[[MachineUse], float | None]]] = (
-    ("main", "GPUs busy, the mean of all", lambda use: use.gpu_busy),
+    ("line", "GPUs busy, the mean of all", lambda use: use.gpu_busy),
     ("cpu", "CPUs busy, the mean of those that the job may use", lambda use: use.cpu_busy),
 )
 
@@ -63,14 +63,18 @@ def machine_chart(run: RunData) -> Chart | None:
     if not uses:
         return None
     x = clock_times(min(use.at - use.seconds for use in uses), max(use.at for use in uses))
-    y = linear(0.0, 100.0, count=4)
     points = [_points(of_attempt, (x.high - x.low) / _MOST_POINTS) for of_attempt in run.machines.values()]
-    curves = []
-    for kind, title, value in _CURVES:
-        lines = [[ChartPoint(use.at, 100 * one) for use in uses if (one := value(use)) is not None] for uses in points]
-        if any(lines):
-            curves.append(Curve(kind, " ".join(path(line, x, y) for line in lines if line), title))
-    return Chart(title="GPUs and CPUs", unit="% busy", x=x, y=y, curves=curves) if curves else None
+    lines = [
+        Line(kind, [point for uses in points for point in (*_shares(uses, value), GAP)], title)
+        for kind, title, value in _CURVES
+    ]
+    if not any(finite(line.points) for line in lines):
+        return None
+    return chart_of("GPUs and CPUs", lines, unit="% busy", x=x, y=axis([0, 100], margin=0.0))
+
+
+def _shares(uses: Sequence[MachineUse], value: Callable[[MachineUse], float | None]) -> list[ChartPoint]:
+    return [ChartPoint(use.at, 100 * one) for use in uses if (one := value(use)) is not None]
 
 
 def _points(uses: Sequence[MachineUse], width_s: float) -> list[MachineUse]:

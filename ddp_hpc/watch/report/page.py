@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.checkpoints import CheckpointInfo
 from ddp_hpc.watch.goodput import measured_cost
 from ddp_hpc.watch.report import charts
-from ddp_hpc.watch.report.axes import compact
 from ddp_hpc.watch.report.data import Against, RunData
 from ddp_hpc.watch.report.machines import about_machines, machine_chart
 from ddp_hpc.watch.report.notes import facts_of, notes_of
+from ddp_hpc.watch.report.series import finite
 from ddp_hpc.watch.report.timeline import rows_of
-from ddp_hpc.watch.report.words import duration, hours, milliseconds, moment, plural, share
+from ddp_hpc.watch.report.words import compact, duration, hours, milliseconds, moment, plural, share
 
 _CODE = re.compile(r"`([^`]*)`")
 _WHERE = {
@@ -73,11 +73,9 @@ def page_of(run: RunData, *, now: float) -> str:
 def view_of(run: RunData) -> dict[str, Any]:
     """Return what the page of one run shows: texts and shapes."""
     rows, time_ticks = rows_of(run.times, run.marks)
-    loss, rate = charts.loss_chart(run.series, run.starts), charts.rate_chart(run.series, run.starts)
-    others = charts.other_charts(run.series, run.starts)
     seconds, num_steps = run.phases
     phases = charts.phase_shares(seconds, num_steps, run.looks)
-    waits = charts.wait_map(run.looks)
+    num_ranks = len({rank for look in run.looks for rank in look.lost_s})
     return {
         "run": run,
         "lead": lead(run),
@@ -88,9 +86,7 @@ def view_of(run: RunData) -> dict[str, Any]:
         "num_hidden": len(run.times) - len(rows),
         "time_ticks": time_ticks,
         "kinds": kinds(run),
-        "charts": [
-            one for one in (loss, *charts.metric_charts(run.series, run.starts), rate, *others) if one is not None
-        ],
+        "charts": charts.charts_of(run.series, run.starts),
         "has_rules": len(run.starts) > 1,
         "has_lost": bool(run.series.superseded),
         "has_evaluations": bool(run.series.evaluations),
@@ -100,8 +96,8 @@ def view_of(run: RunData) -> dict[str, Any]:
         "has_spread": any(one.spread_ms for one in phases),
         "machines": machine_chart(run),
         "machines_about": about_machines(run),
-        "map": waits,
-        "map_height": 0 if waits is None else min(26.0, max(4.0, 1.35 * len(waits.rows))),
+        "map": charts.wait_map(run.looks) if num_ranks else None,
+        "num_ranks": num_ranks,
         "shades": [
             f"{low:.0%} and more" if number == len(charts.SHADES) - 1 else f"from {low:.0%}"
             for number, low in enumerate(charts.SHADES)
@@ -154,7 +150,7 @@ def figures(run: RunData) -> list[Figure]:
     if status.loss is not None:
         found.append(Figure("training loss", compact(status.loss)))
     found += [Figure(f"{name}, evaluation", compact(value)) for name, value in list(status.metrics.items())[:3]]
-    rates = sorted(point.value for point in run.series.rate)
+    rates = sorted(point.value for point in finite(run.series.numbers.get("samples_per_s", ())))
     if rates:
         found.append(Figure("throughput", compact(rates[len(rates) // 2]), "samples/s"))
     if goodput.goodput is not None:
@@ -286,13 +282,9 @@ def _changes(run: RunData) -> Iterable[tuple[int, str]]:
 
 
 def _beside(run: RunData, other: Against) -> dict[str, Any]:
-    chart = charts.loss_chart(replace(run.series, superseded=[other.series.loss] if other.series.loss else []), {})
-    if chart is not None:
-        curves = [
-            replace(one, kind="other", title=f"loss of {other.name}") if one.kind == "lost" else one
-            for one in chart.curves
-        ]
-        chart = replace(chart, title=f"Loss, and dotted: {other.name}", curves=curves)
+    theirs = charts.Line("other", other.series.loss, f"loss of {other.name}")
+    ours = [line for line in charts.loss_lines(run.series) if line.kind != "lost"]
+    has_loss = bool(ours or finite(other.series.loss))
     loss = (
         ""
         if other.loss is None or run.status.loss is None
@@ -302,7 +294,9 @@ def _beside(run: RunData, other: Against) -> dict[str, Any]:
     return {
         "name": other.name,
         "lead": f"{other.name} is at step {other.step:,}.{loss} {count} of the configuration {'differs' if len(other.differences) == 1 else 'differ'}.",
-        "chart": chart,
+        "chart": charts.chart_of(f"Loss, and dotted: {other.name}", [theirs, *ours], may_be_log=True)
+        if has_loss
+        else None,
         "differences": other.differences,
         "environment": other.environment,
     }

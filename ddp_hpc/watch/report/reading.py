@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys
 from ddp_hpc.watch.goodput import checkpoint_cost, goodput_of
 from ddp_hpc.watch.report.data import HIDDEN, Against, KeyDifference, RunData, RunFailure
-from ddp_hpc.watch.report.series import Series, read_series
+from ddp_hpc.watch.report.series import Series, finite, read_series
 from ddp_hpc.watch.save_interval import newest_interval
 from ddp_hpc.watch.status import read_status
 from ddp_hpc.watch.why.findings import Verdict
@@ -130,17 +129,17 @@ def _gaps(
             "The run is a script: ddp-hpc sees its start, its saves and its end, but not its steps. `ddp_hpc.attach` in the script "
             "reports steps and losses; with a recipe, this page shows everything."
         )
-    elif not series.loss and not series.not_finite:
+    elif not series.loss:
         found.append(
             "No loss was logged: the run ended, or this page was written, before the first log interval (`log.every_steps`)."
         )
-    never = [name for name in series.broken_evaluations if not _has_finite(series, name)]
+    never = [name for name, points in series.evaluations.items() if not finite(points)]
     if never:
         names = ", ".join(never[:_MOST_NAMES]) + (
             f" and {len(never) - _MOST_NAMES} more" if len(never) > _MOST_NAMES else ""
         )
         found.append(f"{names}: NaN or infinite in every evaluation, so there is no chart.")
-    if not marks and not is_script and series.loss:
+    if not marks and not is_script and finite(series.loss):
         found.append(
             "The run was made with an older version of ddp-hpc, which recorded neither the phases of a step nor waits for slow ranks."
         )
@@ -153,10 +152,6 @@ def _gaps(
         )
         found.append(f"{why}, so the map of waits for ranks is missing.")
     return found
-
-
-def _has_finite(series: Series, name: str) -> bool:
-    return any(math.isfinite(point.value) for point in series.evaluations.get(name, []))
 
 
 def _environment(run: RunDir, attempt: int) -> Environment | None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_hpc.watch.report.axes import ChartAxis, Tick, compact, linear, logarithmic
-from ddp_hpc.watch.report.charts import BOX, Chart, Curve, Dot, path, value_axis
+from ddp_hpc.watch.report.axes import ChartAxis, Tick, axis
+from ddp_hpc.watch.report.charts import GAP, Chart, Line, chart_of
 from ddp_hpc.watch.report.series import ChartPoint
+from ddp_hpc.watch.report.words import compact
 
 _MOST_VALUES = 12
 """A key with at most so many values has them side by side, at equal distances."""
 _MOST_LABELS = 6
 _LONGEST_LABEL = 14
-_LOG_FROM = 20
 
 
 def key_chart(
@@ -24,42 +25,30 @@ def key_chart(
 
     `measured`: of each point its value of the key, the metric, and its name.
     """
-    values = list(dict.fromkeys(_text(value) for value, _, _ in measured))
+    values = {_text(value): value for value, _, _ in measured}
     if len(values) < 2:
         return None
-    numbers = {_text(value): float(value) for value, _, _ in measured if _is_number(value)}
-    are_numbers = len(numbers) == len(values)
-    if are_numbers:
-        values.sort(key=numbers.__getitem__)
-    if are_numbers and len(values) > _MOST_VALUES:
-        x, at = _number_axis([*numbers.values()]), numbers
+    are_numbers = all(type(one) in {int, float} and math.isfinite(one) for one in values.values())
+    texts = sorted(values, key=values.__getitem__) if are_numbers else [*values]
+    if are_numbers and len(texts) > _MOST_VALUES:
+        x, at = axis(values.values(), margin=0.0, may_be_log=True), values
     else:
-        x, at = _value_places(values), {text: number + 0.5 for number, text in enumerate(values)}
-    y = value_axis([value for _, value, _ in measured])
-    dots = dict.fromkeys(
-        f"M{x.place(at[_text(value)]) * BOX:.0f} {(1 - y.place(measure)) * BOX:.0f}h0" for value, measure, _ in measured
-    )
+        x, at = _value_places(texts), {text: number + 0.5 for number, text in enumerate(texts)}
+    y = axis((value for _, value, _ in measured), may_be_log=True)
     pick = max if is_highest else min
     best: dict[str, float] = {}
     for value, measure, _ in measured:
         best[_text(value)] = pick(best.get(_text(value), measure), measure)
-    line = [ChartPoint(at[text], best[text]) for text in values]
-    curves = [Curve("points", "".join(dots), "a dot for each point of the sweep")]
-    if len(values) <= _MOST_VALUES and len(values) < len(measured):
-        curves.append(Curve("main", path(line, x, y), f"the best {metric} of each value"))
+    dots = dict.fromkeys(ChartPoint(at[_text(value)], measure) for value, measure, _ in measured)
+    lines = [Line("points", [one for dot in dots for one in (dot, GAP)], "a dot for each point of the sweep")]
+    if len(texts) <= _MOST_VALUES and len(texts) < len(measured):
+        lines.append(
+            Line("line", [ChartPoint(at[text], best[text]) for text in texts], f"the best {metric} of each value")
+        )
     value, measure, name = pick(measured, key=lambda one: one[1])
-    first = Dot(
-        "best",
-        x.place(at[_text(value)]) * BOX,
-        (1 - y.place(measure)) * BOX,
-        f"the best, {name}: {key} {_text(value)}, {metric} {compact(measure)}",
-    )
-    scales = [f"{name} axis logarithmic" for name, axis in (("x", x), ("y", y)) if axis.is_log]
-    return Chart(title=key, unit=", ".join(scales), x=x, y=y, curves=curves, dots=[first])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0
+    about = f"the best, {name}: {key} {_text(value)}, {metric} {compact(measure)}"
+    lines.append(Line("best", [ChartPoint(at[_text(value)], measure)], about))
+    return chart_of(key, lines, x=x, y=y)
 
 
 def _text(value: Any) -> str:
@@ -72,8 +61,3 @@ def _value_places(values: Sequence[str]) -> ChartAxis:
     short = [text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}..." for text in values]
     ticks = [Tick((number + 0.5) / len(values), text) for number, text in enumerate(short) if number % every == 0]
     return ChartAxis(0.0, float(len(values)), ticks)
-
-
-def _number_axis(values: Sequence[float]) -> ChartAxis:
-    low, high = min(values), max(values)
-    return logarithmic(low, high) if low > 0 and high / low > _LOG_FROM else linear(low, high, count=4)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.report import charts
-from ddp_hpc.watch.report.axes import compact
+from ddp_hpc.watch.report.axes import ChartAxis, axis
 from ddp_hpc.watch.report.page import render_page
 from ddp_hpc.watch.report.scatter import key_chart
-from ddp_hpc.watch.report.series import Series, read_losses
+from ddp_hpc.watch.report.series import Series, finite, read_losses
 from ddp_hpc.watch.report.sweep_points import Goal, Settings, SweptRun, best_first, goal_of, read_points
-from ddp_hpc.watch.report.words import hours, plural, share
+from ddp_hpc.watch.report.words import compact, hours, plural, share
 
 MOST_CHARTS = 60
 """So many points have a chart of their loss."""
@@ -84,11 +84,11 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
     states = [*(one.status.state for one in points), *[NOT_BEGUN] * (num_points - len(points) - len(unreadable))]
     counts = Counter(states).most_common()
     by_key = [chart for key in keys[:_MOST_KEYS] if (chart := _key_chart(key, points, goal)) is not None]
-    axes = charts.shared_axes(losses)
+    x, y = _shared_axes(losses)
     small = [
-        replace(chart, title=_sets(one))
+        charts.chart_of(_sets(one), lines, x=x, y=y)
         for one, series in zip(points, losses, strict=False)
-        if (chart := charts.loss_chart(series, {}, axes)) is not None
+        if (lines := charts.loss_lines(series))
     ]
     missing = [*unreadable]
     if len(points) > MOST_CHARTS:
@@ -109,6 +109,15 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
         "by_key": by_key,
         "small": small,
     }
+
+
+def _shared_axes(runs: Sequence[Series]) -> tuple[ChartAxis, ChartAxis]:
+    """Return axes for the losses of several runs; a run that diverges does not flatten the others, but leaves the box."""
+    losses = [points for one in runs if (points := finite(one.loss))]
+    steps = axis([0.0, 1.0, *(points[-1].step for points in losses)], margin=0.0, count=3)
+    highest = sorted(max(point.value for point in points) for points in losses)
+    values = [min(point.value for points in losses for point in points), highest[len(highest) // 2]] if losses else []
+    return steps, axis(values, may_be_log=True)
 
 
 def _best(points: Sequence[SweptRun], goal: Goal) -> str:

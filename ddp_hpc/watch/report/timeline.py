@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
@@ -20,34 +20,7 @@ _ENDS = {
 }
 
 
-@dataclass(frozen=True)
-class Span:
-    """A part of a row: shares of the axis."""
-
-    kind: str
-    left: float
-    width: float
-    title: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptRow:
-    """One attempt."""
-
-    number: int
-    job: str
-    nodes: str
-    started: str
-    ran: str
-    steps: str
-    end: str
-    reason: str
-    title: str
-    spans: Sequence[Span]
-    saves: Sequence[Tick]
-
-
-def rows_of(times: Sequence[AttemptTime], marks: Sequence[Mark]) -> tuple[list[AttemptRow], Sequence[Tick]]:
+def rows_of(times: Sequence[AttemptTime], marks: Sequence[Mark]) -> tuple[list[dict[str, Any]], Sequence[Tick]]:
     """Return the newest attempts as rows, oldest first, and the marks of their time axis."""
     shown = times[-MOST_ROWS:]
     if not shown:
@@ -86,29 +59,28 @@ def _steps(time: AttemptTime) -> str:
     return f"{text}, none kept" if time.kept_step <= time.first_step else f"{text}, kept to {time.kept_step}"
 
 
-def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> AttemptRow:
+def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> dict[str, Any]:
     attempt, width = time.attempt, end - begin
-    spans = [
-        Span(kind, (one - begin) / width, (two - one) / width, f"{kind} {duration(two - one)}")
-        for kind, one, two in parts_of(time)
-    ]
     saves = [mark for mark in marks if mark.kind == "save"]
-    nodes = ", ".join(attempt.nodes) or attempt.host
-    return AttemptRow(
-        number=attempt.attempt,
-        job=attempt.job_id if attempt.cluster == "slurm" else f"process {attempt.pid}",
-        nodes=nodes if len(attempt.nodes) <= 4 else f"{len(attempt.nodes)} nodes: {', '.join(attempt.nodes[:3])}, ...",
-        started=moment(attempt.started_at),
-        ran=duration(time.length_s),
-        steps=_steps(time),
-        end=_end(time),
-        reason=attempt.reason or _end(time),
-        title=f"attempt {attempt.attempt}, {plural(time.num_nodes, 'node')}: {_end(time)}",
-        spans=spans,
-        saves=[Tick((mark.at - begin) / width, f"checkpoint of step {mark.step}") for mark in saves]
+    names = attempt.nodes or [attempt.host]
+    return {
+        "number": attempt.attempt,
+        "job": attempt.job_id if attempt.cluster == "slurm" else f"process {attempt.pid}",
+        "nodes": ", ".join(names) if len(names) <= 4 else f"{len(names)} nodes: {', '.join(names[:3])}, ...",
+        "started": moment(attempt.started_at),
+        "ran": duration(time.length_s),
+        "steps": _steps(time),
+        "end": _end(time),
+        "reason": attempt.reason or _end(time),
+        "title": f"attempt {attempt.attempt}, {plural(time.num_nodes, 'node')}: {_end(time)}",
+        "spans": [
+            (kind, (one - begin) / width, (two - one) / width, f"{kind} {duration(two - one)}")
+            for kind, one, two in parts_of(time)
+        ],
+        "saves": [Tick((mark.at - begin) / width, f"checkpoint of step {mark.step}") for mark in saves]
         if len(saves) <= _MOST_TICKS
         else [],
-    )
+    }
 
 
 def _end(time: AttemptTime) -> str:

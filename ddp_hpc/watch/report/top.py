@@ -9,9 +9,8 @@ from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged
 from ddp_hpc.run.run_dir.timeline import Look
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.goodput import Goodput
-from ddp_hpc.watch.report.axes import compact
 from ddp_hpc.watch.report.series import ChartPoint
-from ddp_hpc.watch.report.words import duration, hours, milliseconds, moment, plural, share
+from ddp_hpc.watch.report.words import compact, duration, hours, milliseconds, moment, plural, share
 from ddp_hpc.watch.status import RunStatus
 
 LEVELS, PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"

@@ -52,3 +52,16 @@ def plural(count: int, one: str, several: str | None = None) -> str:
 def moment(at: float, pattern: str = "%d %b %H:%M:%S") -> str:
     """Return a time, in seconds since the epoch, as this host's clock shows it."""
     return datetime.fromtimestamp(at, tz=timezone.utc).astimezone().strftime(pattern)
+
+
+def compact(value: float) -> str:
+    """Return a number in few characters: `0.05`, `1200`, `25k`, `1.5M`, `3e-07`; `NaN` or `infinite`."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}infinite"
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 1e-4:
+        return f"{value:.2g}"
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
+    return f"{value:.4g}"

@@ -2,7 +2,6 @@
 for (const plot of document.querySelectorAll(".plot[data-readings]")) {
   const readings = JSON.parse(plot.dataset.readings), svg = plot.querySelector("svg");
   const output = plot.parentElement.querySelector("output"), cross = svg.querySelector(".cross");
-  if (!readings.length || !output) continue;
   const [low, high] = JSON.parse(plot.dataset.span);
   const show = (event) => {
     const box = svg.getBoundingClientRect();
