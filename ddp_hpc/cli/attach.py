@@ -33,9 +33,12 @@ def show(
     looks = follow(run, attempt, clock=time.time, pause=await_news, ask=ask)
     looks = _calling(on_waiting, looks, clock=time.monotonic)
     if out.isatty():
-        from ddp_hpc.cli.live import show_live  # late: rich is for eyes only
+        from ddp_hpc.cli.live import draw  # late, as the next: for eyes only
+        from ddp_hpc.watch.report.looking import Looker
 
-        show_live(looks, out)
+        looker = Looker(run)
+        drawn = ((looker.look(time.time(), one.status), [*map(evaluation_line, one.evaluations)]) for one in looks)
+        draw(drawn, out, is_kept=False)
     else:
         show_lines(looks, out, clock=time.monotonic)
 

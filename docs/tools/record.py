@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pyte
 
-COLUMNS, ROWS = 100, 14
+COLUMNS, ROWS = 100, 20
 CELL_W, CELL_H, MARGIN = 8.4, 19, 14
 FRAME_S = 0.1
 """Screens closer together than this are one."""

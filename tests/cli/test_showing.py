@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from ddp_hpc.cli.attach import LINE_INTERVAL_S, show_lines
 from ddp_hpc.cli.formatting import duration, number, size, table
-from ddp_hpc.cli.live import show_live, view
+from ddp_hpc.cli.live import draw
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.cli.summary import cause, exit_code, headline, next_steps
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.slow_ranks import Alarm
 from ddp_hpc.watch.follow import FollowUpdate
+from ddp_hpc.watch.report.top import RunScreen, screen
 from ddp_hpc.watch.status import RunStatus, State
 from tests.made_run import add_failure, add_log, make_run
 
@@ -116,28 +116,27 @@ def test_a_slow_rank_is_told_once_in_lines_and_stays_in_the_live_view_and_in_the
 
     assert [line for line in lines if "slow" in line] == [f"warning: {sentence}"]
     assert sentence in as_text(slow, now=0.0)
-    console = Console(file=io.StringIO(), width=100, record=True)
-    console.print(view(slow))
-    assert sentence in console.export_text()
+    assert f"slow        {sentence}" in screen(screen_of(slow), width=120, height=20)
 
 
-def test_the_live_view_shows_the_newest_numbers() -> None:
-    console = Console(file=io.StringIO(), width=100, record=True)
+def screen_of(status: RunStatus) -> RunScreen:
+    return RunScreen(status=status, goodput=None, loss=[], phases={}, look=None, nodes={}, now=0.0)
 
-    console.print(view(status()))
 
-    text = console.export_text()
-    for told in ("digits running", "step 20 of 100", "epoch 3 of 10", "loss 0.5000", "640 samples/s, 1:05 left"):
+def test_the_screen_shows_the_newest_numbers() -> None:
+    text = "\n".join(screen(screen_of(status()), width=100, height=20))
+
+    for told in ("digits  running", "20 of 100, 20 %, 1 min 05 s left, epoch 3 of 10", "0.5", "640 samples/s"):
         assert told in text
-    assert "evaluation loss 0.2500  accuracy 0.9833  checkpoint at step 20" in text
+    assert "loss 0.25  accuracy 0.9833" in text
 
 
-def test_the_live_view_keeps_evaluations_as_lines() -> None:
+def test_evaluations_stay_as_lines_above_the_screen() -> None:
     out = io.StringIO()
 
-    show_live([FollowUpdate(status(), [EVALUATION]), FollowUpdate(status("finished"), [])], out)
+    draw([(screen_of(status()), ["evaluation  step 20"]), (screen_of(status("finished")), [])], out, is_kept=False)
 
-    assert "evaluation  step 20  loss 0.2500  accuracy 0.9833\n" in out.getvalue()
+    assert "evaluation  step 20\n" in out.getvalue()
 
 
 @pytest.mark.parametrize(

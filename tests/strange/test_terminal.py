@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli import main
-from ddp_hpc.cli.live import view
-from ddp_hpc.watch.status import read_status
+from ddp_hpc.cli.live import draw
+from ddp_hpc.watch.report.looking import Looker
 from tests.made_run import add_attempt, add_failure, add_log, add_progress, make_run
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31mred\u202egnp.exe\x1b[1;31mcolour\x1b[0m[bold]markup[/bold]\rover"
@@ -87,15 +86,19 @@ def test_a_pipe_gets_every_byte(tmp_path: Path, capfdbinary: pytest.CaptureFixtu
     assert capfdbinary.readouterr().out == f"loss {HOSTILE}\n".encode()
 
 
-def test_the_live_view_draws_and_text_in_it_does_not(tmp_path: Path) -> None:
+def test_the_screen_is_drawn_and_text_in_it_commands_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, "evil\x1b[2J[red]")
     add_attempt(run)
     add_progress(run, save_error=HOSTILE)
     add_failure(run)
     out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
 
-    Console(file=out, force_terminal=True, width=200).print(view(read_status(run, now=1001.0)))
+    draw([(Looker(run).look(1001.0), [HOSTILE])], out, is_kept=True)
 
+    assert "\x1b[?25h" in out.getvalue()
+    assert f"{SHOWN}\n" in out.getvalue()
     assert r"evil\x1b[2J[red]" in out.getvalue()
     assert "[bold]markup[/bold]" in out.getvalue()
     assert not any(text in out.getvalue() for text in ("\x1b[2J", "\x1b]0", "\x07", "\x9b"))

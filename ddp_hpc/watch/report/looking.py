@@ -20,7 +20,7 @@ from ddp_hpc.watch.goodput import goodput_of
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.report.series import ChartPoint, thinned
 from ddp_hpc.watch.report.top import RunScreen
-from ddp_hpc.watch.status import read_status
+from ddp_hpc.watch.status import RunStatus, read_status
 
 _MOST_POINTS = 4000
 _MOST_BYTES = 4 << 20
@@ -52,14 +52,16 @@ class Looker:
         self._metrics = Tail(self.run.metrics, most_bytes=_MOST_BYTES)
         self._waits = Tail(self.run.waits, most_bytes=_MOST_BYTES)
 
-    def look(self, now: float) -> RunScreen:
+    def look(self, now: float, status: RunStatus | None = None) -> RunScreen:
         """Return the newest state. Except for the status, files that cannot be read now are left out and named in `unread`.
+
+        `status`: what was read of it just now, if it was.
 
         Raises:
             OSError: if the file system does not answer.
         """
         self._unread = []
-        status = read_status(self.run, now=now, host=host_name(), ask=self.ask, files=self._files)
+        status = status or read_status(self.run, now=now, host=host_name(), ask=self.ask, files=self._files)
         self.newest = newest_attempt(self.run, self._files)
         number = -1 if self.newest is None else self.newest.attempt
         timeline = self.run.timeline

@@ -70,6 +70,7 @@ def _progress(seen: RunScreen, width: int, *, is_plain: bool) -> list[str]:
         text = f" {status.step:,} of {status.total_steps:,}, {share(done)}" + (
             "" if status.eta_s is None else f", {duration(status.eta_s)} left"
         )
+        text += "" if status.epoch is None else f", epoch {status.epoch} of {status.epochs}"
         bar = max(8, min(40, room - len(text)))
         filled = round(done * bar)
         lines.append(_labelled("step", f"{'#' * filled}{'-' * (bar - filled)}{text}"))
@@ -93,6 +94,7 @@ def _progress(seen: RunScreen, width: int, *, is_plain: bool) -> list[str]:
         lines.append(_labelled("checkpoint", f"step {status.last_checkpoint:,}{age}"))
     if status.save_error:
         lines.append(_labelled("save error", status.save_error))
+    lines += [_labelled("slow", alarm.sentence()) for alarm in status.slow_ranks]
     return lines
 
 
