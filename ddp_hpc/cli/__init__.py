@@ -26,7 +26,6 @@ VERBS = {
     "status": "show a run's state, step, loss, time left and newest checkpoint",
     "why": "say why a run failed: which rank first, the evidence, and what to do",
     "report": "write an HTML page on a run or a sweep: where its time went, loss, slow ranks, cost, and what to set",
-    "trace": "write a file for ui.perfetto.dev: a row for each rank, with attempts, phases, saves and hangs",
     "top": "watch a run in the terminal",
     "logs": "print or follow a run's log lines",
     "list": "list all runs; filter, sort and compare them",

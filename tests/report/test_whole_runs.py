@@ -1,4 +1,4 @@
-"""A real training, stopped and resumed: its timeline, its report, its trace and its screen."""
+"""A real training, stopped and resumed: its timeline, its report and its screen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import read_marks
 from tests.report.test_page import Outline
-from tests.report.test_trace import check
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.yaml"
 
@@ -25,7 +24,7 @@ def ddp_hpc(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.long
-def test_a_real_run_has_a_timeline_goodput_a_page_a_trace_and_a_screen(tmp_path: Path) -> None:
+def test_a_real_run_has_a_timeline_goodput_a_page_and_a_screen(tmp_path: Path) -> None:
     given = ["submit", str(DIGITS), "--wait", "checkpoint.every_steps=10", "eval.every_epochs=1", "recipe.args.width=4"]
     ddp_hpc(tmp_path, *given, "train.epochs=2")
     ddp_hpc(tmp_path, *given, "train.epochs=3")  # goes on where the first one ended
@@ -34,7 +33,6 @@ def test_a_real_run_has_a_timeline_goodput_a_page_a_trace_and_a_screen(tmp_path:
     goodput = json.loads(ddp_hpc(tmp_path, "status", "digits", "--json"))["goodput"]
     listed = ddp_hpc(tmp_path, "list", "--goodput")
     page = Outline((tmp_path / ddp_hpc(tmp_path, "report", "digits").strip()).read_text())
-    trace = json.loads((tmp_path / ddp_hpc(tmp_path, "trace", "digits").strip()).read_text())
     screen = ddp_hpc(tmp_path, "top", "digits", "--once")
 
     assert [(mark.attempt, mark.step, mark.world_size) for mark in marks if mark.kind == "begin"] == [
@@ -50,5 +48,4 @@ def test_a_real_run_has_a_timeline_goodput_a_page_a_trace_and_a_screen(tmp_path:
     assert {"Where the time went", "Loss and throughput", "Where a step's time goes", "Checkpoints", "Notes"} <= {
         *page.headings
     }
-    check(trace["traceEvents"])
     assert "45 of 45, 100 %" in screen

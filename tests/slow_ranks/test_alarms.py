@@ -34,6 +34,7 @@ def test_an_alarm_begins_after_two_looks_that_agree_and_ends_after_two_healthy_o
             [one] = changed
             assert one.sentence() == ("rank 5 on node7 is slow: the other 7 ranks wait 23 ms (18%) of each step for it")
             assert read_alarms(run) == changed
+            assert one.ended_at is None
 
     assert changes == [0, 0, 1, 0, 0, 0, 0, 1, 0]
     [kept] = read_alarms(run)

@@ -26,7 +26,6 @@ COMMANDS = (
     "top --once",
     "top --json",
     "report",
-    "trace",
     "why",
     "why --json",
 )

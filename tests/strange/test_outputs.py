@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -81,13 +80,10 @@ def test_a_page_that_does_not_fit_is_named(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.startswith(f"error: {FULL} cannot be used: No space left on device.")
 
 
-@pytest.mark.parametrize(("verb", "begins"), [("report", "<!doctype html>"), ("trace", "{")])
-def test_a_dash_is_standard_output_in_utf_8_and_no_file(
-    verb: str, begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dash_is_standard_output_in_utf_8_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, "日本")
     add_attempt(run, ending="failed", reason="RuntimeError: no")
-    argv = [sys.executable, "-m", "ddp_hpc", verb, str(run.path), "-o", "-"]
+    argv = [sys.executable, "-m", "ddp_hpc", "report", str(run.path), "-o", "-"]
     (tmp_path / "here").mkdir()
 
     done = subprocess.run(
@@ -95,8 +91,8 @@ def test_a_dash_is_standard_output_in_utf_8_and_no_file(
     )
 
     text = done.stdout.decode("utf-8")
-    assert text.lower().startswith(begins)
-    assert "日本" in text or json.loads(text)
+    assert text.lower().startswith("<!doctype html>")
+    assert "日本" in text
     assert not list((tmp_path / "here").iterdir())
 
 

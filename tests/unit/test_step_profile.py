@@ -221,7 +221,7 @@ def test_a_rank_that_records_has_files_of_its_own(tmp_path: Path) -> None:
     timer.enter("forward")
     timer.close()
 
-    assert [path.name for path in RunDir(tmp_path).profile_traces()] == ["attempt-2.rank-1.trace.json.gz"]
+    assert [path.name for path in RunDir(tmp_path).profile.glob("*.gz")] == ["attempt-2.rank-1.trace.json.gz"]
 
 
 @pytest.mark.parametrize(

@@ -348,17 +348,9 @@ class RunDir:
         """That a rank was to record some steps, and why it has not."""
         return self.profile / f"attempt-{attempt}.rank-{rank}.asked.json"
 
-    def profile_traces(self) -> list[Path]:
-        """All traces, of all attempts."""
-        return sorted(self.profile.glob("attempt-*.rank-*.trace.json.gz"))
-
     def nsys_report(self, attempt: int, rank: int) -> Path:
         """What Nsight Systems has recorded of a rank; where nsys lacks its importer, `.qdstrm` stands in the place of `.nsys-rep`."""
         return self.profile / f"attempt-{attempt}.rank-{rank}.nsys-rep"
-
-    def nsys_reports(self) -> list[Path]:
-        """All reports, of all attempts."""
-        return sorted(path for end in ("nsys-rep", "qdstrm") for path in self.profile.glob(f"attempt-*.rank-*.{end}"))
 
     @property
     def replay_request(self) -> Path:
