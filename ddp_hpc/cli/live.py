@@ -1,20 +1,43 @@
-"""A run as one screen, drawn again and again: for `top`, and for `--follow` on a terminal."""
+"""A run as one screen, drawn again and again: for `status --watch`, and for `--follow` on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ddp_hpc.base.patience import patiently
 from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli.terminal import unguarded
-from ddp_hpc.watch.report.top import RunScreen, screen
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.rereading import await_news
+from ddp_hpc.watch.queue import Ask
+from ddp_hpc.watch.report.looking import Looker
+from ddp_hpc.watch.report.screen import RunScreen, screen
 
 _HEIGHT_ELSEWHERE = 200
 """Lines of a screen in a file or a pipe."""
+
+
+def watch(run: RunDir, out: TextIO, ask: Ask | None) -> None:
+    """Draw a run until it ends, or the user has seen enough."""
+    looker = Looker(run, ask=ask)
+
+    def screens() -> Iterator[tuple[RunScreen, Sequence[str]]]:
+        while True:
+            seen = patiently(str(run.path), lambda: looker.look(time.time()))
+            yield seen, ()
+            if not seen.status.is_alive:
+                return
+            await_news(looker.newest)
+
+    with suppress(KeyboardInterrupt):
+        draw(screens(), out, is_kept=True)
 
 
 def draw(screens: Iterable[tuple[RunScreen, Sequence[str]]], out: TextIO, *, is_kept: bool) -> None:

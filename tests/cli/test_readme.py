@@ -92,7 +92,7 @@ NO_KEYS = {"train.lrr", "train.batch_size", "optimizer.lr"}
 """What pages show as mistakes."""
 
 
-GONE_VERBS = {"trace"}
+GONE_VERBS = {"top", "trace"}
 """Commands that CHANGELOG.md names, and that no longer exist."""
 
 

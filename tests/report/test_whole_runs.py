@@ -33,7 +33,7 @@ def test_a_real_run_has_a_timeline_goodput_a_page_and_a_screen(tmp_path: Path) -
     goodput = json.loads(ddp_hpc(tmp_path, "status", "digits", "--json"))["goodput"]
     listed = ddp_hpc(tmp_path, "list", "--goodput")
     page = Outline((tmp_path / ddp_hpc(tmp_path, "report", "digits").strip()).read_text())
-    screen = ddp_hpc(tmp_path, "top", "digits", "--once")
+    screen = ddp_hpc(tmp_path, "status", "digits", "--watch")
 
     assert [(mark.attempt, mark.step, mark.world_size) for mark in marks if mark.kind == "begin"] == [
         (0, 0, 2),

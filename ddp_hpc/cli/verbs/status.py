@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,13 +25,24 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser, optional=True)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print JSON instead of text")
+    how.add_argument(
+        "--watch",
+        action="store_true",
+        help="draw a screen every 2 s until the run ends; Ctrl-C ends this command, not the run",
+    )
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the status."""
     now = time.time()
     run_dir = chosen_run(args, environment)
+    if args.watch:
+        from ddp_hpc.cli.live import watch  # late: rich is for eyes only
+
+        watch(run_dir, sys.stdout, slurm_asker(environment))
+        return 0
     status = read_status(run_dir, now=now, ask=slurm_asker(environment))
     goodput = goodput_of_run(run_dir, status, now=now)
     interval = interval_of_run(run_dir, status, now=now)

@@ -18,8 +18,8 @@ from ddp_hpc.run.run_dir.timeline import Look, Mark, read_marks, read_nodes
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.goodput import goodput_of
 from ddp_hpc.watch.queue import Ask
+from ddp_hpc.watch.report.screen import RunScreen
 from ddp_hpc.watch.report.series import ChartPoint, thinned
-from ddp_hpc.watch.report.top import RunScreen
 from ddp_hpc.watch.status import RunStatus, read_status
 
 _MOST_POINTS = 4000

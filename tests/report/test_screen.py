@@ -25,8 +25,8 @@ from ddp_hpc.run.run_dir.machine_use import MachineUse, append_use
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.watch.report.looking import Looker
+from ddp_hpc.watch.report.screen import PLAIN_LEVELS, RunScreen, screen, sparkline
 from ddp_hpc.watch.report.series import ChartPoint
-from ddp_hpc.watch.report.top import PLAIN_LEVELS, RunScreen, screen, sparkline
 from tests.made_run import make_run
 from tests.report.made import BEGIN, Plan, large_run, line_of, made_run
 
@@ -55,7 +55,7 @@ def test_a_screen_shows_progress_time_phases_and_the_ranks_that_others_wait_for(
         assert words in text
 
 
-def test_a_screen_shows_how_busy_the_machines_are(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_screen_shows_how_busy_the_machines_are(run: RunDir) -> None:
     newest = Looker(run).look(BEGIN).status.attempt
     assert newest is not None
     use = MachineUse(node_rank=0, node="n", at=BEGIN + 4990, seconds=15.0, gpu_problem="x", num_cpus=4.0, cpu_busy=0.75)
@@ -65,8 +65,6 @@ def test_a_screen_shows_how_busy_the_machines_are(run: RunDir, capsys: pytest.Ca
 
     assert "machines    use of the GPUs is not known (x)" in lines
     assert "            4 CPUs a node 75% busy, 10 s ago" in lines
-    assert main(["top", str(run.path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["machines"]["cpu_busy"] == 0.75
 
 
 def test_a_terminal_without_unicode_gets_ascii(run: RunDir) -> None:
@@ -98,32 +96,18 @@ def test_a_look_reads_only_the_new_losses_and_goes_back_with_the_run(tmp_path: P
     assert [point.step for point in after][-2:] == [200, 210]
 
 
-@pytest.mark.parametrize("words", [("--once",), ("--json",)])
-def test_a_run_in_the_queue_and_one_without_metrics_have_a_screen(
-    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_the_queue_and_one_without_metrics_have_a_screen(tmp_path: Path) -> None:
     queued, begun = make_run(tmp_path, "queued"), make_run(tmp_path, "begun")
     write_queued_job(queued, QueuedJob(job_id="7", attempt=0, at=BEGIN, backend="local"))
     record_start(begun, attempt=0, job_id="1")
 
     for each in (queued, begun):
-        assert main(["top", str(each.path), *words]) == 0
-
-    assert capsys.readouterr().out
-
-
-def test_json_has_the_status_the_goodput_and_the_waits(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", str(run.path), "--json"]) == 0
-
-    record = json.loads(capsys.readouterr().out)
-    assert record["state"] == "finished"
-    assert set(record["goodput"]["node_hours"]) == {"queued", "starting", "training", "saving", "lost", "unknown"}
-    assert len(record["waits"]["lost_s"]) == 64
+        assert screen(seen(each), width=80, height=24)[0].startswith(each.name)
 
 
 def test_a_pipe_gets_text_without_control_characters(run: RunDir) -> None:
     (run.path / "evil\x1b[2J").mkdir()
-    argv = [sys.executable, "-m", "ddp_hpc", "top", str(run.path)]
+    argv = [sys.executable, "-m", "ddp_hpc", "status", str(run.path), "--watch"]
 
     done = subprocess.run(argv, capture_output=True, check=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
 
@@ -152,7 +136,7 @@ def test_ctrl_c_ends_the_watching_and_leaves_the_terminal_as_it_was(tmp_path: Pa
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(slave)
-    argv = [sys.executable, "-m", "ddp_hpc", "top", str(run.path)]
+    argv = [sys.executable, "-m", "ddp_hpc", "status", str(run.path), "--watch"]
     with subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True) as process:
         drawn = _read_until(master, b"\x1b[1A")  # the second screen, in the place of the first
         process.send_signal(signal.SIGINT)
@@ -169,12 +153,12 @@ def test_ctrl_c_ends_the_watching_and_leaves_the_terminal_as_it_was(tmp_path: Pa
 
 
 @pytest.mark.parametrize("columns", ["1", "50", "300"])
-def test_once_prints_no_line_that_is_longer_than_columns(
+def test_in_a_file_no_line_is_printed_that_is_longer_than_columns(
     columns: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
 
-    assert main(["top", str(run.path), "--once"]) == 0
+    assert main(["status", str(run.path), "--watch"]) == 0
 
     longest = max(map(len, capsys.readouterr().out.splitlines()))
     assert max(1, int(columns) - 20) <= longest <= int(columns)
@@ -183,7 +167,7 @@ def test_once_prints_no_line_that_is_longer_than_columns(
 def test_a_terminal_without_commands_gets_one_screen_below_the_other(tmp_path: Path) -> None:
     run = _alive(tmp_path / "runs" / "one")
     master, slave = pty.openpty()
-    argv = [sys.executable, "-m", "ddp_hpc", "top", str(run.path)]
+    argv = [sys.executable, "-m", "ddp_hpc", "status", str(run.path), "--watch"]
     with subprocess.Popen(
         argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={**os.environ, "TERM": "dumb"}
     ) as process:
