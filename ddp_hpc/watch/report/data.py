@@ -36,22 +36,14 @@ class RunFailure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyDifference:
-    """A key whose values differ between two runs."""
-
-    key: str
-    here: str
-    there: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Against:
     """Another run, beside this one."""
 
     name: str
     loss: float | None
     step: int
-    differences: Sequence[KeyDifference]
+    differences: Sequence[tuple[str, str, str]]
+    """Keys whose values differ, with this run's and the other one's."""
     environment: Sequence[str]
     series: Series
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +37,6 @@ _WHERE = {
 }
 _MOST_READINGS = 500
 _MOST_CHANGES = 12
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number at the head of the page."""
-
-    name: str
-    value: str
-    more: str = ""
-
-
-@dataclass(frozen=True)
-class KindShare:
-    """One kind of time, of all nodes."""
-
-    name: str
-    share: float
-    title: str
 
 
 def page_of(run: RunData, *, now: float) -> str:
@@ -143,47 +124,40 @@ def _running_h(run: RunData) -> float:
     return sum(value for kind, value in run.goodput.node_hours.items() if kind != "queued")
 
 
-def figures(run: RunData) -> list[Figure]:
-    """Return the numbers at the head of the page."""
+def figures(run: RunData) -> list[tuple[str, str, str]]:
+    """Return the numbers at the head of the page: name, value, and what stands below it."""
     status, goodput = run.status, run.goodput
-    found = []
+    found: list[tuple[str, str, str]] = []
     if status.loss is not None:
-        found.append(Figure("training loss", compact(status.loss)))
-    found += [Figure(f"{name}, evaluation", compact(value)) for name, value in list(status.metrics.items())[:3]]
+        found.append(("training loss", compact(status.loss), ""))
+    found += [(f"{name}, evaluation", compact(value), "") for name, value in list(status.metrics.items())[:3]]
     rates = sorted(point.value for point in finite(run.series.numbers.get("samples_per_s", ())))
     if rates:
-        found.append(Figure("throughput", compact(rates[len(rates) // 2]), "samples/s"))
+        found.append(("throughput", compact(rates[len(rates) // 2]), "samples/s"))
     if goodput.goodput is not None:
-        found.append(Figure("goodput", share(goodput.goodput), "of node time"))
+        found.append(("goodput", share(goodput.goodput), "of node time"))
     if run.times:
-        found.append(
-            Figure(
-                "node time",
-                hours(_running_h(run)),
-                f"+ {hours(goodput.node_hours['queued'])} queued" if goodput.node_hours["queued"] else "",
-            )
-        )
+        queued_h = goodput.node_hours["queued"]
+        found.append(("node time", hours(_running_h(run)), f"+ {hours(queued_h)} queued" if queued_h else ""))
     if goodput.gpu_hours:
-        found.append(Figure("GPU time", hours(goodput.gpu_hours)))
+        found.append(("GPU time", hours(goodput.gpu_hours), ""))
     if goodput.steps_repeated:
-        found.append(Figure("steps repeated", f"{goodput.steps_repeated:,}"))
+        found.append(("steps repeated", f"{goodput.steps_repeated:,}", ""))
     if status.eta_s is not None:
-        found.append(Figure("time left", duration(status.eta_s)))
+        found.append(("time left", duration(status.eta_s), ""))
     if status.last_checkpoint is not None:
-        found.append(Figure("newest checkpoint", f"{status.last_checkpoint:,}", "step"))
+        found.append(("newest checkpoint", f"{status.last_checkpoint:,}", "step"))
     return found
 
 
-def kinds(run: RunData) -> list[KindShare]:
-    """Return what the nodes' time was spent on; kinds without any are left out."""
+def kinds(run: RunData) -> list[tuple[str, float, str]]:
+    """Return what the nodes' time was spent on: kind, share, and a text with both; kinds without any are left out."""
     spent, running = run.goodput.node_hours, _running_h(run)
-    found = []
-    for kind in KINDS:
-        if spent[kind] > 0:
-            part = spent[kind] / running if running else 0.0
-            of_all = "" if kind == "queued" else f", {share(part)}"
-            found.append(KindShare(kind, part, f"{kind} {hours(spent[kind])}{of_all}"))
-    return found
+    parts = [(kind, spent[kind] / running if running else 0.0) for kind in KINDS if spent[kind] > 0]
+    return [
+        (kind, part, f"{kind} {hours(spent[kind])}{'' if kind == 'queued' else f', {share(part)}'}")
+        for kind, part in parts
+    ]
 
 
 def _about_phases(num_steps: int, run: RunData) -> str:

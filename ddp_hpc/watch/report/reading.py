@@ -23,7 +23,7 @@ from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys
 from ddp_hpc.watch.goodput import checkpoint_cost, goodput_of
-from ddp_hpc.watch.report.data import HIDDEN, Against, KeyDifference, RunData, RunFailure
+from ddp_hpc.watch.report.data import HIDDEN, Against, RunData, RunFailure
 from ddp_hpc.watch.report.series import Series, finite, read_series
 from ddp_hpc.watch.save_interval import newest_interval
 from ddp_hpc.watch.status import read_status
@@ -198,9 +198,7 @@ def _against(run: RunData, other: RunDir, now: float) -> Against:
         name=other.name if other.name != run.path.name else str(other.path),
         loss=beside.loss,
         step=beside.step,
-        differences=[
-            KeyDifference(key=key, here=_shown(key, run.values), there=_shown(key, listed.values)) for key in keys
-        ],
+        differences=[(key, _shown(key, run.values), _shown(key, listed.values)) for key in keys],
         environment=[*differences(*newest)] if len(newest) == 2 else [],
         series=read_series(other),
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.report import charts
@@ -24,23 +23,6 @@ _MOST_FAILURES = 5
 _BINS_OF_SMALL = 100
 _FAILED = ("failed", "refused", "interrupted")
 NOT_BEGUN = "not begun"
-
-
-class Cell(NamedTuple):
-    """A number of the table."""
-
-    text: str
-    value: float | str
-    """By what the table is sorted; empty where it is not known."""
-
-
-@dataclass(frozen=True)
-class FailedAlike:
-    """Points that have failed in the same way."""
-
-    count: str
-    reason: str
-    names: str
 
 
 def sweep_page(
@@ -139,18 +121,18 @@ def _key_chart(key: str, points: Sequence[SweptRun], goal: Goal) -> charts.Chart
     return key_chart(key, goal.metric, measured, is_highest=goal.is_highest)
 
 
-def _failures(points: Sequence[SweptRun]) -> list[FailedAlike]:
-    """Put points together that failed in the same way, the most frequent way first."""
+def _failures(points: Sequence[SweptRun]) -> list[tuple[str, str, str]]:
+    """Put points together that failed in the same way, the most frequent way first: how many, why, and some names."""
     alike: Mapping[str, list[SweptRun]] = defaultdict(list)
     for one in points:
         if one.status.state in _FAILED:
             alike[one.status.fingerprint or one.status.reason].append(one)
     ordered = sorted(alike.values(), key=len, reverse=True)[:_MOST_FAILURES]
     return [
-        FailedAlike(
-            count=plural(len(same), "point"),
-            reason=same[0].status.reason or same[0].status.state,
-            names=", ".join(one.name for one in same[:3]) + (" ..." if len(same) > 3 else ""),
+        (
+            plural(len(same), "point"),
+            same[0].status.reason or same[0].status.state,
+            ", ".join(one.name for one in same[:3]) + (" ..." if len(same) > 3 else ""),
         )
         for same in ordered
     ]
@@ -164,16 +146,17 @@ def _row(point: SweptRun, keys: Sequence[str], metrics: Sequence[str]) -> dict[s
         "state": status.state,
         "sets": [str(point.sets.get(key, "")) for key in keys],
         "numbers": [
-            Cell(f"{status.step:,}", status.step),
+            (f"{status.step:,}", status.step),
             _cell(status.loss, compact),
             *(_cell(status.metrics.get(metric), compact) for metric in metrics),
             _cell(goodput.goodput, share),
-            Cell(hours(node_hours), round(node_hours, 5)),
+            (hours(node_hours), round(node_hours, 5)),
         ],
     }
 
 
-def _cell(value: float | None, text: Callable[[float], str]) -> Cell:
+def _cell(value: float | None, text: Callable[[float], str]) -> tuple[str, float | str]:
+    """Return a number of the table, and by what the table is sorted: empty where it is not known."""
     if value is None or not math.isfinite(value):
-        return Cell("-", "")
-    return Cell(text(value), float(f"{value:.6g}"))
+        return "-", ""
+    return text(value), float(f"{value:.6g}")
