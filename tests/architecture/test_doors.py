@@ -162,7 +162,6 @@ def test_the_guard_lets_other_things_pass(source: str) -> None:
 READERS_OF_RUNS = ("prove/replay", "run/run_dir", "watch")
 """Packages that read what a run has written. At any path there may be something else than a file."""
 NO_RECORDS = {
-    ("watch/diagnose/doctor/nccl_log.py", "open"),  # a log of NCCL
     ("prove/replay/circumstances.py", "read_bytes"),  # the user's code
     ("prove/replay/history.py", "read_bytes"),  # likewise
     ("run/run_dir/environment.py", "read_text"),  # /proc, PyTorch's version

@@ -92,8 +92,8 @@ NO_KEYS = {"train.lrr", "train.batch_size", "optimizer.lr"}
 """What pages show as mistakes."""
 
 
-GONE_VERBS = {"top", "trace"}
-"""Commands that CHANGELOG.md names, and that no longer exist."""
+GONE = {"top", "trace", "--nccl"}
+"""Commands and options that CHANGELOG.md names, and that no longer exist."""
 
 
 def _options(verb: str) -> set[str]:
@@ -106,15 +106,15 @@ def _options(verb: str) -> set[str]:
 def test_every_command_option_and_key_in_the_documentation_exists(path: Path) -> None:
     text = path.read_text()
     sections = "|".join({name.partition(".")[0] for name in all_keys() if "." in name})
+    gone = GONE | {*REMOVED} if path.name == "CHANGELOG.md" else set()
 
     for verb, words in re.findall(r"ddp-hpc ([a-z]+)((?: [^`\n#|&)]*)?)", text):
-        if path.name == "CHANGELOG.md" and verb in GONE_VERBS:
+        if verb in gone:
             continue
         assert verb in VERBS, f"ddp-hpc {verb}"
         ours = words.partition(" -- ")[0]  # what follows is a user's own command
-        unknown = set(re.findall(r"(?<!\S)(--?[a-z][a-z-]*)(?=[\s=]|$)", ours)) - _options(verb) - {"--help"}
+        unknown = set(re.findall(r"(?<!\S)(--?[a-z][a-z-]*)(?=[\s=]|$)", ours)) - _options(verb) - {"--help"} - gone
         assert not unknown, f"ddp-hpc {verb} {words}"
-    gone = {*REMOVED} if path.name == "CHANGELOG.md" else set()
     for name in {one.rstrip(".") for one in re.findall(rf"`((?:{sections})\.[a-z_.]+)", text)} - NO_KEYS - gone:
         assert name.endswith(".py") or key_of(name) or is_section(name), name
 

@@ -25,7 +25,7 @@ from ddp_hpc.run.config import resolve
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight, read_preflight, write_preflight
-from ddp_hpc.watch.diagnose.doctor import login, nccl_log, questions
+from ddp_hpc.watch.diagnose.doctor import login, questions
 from ddp_hpc.watch.diagnose.doctor.drained import meaning, out_of_service
 from ddp_hpc.watch.diagnose.doctor.login import LoginSite
 from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, result_of
@@ -580,48 +580,6 @@ def test_why_shows_what_the_check_found(cause: Cause, failed_nodes: tuple[str, .
 
 
 # --- NCCL --------------------------------------------------------------------------------------------------------------
-
-IB = """node-01:1:1 [0] NCCL INFO Using network IB
-node-01:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB ib0:10.0.0.1<0>
-node-01:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
-node-01:1:2 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [receive] via NET/IB/3/GDRDMA
-NCCL version 2.30.3+cuda13.0
-a line of another program
-"""
-SOCKET = """[2026-05-05 06:16:47] node-01:2:2 [3] plugin/net.cc:334 NCCL WARN Failed to initialize any NET plugin
-node-02:1:1 [0] NCCL INFO Using network Socket
-node-02:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0
-"""
-"""Lines as NVIDIA's documentation has them; none was measured here."""
-
-
-def test_the_transport_that_nccl_chose_is_summed_up() -> None:
-    found = nccl_log.chosen(IB.splitlines())
-
-    assert found.networks == {"IB": 1}
-    assert found.transports == {"P2P/CUMEM": 1, "NET/IB/GDRDMA": 1}
-    assert found.versions == {"2.30.3+cuda13.0": 1}
-    assert {one.level for one in nccl_log.findings_of(found, 1)} == {"ok"}
-
-
-def test_nodes_that_fall_back_to_tcp_are_a_warning(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.nccl_logs.mkdir(parents=True)
-    (run.nccl_logs / "node-01-1.log").write_text(IB)
-    (run.nccl_logs / "node-02-1.log").write_text(SOCKET)
-
-    found, num_files = nccl_log.read(run)
-
-    told = {one.check: (one.level, one.found) for one in nccl_log.findings_of(found, num_files)}
-    assert told["NCCL network"] == ("warn", "IB (1), Socket (1)")
-    assert told["NCCL transport"][0] == "warn"
-    assert told["NCCL warning"] == ("warn", "Failed to initialize any NET plugin (1 x)")
-
-
-def test_a_run_without_nccl_is_unknown() -> None:
-    (found,) = nccl_log.findings_of(nccl_log.chosen(["gloo says nothing"]), 1)
-
-    assert found.level == "unknown"
 
 
 def test_one_key_turns_on_all_logs_of_the_libraries() -> None:

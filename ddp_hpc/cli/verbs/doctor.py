@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
+from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,9 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how many seconds that job may wait and run (default: 600)",
     )
-    parser.add_argument(
-        "--nccl", metavar="RUN", help="only sum up which networks NCCL chose in a run with `debug.nccl=info`"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_site(parser)
     add_runs_dir(parser)
@@ -56,20 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print what was found."""
-    return _of_nccl(args, environment) if args.nccl is not None else _of_site(args, environment)
-
-
-def _of_nccl(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.watch.diagnose.doctor import nccl_log
-    from ddp_hpc.watch.find import find_run
-
-    found, num_files = nccl_log.read(find_run(args.nccl, chosen_runs_dir(args.runs_dir, environment)))
-    findings = [*nccl_log.findings_of(found, num_files)]
-    print(as_json([asdict(one) for one in findings]) if args.json else as_text(findings))
-    return FINISHED
-
-
-def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.run.config import resolve
     from ddp_hpc.watch.diagnose.doctor import login, on_nodes
 

@@ -305,7 +305,7 @@ class DebugSpec(Checked, section="debug"):
 
     nccl: Literal["off", "info", "trace"] = "off"
     """What NCCL and torch.distributed log, into files of the run's directory (`logs/nccl/`): `info`, which networks and transports
-    they choose; `trace`, each call. `ddp-hpc doctor --nccl RUN` sums it up. Variables of `env` win."""
+    they choose; `trace`, each call. Variables of `env` win."""
     nan: Literal["auto", "always", "never"] = "auto"
     """Check each gradient for NaN before the ranks exchange it, so that the rank is named in which it arose: `auto`, in a run that is
     submitted again after it has diverged, and only where NaN ends a run (`train.on_nonfinite=stop`, not with fp16)."""
