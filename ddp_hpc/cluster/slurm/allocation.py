@@ -44,8 +44,6 @@ class StepTask:
     distribution: str = "block"
     cpus_per_task: int | None = None
     """The value of `--cpus-per-task`; None where the step was started without it."""
-    launch_address: str | None = None
-    """The address of the host that srun runs on; it may be no node of the job."""
 
     @property
     def num_nodes(self) -> int:
@@ -90,7 +88,6 @@ class Allocation:
     """Tasks on each node of the job; in a step, srun replaces the variable, so they are those of the step."""
     cpus_per_task: int | None = None
     cpus_on_node: int | None = None
-    gpus_on_node: int | None = None
     node_name: str | None = None
     """Slurm's name for this node; None on hosts that are no node of the job."""
     end_time: float | None = None
@@ -199,7 +196,6 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
         tasks_per_node=_tasks(environ, "SLURM_TASKS_PER_NODE"),
         cpus_per_task=_number_if_readable(environ, "SLURM_CPUS_PER_TASK"),
         cpus_on_node=_number_if_readable(environ, "SLURM_CPUS_ON_NODE"),
-        gpus_on_node=_number_if_readable(environ, "SLURM_GPUS_ON_NODE"),
         node_name=environ.get("SLURMD_NODENAME") or None,
         end_time=_number_if_readable(environ, "SLURM_JOB_END_TIME"),
         step=_read_step(environ),
@@ -349,7 +345,6 @@ def _read_step(environ: Mapping[str, str]) -> StepTask | None:
         tasks_per_node=_tasks(environ, "SLURM_STEP_TASKS_PER_NODE"),
         distribution=environ.get("SLURM_DISTRIBUTION") or "block",
         cpus_per_task=_number_if_readable(environ, "SLURM_CPUS_PER_TASK"),
-        launch_address=environ.get("SLURM_LAUNCH_NODE_IPADDR") or None,
     )
     return task if _is_of_this_job(task, environ) else None
 

@@ -337,10 +337,6 @@ class Partition:
     """Jobs of a higher tier may preempt those of a lower one (`PreemptType=preempt/partition_prio`)."""
     num_gpus: int
     """Zero also if the cluster does not count GPUs (AccountingStorageTRES)."""
-    allow_accounts: tuple[str, ...] | None = None
-    """None: all."""
-    allow_qos: tuple[str, ...] | None = None
-    """None: all."""
 
 
 def partitions_argv() -> list[str]:
@@ -364,15 +360,9 @@ def parse_partitions(text: str) -> list[Partition]:
             grace_time_s=_integer(row.get("GraceTime", "")) or 0,
             priority_tier=_integer(row.get("PriorityTier", "1")) or 0,
             num_gpus=_num_gpus(row.get("TRES", "")),
-            allow_accounts=_allowed(row.get("AllowAccounts", "ALL")),
-            allow_qos=_allowed(row.get("AllowQos", "ALL")),
         )
         for row in rows
     ]
-
-
-def _allowed(text: str) -> tuple[str, ...] | None:
-    return None if text == "ALL" else tuple(text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)

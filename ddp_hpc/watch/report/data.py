@@ -71,7 +71,6 @@ class RunData:
     failure: RunFailure | None
     values: Mapping[str, Any]
     """Key -> value of the configuration."""
-    is_script: bool
     save_interval: SaveInterval | None = None
     """The newest choice of `checkpoint.every_steps=auto`."""
     machines: Mapping[int, Sequence[MachineUse]] = field(default_factory=dict)

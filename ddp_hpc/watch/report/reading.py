@@ -96,7 +96,6 @@ def read_run(
         machines=_of_each(numbers, lambda number: read_uses(run, number) or None),
         secrets=secrets,
         values=values,
-        is_script=is_script,
         missing=reader.missing,
     )
     return found if against is None else replace(found, against=_against(found, against, now))
