@@ -82,18 +82,18 @@ def test_a_sparkline_falls_as_the_values_fall() -> None:
     assert sparkline([], 20) == ""
 
 
-def test_a_look_reads_only_the_new_losses_and_goes_back_with_the_run(tmp_path: Path) -> None:
+def test_each_look_has_the_losses_of_that_moment(tmp_path: Path) -> None:
     run = made_run(tmp_path / "one", [Plan(first=0, reached=300, ending="finished")])
     looker = Looker(run)
     before = len(looker.look(BEGIN).loss)
     with run.metrics.open("a") as file:
         file.write(line_of(kind="train", step=310, loss=0.5, at=1.0))
-        file.write(line_of(kind="train", step=210, loss=0.7, at=2.0))
+        file.write(line_of(kind="train", step=320, loss=None, at=2.0))
 
     after = looker.look(BEGIN).loss
 
     assert before == 30
-    assert [point.step for point in after][-2:] == [200, 210]
+    assert [point.step for point in after][-2:] == [300, 310]
 
 
 def test_a_run_in_the_queue_and_one_without_metrics_have_a_screen(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +18,10 @@ from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.goodput import goodput_of
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.report.screen import RunScreen
-from ddp_hpc.watch.report.series import ChartPoint, thinned
+from ddp_hpc.watch.report.series import Series, finite, read_losses
 from ddp_hpc.watch.status import RunStatus, read_status
 
-_MOST_POINTS = 4000
+_NUM_BINS = 250
 _MOST_BYTES = 4 << 20
 """Of a file of lines that are read at first: a screen shows no more of a long run."""
 _MACHINES_S = 15.0
@@ -38,9 +37,7 @@ class Looker:
     ask: Ask | None = None
     newest: Attempt | None = None
     _files: LastRead = field(default_factory=LastRead)
-    _metrics: Tail = field(init=False)
     _waits: Tail = field(init=False)
-    _loss: list[ChartPoint] = field(default_factory=list)
     _look: Look | None = None
     _nodes: Mapping[int, str] = field(default_factory=dict)
     _unread: list[str] = field(default_factory=list)
@@ -49,7 +46,6 @@ class Looker:
     _machines_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self._metrics = Tail(self.run.metrics, most_bytes=_MOST_BYTES)
         self._waits = Tail(self.run.waits, most_bytes=_MOST_BYTES)
 
     def look(self, now: float, status: RunStatus | None = None) -> RunScreen:
@@ -66,7 +62,10 @@ class Looker:
         number = -1 if self.newest is None else self.newest.attempt
         timeline = self.run.timeline
         marks: list[Mark] | None = self._read(lambda: self._files.read(timeline, lambda: read_marks(self.run)), None)
-        self._read(self._read_loss, None)
+        metrics = self.run.metrics
+        series = self._read(
+            lambda: self._files.read(metrics, lambda: read_losses(self.run, num_bins=_NUM_BINS)), Series()
+        )
         self._read(lambda: self._read_waits(number), None)
         phases = [mark.phases for mark in marks or [] if mark.attempt == number and mark.phases]
         return RunScreen(
@@ -74,7 +73,7 @@ class Looker:
             goodput=None
             if marks is None
             else goodput_of(read_times(self.run, now=now, is_alive=status.is_alive, marks=marks)),
-            loss=self._loss,
+            loss=finite(series.loss),
             phases=phases[-1] if phases else {},
             look=self._look,
             nodes=self._nodes,
@@ -95,21 +94,6 @@ class Looker:
         if attempt >= 0 and (attempt != self._machines_of or now - self._machines_at >= _MACHINES_S):
             self._newest_uses, self._machines_of, self._machines_at = newest_uses(self.run, attempt), attempt, now
         return self._newest_uses
-
-    def _read_loss(self) -> None:
-        for line in self._metrics.new_lines():
-            step, loss = line.get("step"), line.get("loss")
-            if (
-                line.get("kind") == "train"
-                and isinstance(step, int)
-                and isinstance(loss, (int, float))
-                and math.isfinite(loss)
-            ):
-                if self._loss and step <= self._loss[-1].step:  # the run went back, and the file was replaced
-                    self._loss = [point for point in self._loss if point.step < step]
-                self._loss.append(ChartPoint(step, loss))
-        if len(self._loss) > _MOST_POINTS:
-            self._loss = thinned(self._loss, _MOST_POINTS // 16)
 
     def _read_waits(self, attempt: int) -> None:
         """Keep the newest comparison of the ranks of the newest attempt, and their nodes."""
