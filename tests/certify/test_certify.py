@@ -47,7 +47,7 @@ def test_a_planted_defect_is_named(planted: Planted, tmp_path: Path) -> None:
     code, found, output = certificate(tmp_path, [planted.fault], "python", "train.py")
 
     (finding,) = found["findings"]
-    assert finding["reason"] == f"{'' if planted.is_sure else 'possibly '}{planted.name}", output
+    assert planted.name in finding["reason"], output
     assert code == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "train.py"]
 

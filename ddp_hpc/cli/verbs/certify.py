@@ -234,14 +234,12 @@ def as_text(certificate: Certificate) -> str:
     lines += [table(("FAULT", "VERDICT", "READ BACK", "REASON"), rows)]
     for text, faults in _notes(certificate).items():
         lines.append(f"note: {', '.join(faults)}: {text}")
-    for (name, mend), (finding, number) in _defects(certificate).items():
-        defect = finding.defects[number]
-        lines += [
-            "",
-            f"{name}{'' if defect.is_sure else ' (possibly)'}: {defect.what}",
-            f"  seen under {finding.fault}: {defect.evidence}",
-        ]
-        lines += [f"  {line}" for line in ("to mend it:", *(f"  {line}" for line in mend.splitlines()))]
+    told = set()
+    for fault, defect in ((one.fault, defect) for one in certificate.findings for defect in one.defects):
+        if defect.name not in told:  # of several faults that show it, the first
+            told.add(defect.name)
+            lines += ["", f"{defect.name}: {defect.what}", f"  seen under {fault}: {defect.evidence}"]
+            lines += [f"  {line}" for line in ("to mend it:", *(f"  {line}" for line in defect.mend.splitlines()))]
     if certificate.is_good:
         end = "The script comes back from every fault that certify tried."
         if certificate.is_deterministic is False:
@@ -260,15 +258,4 @@ def _notes(certificate: Certificate) -> dict[str, list[str]]:
     for finding in certificate.findings:
         for note in finding.notes:
             found.setdefault(note, []).append(finding.fault)
-    return found
-
-
-def _defects(certificate: Certificate) -> dict[tuple[str, str], tuple[FaultResult, int]]:
-    """Return each defect once, with the first finding that shows it; the sure ones stand for the possible ones."""
-    found: dict[tuple[str, str], tuple[FaultResult, int]] = {}
-    for finding in certificate.findings:
-        for number, defect in enumerate(finding.defects):
-            before = found.get((defect.name, defect.mend))
-            if before is None or (defect.is_sure and not before[0].defects[before[1]].is_sure):
-                found[defect.name, defect.mend] = (finding, number)
     return found

@@ -19,8 +19,6 @@ class Defect:
     """What has shown it."""
     mend: str
     """Lines of code that mend it."""
-    is_sure: bool = True
-    """Whether the evidence fits this defect only."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +30,11 @@ class DefectRule:
     mend: str
     shows: Callable[[TrialEvidence], str]
     """Returns what in the evidence shows the defect; nothing where it does not."""
-    is_sure: Callable[[TrialEvidence], bool] = lambda _: True
-    """Tells whether that evidence fits no other defect."""
 
 
 def diagnose(evidence: TrialEvidence) -> list[Defect]:
-    """Return the defects that the evidence shows: the sure ones, or else all that are possible."""
-    found = [
-        Defect(rule.name, rule.what, shown, rule.mend, rule.is_sure(evidence))
-        for rule in RULES
-        if (shown := rule.shows(evidence))
-    ]
-    return [one for one in found if one.is_sure] or found
+    """Return the defects that the evidence shows."""
+    return [Defect(rule.name, rule.what, shown, rule.mend) for rule in RULES if (shown := rule.shows(evidence))]
 
 
 # --- the stop ----------------------------------------------------------------------------------------------------------
@@ -131,40 +122,18 @@ def _scheduler_off(seen: TrialEvidence) -> str:
     """Return a value of a scheduler that is another one, or the learning rate that it has set."""
     if _miscounts(seen) or seen.checkpoint is None:
         return ""
-    shown = _first_at_end(seen, {"last_epoch", "_step_count"}) or _first_at_end(seen, {"lr"})
+    of_optimizer = {"lr"} if seen.checkpoint.has_optimizer else set()
+    shown = _first_at_end(seen, {"last_epoch", "_step_count"}) or _first_at_end(seen, of_optimizer)
     is_saved = seen.checkpoint.has_lr_scheduler
     return f"{'' if is_saved else 'its saved states have no `last_epoch` of a scheduler; '}{shown}" if shown else ""
 
 
 def _optimizer_lost(seen: TrialEvidence) -> str:
-    if not seen.differs or seen.checkpoint is None:
+    if not seen.differs or seen.checkpoint is None or seen.checkpoint.has_optimizer:
         return ""
     is_later = seen.first_loss_differs is False and bool(seen.later_loss_differs)
     same = "the first loss after the resume is the same, later ones are not; " if is_later else ""
-    if not seen.checkpoint.has_optimizer:
-        return f"{same}its saved states have no `param_groups`, which every optimizer's state has"
-    if is_later and not _miscounts(seen) and not _scheduler_off(seen):
-        return f"{same}the optimizer's state is saved, but perhaps not loaded"
-    return ""
-
-
-def _is_optimizer_unsaved(seen: TrialEvidence) -> bool:
-    return seen.checkpoint is not None and not seen.checkpoint.has_optimizer
-
-
-def _first_step_differs(seen: TrialEvidence) -> bool:
-    """Tell whether the very first loss is another one, and neither a counter nor a scheduler says why."""
-    return seen.differs and bool(seen.first_loss_differs) and not _miscounts(seen) and not _scheduler_off(seen)
-
-
-def _rng_lost(seen: TrialEvidence) -> str:
-    if not _first_step_differs(seen) or seen.checkpoint is None or seen.checkpoint.has_rng:
-        return ""
-    return "the first loss after the resume differs, and its saved states have no state of a random generator"
-
-
-def _data_reordered(seen: TrialEvidence) -> str:
-    return "the first loss after the resume differs" if _first_step_differs(seen) else ""
+    return f"{same}its saved states have no `param_groups`, which every optimizer's state has"
 
 
 def _doubles_metrics(seen: TrialEvidence) -> str:
@@ -205,7 +174,6 @@ RULES: Sequence[DefectRule] = (
         "The script saves directly under the name that it loads from, so a kill in a save leaves a file that cannot be read.",
         "torch.save(state, path + '.tmp'); os.replace(path + '.tmp', path)",
         _uses_half_written,
-        is_sure=lambda seen: bool(seen.half_written),
     ),
     DefectRule(
         "starts over",
@@ -230,28 +198,12 @@ RULES: Sequence[DefectRule] = (
         "When the script resumes, its optimizer starts over: momentum and moments are lost.",
         "state['optimizer'] = optimizer.state_dict(); ...; optimizer.load_state_dict(state['optimizer'])",
         _optimizer_lost,
-        is_sure=lambda seen: _is_optimizer_unsaved(seen) and seen.first_loss_differs is False,
     ),
     DefectRule(
         "scheduler not restored",
         "When the script resumes, its learning rate scheduler is at another step than the training.",
         "state['lr_scheduler'] = lr_scheduler.state_dict(); ...; lr_scheduler.load_state_dict(state['lr_scheduler'])",
         _scheduler_off,
-        is_sure=lambda seen: not _is_optimizer_unsaved(seen),
-    ),
-    DefectRule(
-        "RNG not restored",
-        "When the script resumes, its random generators start over, so dropout and augmentation draw other numbers.",
-        "state['rng'] = torch.get_rng_state(); ...; torch.set_rng_state(state['rng'])   # of each rank",
-        _rng_lost,
-        is_sure=lambda _: False,
-    ),
-    DefectRule(
-        "data in another order",
-        "When the script resumes, its first step sees other samples; or it has not loaded its weights as it saved them.",
-        "sampler = DistributedSampler(data, seed=0); sampler.set_epoch(epoch)   # in each epoch; then skip the batches that are done",
-        _data_reordered,
-        is_sure=lambda _: False,
     ),
     DefectRule(
         "metrics doubled",
@@ -260,4 +212,4 @@ RULES: Sequence[DefectRule] = (
         _doubles_metrics,
     ),
 )
-"""The most specific first. All that is sure is said; what is only possible is said where nothing is sure."""
+"""The most specific first."""

@@ -126,9 +126,7 @@ def _between_saves(evidence: TrialEvidence, baseline: Baseline) -> int:
 
 def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
     if finding.defects:
-        names = " or ".join(dict.fromkeys(one.name for one in finding.defects))
-        sure = all(one.is_sure for one in finding.defects)
-        return names if sure else f"possibly {names}"
+        return " and ".join(dict.fromkeys(one.name for one in finding.defects))
     if finding.verdict == "hangs":
         return evidence.error
     if finding.verdict == "does not come back":
@@ -136,7 +134,8 @@ def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
     if finding.verdict == "saves nothing":
         return "certify recognised no saved state among the script's files, and the script started over; name the files with `script.progress=PATTERN`"
     if finding.verdict == "differs":
-        return f"certify does not know why; what differs first: {finding.first_difference}"
+        missing = _missing(evidence)
+        return f"certify does not know why; what differs first: {finding.first_difference}{f'; its saved state has {missing}' if missing else ''}"
     return ""
 
 
@@ -162,11 +161,16 @@ def _text(difference: FileDifference) -> str:
     return f"{where} is {difference.here[:60]!r}, and {difference.undisturbed[:60]!r} in the undisturbed run"
 
 
-def _not_possible(evidence: TrialEvidence) -> str:
-    """Return the note on two undisturbed runs that differ: which verdicts are not possible, and what the saved state lacks."""
+def _missing(evidence: TrialEvidence) -> str:
+    """Return what the saved state lacks: `no state of an optimizer and no state of a random generator`."""
     saved = evidence.checkpoint
     held = {} if saved is None else {"an optimizer": saved.has_optimizer, "a random generator": saved.has_rng}
-    missing = " and ".join(f"no state of {name}" for name, is_there in held.items() if not is_there)
+    return " and ".join(f"no state of {name}" for name, is_there in held.items() if not is_there)
+
+
+def _not_possible(evidence: TrialEvidence) -> str:
+    """Return the note on two undisturbed runs that differ: which verdicts are not possible, and what the saved state lacks."""
+    missing = _missing(evidence)
     return (
         "two undisturbed runs differ, so neither losses nor final files can be compared: the verdicts `exact`, `loses at most N steps` "
         "and `differs` are not possible, and a state that is not saved, or data in another order, would not be found. "
