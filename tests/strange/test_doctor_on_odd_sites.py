@@ -15,7 +15,6 @@ from ddp_hpc.cluster.node_checks.verdict import findings_of
 from ddp_hpc.job.preflight import outcome_of
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight
-from ddp_hpc.watch.diagnose.doctor.slurm_versions import known_holes
 from tests.unit.test_doctor import a_slurm, found_by
 from tests.unit.test_node_verdict import GOOD, network
 
@@ -101,13 +100,6 @@ def test_two_nodes_whose_clocks_differ_name_neither() -> None:
     (found,) = not_good(many(2), network(nodes, paces=paces))
 
     assert (found.check, found.level, found.nodes) == ("clocks", "warn", ())
-
-
-@pytest.mark.parametrize(
-    ("version", "num_holes"), [("24.11.5-Bull.1.0", 1), ("23.02-rc1", 2), ("slurm", 0), ("25.11.10", 0)]
-)
-def test_vendors_write_versions_of_their_own(version: str, num_holes: int) -> None:
-    assert len(known_holes(version)) == num_holes
 
 
 def preflight(*findings: Finding) -> Preflight:

@@ -20,7 +20,6 @@ from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.diagnose.doctor import preemption, quota
 from ddp_hpc.watch.diagnose.doctor.drained import groups, out_of_service
 from ddp_hpc.watch.diagnose.doctor.questions import SlurmAnswers, ask, has_commands
-from ddp_hpc.watch.diagnose.doctor.slurm_versions import known_holes
 
 _NEVER_S = 180 * 86400.0
 """With jobs before it that may run for ever, Slurm's estimates are years ahead."""
@@ -193,21 +192,7 @@ def _version(site: LoginSite) -> Iterator[Finding]:
     if config is None or not config.version:
         yield _unanswered(site, "Slurm", "config")
         return
-    holes = known_holes(config.version)
-    if holes:
-        for hole in holes:
-            yield Finding(
-                check="Slurm",
-                level="warn",
-                found=f"{config.version}, older than {hole.fixed_in}: {hole.what} ({hole.source})",
-                to_do="ask your administrators whether their packages have the fix; only they can add it",
-            )
-    else:
-        yield Finding(
-            check="Slurm",
-            level="ok",
-            found=f"{config.version}, cluster {config.name}; ddp-hpc knows no security hole of it",
-        )
+    yield Finding(check="Slurm", level="ok", found=f"{config.version}, cluster {config.name}")
 
 
 def _partition(site: LoginSite) -> Iterator[Finding]:
