@@ -162,8 +162,6 @@ class _Watch:
     environ: Mapping[str, str]
     say: Callable[[str], None]
     job: JobRecord | None = None
-    is_silent: bool = False
-    """Whether Slurm did not answer the last question."""
     _said: str = ""
     _asked_at: float = field(default_factory=time.monotonic)
     _pause_s: float = _ASK_S[0]

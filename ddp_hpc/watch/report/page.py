@@ -299,15 +299,13 @@ def render_page(  # noqa: PLR0913
         lstrip_blocks=True,
     )
     templates.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(shown(text)))))  # noqa: S704  escaped
-    templates.filters.update(percent=_percent, flex="{:.5f}".format, share=share, ms=milliseconds, readings=_readings)
+    templates.filters.update(
+        percent="{:.2%}".format, flex="{:.5f}".format, share=share, ms=milliseconds, readings=_readings
+    )
     written = moment(now, "%d %b %Y, %H:%M %Z")
     common = {"title": title, "version": __version__, "written": written, "path": path}
     text: str = templates.get_template(template).render(**common, **view)
     return text
-
-
-def _percent(value: float) -> str:
-    return f"{value * 100:.2f}%"
 
 
 def _readings(points: Sequence[tuple[float, float]]) -> str:
