@@ -52,7 +52,6 @@ DOORS: dict[str, set[str]] = {
         "launch/submission/image_build.py",
         "watch/diagnose/image_probe.py",
         "watch/diagnose/doctor/quota.py",
-        "watch/diagnose/import_cost.py",
         "launch/submission/preflight/users_part.py",
         "launch/submission/snapshot.py",
         "launch/submission/local.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli import main
 from ddp_hpc.cluster.containers import CommandWrapper, staged_source
 from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.cluster.slurm.answers import read_answers
@@ -267,27 +265,3 @@ def test_what_is_no_archive_is_refused_before_the_queue(tmp_path: Path) -> None:
         StageSpec(archive="env.tar")
     with pytest.raises(ConfigError, match="can use only one of them"):
         spec(tmp_path, archive=tmp_path / "env.tar", image=tmp_path)
-
-
-# --- what it would cost otherwise --------------------------------------------------------------------------------------
-
-
-def test_imports_are_counted_and_timed_where_they_lie(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env", "imports", "--nodes", "100", "--json"]) == 0
-
-    found = json.loads(capsys.readouterr().out)
-    assert found["num_files"] > 1000
-    assert found["num_bytes"] > 100e6
-    assert found["cold_s"] > found["warm_s"] > 0.1
-    assert found["worst_s"] == pytest.approx(found["warm_s"] + 100 * (found["cold_s"] - found["warm_s"]))
-    assert found["open_ms"] > 0
-    assert found["read_mb_s"] > 0
-
-
-def test_what_is_measured_and_what_estimated_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env", "imports", "--nodes", "8"]) == 0
-
-    said = capsys.readouterr().out
-    assert "8 nodes" in said
-    assert said.count("measured") == 3
-    assert said.count("estimated") == 2

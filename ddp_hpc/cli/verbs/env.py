@@ -7,7 +7,6 @@ srun bash -c 'eval "$(ddp-hpc env --export)"; exec python train.py'
 
 ddp-hpc env capture        print this Python's versions, GPU driver, loaded modules and packages
 ddp-hpc env capture RUN    print those of a run, and what differs here
-ddp-hpc env imports        measure how long importing PyTorch takes here, and estimate it for many nodes at once
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.formatting import as_json, or_dash, size, table
+from ddp_hpc.cli.formatting import as_json, or_dash, table
 from ddp_hpc.cli.runs import add_runs_dir, chosen_run
 
 if TYPE_CHECKING:
@@ -38,11 +36,8 @@ _ON_DIFFERENCES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("action", choices=("capture", "imports"), nargs="?", help="default: print the variables")
+    parser.add_argument("action", choices=("capture",), nargs="?", help="default: print the variables")
     parser.add_argument("run", metavar="RUN", nargs="?", help="with `capture`: a run's name, directory or job id")
-    parser.add_argument(
-        "--nodes", type=int, default=64, metavar="N", help="with `imports`: how many nodes start at once"
-    )
     add_runs_dir(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -57,8 +52,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print them."""
     if args.action == "capture":
         return _capture(args, environment)
-    if args.action == "imports":
-        return _imports(args, environment)
     from ddp_hpc.cluster.rendezvous.address import this_host
     from ddp_hpc.cluster.rendezvous.derive import derive
     from ddp_hpc.cluster.rendezvous.worker_env import recorded
@@ -124,35 +117,6 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             print(f"different on this host now (attempt {attempt} -> this host):", *changed, _ON_DIFFERENCES, sep="\n")
         else:
             print("This host has the same.")
-    return 0
-
-
-def _imports(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.watch.diagnose.import_cost import measure
-
-    if args.export or args.run is not None:
-        raise ConfigError("`ddp-hpc env imports` takes neither a run nor `--export`. Leave them out.")
-    found = measure(["torch", *filter(find_spec, ["torchvision"])], environment)
-    worst_s = found.worst_s(args.nodes)
-    if args.json:
-        told = {**asdict(found), "cold_s": found.cold_s, "num_nodes": args.nodes, "worst_s": worst_s}
-        print(as_json(told))
-        return 0
-    rows = [
-        ("reads", f"{found.num_files} files, {size(found.num_bytes)}"),
-        ("warm", f"{found.warm_s:.1f} s, measured: all files in this host's page cache"),
-        ("a small file", f"{found.open_ms:.2f} ms, measured: not in the page cache"),
-        ("a large file", f"{found.read_mb_s:.0f} MB/s, measured: not in the page cache"),
-        ("cold", f"{found.cold_s:.1f} s, estimated: one node with an empty page cache"),
-        (
-            f"{args.nodes} nodes",
-            f"up to {worst_s:.0f} s, estimated: if the file system serves one node after the other",
-        ),
-    ]
-    print(table(("", ""), rows).lstrip("\n"))
-    print(
-        "To have each node read one large file instead of many small ones, set `stage.dir` and `stage.archive` (docs/containers.md)."
-    )
     return 0
 
 
