@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ddp_hpc.base.durable import output_at
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.output_file import write_output
 from ddp_hpc.cli.runs import add_run, chosen_run, chosen_runs_dir
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.find import find_run
@@ -23,6 +23,7 @@ from ddp_hpc.watch.report.reading import read_run
 from ddp_hpc.watch.report.sweep import sweep_page
 
 _SAY_S = 2.0
+_STDOUT = Path("-")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +57,17 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             chosen.name,
             page_of(read_run(chosen, now=now, against=against, environ=environment), now=now),
         )
-    write_output(args.output or Path(f"{name}-report.html"), text)
+    output = args.output or Path(f"{name}-report.html")
+    if output != _STDOUT:
+        with output_at(output) as path:
+            path.write_text(text, encoding="utf-8")
+        print(output)
+    elif sys.stdout.isatty():
+        print(text)
+    else:  # what reads it goes by the encoding that the text itself names
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode("utf-8"))
+        sys.stdout.buffer.flush()
     return 0
 
 
