@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.cli.verbs.report import _progress
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir, read_sweep
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress, write_progress
@@ -105,20 +104,6 @@ def test_a_thousand_points_have_a_small_page_with_all_rows_and_as_many_charts_as
     assert page.count("<tr>") == 1001
     assert page.count("<figure>") == 2 + 60
     assert "Only the best 60 points have a chart of their loss; the table has all." in found.text
-
-
-def test_how_many_points_are_read_is_said_on_stderr_every_two_seconds_but_not_at_the_end(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    times = iter([0.0, 1.0, 2.5, 3.0, 4.5, 9.0])
-    on_read = _progress("grid", 5, lambda: next(times))
-
-    for number in range(1, 6):
-        on_read(number)
-
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.splitlines() == ["grid: 2 of 5 points read", "grid: 4 of 5 points read"]
 
 
 MEASURED: list[tuple[Any, float, str]] = [(0.1, 3.0, "a"), (0.01, 1.0, "b"), (0.1, 2.0, "c")]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ddp_hpc.base.durable import output_at
@@ -22,7 +22,6 @@ from ddp_hpc.watch.report.page import page_of
 from ddp_hpc.watch.report.reading import read_run
 from ddp_hpc.watch.report.sweep import sweep_page
 
-_SAY_S = 2.0
 _STDOUT = Path("-")
 
 
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         if args.against:
             raise ConfigError("`--against` compares two runs, and this is a sweep. Name a point of it as SWEEP/POINT.")
         name, runs = points
-        text = sweep_page(name, runs, now=now, on_read=_progress(name, len(runs)))
+        text = sweep_page(name, runs, now=now)
     else:
         chosen = chosen_run(args, environment)
         against = find_run(args.against, runs_dir) if args.against else None
@@ -69,20 +68,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         sys.stdout.buffer.write(text.encode("utf-8"))
         sys.stdout.buffer.flush()
     return 0
-
-
-def _progress(name: str, total: int, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:
-    """Return what says on stderr every `_SAY_S` how many points of a sweep are read; of a sweep that is read sooner, nothing."""
-    said_at = clock()
-
-    def on_read(number: int) -> None:
-        nonlocal said_at
-        at = clock()
-        if at - said_at >= _SAY_S and number < total:
-            said_at = at
-            print(f"{name}: {number:,} of {total:,} points read", file=sys.stderr, flush=True)
-
-    return on_read
 
 
 def _points(text: str | None, runs_dir: Path) -> tuple[str, list[tuple[RunDir, Mapping[str, object]]]] | None:

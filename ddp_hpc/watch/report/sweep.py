@@ -25,15 +25,9 @@ _FAILED = ("failed", "refused", "interrupted")
 NOT_BEGUN = "not begun"
 
 
-def sweep_page(
-    name: str,
-    runs: Sequence[tuple[RunDir, Settings]],
-    *,
-    now: float,
-    on_read: Callable[[int], object] = lambda _: None,
-) -> str:
-    """Return the page of a sweep, by the runs of its points and what each sets; `on_read` hears how many are read."""
-    found, unreadable = read_points(runs, now=now, on_read=on_read)
+def sweep_page(name: str, runs: Sequence[tuple[RunDir, Settings]], *, now: float) -> str:
+    """Return the page of a sweep, by the runs of its points and what each sets."""
+    found, unreadable = read_points(runs, now=now)
     goal = goal_of(found)
     points = best_first(found, goal)
     losses = [_losses(one.run) for one in points[:MOST_CHARTS]]

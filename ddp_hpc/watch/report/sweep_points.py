@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,19 +54,16 @@ class Goal:
         return f"{self.metric} of the {'evaluation' if self.is_evaluated else 'training'}"
 
 
-def read_points(
-    runs: Iterable[tuple[RunDir, Settings]], *, now: float, on_read: Callable[[int], object] = lambda _: None
-) -> tuple[list[SweptRun], list[str]]:
-    """Return the points that have begun, and a sentence on each that cannot be read; `on_read` hears how many are done."""
+def read_points(runs: Iterable[tuple[RunDir, Settings]], *, now: float) -> tuple[list[SweptRun], list[str]]:
+    """Return the points that have begun, and a sentence on each that cannot be read."""
     found: list[SweptRun] = []
     unreadable: list[str] = []
-    for number, (run, sets) in enumerate(runs, start=1):
+    for run, sets in runs:
         try:
             if run.config.is_file():
                 found.append(_read(run, sets, now))
         except (OSError, UnreadableError) as error:
             unreadable.append(f"{run.name} cannot be read: {error}")
-        on_read(number)
     return found, unreadable
 
 
