@@ -26,7 +26,7 @@ def show(
     ask: Ask | None = None,
     on_waiting: Callable[[], object] = lambda: None,
 ) -> None:
-    """Show how the run goes until it is over: a live view on a terminal, lines elsewhere.
+    """Show how the run goes until it is over: a screen on a terminal, lines elsewhere.
 
     `on_waiting` is called from time to time, ever more seldom, while the run waits for another attempt.
     """
