@@ -105,8 +105,8 @@ def _with_advice(run: RunDir) -> Iterator[None]:
         raise UnreadableError(f"{error} Check that the file system answers and that you may read there.") from error
 
 
-def export(run: RunDir, step: int, output: Path, *, ema: bool) -> int:
-    """Write a checkpoint's weights, or their moving average, to a safetensors file; return the number of tensors.
+def export(run: RunDir, step: int, output: Path, *, ema: bool | None) -> tuple[int, bool]:
+    """Write a checkpoint's weights, or their moving average, as `export_weights` does.
 
     Raises:
         ConfigError: where the file cannot be written, or there is no such average.
@@ -114,7 +114,7 @@ def export(run: RunDir, step: int, output: Path, *, ema: bool) -> int:
     path = checkpoint_names.checkpoint_path(run, step)
     try:
         with _with_advice(run):
-            return checkpoint_store.export_weights(path, output, prefix="ema" if ema else "model")
+            return checkpoint_store.export_weights(path, output, ema=ema)
     except OSError as error:
         raise ConfigError(
             f"The output file {str(output)!r} cannot be written: {error.strerror}. Check the space and the permissions there, or "

@@ -16,6 +16,7 @@ from ddp_hpc.cli import VERBS, main
 from ddp_hpc.run.config.keys import all_keys
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_attempt, add_checkpoint, add_log, add_progress, make_run
+from tests.unit.made_state import save
 
 
 @pytest.fixture
@@ -226,6 +227,23 @@ def test_a_run_without_checkpoints_is_no_error_to_list(run: RunDir, capsys: pyte
 def test_export_writes_one_file_and_says_of_what(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "export", "digits", "-o", "out.st") == "wrote 1 tensors of digits, step 20, to out.st\n"
     assert Path("out.st").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ((), " (the moving average, which was evaluated; `--no-ema` exports the weights themselves)"),
+        (("--ema",), " (the moving average, which was evaluated; `--no-ema` exports the weights themselves)"),
+        (("--no-ema",), " (not their moving average)"),
+    ],
+)
+def test_export_says_whether_the_weights_are_the_average(
+    flag: tuple[str, ...], told: str, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(run, 3, attempt=9, ema=True)
+
+    wrote = "wrote 7 tensors of digits, step 3, to out.st"
+    assert answer(capsys, "export", "digits", "--step", "3", "-o", "out.st", *flag) == f"{wrote}{told}\n"
 
 
 @pytest.mark.parametrize(

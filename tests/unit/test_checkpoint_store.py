@@ -447,18 +447,21 @@ def test_shards_are_safetensors_files_that_hold_each_tensor_once(pristine: RunDi
             assert (tuple(tensor.shape), tensor.numpy().tobytes()) == (raw[name].shape, bytes(raw[name].data))
 
 
-@pytest.mark.parametrize("prefix", ["model", "ema"])
-def test_exported_weights_are_the_models_own(prefix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ema", [False, True, None])
+def test_exported_weights_are_the_models_own_and_by_default_those_that_were_evaluated(
+    ema: bool | None, tmp_path: Path
+) -> None:
     run = make_run(tmp_path)
     (checkpointer,) = make_checkpointers(run)
     state = make_state(steps=3, ema=True)
     checkpointer.save_and_wait(state)
-    module = state.model if prefix == "model" else state.ema.module
+    module = state.model if ema is False else state.ema.module
 
-    count = export_weights(checkpoint_path(run, 3), tmp_path / "weights.safetensors", prefix=prefix)
+    count, is_average = export_weights(checkpoint_path(run, 3), tmp_path / "weights.safetensors", ema=ema)
 
     exported = load_file(tmp_path / "weights.safetensors")
     assert count == len(exported)
+    assert is_average is (ema is not False)
     assert exported.keys() == module.state_dict().keys()
     assert all(torch.equal(exported[name], value) for name, value in module.state_dict().items())
     assert not any(name.startswith("module.") for name in exported)
@@ -495,7 +498,7 @@ def test_tensors_of_every_type_and_shape_come_back(dtype: torch.dtype, tmp_path:
 
 def test_an_export_that_fails_leaves_nothing_behind(pristine: RunDir, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no 'ema' weights; it has model, optimizer, rank\.0, rank\.1"):
-        export_weights(checkpoint_path(pristine, NEWEST), tmp_path / "weights.safetensors", prefix="ema")
+        export_weights(checkpoint_path(pristine, NEWEST), tmp_path / "weights.safetensors", ema=True)
 
     assert list(tmp_path.iterdir()) == []
 

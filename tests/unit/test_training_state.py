@@ -51,6 +51,23 @@ def test_a_restored_training_goes_on_as_the_unbroken_one(optimizer: str, ema: bo
     assert are_equal(saved(resumed), expected)
 
 
+def test_an_average_that_an_older_version_has_begun_goes_on_with_its_decay() -> None:
+    """A checkpoint of an older version does not say that the decay warms up; to continue from it gives the bits that it gave then."""
+    older = make_state(ema=True)
+    older.ema.warms_up = False
+    take_step(older)
+    kept = saved(older)
+    take_step(older)
+
+    resumed = make_state(ema=True)
+    put_back(resumed, *kept)
+    take_step(resumed)
+
+    assert "ema_warms_up" not in kept[1]
+    assert are_equal(saved(resumed), saved(older))
+    assert not are_equal(saved(resumed), saved(make_state(steps=2, ema=True)))
+
+
 def test_names_say_what_a_tensor_is_and_who_writes_it() -> None:
     state = make_state(rank=1, world_size=2, steps=1, ema=True)
 

@@ -17,7 +17,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replay_request import read_trace
 from ddp_hpc.watch.samples import read_steps_taken
 
-_NUMBERS = ("position", "loss_steps", "optimizer", "scaler", "ema_updates")
+_NUMBERS = ("position", "loss_steps", "optimizer", "scaler", "ema_updates", "ema_warms_up")
 """What a checkpoint holds besides tensors."""
 
 

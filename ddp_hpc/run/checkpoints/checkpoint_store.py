@@ -446,23 +446,24 @@ def digest(path: Path) -> str:
     return seal.hexdigest()
 
 
-def export_weights(path: Path, output: Path, *, prefix: str = "model") -> int:
-    """Write the weights in the checkpoint at `path` to one safetensors file; return how many tensors.
+def export_weights(path: Path, output: Path, *, ema: bool | None = None) -> tuple[int, bool]:
+    """Write the weights in the checkpoint at `path` to one safetensors file; return how many tensors, and whether they are the average.
 
-    `prefix` is `model`, or `ema` for their moving average. Names are the model's own, without `module.`.
+    `ema`: whether to write their moving average; unset: where there is one, since that was evaluated. Names are the model's own,
+    without `module.`.
 
     Raises:
         ConfigError: if the checkpoint has no such weights, or the file cannot be written there.
     """
     with output_at(output) as file:
-        entries, parts = _weights(path, prefix)
+        entries, parts, is_average = _weights(path, ema)
         header = shard_header(entries)
         write_shard(file, [header, *parts], size=len(header) + sum(part.nbytes for part in parts))
-    return len(entries)
+    return len(entries), is_average
 
 
-def _weights(path: Path, prefix: str) -> tuple[list[TensorEntry], list[memoryview]]:
-    """Return the weights as a shard holds them: the entries, and the bytes of each."""
+def _weights(path: Path, ema: bool | None) -> tuple[list[TensorEntry], list[memoryview], bool]:
+    """Return the weights as a shard holds them: the entries, and the bytes of each; and whether they are the average."""
     manifest = read_manifest(path)
     if FOREIGN in manifest.state:
         files = ", ".join(shard.file for shard in manifest.shards[:3])
@@ -470,9 +471,10 @@ def _weights(path: Path, prefix: str) -> tuple[list[TensorEntry], list[memoryvie
             f"{path} holds files that a script wrote ({files}), so ddp-hpc cannot export weights. Read them as the script does."
         )
     found = read_tensors(path, manifest)
+    present = sorted({name.partition("/")[0] for name in found})
+    prefix = "ema" if ema or (ema is None and "ema" in present) else "model"
     chosen = {name.removeprefix(f"{prefix}/"): raw for name, raw in found.items() if name.startswith(f"{prefix}/")}
     if not chosen:
-        present = sorted({name.partition("/")[0] for name in found})
         hint = " Export without `--ema`, or from a run with `train.ema_decay`." if prefix == "ema" else ""
         raise ConfigError(f"{path} has no {prefix!r} weights; it has {', '.join(present)}.{hint}")
     ordered = sorted(chosen.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
@@ -480,7 +482,7 @@ def _weights(path: Path, prefix: str) -> tuple[list[TensorEntry], list[memoryvie
     for name, raw in ordered:
         entries.append(TensorEntry(name, raw.dtype, raw.shape, offset, offset + len(raw.data)))
         offset += len(raw.data)
-    return entries, [raw.data for _, raw in ordered]
+    return entries, [raw.data for _, raw in ordered], prefix == "ema"
 
 
 def _canonical(value: object) -> bytes:

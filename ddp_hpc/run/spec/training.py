@@ -67,7 +67,8 @@ class TrainSpec(Checked, section="train"):
     init_strict: bool = True
     """Refuse `train.init_from` if a weight is missing, unknown or of another shape. If false, only the weights that fit are loaded."""
     ema_decay: float | None = None
-    """Keep an exponential moving average of the weights with this decay, and evaluate with it."""
+    """Keep an exponential moving average of the weights with this decay, and evaluate with it. After n updates, the decay is
+    (1 + n) / (10 + n) where that is smaller."""
     sync_batch_norm: bool = False
     """Compute batch-norm statistics over all workers (GPUs only)."""
     find_unused_parameters: bool = False

@@ -27,19 +27,27 @@ class MovingAverage:
                 "Keep in the model only what can be copied: no locks, open files or results of a computation as attributes. Or leave `train.ema_decay` out."
             ) from error
         self.num_updates = 0
+        self.warms_up = True
+        """False in a run that an older version has begun, whose decay is the same from the first step on."""
         self._decay = decay
+
+    @property
+    def decay_now(self) -> float:
+        """The decay of the next update: an average over as many steps as there were does not lag behind a short training."""
+        return min(self._decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warms_up else self._decay
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Take in the weights of `model`; the first time, copy them."""
+        decay = self.decay_now
         for averages, newest in _alike(self.module.parameters(), model.parameters()):
             if self.num_updates == 0:
                 torch._foreach_copy_(averages, newest)
             elif averages[0].is_floating_point() or averages[0].is_complex():
-                torch._foreach_lerp_(averages, newest, 1 - self._decay)
+                torch._foreach_lerp_(averages, newest, 1 - decay)
             else:
                 for average, new in zip(averages, newest, strict=True):
-                    average.copy_(average * self._decay + new * (1 - self._decay))
+                    average.copy_(average * decay + new * (1 - decay))
         for own, theirs in _alike(self.module.buffers(), model.buffers()):
             torch._foreach_copy_(own, theirs)
         self.num_updates += 1

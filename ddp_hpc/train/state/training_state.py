@@ -211,6 +211,7 @@ def numbers(state: TrainingState, kept: KeptByOptimizer | None = None) -> dict[s
         },
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
         "ema_updates": None if state.ema is None else state.ema.num_updates,
+        **({"ema_warms_up": True} if state.ema is not None and state.ema.warms_up else {}),
     }
 
 
@@ -272,6 +273,7 @@ class Restoration:
         if state.ema is not None:
             if self._has_average:
                 state.ema.num_updates = plain["ema_updates"]
+                state.ema.warms_up = plain.get("ema_warms_up", False)
             else:
                 state.ema.module.load_state_dict(state.model.state_dict())
         if state.scaler is not None and plain["scaler"]:
