@@ -59,7 +59,8 @@ def _positional(
     places = [action for action in actions if not action.option_strings]
     named = [str(choice) for action in places for choice in action.choices or ()]
     if any(action.metavar == "RUN" for action in places):
-        named += [run.name for run in list_runs(chosen_runs_dir(None, environment))]
+        runs_dir, sweep = chosen_runs_dir(None, environment), word[: word.rfind("/") + 1]
+        named += [f"{sweep}{run.name}" for run in list_runs(runs_dir / sweep)]
     if before[0] == "config":
         named += _keys()
     is_file = not word and not any(one.endswith((".yaml", ".yml")) for one in before)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_hpc.run.run_dir.paths import DEFAULT_RUNS_DIR, RunDir, is_folder, settings_dirs
+from ddp_hpc.run.run_dir.paths import DEFAULT_RUNS_DIR, RunDir, holds_sweep, is_folder, settings_dirs
 
 if TYPE_CHECKING:
     from ddp_hpc.watch.queue import Ask, QueueStatus
@@ -20,7 +20,9 @@ ENVIRONMENT_PREFIX = "DDP_HPC_"
 
 def add_run(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Declare RUN and `--runs-dir`."""
-    told = "a run's name, its directory, or its Slurm job id" + ("; default: the newest run" if optional else "")
+    told = "a run's name, its directory, its Slurm job id, or SWEEP/POINT" + (
+        "; default: the newest run" if optional else ""
+    )
     parser.add_argument("run", metavar="RUN", nargs="?" if optional else None, help=told)
     add_runs_dir(parser)
 
@@ -92,9 +94,10 @@ def slurm_asker(environment: Mapping[str, str]) -> Ask:
 
 
 def word_for(run: RunDir, environment: Mapping[str, str]) -> str:
-    """Return what to type for a run: its name where that is enough, else its directory."""
+    """Return what to type for a run: its name or `SWEEP/POINT` where that is enough, else its directory."""
     try:
-        beside = os.path.abspath(chosen_runs_dir(None, environment) / run.name)  # noqa: PTH100  # links stay
-        return run.name if beside == os.path.abspath(run.path) else run.word  # noqa: PTH100
+        name = os.path.relpath(run.path, chosen_runs_dir(None, environment))
+        is_point = name == os.path.join(run.path.parent.name, run.name) and holds_sweep(run.path.parent)  # noqa: PTH118
+        return name if name == run.name or is_point else run.word
     except FileNotFoundError:  # the working directory was deleted
         return run.word

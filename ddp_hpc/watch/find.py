@@ -8,10 +8,11 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import RunNotFoundError
 from ddp_hpc.base.names import near_names
 from ddp_hpc.run.run_dir.ledger import Ledger
-from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
+from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, holds_sweep
 from ddp_hpc.run.run_dir.records import read_queued_job
 
 _JOB = re.compile(r"\d+(_\d+)?")
@@ -54,7 +55,7 @@ def scan_runs(runs_dir: Path) -> tuple[list[RunDir], int]:
 
 
 def find_run(text: str, runs_dir: Path) -> RunDir:
-    """Return the run that `text` names: a run in `runs_dir`, a run directory, or a job of a run in `runs_dir`.
+    """Return the run that `text` names: a run in `runs_dir`, a run directory, a sweep's point, or a job of a run in `runs_dir`.
 
     Raises:
         RunNotFoundError: if there is none; it lists the nearest names.
@@ -65,8 +66,11 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
     for path in candidates:
         if is_run(path):
             return _run_at(path)
+    if (point := _point(text, runs_dir)) is not None:
+        return point
     if _JOB.fullmatch(text):
-        for run in reversed(list_runs(runs_dir)):
+        of_sweeps = [run for ledger in runs_dir.glob(f"*/{SWEEP_LEDGER}") for run in list_runs(ledger.parent)]
+        for run in reversed([*of_sweeps, *list_runs(runs_dir)]):
             with suppress(OSError):  # a run of another user
                 job = read_queued_job(run)
                 had = {attempt.job_id for attempt in Ledger.read(run).attempts if attempt.cluster == "slurm"}
@@ -75,10 +79,33 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
     raise _not_found(text, runs_dir)
 
 
+def _point(text: str, runs_dir: Path) -> RunDir | None:
+    """Return what `SWEEP/POINT` names, the point by its name or its number; None where there is no such sweep.
+
+    Raises:
+        RunNotFoundError: if the sweep has no such point, or it has not begun.
+    """
+    sweep, _, point = text.rstrip(os.sep).rpartition(os.sep)
+    path = next((one for one in (Path(sweep), runs_dir / sweep) if sweep and holds_sweep(one)), None)
+    if path is None:
+        return None
+    names = [str(line.get("name")) for line in read_json_lines(path / SWEEP_LEDGER) if "point" in line]
+    numbered = {str(number): name for number, name in enumerate(names)}
+    name = point if point in names else numbered.get(point.lstrip("0") or "0")
+    if name is None:
+        near = near_names(point, names, cutoff=0.6) or names[:5]
+        raise RunNotFoundError(f"The sweep {sweep!r} has no point {point!r}. Points there: {', '.join(near)}.")
+    if not is_run(path / name):
+        raise RunNotFoundError(
+            f"The point {name!r} of the sweep {sweep!r} has not begun. `ddp-hpc list {sweep}` shows what it waits for."
+        )
+    return _run_at(path / name)
+
+
 def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
     if any(holds_sweep(path) for path in (runs_dir / text, Path(text))):
         return RunNotFoundError(
-            f"{text!r} is a sweep of several runs. List them with `ddp-hpc list {text}`, and name one as `{text.rstrip(os.sep)}/POINT`; `ddp-hpc sweep` follows, "
+            f"{text!r} is a sweep of several runs. List them with `ddp-hpc list {text}`, and name one by its name or its number: `{text.rstrip(os.sep)}/0`. `ddp-hpc sweep` follows, "
             "continues or cancels all of them."
         )
     names = [run.name for run in list_runs(runs_dir)]

@@ -19,6 +19,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "runs", "digits")
     make_run(tmp_path / "runs", "dry")
+    make_run(tmp_path / "runs" / "grid", "000-seed-0")
     (tmp_path / "net.yaml").write_text("")
 
 
@@ -29,6 +30,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([""], list(VERBS)),
         (["status", "d"], ["digits", "dry"]),
         (["logs", "-f", "di"], ["digits"]),
+        (["why", "grid/0"], ["grid/000-seed-0"]),
         (["submit", "net.yaml", "train.glob"], ["train.global_batch_size="]),
         (["submit", "train.l"], ["train.lr="]),
         (["submit", ""], []),

@@ -189,7 +189,7 @@ def test_a_command_for_runs_that_names_a_sweep_is_answered_with_how_to_name_its_
 
     error = capsys.readouterr().err
     assert f"'{word}' is a sweep of several runs" in error
-    assert f"`{word.rstrip('/')}/POINT`" in error
+    assert f"`{word.rstrip('/')}/0`" in error
 
 
 # --- disks and habits --------------------------------------------------------------------------------------------------

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from ddp_hpc.base.errors import RunNotFoundError
+from ddp_hpc.cli.runs import word_for
+from ddp_hpc.run.run_dir.ledger import JobFacts, record_start
 from ddp_hpc.watch.find import find_run, list_runs, newest_run
 from tests.made_run import add_attempt, make_run
 
@@ -51,6 +55,55 @@ def test_a_missing_run_is_told_with_those_there_are(word: str, told: str, tmp_pa
 
     with pytest.raises(RunNotFoundError, match=told):
         find_run(word, tmp_path)
+
+
+@pytest.fixture
+def _swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a sweep of three points, one of them named by its file, of which the last has not begun."""
+    monkeypatch.chdir(tmp_path)
+    names = ["000-seed-0", "big", "002-seed-2"]
+    begun = [make_run(Path("runs/grid"), name) for name in names[:2]]
+    record_start(begun[1], attempt=0, job_id="57_1", job=JobFacts(nodes=["n1"]))
+    lines = [{"sweep": "grid"}, *({"point": number, "name": name} for number, name in enumerate(names))]
+    Path("runs/grid/sweep.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("grid/000-seed-0", "000-seed-0"),
+        ("grid/000", "000-seed-0"),
+        ("grid/0", "000-seed-0"),
+        ("grid/big", "big"),
+        ("grid/1", "big"),
+        ("runs/grid/001/", "big"),
+        ("57_1", "big"),
+    ],
+)
+@pytest.mark.usefixtures("_swept")
+def test_a_point_of_a_sweep_is_found_by_its_name_its_number_and_its_job(word: str, name: str) -> None:
+    found = find_run(word, Path("runs"))
+
+    assert found.path == Path("runs/grid").absolute() / name
+    assert word_for(found, {}) == f"grid/{name}"
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("grid/7", "The sweep 'grid' has no point '7'. Points there: 000-seed-0, big, 002-seed-2."),
+        ("grid/biig", "The sweep 'grid' has no point 'biig'. Points there: big."),
+        ("grid/2", "The point '002-seed-2' of the sweep 'grid' has not begun. `ddp-hpc list grid` shows"),
+        (
+            "grid",
+            "'grid' is a sweep of several runs. List them with `ddp-hpc list grid`, and name one by its name or its",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("_swept")
+def test_a_point_that_is_not_there_is_told_with_those_there_are(word: str, told: str) -> None:
+    with pytest.raises(RunNotFoundError, match=re.escape(told)):
+        find_run(word, Path("runs"))
 
 
 @pytest.mark.parametrize("runs_dir", ["nowhere", "empty", "file"])

@@ -26,7 +26,7 @@ from ddp_hpc.base.leftovers import name_beside
 from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.run.config import Resolved, load_resolved, render_resolved
-from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
+from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, holds_sweep
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SweepDir:
     @property
     def ledger(self) -> Path:
         """The points, and the arrays of them that were sent; locked (flock) by the process that sends some, or runs them here."""
-        return self.path / "sweep.jsonl"
+        return self.path / SWEEP_LEDGER
 
     @property
     def logs(self) -> Path:

@@ -24,9 +24,13 @@ def is_folder(path: Path) -> bool:
         return False
 
 
+SWEEP_LEDGER = "sweep.jsonl"
+"""In a sweep's directory: its points, and the arrays of them that were sent."""
+
+
 def holds_sweep(path: Path) -> bool:
     """Return whether this is the directory of a sweep, which has no run of its own but holds its points' runs."""
-    return (path / "sweep.jsonl").is_file()
+    return (path / SWEEP_LEDGER).is_file()
 
 
 @dataclass(frozen=True)
