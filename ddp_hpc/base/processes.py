@@ -112,6 +112,17 @@ def become_script(parent_pid: int, *, is_new_program: bool, ignores: Iterable[in
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 
+def show_command(words: Iterable[str]) -> None:
+    """Have `ps` show this process as one that these words have started, as far as its own command line leaves room for them."""
+    # What it shows is memory of the process, from `arg_start` to `arg_end` (proc_pid_stat(5)). Where the last byte is not
+    # zero, the text ends at the first zero (the kernel's get_mm_cmdline, fs/proc/base.c).
+    with suppress(OSError, ValueError):
+        start, end = map(int, Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[45:47])
+        text = os.fsencode(" ".join(words))[: max(0, end - start - 2)]
+        if 0 < start < end - 2:
+            ctypes.memmove(start, text.ljust(end - start - 1, b"\0") + b" ", end - start)
+
+
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Have SIGTERM and SIGHUP raise KeyboardInterrupt within the `with` block, as Ctrl-C does, so that `finally` is reached.

@@ -37,7 +37,7 @@ def show(
         from ddp_hpc.watch.report.looking import Looker
 
         looker = Looker(run)
-        drawn = ((looker.look(time.time(), one.status), [*map(evaluation_line, one.evaluations)]) for one in looks)
+        drawn = ((looker.look(time.time(), one.status), lines_of(one)) for one in looks)
         draw(drawn, out, is_kept=False)
     else:
         show_lines(looks, out, clock=time.monotonic)
@@ -56,15 +56,20 @@ def _calling(
         yield look
 
 
+def lines_of(look: FollowUpdate) -> list[str]:
+    """Return what a script has printed, and a line for each evaluation."""
+    return [*look.printed, *map(evaluation_line, look.evaluations)]
+
+
 def show_lines(looks: Iterable[FollowUpdate], out: TextIO, *, clock: Callable[[], float]) -> None:
-    """Print a line when the state changes, every few seconds when the step does, and for every evaluation."""
+    """Print a line when the state changes, every few seconds when the step does, for every evaluation, and what a script prints."""
     told: RunStatus | None = None
     told_at = 0.0
     warned: set[tuple[int, float]] = set()
     for look in looks:
         status = look.status
-        for line in look.evaluations:
-            print(evaluation_line(line), file=out, flush=True)
+        for line in lines_of(look):
+            print(line, file=out, flush=True)
         for alarm in status.slow_ranks:
             if (alarm.rank, alarm.at) not in warned:
                 warned.add((alarm.rank, alarm.at))

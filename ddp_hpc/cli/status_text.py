@@ -67,11 +67,9 @@ def epoch(status: RunStatus) -> str:
 
 
 def saved(status: RunStatus) -> str:
-    """Return how often a script has saved its state: `3 times, the last 35 s ago`."""
-    if not status.saves:
-        return ""
-    times = "once" if status.saves == 1 else f"{status.saves} times"
-    return times if status.checkpoint_age_s is None else f"{times}, the last {duration(status.checkpoint_age_s)} ago"
+    """Return when a script has last saved its state: `35 s ago`."""
+    # How often is not known: saves to one file between two looks at it are one change.
+    return f"{duration(status.checkpoint_age_s)} ago" if status.saves and status.checkpoint_age_s is not None else ""
 
 
 def rate(status: RunStatus) -> str:

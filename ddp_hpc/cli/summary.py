@@ -47,8 +47,8 @@ def headline(status: RunStatus) -> str:
     if status.saves is not None:
         ended = "stopped" if status.state == "stopped" else status.state
         step = f"step {steps(status)}" if knows_steps(status) else ""
-        times = f"saved {times}" if (times := saved(status)) else ""
-        return "; ".join(filter(None, [f"{status.run} {ended}", step, loss, evaluation, times]))
+        newest = f"last saved {age}" if (age := saved(status)) else ""
+        return "; ".join(filter(None, [f"{status.run} {ended}", step, loss, evaluation, newest]))
     return "; ".join(filter(None, [f"{status.run} {state}: step {steps(status)}", loss, evaluation]))
 
 

@@ -74,6 +74,8 @@ class Situation:
     is_on_slurm: bool = True
     is_supervised: bool = False
     """Whether a supervisor is there to start another attempt without Slurm."""
+    goes_on_here: bool = False
+    """Whether the workload asks it to do so after a failure that had made progress (`Workload.goes_on_here`)."""
     is_requeued_by_slurm: bool = False
     """Whether Slurm has requeued the job without an order of this program."""
     failed_nodes: Sequence[str] = ()
@@ -102,8 +104,10 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
     ending = Ending.STOPPED if situation.is_committed and row.next == Next.REQUEUE else row.ending
     if situation.is_requeued_by_slurm and row.next:
         return Decision(ending=ending, next=Next.SLURM, exclude=tuple(situation.bad_nodes))
+    has_advanced = row.next == Next.IN_PLACE and situation.num_without_progress == 0 and policy.in_place
     goes_on_here = situation.cause == Cause.SUSPENDED or (
-        situation.cause in {Cause.SCRIPT_ASKED, Cause.RANKS_DIFFER} and situation.is_supervised
+        situation.is_supervised
+        and (situation.cause in {Cause.SCRIPT_ASKED, Cause.RANKS_DIFFER} or (situation.goes_on_here and has_advanced))
     )  # these need nothing from the user
     if not row.next or not (situation.is_on_slurm or goes_on_here):
         return Decision(ending=row.ending)

@@ -11,16 +11,18 @@ from ddp_hpc.base.patience import patiently
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import LastRead, Tail, newest_attempt
+from ddp_hpc.watch.logs import LineReader, LogFile
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus, read_status
 
 
 @dataclass(frozen=True)
 class FollowUpdate:
-    """The status of a run, and its evaluations since the update before."""
+    """The status of a run, and its evaluations since the update before; of a script, also what rank zero has printed."""
 
     status: RunStatus
     evaluations: Sequence[dict[str, Any]]
+    printed: Sequence[str] = ()
 
 
 def follow(
@@ -35,7 +37,7 @@ def follow(
 
     `pause` is called between two updates, with the newest attempt.
     """
-    files, metrics = LastRead(), Tail(run.metrics)
+    files, metrics, logs = LastRead(), Tail(run.metrics), dict[int, LineReader]()
     begun = Ledger.read(run).attempt(attempt)
     seen_until = begun.started_at if begun else 0.0
     while True:
@@ -46,10 +48,23 @@ def follow(
         lines = (json_line(raw) or {} for raw in raws if b'"eval"' in raw)
         evaluations = [line for line in lines if _is_evaluation(line) and line["at"] > seen_until]
         seen_until = max([seen_until, *(line["at"] for line in evaluations)])
-        yield FollowUpdate(status, evaluations)
+        printed = _new_lines(run, status, attempt, logs) if status.saves is not None else []
+        yield FollowUpdate(status, evaluations, printed)
         if not status.is_alive:
             return
         pause(newest_attempt(run, files))
+
+
+def _new_lines(run: RunDir, status: RunStatus, first: int, logs: dict[int, LineReader]) -> list[str]:
+    """Return what rank zero has printed since the last call, in the attempts from `first` on."""
+    newest = first if status.attempt is None else status.attempt
+    lines: list[str] = []
+    for attempt in range(max(logs, default=first), newest + 1):
+        path = run.rank_log(attempt, 0)
+        if patiently(str(path), path.exists):
+            reader = logs.setdefault(attempt, LineReader(LogFile(path), only_final_text=True))
+            lines += reader.new_lines(is_over=attempt < newest or not status.is_alive)
+    return lines
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:

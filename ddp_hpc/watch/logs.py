@@ -40,7 +40,7 @@ class LogFile:
 
 
 @dataclass
-class _LineReader:
+class LineReader:
     """Reads the whole lines that were added since the last read."""
 
     file: LogFile
@@ -113,12 +113,12 @@ def follow_lines(
     only_final_text: bool = False,
 ) -> Iterator[str]:
     """Yield the lines of the selected logs, and those added later, until `is_over`; `pause` is called between reads."""
-    readers: dict[Path, _LineReader] = {}
+    readers: dict[Path, LineReader] = {}
     header = ""
     while True:
         is_last_read = is_over()  # called first, so that the last read gets all lines written before it
         for file in patiently(str(run.path), lambda: log_files(run, selection)):
-            reader = readers.setdefault(file.path, _LineReader(file, only_final_text))
+            reader = readers.setdefault(file.path, LineReader(file, only_final_text))
             for line in reader.new_lines(is_over=is_last_read):
                 if file.header != header:
                     yield file.header

@@ -92,7 +92,8 @@ class RunStatus:
     step: int
     total_steps: int | None
     saves: int | None
-    """How often a script has saved its state (`script.progress`); None for a training by a recipe, which has steps."""
+    """How many looks have found that a script has saved its state (`script.progress`), so at least so many saves; None for a
+    training by a recipe, which has steps."""
     epoch: int | None
     epochs: int | None
     loss: float | None

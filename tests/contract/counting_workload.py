@@ -31,6 +31,7 @@ class CountingWorkload:
     stop_signal: str = "TERM"
     teardown_s: float | None = 60.0
     cpus_per_worker: int = 1
+    goes_on_here: bool = False
     without_progress: str = "ended without a new number"
 
     @property

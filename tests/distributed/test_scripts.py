@@ -393,6 +393,36 @@ def test_a_script_that_asks_to_be_started_again_finishes_part_by_part_without_sl
     assert ends == [*[("script asked", "in place")] * 4, ("finished", "")]
 
 
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+done = len([*Path().glob("part-*")])
+print("goes on after", done, flush=True)
+Path("seen.txt").write_text(Path("/proc/self/cmdline").read_text().rstrip("\\0"))
+time.sleep(0.2)
+if done < 2:
+    Path(f"part-{done}").touch()
+if done < 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_is_killed_is_started_again_here_while_it_advances_and_is_called_what_it_is(place: Place) -> None:
+    (place.path / "dies.py").write_text(KILLED)
+
+    done = place.ddp_hpc(
+        "submit", "--cluster", "local", "--follow", "script.progress=part-*", "--", "python", "dies.py", "--lr", "0.1"
+    )
+
+    assert done.returncode == 1
+    ends = [(one.cause, one.next) for one in place.attempts("dies")]
+    assert ends == [*[("worker crashed", "in place")] * 2, ("worker crashed", "")]
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if "goes on" in line] == [f"goes on after {number}" for number in range(3)]
+    assert (place.path / "seen.txt").read_text() == "python dies.py --lr 0.1"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "expected"),

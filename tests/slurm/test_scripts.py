@@ -19,10 +19,9 @@ SCRIPTS = ROOT / "tests" / "distributed" / "scripts"
 EPOCHS, HELD_AT = 4, 2
 KILL_ONE = """
 import psutil, sys
-def is_rank(one):  # the last of a chain of processes that name the run: srun's task or agent, the rank's process, its script
-    return sys.argv[1] in one.info["cmdline"] and not one.children() and one != psutil.Process()
-ranks = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] and is_rank(one)]
-ranks[-1].kill()
+ours = [one for one in psutil.process_iter(["cmdline"]) if sys.argv[1] in (one.info["cmdline"] or [])]
+scripts = [child for one in ours for child in one.children() if child.cmdline()[:1] == ["python"]]
+scripts[-1].kill()
 """
 State = dict[str, torch.Tensor]
 

@@ -216,8 +216,13 @@ def test_a_module_of_the_jobs_copy_of_the_code_runs_and_not_the_one_that_was_edi
 @pytest.mark.parametrize(
     ("shell", "settings", "expected"),
     [
-        ("exit 0", (), "the script exited with code 0 after less than a second"),
-        ("exit 0", ("script.progress=*.pt",), " second and saved no file of `script.progress` ('*.pt')"),
+        ("exit 0", (), "the script exited with code 0 after less than a second; it printed nothing"),
+        ("echo no GPU found", (), " less than a second; its last line: no GPU found"),
+        (
+            "echo nothing to do",
+            ("script.progress=*.pt",),
+            " second and saved no file of `script.progress` ('*.pt'); its last line: nothing to do",
+        ),
         ("touch a.pt", ("script.progress=*.pt",), ""),
         (
             "cd runs/run; mkdir -p checkpoints/step-00000003; touch checkpoints/step-00000003/manifest.json",

@@ -86,6 +86,20 @@ def test_a_script_that_asks_for_it_is_started_again_without_slurm_until_it_makes
     assert decide(replace(asked, is_on_slurm=True), POLICY).next == ("requeue" if following else "")
 
 
+@pytest.mark.parametrize("cause", [Cause.WORKER_CRASHED, Cause.HANG])
+def test_a_script_that_advances_is_started_again_without_slurm_too(cause: Cause) -> None:
+    failed = Situation(cause=cause, is_on_slurm=False, is_supervised=True, goes_on_here=True)
+
+    assert decide(failed, POLICY) == Decision(ending=Ending.FAILED, next=Next.IN_PLACE)
+    for stays in (
+        replace(failed, num_without_progress=1),
+        replace(failed, goes_on_here=False),  # a recipe
+        replace(failed, is_supervised=False),  # `ddp-hpc join`
+    ):
+        assert decide(stays, POLICY) == Decision(ending=Ending.FAILED)
+    assert not decide(failed, replace(POLICY, in_place=False)).next
+
+
 def test_ranks_that_differ_train_on_from_the_newest_checkpoint_without_slurm_too() -> None:
     differ = Situation(cause=Cause.RANKS_DIFFER, num_without_progress=2, is_on_slurm=False, is_supervised=True)
 

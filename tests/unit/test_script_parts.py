@@ -17,6 +17,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.cli.summary import headline
+from ddp_hpc.cli.verbs.list import _row
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
 from ddp_hpc.job.script.ending import meaning
 from ddp_hpc.job.script.life import Life
@@ -366,7 +367,7 @@ def test_the_jobs_copy_of_the_code_is_what_starts(tmp_path: Path) -> None:
     assert frozen_code(environ, [tmp_path / "elsewhere"]) == []
 
 
-def test_status_shows_how_often_a_script_has_saved_and_no_step(tmp_path: Path) -> None:
+def test_status_and_list_show_when_a_script_has_last_saved_and_no_step(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run")
     record_start(run, attempt=0, job_id="7", first_step=0)
     now = time.time()
@@ -375,12 +376,13 @@ def test_status_shows_how_often_a_script_has_saved_and_no_step(tmp_path: Path) -
     status = read_status(run, now=now)
 
     rows = dict(line.split(maxsplit=1) for line in as_text(status, now=now).splitlines())
-    assert rows["saved"] == "2 times, the last 35 s ago"
+    assert rows["saved"] == "35 s ago"
+    assert _row(status)[5] == "35 s ago"
     assert "step" not in rows
     assert (
         "the script starts again" in status.reason or "starts the script again" in status.reason
     )  # nobody runs it here
-    assert headline(status) == f"run {status.state}; saved 2 times, the last 35 s ago"
+    assert headline(status) == f"run {status.state}; last saved 35 s ago"
 
 
 # --- in processes that need no torch -----------------------------------------------------------------------------------

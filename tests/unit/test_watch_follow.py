@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.run.run_dir.ledger import Ending, record_end
-from ddp_hpc.run.run_dir.records import numbers_of
+from ddp_hpc.run.run_dir.records import Progress, numbers_of, write_progress
 from ddp_hpc.run.run_dir.rereading import Tail
 from ddp_hpc.watch.follow import follow
-from tests.made_run import add_attempt, add_metrics, add_progress, make_run
+from tests.made_run import add_attempt, add_log, add_metrics, add_progress, make_run
 
 LATER = 4e9
 """A time after every test's start."""
@@ -70,6 +70,30 @@ def test_following_goes_on_over_the_attempts_that_follow(tmp_path: Path) -> None
     looks = list(follow(run, 0, clock=lambda: LATER, pause=pause))
 
     assert [look.status.state for look in looks] == ["starting", "finished"]
+
+
+def test_what_a_scripts_rank_zero_prints_comes_once_over_all_attempts_and_of_a_recipe_nothing(tmp_path: Path) -> None:
+    run, recipe = make_run(tmp_path, "script"), make_run(tmp_path, "recipe")
+    for each in (run, recipe):
+        add_attempt(each)
+        add_log(each, "half")
+        assert processes.take_lock(each.lock) is not None
+    add_progress(recipe)
+    write_progress(run, Progress(attempt=0, saves=0, at=LATER))
+
+    def again() -> None:
+        add_log(run, " a line\r 10%\r 20%\nlast words")
+        add_attempt(run, 1)
+        add_log(run, "second\n", attempt=1)
+
+    acts: Iterator[Callable[[], object]] = iter(
+        [again, partial(record_end, run, attempt=1, ending=Ending.FINISHED, exit_code=0)]
+    )
+
+    looks = list(follow(run, 0, clock=lambda: LATER, pause=lambda _: next(acts)()))
+
+    assert [look.printed for look in looks] == [[], [" 20%", "last words", "second"], []]
+    assert next(follow(recipe, 0, clock=lambda: LATER, pause=lambda _: None)).printed == []
 
 
 def test_a_torn_last_line_of_the_metrics_is_passed_over(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir, slurm_asker
-from ddp_hpc.cli.status_text import steps
+from ddp_hpc.cli.status_text import saved, steps
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.find import scan_runs
 from ddp_hpc.watch.status import RunStatus, read_status
@@ -174,7 +174,7 @@ def _row(status: RunStatus) -> tuple[str, ...]:
         steps(status),
         number(status.loss),
         or_dash(numbers(status.metrics)),
-        or_dash(status.last_checkpoint),
+        or_dash(saved(status) if status.last_checkpoint is None else status.last_checkpoint),
         or_dash(status.attempt),
         duration(status.age_s),
     )

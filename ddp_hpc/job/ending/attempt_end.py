@@ -72,9 +72,8 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     cause, failure = cause_of(evidence), known.failure
     if cause == Cause.HANG:
         failure = report_hang(context, attempt, known.failures, outcome.network)
-    failed_nodes = blame.failed_nodes(cause, failure, evidence, node_of=context.node_of)
     unreached = blame.unreached_nodes(cause, outcome.network, context.nodes)
-    failed_nodes = unreached or failed_nodes
+    failed_nodes = unreached or blame.failed_nodes(cause, failure, evidence, node_of=context.node_of)
     differs_as = wrong_ranks.same_again(differences, known.attempts, attempt)
     if cause == Cause.RANKS_DIFFER:
         own = next((one for one in differences if one.attempt == attempt and differs_as is None), None)
@@ -99,6 +98,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         has_no_report=failure is None,
         is_on_slurm=context.allocation is not None,
         is_supervised=context.is_supervised,
+        goes_on_here=context.workload.goes_on_here,
         is_requeued_by_slurm=evidence.is_requeued_by_slurm,
         failed_nodes=failed_nodes,
         bad_nodes=[node for node in dict.fromkeys((*unreached, *bad_nodes)) if node in context.nodes],

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 
+from ddp_hpc.base import processes
 from ddp_hpc.job.script.plan import ScriptPlan
 
 _SIGINT_CODE = 130
@@ -77,6 +78,7 @@ def _prepare(plan: ScriptPlan, environ: Mapping[str, str], python_path: Sequence
     sys.path[:] = [*first, *python_path, *rest]
     sys.argv[:] = [plan.argv0, *plan.program.arguments]
     sys.orig_argv[:] = plan.command
+    processes.show_command(plan.program.words)
     _unbuffer()
     gc.freeze()  # `_close_files` does not find what was there before the script
     if (numpy_random := sys.modules.get("numpy.random")) is not None:

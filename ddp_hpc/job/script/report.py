@@ -75,10 +75,13 @@ def what_was_short(script_rank: ScriptRank, seen: SeenFiles, ran_s: float) -> st
     pattern = script_rank.spec.script.progress
     if script_rank.rank != 0 or seen.num_changes or _may_have_committed(script_rank):
         return ""
-    exited = f"the script exited with code 0 after {'less than a second' if ran_s < 1 else f'{ran_s:.0f} s'}"
-    if pattern is not None:
-        return f"{exited} and saved no file of `script.progress` ({pattern!r})"
-    return exited if ran_s < SHORT_S else ""
+    if pattern is None and ran_s >= SHORT_S:
+        return ""
+    saved = "" if pattern is None else f" and saved no file of `script.progress` ({pattern!r})"
+    text = _last_line(script_rank.log)
+    return f"the script exited with code 0 after {'less than a second' if ran_s < 1 else f'{ran_s:.0f} s'}{saved}; " + (
+        f"its last line: {text}" if text else "it printed nothing"
+    )
 
 
 def _may_have_committed(script_rank: ScriptRank) -> bool:

@@ -119,7 +119,7 @@ def end_all_below(top: int) -> None:
         time.sleep(_TICK_S)
 
 
-def end_survivors(run: RunDir) -> list[str]:
+def end_survivors(run: RunDir, command: str) -> list[str]:
     """Kill what a script has left behind, in whichever session, as Slurm does at a job's end; return the command lines."""
     with suppress(OSError):  # a file system without locks
         deadline = time.monotonic() + _SUPERVISOR_S
@@ -131,8 +131,9 @@ def end_survivors(run: RunDir) -> list[str]:
             if each.environ().get(MARK) == str(run.path) and each.status() != psutil.STATUS_ZOMBIE:
                 found[each.pid] = " ".join(each.cmdline())
     processes.kill(found)
-    # Ours may be exiting just now; a process that the script has forked shows their command line, too, and is killed unnamed.
-    return [one for one in dict.fromkeys(found.values()) if "ddp_hpc.job" not in one]
+    # Ours, and the script, may be exiting just now; a process that the script has forked shows its command line, too, and is
+    # killed unnamed.
+    return [one for one in dict.fromkeys(found.values()) if "ddp_hpc.job" not in one and not command.startswith(one)]
 
 
 def _halted(top: int) -> list[int]:

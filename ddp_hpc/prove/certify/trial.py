@@ -185,7 +185,13 @@ class Trial:
 
     def _argv(self) -> list[str]:
         where = ["--cluster=local", "--wait"]  # also in a job: this process watches the files of its own node
-        keys = [*self.order.settings, f"name={self.place.name}", f"runs_dir={self.place.runs_dir}"]
+        # Each attempt is a submission of its own, which is watched from its beginning.
+        keys = [
+            "restart.in_place=false",
+            *self.order.settings,
+            f"name={self.place.name}",
+            f"runs_dir={self.place.runs_dir}",
+        ]
         return [sys.executable, "-m", "ddp_hpc", "submit", *where, *keys, "--", *self.order.command]
 
     def _tick(self) -> None:
@@ -343,7 +349,7 @@ class Trial:
             end_all_below(submitted.pid)
             submitted.wait()
         self._cancel()
-        self._left_behind = end_survivors(self.place.run)
+        self._left_behind = end_survivors(self.place.run, " ".join(self.order.command))
 
     def _cancel(self) -> None:
         run = self.place.run

@@ -196,7 +196,7 @@ class Progress:
     """Epochs completed, plus one: the epoch the next step belongs to, counted from one."""
     epochs: int | None = None
     saves: int | None = None
-    """How often a script has saved its state (`script.progress`); None for a training by a recipe."""
+    """How many looks have found that a script has saved its state (`script.progress`); None for a training by a recipe."""
     loss: float | None = None
     samples_per_s: float | None = None
     tokens_per_s: float | None = None

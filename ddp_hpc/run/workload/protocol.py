@@ -64,6 +64,10 @@ class Workload(Protocol):
         """Whether a NaN in a gradient means that the run has diverged, so that it may be searched for."""
 
     @property
+    def goes_on_here(self) -> bool:
+        """Whether on one machine, too, another attempt follows a failure, where the failed one has made progress."""
+
+    @property
     def nsys(self) -> Sequence[int]:
         """Which ranks are to run under Nsight Systems. If any, workers are new processes, whatever `WorkerModule.preload` returns."""
 

@@ -37,6 +37,7 @@ class RecipeWorkload:
     teardown_s: float | None = 60.0
     """All ranks finish, or stop after a commit, together: one that does not exit then hangs only on its way out."""
     without_progress: str = "ended without a new checkpoint"
+    goes_on_here: bool = False
 
     @property
     def cpus_per_worker(self) -> int:

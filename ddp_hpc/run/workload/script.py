@@ -35,6 +35,8 @@ class ScriptWorkload:
     stop_signal: str = "USR2"
     """To the process that ddp-hpc has beside each script; the script itself gets `script.stop_signal` from that process."""
     hash_seed: int | None = None
+    goes_on_here: bool = True
+    """As a user of torchrun expects it (`--max-restarts`)."""
     teardown_s: float | None = None
     """A rank may exit long before the others: rank zero alone evaluates and saves at the end of many scripts."""
 

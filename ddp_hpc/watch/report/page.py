@@ -109,8 +109,7 @@ def lead(run: RunData) -> str:
 def _where(run: RunData) -> str:
     status = run.status
     if status.saves is not None and not status.step:
-        times = f"saved its state {plural(status.saves, 'time')}" if status.saves else "reported no save of its state"
-        return f"The script has {times}."
+        return f"The script has {'saved its state' if status.saves else 'reported no save of its state'}."
     total = "" if status.total_steps is None else f" of {status.total_steps:,}"
     verb = _WHERE.get(status.state, "Ended at")
     return f"{verb} step {status.step:,}{total}."

@@ -75,7 +75,8 @@ def _progress(seen: RunScreen, width: int, *, is_plain: bool) -> list[str]:
         filled = round(done * bar)
         lines.append(_labelled("step", f"{'#' * filled}{'-' * (bar - filled)}{text}"))
     elif status.saves is not None:
-        lines.append(_labelled("saves", f"{status.saves}"))
+        age = "" if status.checkpoint_age_s is None else f"{duration(status.checkpoint_age_s)} ago"
+        lines.append(_labelled("saved", age if status.saves and age else "nothing yet"))
     elif status.step:
         lines.append(_labelled("step", f"{status.step:,}"))
     if status.loss is not None:
