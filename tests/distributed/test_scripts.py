@@ -134,7 +134,7 @@ def test_the_tutorials_script_trains_to_the_bits_that_torchrun_gives_undisturbed
     assert f"[RANK 1] Epoch {EPOCHS - 1}" in place.log("ours", rank=1)
 
     killed = ("python", "multinode.py", str(EPOCHS), "--snapshot", "killed.pt", "--hold-at", "2")
-    settings = (*TWO, "name=killed", "script.progress=killed.pt")
+    settings = (*TWO, "name=killed", "script.progress=killed.pt", "restart.in_place=false")
     assert place.submit(settings, *killed, wait=False).returncode == 0
     until((place.path / "killed.pt").exists)
     until(lambda: torch.load(place.path / "killed.pt")["EPOCHS_RUN"] == 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -297,6 +298,164 @@ def test_an_exception_for_which_hydra_exits_has_ended_the_program(message: str) 
     assert found is not None
     assert found.first_line == f"ValueError: {message.splitlines()[0]}"
     assert uncaught(f"{text}step 12\n".splitlines()) is None
+
+
+FRAMEWORKS = {
+    "rich": (
+        1,
+        """
+╭───────────────────── Traceback (most recent call last) ──────────────────────╮
+│ /w/train.py:8 in <module>                                                    │
+│                                                                              │
+│ ❱ 8 main()                                                                   │
+│                                                                              │
+│ /home/ada/a/place/that/is/so/far/down/that/its/path/takes/more/than/one/line │
+│ /net.py:7 in forward                                                         │
+│                                                                              │
+│ ❱ 7 │   raise ValueError("odd")                                              │
+│ ╭─── locals ───╮                                                             │
+│ │ path = '/x'  │                                                             │
+│ ╰──────────────╯                                                             │
+╰──────────────────────────────────────────────────────────────────────────────╯
+ValueError: odd
+""",
+        "user-exception",
+        "ValueError: odd",
+        "/home/ada/a/place/that/is/so/far/down/that/its/path/takes/more/than/one/line/net.py:7 in forward",
+    ),
+    "rich's log": (
+        1,
+        """
+[11/27/26 10:38:02] ERROR    training failed                       train.py:6
+                             ╭─ Traceback (most recent call last─╮
+                             │ /w/train.py:4                     │
+                             │ in main                           │
+                             │                                   │
+                             │ ❱ 4 def main(): raise ValueError( │
+                             ╰───────────────────────────────────╯
+                             ValueError: odd
+""",
+        "user-exception",
+        "ValueError: odd",
+        "/w/train.py:4",
+    ),
+    "loguru": (
+        1,
+        """
+2026-11-27 10:38:02.971 | ERROR    | __main__:<module>:5 - An error has been caught in function '<module>':
+Traceback (most recent call last):
+
+> File "/w/train.py", line 5, in <module>
+    main()
+    └ <function main at 0x7f69226d6de0>
+
+  File "/w/train.py", line 4, in main
+    def main(): raise ValueError("odd")
+
+ValueError: odd
+""",
+        "user-exception",
+        "ValueError: odd",
+        "/w/train.py:4 in main",
+    ),
+    "progress bars, as of tqdm and Lightning": (
+        1,
+        """
+  0%|          | 0/10 [00:00<?, ?it/s]\r 60%|██████    | 6/10 [00:00<00:00, 59.71it/s]Traceback (most recent call last):
+  File "/w/train.py", line 7, in main
+    if i == 5: raise ValueError("odd")
+ValueError: odd
+
+Epoch 0:  60%|██████    | 6/10 [00:00<00:00, 46.18it/s]
+""",
+        "user-exception",
+        "ValueError: odd",
+        "/w/train.py:7 in main",
+    ),
+    "a prefix before each line": (
+        1,
+        """
+worker-3 | Traceback (most recent call last):
+worker-3 |   File "/w/train.py", line 7, in main
+worker-3 |     raise ValueError("odd")
+worker-3 | ValueError: odd
+""",
+        "user-exception",
+        "ValueError: odd",
+        "/w/train.py:7 in main",
+    ),
+    "argparse": (
+        2,
+        "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --foo\n",
+        "arguments",
+        "train.py: error: unrecognized arguments: --foo",
+        "",
+    ),
+    "LightningCLI": (
+        2,
+        'usage: train.py [-h]\ntip: For details run: train.py --help\nerror: Parser key "lr":\n  Expected a float. Got: abc\n',
+        "arguments",
+        'error: Parser key "lr":',
+        "",
+    ),
+    "absl": (
+        1,
+        "FATAL Flags parsing error: Unknown command line flag 'foo'\nPass --helpshort or --helpfull to see help on flags.\n",
+        "arguments",
+        "FATAL Flags parsing error: Unknown command line flag 'foo'",
+        "",
+    ),
+    "click": (
+        2,
+        "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: No such option '--foo'.\n",
+        "arguments",
+        "Error: No such option '--foo'.",
+        "",
+    ),
+    "typer": (
+        2,
+        "Usage: train.py [OPTIONS]\n╭─ Error ─────────────────╮\n│ No such option: --foo   │\n╰─────────────────────────╯\n",
+        "arguments",
+        "No such option: --foo",
+        "",
+    ),
+    "Hydra": (
+        1,
+        (
+            "Could not override 'foo'.\nTo append to your config use +foo=1\nKey 'foo' is not in struct\n    full_key: foo\n"
+            "    object_type=dict\n\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
+        ),
+        "arguments",
+        "Could not override 'foo'.",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "failure", "detail", "place"), [pytest.param(*made, id=name) for name, made in FRAMEWORKS.items()]
+)
+def test_what_a_framework_prints_in_a_form_of_its_own_is_read(
+    code: int, log: str, failure: str, detail: str, place: str
+) -> None:
+    found = verdict_of(facts(report(1, exit_code=code), logs={1: log}))
+
+    assert (found.failure, found.detail, found.place) == (failure, detail, place)
+
+
+def test_a_code_that_nothing_explains_is_shown_with_the_scripts_last_line() -> None:
+    said = "the script exited with code 3; its last line: no data here"
+
+    assert verdict_of(facts(report(1, said, exit_code=3, of_script=True))).detail == said
+
+
+@pytest.mark.parametrize("char", ["─", "│", "╭", " ", "╭ ", "%|"])
+def test_a_line_of_many_signs_of_a_box_is_read_at_once(char: str) -> None:
+    began = time.monotonic()
+
+    uncaught([clean("╭" + char * 100_000 + "│")] * 100)
+
+    assert time.monotonic() - began < 5
 
 
 def test_a_traceback_that_a_program_survived_is_caught() -> None:

@@ -6,17 +6,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-_HEADER = re.compile(
-    r"(?P<indent>\s*)(?:(?:ERROR|CRITICAL|\S+ \S+ ERROR)\s+)?(?:Original )?Traceback \(most recent call last\):$"
+_HEADER = re.compile(r"(?P<before>(?:.*\W)?)Traceback \(most recent call last\)?:?$")
+"""Before it, there may be an indentation, a logger's time and level, or a progress bar; rich's narrow boxes cut its end off."""
+_FRAMES = (
+    re.compile(r'\s*(?:> )?File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$'),  # Python, loguru
+    re.compile(r"\s(?P<file>\S+):(?P<line>\d+)(?: in (?P<function>.+))?$"),  # rich, Typer
 )
-_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
+_FOLDED = re.compile(r"\s/\S*$")
+"""The first part of a path that is too long for rich's box."""
 _FINAL = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: .*|:)?$", re.DOTALL)
 _LINK = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
 _MOST_LINES_OF_MESSAGE = 12
 _NOISE = re.compile(
     r"$|\s|\^|GLHF|frame #\d+|Exception raised from|nccl\w+(?:Error|Usage)?: |Last error:|Cuda failure|CUDA kernel errors|For debugging|Compile with"
     r"|Device-side assert|If reserved but|Duplicate GPU|terminate called|  what\(\)|Fatal Python error|\[[WEI]\d*[ \]]|\[[WEI] |Error in sys.excepthook"
-    r"|/\S+: UserWarning|\S+\.py:\d+: \w*Warning: |\s+warnings\.warn|srun: |slurmstepd: |Exception ignored in|wandb: |note: |Aborted|Killed"
+    r"|/\S+: UserWarning|\S+\.py:\d+: \w*Warning: |\s+warnings\.warn|srun: |slurmstepd: |Exception ignored in|wandb: |note: |Aborted|Killed|.*\d%\|"
 )
 """Lines that follow the last exception of a process although it has ended the process."""
 _ADVICE_AT_EXIT = re.compile(r"HYDRA_FULL_ERROR=1|for a (?:complete|full) (?:stack ?trace|traceback)", re.IGNORECASE)
@@ -32,6 +36,7 @@ class Frame:
     file: str
     line: int
     function: str
+    """Empty where it is not known."""
 
     @property
     def is_users(self) -> bool:
@@ -48,7 +53,6 @@ class Raised:
     frames: Sequence[Frame]
     at: int
     """Number of the line of `text` among the lines that were given."""
-    ends_at: int
     is_linked: bool = False
     """Whether another one was raised because of it, or while it was handled."""
 
@@ -86,25 +90,28 @@ def tracebacks(lines: Sequence[str]) -> list[Raised]:
             if _LINK.match(lines[number - 1].strip()) and found:
                 found[-1] = replace(found[-1], is_linked=True)
             continue
-        raised = _read(lines, number)
+        raised = _read(lines, number, header["before"])
         if raised is not None:
             found.append(raised)
             number = raised.at + 1
     return found
 
 
-def _read(lines: Sequence[str], start: int) -> Raised | None:
-    """Read a traceback from the line below its header on."""
+def _read(lines: Sequence[str], start: int, before: str) -> Raised | None:
+    """Read a traceback from the line below its header on; what stands `before` that may stand before each line."""
     frames: list[Frame] = []
+    folded = ""
     for number in range(start, len(lines)):
-        line = lines[number]
-        if frame := _FRAME.match(line):
-            frames.append(Frame(frame["file"], int(frame["line"]), frame["function"] or "<module>"))
+        line = lines[number].removeprefix(before)
+        line = folded + line.lstrip() if folded and line.startswith(" ") else line
+        frame = next((found for form in _FRAMES if (found := form.match(line))), None)
+        folded = line if frame is None and _FOLDED.match(line) else ""
+        if frame is not None:
+            frames.append(Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
         elif not line.startswith((" ", "\t")) and line:
             if _FINAL.match(line) is None or not frames:
                 return None
-            further = _further(lines, number + 1)
-            return Raised(text="\n".join([line, *further]), frames=frames, at=number, ends_at=number + len(further))
+            return Raised(text="\n".join([line, *_further(lines, number + 1)]), frames=frames, at=number)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Reads the ends of logs as clean lines: without colours, progress bars and the prefixes that launchers add."""
+"""Reads the ends of logs as clean lines: without colours, progress bars, boxes and the prefixes that launchers add."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _LONGEST = 2000
 """Characters of a line that are kept."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_SIDE, _BOX, _BOX_AND_LINE = "\N{BOX DRAWINGS LIGHT VERTICAL}", frozenset("╭╮╰╯┌┐└┘│"), "╭╮╰╯┌┐└┘─ "
 _PREFIX = re.compile(r"(?:\[(?:rank|default)\d+\]:? ?|\d+: (?=Traceback|\S*Error))")
 """What PyTorch (`[rank1]: `), torchrun (`[default1]:`) and `srun --label` (`1: `) write before a line."""
 
@@ -35,11 +36,16 @@ class LogLine:
 
 
 def clean(raw: str) -> str:
-    """Return a line as it stands on a terminal in the end, without colours, control characters and prefix."""
+    """Return a line as it stands on a terminal in the end, without colours, control characters, prefix, and rich's box around it."""
     text = _ESCAPES.sub("", raw).rstrip("\r\n").rpartition("\r")[2]
     text = _CONTROL.sub("", text)[:_LONGEST].rstrip()
     prefix = _PREFIX.match(text)
-    return text[prefix.end() :] if prefix else text
+    text = text[prefix.end() :] if prefix else text
+    inner = text.lstrip()
+    if inner[:1] not in _BOX or inner[-1:] not in _BOX:
+        return text
+    indent = text[: len(text) - len(inner)]
+    return indent + (inner[1:-1].rstrip() if inner[0] == _SIDE else inner.strip(_BOX_AND_LINE))
 
 
 def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[LogLine]:

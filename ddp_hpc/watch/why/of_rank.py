@@ -124,7 +124,7 @@ def _of_cause(raised: Raised) -> Match | None:
 
 def _place(raised: Raised | None) -> str:
     frame = raised.users_frame if raised else None
-    return f"{frame.file}:{frame.line} in {frame.function}" if frame else ""
+    return f"{frame.file}:{frame.line}{f' in {frame.function}' if frame.function else ''}" if frame else ""
 
 
 def _by_memory(finding: RankFinding) -> RankFinding:
@@ -177,11 +177,10 @@ def _killed(
 
 
 def _by_exit_code(facts: AttemptFacts, finding: RankFinding, code: int) -> RankFinding:
-    """Return the class of a script that exited with a code; Python's own is 1 for an exception that nothing caught."""
+    """Return the class of a script that exited with a code; Python's own is 1 for an exception that nothing caught, argparse's is 2."""
     if code > _OF_SHELL and _name_of(code - _OF_SHELL):
         return by_signal(facts, finding, code - _OF_SHELL)
-    finding = replace(finding, detail=f"exit code {code}")
-    found = of_log(facts, finding.rank) if finding.rank is not None and code in {1, *_CANNOT_START} else None
+    found = of_log(facts, finding.rank) if finding.rank is not None and code in {1, 2, *_CANNOT_START} else None
     if found is not None:
         return replace(found, at=finding.at, host=finding.host)
     return with_line(replace(finding, failure="launch-failed" if code in _CANNOT_START else "exit-code"), facts)
@@ -216,10 +215,9 @@ def of_log(facts: AttemptFacts, rank: int) -> RankFinding | None:
     if first is None:
         return None
     line, match = first
-    evidence = EvidenceLine(role=match.role, rank=rank, text=line.text, line=line)
-    return RankFinding(
-        failure=match.name, role=match.role, basis="log", rank=rank, detail=line.text, evidence=(evidence,)
-    )
+    text = line.text.strip()
+    evidence = EvidenceLine(role=match.role, rank=rank, text=text, line=line)
+    return RankFinding(failure=match.name, role=match.role, basis="log", rank=rank, detail=text, evidence=(evidence,))
 
 
 def of_end(facts: AttemptFacts, rank: int) -> RankFinding | None:

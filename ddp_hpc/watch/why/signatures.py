@@ -749,6 +749,37 @@ REGISTRY: Sequence[FailureClass] = (
         to_do="Submit the run again. On Slurm, `sacct -j JOB` shows what became of the job.",
     ),
     FailureClass(
+        name="arguments",
+        title="the script rejects its arguments",
+        means="The script's own reader of its command line (argparse, click, Typer, absl, Hydra, ...) rejects a word of it.",
+        to_do="Correct the words after `--` that the message names, and submit the run again.",
+        patterns=[
+            _printed(r"(?:\S+: )?error: ", "train.py: error: unrecognized arguments: --foo"),  # argparse, jsonargparse
+            _printed(
+                r"(?:Error: | )(?:Invalid value|Missing (?:option|argument|parameter|command)|No such (?:option|command)|Got unexpected extra)",
+                "Error: Invalid value for '--lr': 'abc' is not a valid float.",
+                "either",
+            ),
+            _printed(r"FATAL Flags parsing error:", "FATAL Flags parsing error: Unknown command line flag 'foo'"),
+            _printed(
+                r" (?:Error parsing --|Unrecognized options: |Missing (?:required )?options?: )",
+                " Error parsing --lr: could not convert string to float: 'abc'",
+                "either",
+            ),
+            _printed(
+                r"ERROR: (?:Could not consume arg|The function received no value)",
+                "ERROR: Could not consume arg: --foo=1",
+                "either",
+            ),
+            _printed(
+                r"(?:Could not (?:override|load|append|delete) ['\w]|Error parsing override |Cannot find primary config |You must specify '"
+                r"|no viable alternative at input |(?:mismatched|extraneous) input |Multiple values for )",
+                "Could not override 'foo'.",
+                "either",
+            ),
+        ],
+    ),
+    FailureClass(
         name="exit-code",
         title="the program exited with a code of its own",
         means="No record and no log shows an exception that ended it: it called `sys.exit` or `os._exit`, its shell passed a code on, or a library printed the exception in a form of its own.",
