@@ -52,7 +52,7 @@ def test_an_example_that_is_stopped_and_killed_comes_back_once_each_with_the_los
     calm = Place(place.path / "undisturbed")
     undisturbed = calm.submit((*TWO, "name=calm"), "python", script)
     assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
-    submission = ((*TWO, "name=it"), "python", script)
+    submission = ((*TWO, "name=it", "restart.in_place=false"), "python", script)
     run = place.run("it")
 
     assert place.submit(*submission, wait=False).returncode == 0

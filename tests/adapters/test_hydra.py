@@ -74,7 +74,7 @@ def result(folder: Path) -> dict[str, Any]:
 def test_a_script_with_hydra_is_killed_comes_back_to_its_own_checkpoint_and_runs_as_the_points_of_a_sweep(
     place: Place,
 ) -> None:
-    settings = (*TWO, "name=it", "script.progress=out/it/*.pt")
+    settings = (*TWO, "name=it", "script.progress=out/it/*.pt", "restart.in_place=false")
     command = ("python", "train.py", "lr=0.25", "+hold=go", "hydra.run.dir=out/it")
     assert place.submit(settings, *command, wait=False).returncode == 0
     until((place.path / "out/it/checkpoint.pt").exists)

@@ -197,7 +197,7 @@ class RestartSpec(Checked, section="restart"):
     max_no_progress: int = 3
     """End the run after this many failures in a row without a new checkpoint. While checkpoints advance, failures are unlimited."""
     in_place: bool = True
-    """Restart crashed workers on the job's nodes. If false, the job goes back into the queue."""
+    """Restart crashed workers on the job's nodes. If false, the job goes back into the queue; on one machine, the run ends."""
     by: Literal["requeue", "successor"] = "requeue"
     """How a job goes back into the queue: `requeue` keeps its job id (`scontrol requeue`); `successor` submits a new job,
     which can start sooner, as Slurm delays requeued jobs (usually 2 minutes), but loses the old job's age priority."""
