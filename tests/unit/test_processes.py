@@ -360,3 +360,23 @@ def test_a_signal_that_is_held_back_takes_effect_at_the_end_of_the_block() -> No
         was_done = True
 
     assert was_done
+
+
+SHOWN = """
+import subprocess, sys
+import psutil
+from ddp_hpc.base.processes import show_command
+show_command(["python", "train.py", "--name", "x" * int(sys.argv[1])])
+print(psutil.Process().cmdline())
+print(subprocess.run(["ps", "-o", "args=", "-p", str(psutil.Process().pid)], capture_output=True, text=True).stdout.strip())
+"""
+
+
+@pytest.mark.parametrize("length", [1, 100_000])
+def test_a_process_is_shown_by_the_words_that_it_is_given_as_far_as_there_is_room(length: int) -> None:
+    done = subprocess.run([sys.executable, "-c", SHOWN, str(length)], capture_output=True, text=True, check=True)
+
+    words, shown = done.stdout.splitlines()
+    assert words.startswith("['python', 'train.py', '--name', 'x")
+    assert shown.startswith("python train.py --name x")
+    assert len(shown) < 1000
