@@ -29,6 +29,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     endpoint,
     import_path,
     node_variables,
+    of_user,
     ranks_by_shape,
     settled,
     threads,
@@ -94,7 +95,7 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
     node, resources = start.node(spec), spec.resources
     paths = list(dict.fromkeys(map(str, import_paths)))
     ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0)
-    environ = {**(environment if start.inherits(spec) else {}), **spec.environ}
+    environ = {**(of_user(environment) if start.inherits(spec) else {}), **spec.environ}
     made = settled({**node.endpoint, **node_variables(node.interface, node.computing)}, environ, fixed=ENDPOINT)
     return LaunchPlan(
         steps=start.steps(

@@ -24,7 +24,7 @@ from ddp_hpc.base.discretion import is_shown
 from ddp_hpc.base.durable import make_directories, private_mode
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.cluster.containers import CommandWrapper, HostPaths
-from ddp_hpc.cluster.rendezvous.worker_env import NAN_CHECK, for_debug, for_nan_check
+from ddp_hpc.cluster.rendezvous.worker_env import for_debug, for_nan_check, giving, of_user
 from ddp_hpc.cluster.slurm.allocation import Allocation, of_outer_job, read_allocation
 from ddp_hpc.cluster.slurm.directives import sent_options
 from ddp_hpc.job import preflight
@@ -39,6 +39,7 @@ from ddp_hpc.job.joining import Joining
 from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.nan_check import nan_check_rule
+from ddp_hpc.job.node.cpus import take_back_cpus
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.notify import Notifier
 from ddp_hpc.job.run_records import RunRecords
@@ -98,6 +99,7 @@ def _main(arguments: argparse.Namespace) -> int:
         processes.request_stop([os.getpid()])
     allocation: Allocation | None = None
     try:
+        _forget_rank(is_for_slurm=is_for_slurm)
         _settle(run, arguments)
         allocation = read_allocation(os.environ) if is_for_slurm else None
         return _work(arguments, run, allocation)
@@ -201,6 +203,16 @@ def _unusable(error: OSError, run: RunDir) -> str:
     return f"the run's directory {run.path}" if is_runs else f"{name} on {socket.gethostname()}"
 
 
+def _forget_rank(*, is_for_slurm: bool) -> None:
+    """Take away what a rank of another run was given, from whose script this run was submitted."""
+    if not is_for_slurm:
+        take_back_cpus(os.environ)
+    users = of_user(os.environ)
+    for name in os.environ.keys() - users.keys():
+        del os.environ[name]
+    os.environ.update(users)
+
+
 def _settle(run: RunDir, arguments: argparse.Namespace) -> None:
     """Export where workers import the user's code from; restrict the mode of the log, which Slurm made by the umask."""
     if arguments.import_path:
@@ -216,7 +228,7 @@ def _log_libraries(spec: LaunchSpec, run: RunDir) -> None:
     if variables:
         make_directories(run.nccl_logs)
         sys.stderr.write(f"NCCL logs into {run.nccl_logs}, because `debug.nccl` is {spec.debug.nccl}\n")
-        os.environ.update(variables)
+        os.environ.update(giving(variables, os.environ))
 
 
 def _prepare_environ(spec: LaunchSpec, hash_seed: int | None, *, is_for_slurm: bool) -> None:
@@ -224,8 +236,8 @@ def _prepare_environ(spec: LaunchSpec, hash_seed: int | None, *, is_for_slurm: b
     _set_variables(spec.environ)
     for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
         del os.environ[name]
-    if hash_seed is not None:
-        os.environ.setdefault("PYTHONHASHSEED", str(hash_seed))
+    if hash_seed is not None and "PYTHONHASHSEED" not in os.environ:
+        os.environ.update(giving({"PYTHONHASHSEED": str(hash_seed)}, os.environ))
 
 
 def _set_variables(variables: Mapping[str, str]) -> None:
@@ -242,7 +254,6 @@ def _set_variables(variables: Mapping[str, str]) -> None:
 
 def _order_nan_check(rule: str) -> None:
     """Have the workers' launchers switch the check for NaN on, if there is a reason."""
-    os.environ.pop(NAN_CHECK, None)  # of a rank from whose script this run was submitted
     if rule:
         sys.stderr.write(f"workers check gradients for NaN, because {rule}\n")
     os.environ.update(for_nan_check(rule))

@@ -485,3 +485,22 @@ def test_one_key_has_the_libraries_log_into_the_run_directory(place: Place) -> N
     assert "'TORCH_DISTRIBUTED_DEBUG': 'INFO'" in log
     assert "'NCCL_DEBUG': 'WARN'" in log  # what the user sets wins
     assert folder.is_dir()
+
+
+@pytest.mark.long
+def test_a_run_that_a_rank_submits_begins_as_from_a_shell(place: Place) -> None:
+    (place.path / "train.py").write_text(
+        "import json, os, subprocess, sys\n"
+        "if os.environ['RANK'] == '0' and len(sys.argv) > 1:\n"
+        "    more = ['name=child', *sys.argv[1:], '--', 'python', 'train.py']\n"
+        "    subprocess.run([sys.executable, '-m', 'ddp_hpc', 'submit', '--cluster', 'local', '--wait', *more], check=True)\n"
+        "names = ('MASTER_PORT', 'TORCHELASTIC_RUN_ID', '_DDP_HPC_CPUS_BEFORE')\n"
+        "print(json.dumps([os.environ[name] for name in names]))\n"
+    )
+
+    done = place.submit(["name=outer", *TWO], "python", "train.py", *TWO)
+
+    assert done.returncode == 0, done.stderr
+    outer, child = (json.loads(place.log(name).splitlines()[-1]) for name in ("outer", "child"))
+    assert child[0] != outer[0]
+    assert child[1:] == ["child", outer[2]]

@@ -14,6 +14,8 @@ import pytest
 
 from ddp_hpc.base.private_cache import private_cache
 from ddp_hpc.cluster.rendezvous.worker_env import (
+    CPUS_BEFORE,
+    GIVEN,
     PROBE_FOLDER,
     PROBES_ITSELF,
     RANKS,
@@ -23,9 +25,11 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     WorkerEnv,
     endpoint_of_run,
     for_probe,
+    giving,
     launched,
     library_variables,
     node_variables,
+    of_user,
     ranks_by_shape,
     recorded,
     settled,
@@ -48,12 +52,16 @@ ALL_NAMES = {
     "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "RES_OPTIONS", "PYTHONPATH",
 }  # fmt: skip
 
+FACTS = {
+    **ranks_by_shape(node_rank=1, num_nodes=3, num_workers=2, local_rank=1),
+    **endpoint_of_run("10.0.0.1", 29500),
+    **node_variables(IB0, threads(8, 2, source="Slurm")),
+}
+
 
 def made(*, interface: Fact = IB0, environ: Mapping[str, str] | None = None) -> WorkerEnv:
     """Return the table of the second worker on the second of three nodes with two each."""
-    ranks = ranks_by_shape(node_rank=1, num_nodes=3, num_workers=2, local_rank=1)
-    node = node_variables(interface, threads(8, 2, source="Slurm"))
-    facts = {**ranks, **endpoint_of_run("10.0.0.1", 29500), **node}
+    facts = {**FACTS, **node_variables(interface, threads(8, 2, source="Slurm"))}
     return launched("an agent", facts, {"PYTHONPATH": "/run/snapshot", **(environ or {})}, ["/run/snapshot"])
 
 
@@ -209,6 +217,20 @@ def test_libraries_read_the_same_before_the_ranks_have_met() -> None:
     assert library_variables(computing).items() <= settled(node_variables(IB0, computing), {}).items()
 
 
+def test_a_run_that_a_rank_submits_gets_nothing_that_the_rank_was_given() -> None:
+    users = {"PYTHONPATH": "/home/u/lib", "NCCL_SOCKET_IFNAME": "mine", "SLURM_PROCID": "1", "PATH": "/bin"}
+    environ = {**users, **giving({"NCCL_DEBUG": "INFO"}, users)}
+    environ |= giving({"PYTHONPATH": "/run/snapshot:/home/u/lib"}, environ)
+    environ |= launched("an agent", FACTS, environ, ["/run/snapshot"]).environ
+    environ |= for_probe(Path("/tmp/probes"), is_alone=True)
+    environ |= giving({"PYTHONPATH": "/run/snapshot/lib:/home/u/lib", "TORCHELASTIC_RUN_ID": "a"}, environ)
+    assert (environ["RANK"], environ["MASTER_ADDR"]) == ("3", "10.0.0.1")
+
+    assert of_user({**environ, "OMP_NUM_THREADS": "17"}) == {**users, "OMP_NUM_THREADS": "17"}
+    assert of_user(users) == users
+    assert of_user({**users, GIVEN: "{", TABLE: "{"}) == users
+
+
 # --- what each launcher's workers find ---------------------------------------------------------------------------------
 
 WORKER = """
@@ -229,8 +251,18 @@ def main(run, environ, *, attempt, listen_fd):
 """
 TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """What torchrun gives a worker beside its ranks and endpoint."""
-NOBODYS = {"LC_CTYPE", "COLUMNS", "LINES", "PYTHONSAFEPATH", USERS_CODE}
-"""Python sets the first, pytest the next two; the last is set to nothing, which is as unset."""
+NOBODYS = {
+    "LC_CTYPE",
+    "COLUMNS",
+    "LINES",
+    "PYTHONSAFEPATH",
+    USERS_CODE,
+    GIVEN,
+    CPUS_BEFORE,
+    PROBE_FOLDER,
+    PROBES_ITSELF,
+}
+"""Python sets the first, pytest the next two; the last ones are for ddp_hpc itself."""
 
 
 @pytest.fixture(autouse=True)
@@ -249,9 +281,7 @@ def run(tmp_path: Path) -> RunDir:
 def base_environ(run: RunDir, **more: str) -> dict[str, str]:
     """Return what the supervisor hands down."""
     code = str(run.path.parent / "code")
-    # As of a rank of another run, from whose script this one was submitted.
-    outer = for_probe(run.path.parent / "outer", is_alone=True)
-    return {"PATH": os.environ["PATH"], IMPORT_PATH: code, "CUBLAS_WORKSPACE_CONFIG": ":16:8", **outer, **more}
+    return {"PATH": os.environ["PATH"], IMPORT_PATH: code, "CUBLAS_WORKSPACE_CONFIG": ":16:8", **more}
 
 
 def by_agent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:

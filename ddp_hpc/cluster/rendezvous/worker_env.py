@@ -23,6 +23,8 @@ TABLE = "_DDP_HPC_WORKER_ENV"
 """The variable that holds a worker's table, as `WorkerEnv.environ` writes it."""
 USERS_CODE = "_DDP_HPC_USERS_CODE"
 """The variable with the paths that a launcher has put first into PYTHONPATH, in its format."""
+GIVEN = "_DDP_HPC_GIVEN"
+"""The variable that holds what ddp_hpc has set besides the table: each value, and the one that it replaces."""
 USERS = "environment"
 """Source of a value that the user set."""
 OURS = "ddp-hpc"
@@ -65,6 +67,36 @@ class WorkerEnv:
         """What a launcher sets for its worker: `given`, and this table itself."""
         rows = {name: (fact.value, fact.source, fact.rule) for name, fact in self.variables.items()}
         return {**self.given, TABLE: json.dumps({"process": self.process, "variables": rows})}
+
+
+def giving(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables to set, and the record by which `of_user` takes them back."""
+    before = of_user(environ)
+    record = {**_given_before(environ), **{name: [value, before.get(name)] for name, value in variables.items()}}
+    return {**variables, GIVEN: json.dumps(record)}
+
+
+def of_user(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what ddp_hpc gave the rank that this process descends from, unless it was changed since.
+
+    Slurm's variables stay: those of another job may have the same values.
+    """
+    table = recorded(environ)
+    given = {name: [value, None] for name, value in table.given.items()} if table else {}
+    given |= _given_before(environ)
+    now = {name: value for name, value in environ.items() if name not in _OF_RANK}
+    for name, (value, before) in given.items():
+        if now.get(name) == value and not name.startswith("SLURM"):
+            del now[name]
+            now |= {} if before is None else {name: before}
+    return now
+
+
+def _given_before(environ: Mapping[str, str]) -> dict[str, list[str | None]]:
+    try:
+        return {name: [value, before] for name, (value, before) in json.loads(environ.get(GIVEN, "")).items()}
+    except (ValueError, TypeError, AttributeError):  # none, or a damaged one
+        return {}
 
 
 def recorded(environ: Mapping[str, str]) -> WorkerEnv | None:
@@ -329,9 +361,10 @@ PROBES_ITSELF = "_DDP_HPC_PROBES_ITSELF"
 """Set where no other process of the node asks the rank what it does before a watchdog ends it."""
 
 
-def without_probe(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what another run's rank reads, from whose script this run may have been submitted."""
-    return {name: value for name, value in environ.items() if name not in {PROBE_FOLDER, PROBES_ITSELF}}
+CPUS_BEFORE = "_DDP_HPC_CPUS_BEFORE"
+"""The variable with the CPUs that a rank's process had before it was kept to its own: `0,1,2,3`."""
+_OF_RANK = frozenset({TABLE, GIVEN, USERS_CODE, NAN_CHECK, ATTACHED, PROBE_FOLDER, PROBES_ITSELF, CPUS_BEFORE})
+"""What a rank of ours reads, and no run that is submitted from its script."""
 
 
 def for_probe(folder: Path | None, *, is_alone: bool = False) -> dict[str, str]:

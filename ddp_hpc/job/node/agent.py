@@ -50,7 +50,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     settled,
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
-from ddp_hpc.job.node.cpus import CpuShare, share_here
+from ddp_hpc.job.node.cpus import CpuShare, keep_to, share_here
 from ddp_hpc.job.node.machine_use import BEGIN_S, MachineSampler
 from ddp_hpc.job.node.python_environ import (
     imports_for_good,
@@ -440,7 +440,7 @@ def _become_worker(  # noqa: PLR0913, PLR0917  what the fork has copied
         processes.die_with_parent(agent_pid)
         os.environ.update({**environ, **for_probe(node_workers.probe_folder)})
         fd = os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None
-        os.sched_setaffinity(0, node_workers.share.cpu_sets[rank % node_workers.num_workers])
+        keep_to(node_workers.share.cpu_sets[rank % node_workers.num_workers], os.environ)
         if meeting_point:
             # Each worker has inherited the socket. The port stays bound while any process holds it, so all but rank zero
             # close it, and rank zero keeps the duplicate that its store listens on.

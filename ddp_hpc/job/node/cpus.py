@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from ddp_hpc.cluster.rendezvous.worker_env import Fact, threads
+from ddp_hpc.cluster.rendezvous.worker_env import CPUS_BEFORE, Fact, threads
 from ddp_hpc.cluster.slurm.allocation import CpuGrant, cpu_grant, gpu_numbers
 
 ROOT = Path("/")
@@ -43,6 +43,19 @@ class CpuShare:
     """How many each worker computes with."""
     note: str = ""
     """A note on it for the job's log."""
+
+
+def keep_to(cpus: Iterable[int], environ: MutableMapping[str, str]) -> None:
+    """Keep this process to these CPUs, and note which it had: a run that its script submits gets them back."""
+    environ[CPUS_BEFORE] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    os.sched_setaffinity(0, cpus)
+
+
+def take_back_cpus(environ: Mapping[str, str]) -> None:
+    """Give this process the CPUs that a rank had from whose script it was started."""
+    if cpus := _list_of(environ.get(CPUS_BEFORE, "")):
+        with suppress(OSError):  # none of them is here
+            os.sched_setaffinity(0, cpus)
 
 
 def share_here(environ: Mapping[str, str], num_workers: int, cpus_per_worker: int | None) -> CpuShare:
@@ -159,9 +172,13 @@ def _number(path: Path) -> int:
 
 
 def _list(path: Path) -> list[int]:
+    return _list_of(_read(path).strip())
+
+
+def _list_of(text: str) -> list[int]:
     """Return the numbers in `0-3,8`."""
     found: list[int] = []
-    for part in _read(path).strip().split(","):
+    for part in text.split(","):
         first, _, last = part.partition("-")
         with suppress(ValueError):
             found += range(int(first), int(last or first) + 1)

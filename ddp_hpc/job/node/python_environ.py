@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
+from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE, giving
 
 IMPORT_PATH = "_DDP_HPC_IMPORT_PATH"
 """Name of a variable with the import paths of the user's code, for workers only, in the format of PYTHONPATH."""
@@ -37,7 +37,8 @@ def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
         pythons = [path for path in sys.path if _is_pythons(path)]
         sys.path[:] = [*pythons, *paths, *(path for path in sys.path if path not in pythons)]
         environ[USERS_CODE] = os.pathsep.join(paths)
-        environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([*paths, *filter(None, [environ.get("PYTHONPATH")])])
+        environ.update(giving({"PYTHONPATH": path}, environ))
     return paths
 
 

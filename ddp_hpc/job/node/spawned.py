@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import exit_code_of
+from ddp_hpc.job.node.cpus import keep_to
 from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
 from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
 from ddp_hpc.run.run_dir.failure_reports import report
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rank in arguments.nsys and arguments.under_nsys is None:
         start_under_nsys("ddp_hpc.job.node.spawned", argv, run=run, attempt=arguments.attempt, rank=rank)
     if arguments.cpus:
-        os.sched_setaffinity(0, [int(number) for number in arguments.cpus.split(",")])
+        keep_to(map(int, arguments.cpus.split(",")), os.environ)
     make_users_code_importable(os.environ)
     try:
         with imports_for_good():

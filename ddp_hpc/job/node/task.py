@@ -22,7 +22,6 @@ from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.worker_env import (
     PROBE_FOLDER,
-    PROBES_ITSELF,
     WorkerEnv,
     endpoint_of_run,
     for_probe,
@@ -73,9 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rank in arguments.nsys and arguments.under_nsys is None:
         start_under_nsys("ddp_hpc.job.node.task", argv, run=run, attempt=arguments.attempt, rank=rank)
     import_paths = make_users_code_importable(os.environ)
-    if meeting is not None:
-        for name in (PROBE_FOLDER, PROBES_ITSELF):  # of a rank from whose script this run was submitted
-            os.environ.pop(name, None)
     worker_env = _by_torchrun(import_paths) if meeting is None else _by_srun(meeting, import_paths)
     os.environ.update(worker_env.environ)
     # torchrun's node has made one for all its workers. What a killed task leaves, the next one removes.

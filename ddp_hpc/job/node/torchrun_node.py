@@ -26,7 +26,7 @@ import psutil
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.address import this_host
-from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled, without_probe
+from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.machine_use import MachineSampler
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "ddp_hpc.train.torchrun", *rendezvous, *arguments.options],
         env={
-            **without_probe(os.environ),
+            **os.environ,
             **node.environ,
             **for_probe(probes.path if probes else None, is_alone=True),
         },

@@ -13,7 +13,13 @@ from pathlib import Path
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.cluster.rank_probe.server import serve_at_rendezvous
-from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED, contract_of_torchrun, for_attach
+from ddp_hpc.cluster.rendezvous.worker_env import (
+    PROBE_FOLDER,
+    STORE_IS_HOSTED,
+    contract_of_torchrun,
+    for_attach,
+    giving,
+)
 from ddp_hpc.cluster.slurm.allocation import is_in_job
 from ddp_hpc.job.script.interpreter import run_as_main
 from ddp_hpc.job.script.output import redirect
@@ -77,14 +83,8 @@ def _environ(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: 
     )
     path = os.pathsep.join(users_python_path(environ, script_rank.run.copies))
     others = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", *STORE_IS_HOSTED}}
-    return {
-        "PYTHONUNBUFFERED": "1",
-        **others,
-        **({"PYTHONPATH": path} if path else {}),
-        **contract,
-        **attached,
-        **(STORE_IS_HOSTED if is_hosted else {}),
-    }
+    ours = {**({"PYTHONPATH": path} if path else {}), **contract, **(STORE_IS_HOSTED if is_hosted else {})}
+    return {"PYTHONUNBUFFERED": "1", **others, **giving(ours, environ), **attached}
 
 
 def _not_for_script(script_rank: ScriptRank, environ: Mapping[str, str]) -> list[int]:
