@@ -28,7 +28,7 @@ def show(
 ) -> None:
     """Show how the run goes until it is over: a screen on a terminal, lines elsewhere.
 
-    `on_waiting` is called from time to time, ever more seldom, while the run waits for another attempt.
+    `on_waiting` is called from time to time, ever more seldom, while the run waits for Slurm; an error that it raises ends the view.
     """
     looks = follow(run, attempt, clock=time.time, pause=await_news, ask=ask)
     looks = _calling(on_waiting, looks, clock=time.monotonic)
@@ -48,7 +48,7 @@ def _calling(
 ) -> Iterator[FollowUpdate]:
     pause, last = WAITING_INTERVALS_S[0], clock()
     for look in looks:
-        if look.status.state != "waiting" or look.status.attempt is None:
+        if look.status.state != "waiting":
             pause, last = WAITING_INTERVALS_S[0], clock()
         elif clock() - last >= pause:
             on_waiting()

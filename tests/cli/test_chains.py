@@ -205,17 +205,33 @@ def test_a_run_that_waits_by_after_names_the_run_and_says_when_it_will_never_sta
     assert reason("DependencyNeverSatisfied").startswith("first was stopped, so this job will never start; cancel it")
 
 
-@pytest.mark.parametrize("state", ["PENDING", "CANCELLED"])
+@pytest.mark.parametrize("stay", ["--wait", "--follow"])
+@pytest.mark.parametrize(
+    ("state", "reason", "why"),
+    [
+        ("PENDING", "DependencyNeverSatisfied", "another job, which this one needs, failed, so the job will not start"),
+        (
+            "CANCELLED",
+            "DependencyNeverSatisfied",
+            "another job, which this one needs, failed, so the job will not start",
+        ),
+        ("PENDING", "PartitionTimeLimit", "the job's time limit is longer than its partition allows"),
+        ("PENDING", "QOSMaxGRESPerJob", "the job asks for more than its QOS allows one job (GPUs)"),
+    ],
+)
 def test_a_wait_ends_with_the_reason_where_the_job_will_never_start(
-    state: str, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = f"echo 'JobId=11 JobName=x UserId=ada(1) JobState={state} Reason=DependencyNeverSatisfied Command=x'"
+    state: str, reason: str, why: str, stay: str, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if (state, stay) == ("CANCELLED", "--follow"):
+        pytest.skip("it shows the state, and ends")
+    told = f"echo 'JobId=11 JobName=x UserId=ada(1) JobState={state} Reason={reason} Command=x'"
     slurm.has("scontrol", f'case "$*" in *"show job"*) {told};; esac')
     monkeypatch.setattr("ddp_hpc.launch.submission.slurm._ASK_S", (0.0, 0.0))
-    one = ("resources.workers_per_node=1", "slurm.dependency=afterok:7", "--cluster", "slurm", "--wait")
+    one = ("resources.workers_per_node=1", "slurm.dependency=afterok:7", "--cluster", "slurm", stay)
 
     assert main(["submit", "name=then", *one, "--", "python", "evaluate.py", "export"]) == 1
 
-    assert "another job, which this one needs, failed, so this job will never start" in capsys.readouterr().err
+    assert f"error: Job 11 of then never starts: {why}" in capsys.readouterr().err
     script = next(Path("runs/then").rglob("*.sbatch")).read_text()
     assert "#SBATCH --kill-on-invalid-dep=yes" in script

@@ -78,7 +78,7 @@ def test_every_state_has_a_phrase(code: str) -> None:
         ("Resources", "nodes to become free"),
         ("Priority", "higher priority"),
         ("Dependency", "depends on"),
-        ("DependencyNeverSatisfied", "never start"),
+        ("DependencyNeverSatisfied", "the job will not start"),
         ("BeginTime", "earliest start time"),
         ("PartitionTimeLimit", "time limit is longer"),
         ("PartitionNodeLimit", "nodes than its partition"),

@@ -102,8 +102,6 @@ _HELD_AFTER_FAILURE = (
 )
 _NODE_MISSING = "the job waits for a node that is down, drained or reserved, for instance for maintenance"
 
-NEVER_STARTS = "dependencyneversatisfied"
-
 _REASONS: dict[str, str] = {
     "": "",
     "none": "",
@@ -113,7 +111,7 @@ _REASONS: dict[str, str] = {
     "cleaning": "the job waits until Slurm has cleaned up after its previous start",
     "begintime": "the job's earliest start time has not come yet; after a requeue, Slurm waits a minute or two",
     "dependency": "the job waits for the end of a job that it depends on",
-    NEVER_STARTS: "another job, which this one needs, failed, so this job will never start; cancel it, and submit again",
+    "dependencyneversatisfied": "another job, which this one needs, failed, so the job will not start; cancel it, and submit again",
     "joblocked": "the job waits for the end of a job that it depends on",
     "arraytasklimit": "the job waits until fewer tasks of its array run than the limit allows (`%` in `--array`)",
     "jobarraytasklimit": "the job waits until fewer tasks of its array run than the limit allows (`%` in `--array`)",
@@ -249,6 +247,12 @@ def explain_reason(code: str) -> str:
         return _limit(key) or plain
     nodes = rest.partition("UnavailableNodes:")[2].strip()
     return f"{words}: {nodes}" if nodes else words
+
+
+def why_never(code: str) -> str:
+    """Return why a job will not start, by Slurm's reason code; empty where it may."""
+    words = explain_reason(code)
+    return words if "the job will not start" in words else ""
 
 
 def _limit(key: str) -> str | None:

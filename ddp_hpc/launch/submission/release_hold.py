@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
+from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError, WorkerError
 from ddp_hpc.cluster.slurm import client, states
 from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
 from ddp_hpc.cluster.slurm.nodes import Exclusions, nodes_to_exclude
@@ -43,7 +43,20 @@ def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -
         job = client.job(queued.job_id, environ)
     except SlurmUnavailableError:
         return False
-    return job is not None and hasten_job(run, queued, job, environ, is_asked=is_asked)
+    if job is None:
+        return False
+    require_start(run, job)
+    return hasten_job(run, queued, job, environ, is_asked=is_asked)
+
+
+def require_start(run: RunDir, job: JobRecord) -> None:
+    """Check that a job may start, for whoever waits for it.
+
+    Raises:
+        WorkerError: where Slurm says that it will not.
+    """
+    if why := states.why_never(job.reason):
+        raise WorkerError(f"Job {job.job_id} of {run.name} never starts: {why}.")
 
 
 def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:

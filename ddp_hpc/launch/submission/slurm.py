@@ -365,7 +365,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     While Slurm holds a requeued job back, ask Slurm to start it (`hasten`).
 
     Raises:
-        WorkerError: where Slurm no longer has the job, and the job wrote nothing to the run's directory.
+        WorkerError: where the job will not start; or Slurm no longer has it, and it wrote nothing to the run's directory.
     """
     (pause, longest), files = _ASK_S, rereading.LastRead()
     asked_at, seen = time.monotonic(), read_queued_job(run)
@@ -387,8 +387,8 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
         job = client.job(queued.job_id, environ)
     except SlurmUnavailableError:
         return  # Slurm may answer again soon; the job continues meanwhile
-    if job is not None and job.reason.lower() == states.NEVER_STARTS:
-        raise WorkerError(f"Job {queued.job_id} of {run.name} never starts: {states.explain_reason(job.reason)}.")
+    if job is not None:
+        release_hold.require_start(run, job)
     if job is not None and not states.has_ended(job.state):
         hasten_job(run, queued, job, environ)
         return

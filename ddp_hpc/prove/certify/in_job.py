@@ -168,7 +168,11 @@ class _Watch:
     _unknown_since: float | None = None
 
     def is_over(self) -> bool:
-        """Tell whether the job has ended; a controller that does not answer says nothing."""
+        """Tell whether the job has ended; a controller that does not answer says nothing.
+
+        Raises:
+            ConfigError: where Slurm says that it will not start.
+        """
         if self._written_code() is not None:
             return True
         now = time.monotonic()
@@ -184,6 +188,9 @@ class _Watch:
             self._unknown_since = self._unknown_since or now
             return now - self._unknown_since > SHOWN_S
         self._unknown_since = None
+        if why := states.why_never(self.job.reason):
+            _cancel(self.job_id, self.environ, self.say)
+            raise ConfigError(f"Job {self.job_id} never starts: {why}.")
         self._tell(_now(self.job))
         return states.has_ended(self.job.state)
 
