@@ -6,10 +6,13 @@ import os
 from pathlib import Path
 
 from ddp_hpc.base.durable import open_record
+from ddp_hpc.base.patience import is_answer
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _TAIL_BYTES = 16 << 10
+_NUM_WORDS = 3
+"""Lines of a console that are quoted."""
 
 
 def log_of(run: RunDir, failure: WorkerFailure) -> Path | None:
@@ -17,6 +20,15 @@ def log_of(run: RunDir, failure: WorkerFailure) -> Path | None:
     path = Path(failure.log)
     moved = run.attempt_logs(0).parent / path.parent.name / path.name
     return next((candidate for candidate in (path, moved) if candidate.is_file()), None)
+
+
+def last_words(run: RunDir, since: float = 0.0) -> str:
+    """Return the end of a run's console, to quote where no record says more; empty where nothing was written there `since`."""
+    try:
+        lines = last_lines(run.console, _NUM_WORDS) if run.console.stat().st_mtime >= since else []
+    except OSError as error:
+        return "" if is_answer(error) else f"{run.console} cannot be read: {error.strerror}"
+    return f"{run.console} ends with: {' | '.join(lines)}" if lines else ""
 
 
 def last_lines(path: Path, count: int) -> list[str]:

@@ -18,6 +18,7 @@ from ddp_hpc.run.run_dir.records import Awaited, Progress, QueuedJob, read_await
 from ddp_hpc.run.run_dir.rereading import LastRead
 from ddp_hpc.run.run_dir.slow_ranks import Alarm, read_alarms
 from ddp_hpc.watch.awaited import what_for, why_never_started
+from ddp_hpc.watch.failure import last_words
 
 if TYPE_CHECKING:
     from ddp_hpc.watch.queue import Ask, QueueStatus
@@ -64,6 +65,8 @@ class Observation:
     """The run's history of ranks that the others had to wait for."""
     never_started: str = ""
     """Why that job can never start: one of these runs has ended in another way than it had to."""
+    last_words: str = ""
+    """The end of the console, where the job has ended and has written no record."""
 
     @property
     def has_begun(self) -> bool:
@@ -145,12 +148,14 @@ def read_status(
     """
     seen = observe(run, now=now, host=host or processes.host_name(), files=files or LastRead())
     if ask is not None and seen.queued is not None and _needs_slurm(seen):
-        job_id = seen.queued.job_id
-        seen = replace(seen, queue_status=ask(job_id, seen.queued.at))
+        job_id, sent_at = seen.queued.job_id, seen.queued.at
+        seen = replace(seen, queue_status=ask(job_id, sent_at))
         if not seen.has_begun:
             awaited: list[Awaited] = known(run.awaited, lambda: read_awaited(run, job_id), unknown=[])
             why = known(run.awaited, lambda: why_never_started(awaited), unknown="")
-            seen = replace(seen, waits_for=what_for(awaited), never_started=why)
+            is_over = seen.queue_status is not None and seen.queue_status.has_ended
+            words = last_words(run, sent_at) if is_over else ""
+            seen = replace(seen, waits_for=what_for(awaited), never_started=why, last_words=words)
     return status_of(run, seen)
 
 
@@ -408,8 +413,9 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
         return gone if is_gone else ""
     phrase = states.phrase(queue_status.state)
     if queue_status.has_ended and not seen.has_begun:
-        advice = "check that its nodes can write there, and submit again"
-        return f"job {queue_status.job_id} {phrase} and wrote nothing to the run directory: {advice}"
+        said = f"before ddp-hpc began in it: {seen.last_words}"
+        nothing = "and wrote nothing to the run directory: check that its nodes can write there, and submit again"
+        return f"job {queue_status.job_id} {phrase} {said if seen.last_words else nothing}"
     if queue_status.has_ended:
         leads = {"failed": "; see its log (`ddp-hpc logs`). ", "interrupted": ". "}
         again = leads[state] + _again(seen) if state in leads else ""

@@ -219,7 +219,7 @@ def test_a_run_that_waits_by_after_names_the_run_and_says_when_it_will_never_sta
         ("PENDING", "QOSMaxGRESPerJob", "the job asks for more than its QOS allows one job (GPUs)"),
     ],
 )
-def test_a_wait_ends_with_the_reason_where_the_job_will_never_start(
+def test_a_wait_ends_with_the_reason_where_the_job_will_never_start(  # noqa: PLR0917
     state: str, reason: str, why: str, stay: str, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -113,7 +113,7 @@ def test_a_run_whose_processes_are_gone_is_not_said_to_have_been_killed_where_no
         local.wait(run, 0, os.environ)
 
     assert "were killed, or could not write that file" in str(told.value)
-    assert f"The last line of {run.console}: error: run was not readable" in str(told.value)
+    assert f"{run.console} ends with: error: run was not readable" in str(told.value)
 
 
 def test_what_was_cancelled_before_a_submission_does_not_end_its_guardian(tmp_path: Path) -> None:

@@ -180,6 +180,26 @@ def test_setup_runs_before_anything_of_ours_and_as_it_was_written() -> None:
     assert made.index("set -e") < made.index("if ! [[ -r")
 
 
+@pytest.mark.parametrize("is_point", [False, True])
+@pytest.mark.parametrize(
+    ("line", "fails"),
+    [("false --with x", True), ("source no-such-file", True), ("source sourced", False), ("false || true", False)],
+)
+def test_a_command_of_setup_that_fails_ends_the_job_and_is_named(
+    line: str, fails: bool, is_point: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "sourced").write_text("false\ntrue\n")
+    (tmp_path / "job.sbatch").write_text(script(make_spec(slurm={"setup": (line, "echo went on")})))
+    (tmp_path / "point.sbatch").write_text("source job.sbatch\n")  # as a sweep's array starts it
+
+    name = "point.sbatch" if is_point else "job.sbatch"
+    done = subprocess.run(["bash", name], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 2  # also where it goes on, as this host has no such run
+    assert ("went on" in done.stdout) != fails
+    assert (f"so the job ends: {line}. Correct it" in done.stderr) == fails
+
+
 @pytest.mark.parametrize(
     ("paths", "line"),
     [

@@ -16,8 +16,14 @@ from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm.queries import JobRecord, NodeShape, Partition
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, chosen_partition, explain
+from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.run.spec import CheckpointSpec, ResourcesSpec, RestartSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
+from ddp_hpc.watch.queue import QueueStatus
+from ddp_hpc.watch.status import read_status
+from ddp_hpc.watch.why.reading import chosen_attempt
+from tests.made_run import make_run
 
 TRAIN = TrainSpec(global_batch_size=1440)
 
@@ -560,11 +566,28 @@ def test_a_slurm_that_does_not_answer_is_no_refusal(slurm: FakeSlurm) -> None:
     ],
 )
 def test_a_job_that_left_without_a_word_is_told_with_where_to_look(job: JobRecord | None, how: str) -> None:
-    said = capacity.silent_end(RunDir(Path("/scratch/runs/digits")), "7", job)
+    said = capacity.silent_end(RunDir(Path("/scratch/runs/digits")), "7", job, 0.0)
 
     assert said.startswith(f"Job 7 of digits {how}")
     assert "/scratch/runs/digits/logs/console.log" in said
     assert said.endswith("sacct -j 7 -o state,exitcode,nodelist")
+
+
+def test_a_job_that_ended_before_ddp_hpc_began_in_it_is_told_by_its_console(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.console.parent.mkdir(exist_ok=True)
+    run.console.write_text("line 3: module: command not found\nerror: the end\n")
+    job = JobRecord(job_id="7", state="FAILED", reason="NonZeroExitCode")
+    words = f"{run.console} ends with: line 3: module: command not found | error: the end"
+
+    assert words in capacity.silent_end(run, "7", job, 0.0)
+    assert "ends with" not in capacity.silent_end(run, "7", job, time.time() + 60)  # those of an earlier job
+    write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0, since=0, backend="slurm"))
+    ended = QueueStatus(job_id="7", state="FAILED", at=1.0)
+    assert read_status(run, now=2.0, ask=lambda *_: ended).reason == f"job 7 failed before ddp-hpc began in it: {words}"
+    with pytest.raises(ConfigError, match="has not begun an attempt") as told:
+        chosen_attempt(run, Ledger.read(run), None)
+    assert words in str(told.value)
 
 
 @pytest.mark.parametrize(("limit_min", "default_min"), [(2, None), (None, 1.0)])

@@ -37,6 +37,7 @@ from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, reco
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import ask_to_stop, read_progress
 from ddp_hpc.run.spec import LaunchSpec, RunSpec
+from ddp_hpc.watch.failure import last_words
 
 NAME = "local"
 HAS_QUEUE = False
@@ -292,7 +293,7 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
                 return None
         if not is_guarded and entry is None:
             raise RunBusyError(
-                f"The run in {run.path} could not be started. The last line of {run.console}: {_last_line(run.console)}\n"
+                f"The run in {run.path} could not be started. {last_words(run)}\n"
                 "Correct that, and submit the run again."
             )
         if not is_guarded and entry is not None and not entry.lives(processes.host_name()):
@@ -322,8 +323,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
 def _gone(run: RunDir, attempt: int) -> str:
     return (
         f"Attempt {attempt} of {run.name} has ended, and attempts.jsonl does not say how: the ddp-hpc processes that watched the "
-        f"workers were killed, or could not write that file. The last line of {run.console}: "
-        f"{_last_line(run.console)}\nSubmit the run again; it resumes from its newest checkpoint."
+        f"workers were killed, or could not write that file. {last_words(run)}\nSubmit the run again; it resumes from its newest checkpoint."
     )
 
 
@@ -406,11 +406,3 @@ def _guardian_of(pid: int) -> list[int]:
 def _newest_since(run: RunDir, attempt: int) -> Attempt | None:
     newest = Ledger.read(run).newest
     return newest if newest is not None and newest.attempt >= attempt else None
-
-
-def _last_line(path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError as error:
-        return f"({error.strerror})"
-    return lines[-1] if lines else "(nothing)"

@@ -50,7 +50,7 @@ def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -
 
 
 def require_start(run: RunDir, job: JobRecord) -> None:
-    """Check that a job may start, for whoever waits for it.
+    """Check that a job that a command waits for may start.
 
     Raises:
         WorkerError: where Slurm says that it will not.

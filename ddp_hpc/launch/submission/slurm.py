@@ -397,7 +397,7 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
     newest = Ledger.read(run).newest
     has_ended = newest is not None and newest.attempt >= attempt and newest.is_last
     if not has_ended and read_queued_job(run) == queued:
-        raise WorkerError(capacity.silent_end(run, queued.job_id, job))
+        raise WorkerError(capacity.silent_end(run, queued.job_id, job, queued.at))
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:

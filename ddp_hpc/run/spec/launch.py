@@ -144,7 +144,7 @@ class SlurmSpec(Checked, section="slurm"):
     modules: tuple[str, ...] = ()
     """Environment modules that the job script loads first, after `module purge` (`cuda/12.4`)."""
     setup: tuple[str, ...] = ()
-    """Lines of shell that the job script runs after loading modules (`ulimit -l unlimited`)."""
+    """Lines of shell that the job script runs after loading modules (`ulimit -l unlimited`); a command that fails ends the job."""
     srun_args: tuple[str, ...] = ()
     """More arguments for srun, one for each item (`--cpu-bind=none`)."""
     template: str | None = None

@@ -17,6 +17,7 @@ from ddp_hpc.run.run_dir.network import read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import read_preflight
 from ddp_hpc.run.run_dir.rank_ends import read_rank_ends
+from ddp_hpc.watch.failure import last_words
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.lines import LogLine, tail
 
@@ -35,9 +36,8 @@ def chosen_attempt(run: RunDir, ledger: Ledger, number: int | None) -> Attempt:
         ConfigError: if there is none.
     """
     if not ledger.attempts:
-        raise ConfigError(
-            f"Run {run.name!r} has not begun an attempt. `ddp-hpc status {run.name}` shows what it waits for."
-        )
+        where = last_words(run) or f"`ddp-hpc status {run.name}` shows what it waits for."
+        raise ConfigError(f"Run {run.name!r} has not begun an attempt. {where}")
     if number is None:
         newest = ledger.attempts[-1]
         before = ledger.before(newest.attempt) if newest.ending is None else None

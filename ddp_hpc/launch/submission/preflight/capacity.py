@@ -19,6 +19,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.only_in_job import PRIVATE_PLACES
+from ddp_hpc.watch.failure import last_words
 
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
@@ -229,13 +230,15 @@ def _without_grace(spec: RunSpec, kill_wait_s: int | None, partition: str, save_
     )
 
 
-def silent_end(run: RunDir, job_id: str, job: JobRecord | None) -> str:
-    """Return the message on a job that Slurm no longer has and that wrote nothing to the run's directory."""
+def silent_end(run: RunDir, job_id: str, job: JobRecord | None, since: float) -> str:
+    """Return the message on a job that Slurm no longer has and that wrote no record; `since`: when it was submitted."""
     how = (
         "is no longer known to Slurm"
         if job is None
         else f"{states.phrase(job.state)}{job.reason and f' ({job.reason})'}"
     )
+    if words := last_words(run, since):
+        return f"Job {job_id} of {run.name} {how}, before ddp-hpc began in it. {words}\nCorrect that, and submit the run again."
     return (
         f"Job {job_id} of {run.name} {how}, and wrote nothing to the run's directory. Most often a node cannot read "
         f"{run.path} or the job's Python. Read {run.console}, then run: sacct -j {job_id} -o state,exitcode,nodelist"
