@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -21,6 +23,8 @@ MOST_BYTES_OF_LINES = 2 << 30
 """Of a record that is read line by line."""
 _LONG_NUMBER = re.compile(r"\d{19}")
 _BLOCK = 1 << 20
+_NO_FSYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""What CIFS and some FUSE file systems answer to an fsync of a directory."""
 _LONGEST_LINE = 16 << 20
 """Bytes; our lines are shorter."""
 _KINDS = (
@@ -32,12 +36,26 @@ _KINDS = (
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's data, or a directory's entries, to disk (fsync(2))."""
+    """Flush a file's data, or a directory's entries, to disk (fsync(2)); go on where the file system cannot do so for directories."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC or not path.is_dir():
+            raise
+        _warn_of_unflushed(error.strerror)
     finally:
         os.close(fd)
+
+
+@cache
+def _warn_of_unflushed(why: str) -> None:
+    """Say it once in this process."""
+    logging.getLogger(__name__).warning(
+        "The file system of the run cannot flush directories to disk (%s), and ddp-hpc goes on without that. After a power cut of the "
+        "file server, the newest files may be missing there; a run then resumes from an older checkpoint.",
+        why,
+    )
 
 
 def make_directories(path: Path) -> None:

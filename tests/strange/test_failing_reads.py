@@ -18,12 +18,12 @@ import pytest
 from ddp_hpc.base import durable, patience, processes
 from ddp_hpc.base.durable import open_record, read_json_lines, record_bytes
 from ddp_hpc.cli import main
-from ddp_hpc.launch.submission import local
+from ddp_hpc.launch.submission import local, slurm
 from ddp_hpc.launch.sweep.points import points_of
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep
 from ddp_hpc.launch.sweep.values import parse_axis
 from ddp_hpc.run.config import resolve
-from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.watch import logs
@@ -293,3 +293,22 @@ def test_in_a_deleted_directory_commands_work_by_absolute_paths_or_say_what_is_g
     assert done.returncode == code, done.stdout + done.stderr
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_wait_for_slurm_reads_the_number_of_the_job_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    job = QueuedJob(job_id="7", attempt=0, at=0.0, since=0, backend="slurm")
+    answers: list[OSError | QueuedJob] = [OSError(errno.EIO, os.strerror(errno.EIO)), job]
+
+    def read(_: RunDir) -> QueuedJob:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(slurm, "read_queued_job", read)
+    record_start(run, attempt=0, job_id="7")
+    record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0)
+
+    assert slurm.wait(run, 0, {}).ending == Ending.FINISHED
+    assert not answers

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -153,3 +156,24 @@ def test_lines_come_from_the_end_with_their_places(
 
     assert [raw for _, raw in found] == text.splitlines(keepends=True)[::-1]
     assert all(text[at:].startswith(raw) for at, raw in found)
+
+
+@pytest.mark.parametrize(("number", "is_raised"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_directory_that_cannot_be_flushed_is_told_of_once_and_a_disk_that_fails_is_an_error(
+    number: int, *, is_raised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    durable._warn_of_unflushed.cache_clear()
+    for _ in range(2):
+        with pytest.raises(OSError, match="output error") if is_raised else nullcontext():
+            durable.replace_text(tmp_path / "record", "text")
+
+    assert (tmp_path / "record").read_text() == "text"
+    assert caplog.text.count("cannot flush directories") == (not is_raised)

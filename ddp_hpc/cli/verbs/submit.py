@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.leftovers import remove_leftovers
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
 from ddp_hpc.cli.sweeps import add_sweep, is_sweep_asked, submit_sweep
@@ -216,7 +216,7 @@ def _print_status(run_dir: RunDir, environment: Mapping[str, str], *, word: str,
     from ddp_hpc.cli.summary import exit_code, print_summary  # late: a dry run looks at no run
     from ddp_hpc.watch.status import read_status
 
-    status = read_status(run_dir, now=time.time(), ask=slurm_asker(environment))
+    status = patiently(str(run_dir.path), lambda: read_status(run_dir, now=time.time(), ask=slurm_asker(environment)))
     if again is None:
         print(as_json(asdict(status)))
     else:

@@ -368,18 +368,22 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
         WorkerError: where the job will not start; or Slurm no longer has it, and it wrote nothing to the run's directory.
     """
     (pause, longest), files = _ASK_S, rereading.LastRead()
-    asked_at, seen = time.monotonic(), read_queued_job(run)
+    asked_at, seen = time.monotonic(), _queued(run)
     while True:
         newest = rereading.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
             return newest
-        queued = patiently(str(run.submission), lambda: files.read(run.submission, lambda: read_queued_job(run)))
+        queued = _queued(run)
         if queued != seen:
             (pause, _), seen = _ASK_S, queued
         if queued is not None and time.monotonic() - asked_at > pause:
             asked_at, pause = time.monotonic(), min(pause * 1.5, longest)
             _require_alive(run, attempt, queued, environ)
         rereading.await_news(newest)
+
+
+def _queued(run: RunDir) -> QueuedJob | None:
+    return patiently(str(run.submission), lambda: read_queued_job(run))
 
 
 def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mapping[str, str]) -> None:
@@ -394,9 +398,9 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
         return
     if job is not None and queued.cancelled_at is None and call_back(run, queued, job, environ):
         return
-    newest = Ledger.read(run).newest
+    newest = rereading.newest_attempt(run, rereading.LastRead())
     has_ended = newest is not None and newest.attempt >= attempt and newest.is_last
-    if not has_ended and read_queued_job(run) == queued:
+    if not has_ended and _queued(run) == queued:
         raise WorkerError(capacity.silent_end(run, queued.job_id, job, queued.at))
 
 
