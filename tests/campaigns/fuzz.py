@@ -247,7 +247,7 @@ def growth_of(texts: Sequence[str], read: Callable[[str], object]) -> float:
         return time.process_time() - began
 
     parts = [part for part in (*PARTS, "a", "a=", "1,", "a ") if len(part) < 50]
-    slow = {part: long_s for part in parts if (long_s := cpu_s(part, GROWN[1])) > SLOW_S}
+    slow = {part: cpu_s(part, GROWN[1]) for part in parts if cpu_s(part, GROWN[1]) > SLOW_S}
     return max((long_s / max(cpu_s(part, GROWN[0]), 0.01) for part, long_s in slow.items()), default=0.0)
 
 

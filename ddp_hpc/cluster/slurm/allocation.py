@@ -20,7 +20,7 @@ ProcessKind = Literal["task", "shell on a node", "shell outside"]
 """`task`: srun started this process (with `--pty`, too). `shell on a node`: a batch script or an interactive step on one of
 the job's nodes. `shell outside`: the shell of salloc on a login node. What a shell exports reaches all tasks of the job."""
 
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_COUNT = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?", re.ASCII)
 _CPUS_OF_TASK = re.compile(r"(\bcpu[:=])\d+", re.ASCII)
 _LEAVE_ALONE = (
     "Slurm sets this variable: remove whatever changes or unsets it, such as a line in your shell's startup file."
@@ -266,7 +266,7 @@ def gpu_numbers(environ: Mapping[str, str]) -> tuple[str, ...]:
 def num_granted_gpus(environ: Mapping[str, str]) -> int | None:
     """Return how many GPUs of this node Slurm has given to the job; None where it does not say."""
     text = environ.get("SLURM_GPUS_ON_NODE", "")
-    return int(text) if text.isdecimal() else len(gpu_numbers(environ)) or None
+    return int(text) if _is_number(text) else len(gpu_numbers(environ)) or None
 
 
 def node_name(environ: Mapping[str, str]) -> str:
@@ -405,7 +405,7 @@ def _warn_of(name: str, text: str) -> None:
 
 
 def _is_number(text: str) -> bool:
-    return text.isdecimal() and text.isascii()
+    return text.isdecimal() and text.isascii() and len(text) < 19
 
 
 def _parsed(name: str, text: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 _CHUNK = 640
 """Characters of an answer in one line; with the mark, the name and the numbers it stays below srun's 1,024 bytes."""
 _LINE = re.compile(
-    r"<ddp-hpc (?P<mark>\w+) (?P<node>[^\s<>]+) (?P<number>\d+)/(?P<count>\d+) (?P<chunk>[\w+/=]*)>", re.ASCII
+    r"<ddp-hpc (?P<mark>\w+) (?P<node>[^\s<>]+) (?P<number>\d{1,9})/(?P<count>\d{1,9}) (?P<chunk>[\w+/=]*)>", re.ASCII
 )
 
 
@@ -37,7 +37,7 @@ def read_answers(printed: str, mark: str) -> dict[str, Any]:
         if line["mark"] == mark:
             parts.setdefault(line["node"], {})[int(line["number"])] = line["chunk"]
             counts[line["node"]] = int(line["count"])
-    whole = {node: found for node, found in parts.items() if set(found) == set(range(counts[node]))}
+    whole = {node: found for node, found in parts.items() if len(found) == counts[node] == max(found) + 1}
     answers = {}
     for node, found in whole.items():
         try:

@@ -400,7 +400,7 @@ def parse_shapes(text: str) -> list[NodeShape]:
     ]
 
 
-_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]*[^:,(0-9][^:,(]*):)?(\d+)")
+_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]*[^:,(0-9][^:,(]*):)?(\d{1,9})")
 """Matches `gpu:4` and `gpu:a100:4(S:0-1)`; one match for each type of GPU."""
 
 
@@ -616,10 +616,10 @@ def _or_empty(text: str) -> str:
 
 
 def _integer(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
+    return int(text) if text.isdecimal() and len(text) < 19 else None
 
 
 def _num_gpus(tres: str) -> int:
     """Return the 8 of `gres/gpu=8`; if Slurm counts types only (`gres/gpu:a100=4`), their sum."""
-    counts = [found.groups() for found in re.finditer(r"(?:^|,)gres/gpu(:[^=,]+)?=(\d+)", tres)]
+    counts = [found.groups() for found in re.finditer(r"(?:^|,)gres/gpu(:[^=,]+)?=(\d{1,9})", tres)]
     return next((int(count) for kind, count in counts if not kind), sum(int(count) for _, count in counts))
