@@ -124,7 +124,10 @@ def test_another_number_of_groups_in_which_the_optimizer_wrote_nothing_is_as_goo
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (torch.zeros(2000), "a tensor of 2000 elements, but a checkpoint can hold only 1024 of one"),
+        (
+            torch.zeros(2000),
+            "a tensor of 2000 elements, but a checkpoint can hold only numbers, text and tensors of at most 1024",
+        ),
         (object(), "a checkpoint can hold only tensors, numbers and text"),
     ],
 )

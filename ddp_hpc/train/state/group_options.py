@@ -79,15 +79,24 @@ def put_back(groups: Sequence[dict[str, Any]], kept: Sequence[Mapping[str, Any]]
 
 
 def shown(value: Any) -> Any:
-    """Return an option as the manifest shows it: a tensor of several elements as a list."""
-    if not isinstance(value, Tensor) or value.numel() == 1:
+    """Return options as the manifest shows them: tensors as numbers, tuples as lists.
+
+    Raises:
+        ConfigError: if one is of a type that cannot be kept, or a large tensor.
+    """
+    if isinstance(value, dict):
+        return {str(key): shown(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [shown(one) for one in value]
+    if isinstance(value, Tensor) and value.numel() <= MOST_ELEMENTS:
+        return value.item() if value.numel() == 1 else value.tolist()
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    if value.numel() > MOST_ELEMENTS:
-        raise ConfigError(
-            f"An option of the optimizer is a tensor of {value.numel()} elements, but a checkpoint can hold only "
-            f"{MOST_ELEMENTS} of one. Keep it in `optimizer.state`, beside the parameter that it belongs to."
-        )
-    return value.tolist()
+    kind = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+    raise ConfigError(
+        f"An option of the optimizer is {kind}, but a checkpoint can hold only numbers, text and tensors of at most {MOST_ELEMENTS}. "
+        "Keep a tensor in `optimizer.state`, beside the parameter that it belongs to."
+    )
 
 
 def _candidates(group: Mapping[str, Any]) -> dict[str, Any]:

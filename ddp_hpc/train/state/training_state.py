@@ -195,17 +195,14 @@ def _shapes(module: nn.Module) -> dict[str, SavedTensor]:
 
 def numbers(state: TrainingState, kept: KeptByOptimizer | None = None) -> dict[str, Any]:
     """Return the part of the state that is not tensors, as JSON; the same on every rank."""
-    groups = [
-        {key: group_options.shown(value) for key, value in group.items() if key != "params"}
-        for group in state.optimizer.param_groups
-    ]
+    groups = [{key: one for key, one in group.items() if key != "params"} for group in state.optimizer.param_groups]
     own_options = group_options.written(state.optimizer.param_groups, state.options_as_made)
     return {
         "position": asdict(state.position),
         "loss_steps": state.loss_steps,
         "optimizer": {
             "type": type(state.optimizer).__name__,
-            "groups": _as_json(groups, "the optimizer's groups"),
+            "groups": group_options.shown(groups),
             **(kept or state.kept_of_optimizer()).as_json(),
             **({"own_options": own_options} if own_options else {}),
         },
@@ -469,23 +466,3 @@ def _own_tensors(state: TrainingState) -> Iterator[NamedTensor]:
     yield NamedTensor(f"{prefix}/loss_meter", state.loss_meter, state.rank)
     for name, value in rng.capture(state.device).items():
         yield NamedTensor(f"{prefix}/rng.{name}", value, state.rank)
-
-
-def _as_json(value: Any, where: str) -> Any:
-    """Return `value` as JSON can hold it unchanged; tuples become lists.
-
-    Raises:
-        ConfigError: if JSON cannot.
-    """
-    if isinstance(value, dict):
-        return {str(key): _as_json(item, where) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(item, where) for item in value]
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ConfigError(
-        f"The state of {where} has {value!r} of type {type(value).__name__}, but a checkpoint can hold only tensors, numbers "
-        "and text. Use an optimizer that keeps its state in these, as those of `torch.optim` do."
-    )
