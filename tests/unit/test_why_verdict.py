@@ -449,6 +449,14 @@ def test_a_code_that_nothing_explains_is_shown_with_the_scripts_last_line() -> N
     assert verdict_of(facts(report(1, said, exit_code=3, of_script=True))).detail == said
 
 
+def test_a_tool_that_says_error_or_a_crash_after_a_rejected_word_is_not_called_rejected_arguments() -> None:
+    tool = report(1, "the script exited with code 1; its last line: gcc: error: x.c: No such file", exit_code=1)
+    crash = report(1, signal=11)
+
+    assert verdict_of(facts(tool, logs={1: "gcc: error: x.c: No such file\n"})).failure == "exit-code"
+    assert verdict_of(facts(crash, logs={1: "train.py: error: odd\n"})).failure == "native-crash"
+
+
 @pytest.mark.parametrize("char", ["─", "│", "╭", " ", "╭ ", "%|"])
 def test_a_line_of_many_signs_of_a_box_is_read_at_once(char: str) -> None:
     began = time.monotonic()

@@ -25,7 +25,7 @@ _NEAR_END = 60
 """Lines at the end of a log in which a text may be the reason of an end."""
 _AT_END = 3
 """Lines at the very end, where a message of a shell or of a runtime is the reason: programs go on after others."""
-_OF_STARTS = {"image", "import", "launch-failed"}
+_OF_STARTS = {"arguments", "image", "import", "launch-failed"}
 """Classes of a command that could not start, so no signal ended it."""
 NO_MEMORY = Match("host-memory", "confirmation")
 _EXIT_S = 0.2

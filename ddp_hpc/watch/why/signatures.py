@@ -754,7 +754,10 @@ REGISTRY: Sequence[FailureClass] = (
         means="The script's own reader of its command line (argparse, click, Typer, absl, Hydra, ...) rejects a word of it.",
         to_do="Correct the words after `--` that the message names, and submit the run again.",
         patterns=[
-            _printed(r"(?:\S+: )?error: ", "train.py: error: unrecognized arguments: --foo"),  # argparse, jsonargparse
+            _printed(
+                r"(?:\S+\.py|python\S* -m \S+): error: |error: (?:Parser key|Validation failed|Unrecognized arguments)",
+                "train.py: error: unrecognized arguments: --foo",
+            ),  # argparse, jsonargparse
             _printed(
                 r"(?:Error: | )(?:Invalid value|Missing (?:option|argument|parameter|command)|No such (?:option|command)|Got unexpected extra)",
                 "Error: Invalid value for '--lr': 'abc' is not a valid float.",
