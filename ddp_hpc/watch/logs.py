@@ -141,4 +141,8 @@ def _no_log(run: RunDir, selection: LogSelection) -> ConfigError:
         return ConfigError(
             f"Rank {selection.rank} of run {run.name!r} has no log. Ranks: {', '.join(map(str, ranks))}."
         )
+    if attempts and selection == LogSelection():
+        return ConfigError(
+            f"{run.console} does not exist any more. What ranks have printed is still there: `ddp-hpc logs {run.word} --rank 0`."
+        )
     return ConfigError(f"Run {run.name!r} has no logs yet. `ddp-hpc status {run.word}` shows whether it has started.")

@@ -251,7 +251,7 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         eta_s=progress.eta_s if progress and state in {"running", "stopping"} else None,
         limit_s=last.ends_at - seen.now if last and last.ends_at and state in {"running", "stopping"} else None,
         slurm_state=seen.queue_status.state if seen.queue_status else None,
-        starts_at=seen.queue_status.starts_at if seen.queue_status and state == "waiting" else None,
+        starts_at=_starts_at(seen.queue_status) if seen.queue_status and state == "waiting" else None,
         metrics=progress.metrics if progress else {},
         last_checkpoint=seen.committed[-1] if seen.committed else None,
         checkpoint_age_s=seen.now - saved_at if saved_at else None,
@@ -264,6 +264,12 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         why_last=last.why_last if last and seen.has_begun else "",
         mended=_mended(seen.attempts),
     )
+
+
+def _starts_at(queue_status: QueueStatus) -> float | None:
+    """Return when Slurm expects the job to start; None where it waits for a person, or does not start."""
+    code = queue_status.reason
+    return None if states.is_held(code) or states.why_never(code) else queue_status.starts_at
 
 
 def _mended(attempts: Sequence[Attempt]) -> str:

@@ -631,6 +631,7 @@ def test_continue_starts_what_has_begun_and_lost_its_job_but_nothing_that_slurm_
     for number, run in ((2, died), (3, alone), (4, runs), (5, follows)):
         record_start(run, attempt=0, job_id=f"14_{number}")
     record_end(alone, attempt=0, ending=Ending.CANCELLED, exit_code=-9, reason="")
+    write_queued_job(alone, QueuedJob(job_id="14_3", attempt=0, at=1.0, cancelled_at=2.0))
     record_end(follows, attempt=0, ending=Ending.STOPPED, exit_code=0, end=End(next=Next.SUCCESSOR))
     write_queued_job(follows, QueuedJob(job_id="88", attempt=1, at=1.0))
     finish(failed, Ending.FAILED)

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.launch.sweep import point_states
 from ddp_hpc.launch.sweep.points import Point, points_of, read_points
 from ddp_hpc.launch.sweep.resolving import Points, check_points
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 from ddp_hpc.launch.sweep.values import Axis, parse_axis
 from ddp_hpc.run.config import Resolved, render_resolved, resolve
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.records import QueuedJob
+from tests.made_run import make_run
 
 ENVIRON = {"HOME": "/home/somebody"}
 
@@ -251,3 +255,18 @@ def test_a_point_that_is_not_valid_is_refused_also_behind_one_that_is(
 
     with pytest.raises(ConfigError, match=rf"point 1 .*`{named}`"):
         check_points(base, points, ENVIRON, is_array=True)
+
+
+@pytest.mark.parametrize(
+    ("cancelled_at", "has_job", "left"),
+    [(None, True, "lost"), (5.0, True, "ended by the user"), (None, False, "ended by the user")],
+)
+def test_a_point_that_scancel_has_ended_goes_on_and_one_that_its_user_has_cancelled_does_not(
+    cancelled_at: float | None, has_job: bool, left: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=0, job_id="7")
+    record_end(run, attempt=0, ending=Ending.CANCELLED, exit_code=-15)
+    job = QueuedJob(job_id="7", attempt=0, at=0.0, since=0, backend="slurm", cancelled_at=cancelled_at)
+
+    assert point_states._left(Ledger.read(run).newest, job if has_job else None) == left

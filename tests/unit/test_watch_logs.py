@@ -116,6 +116,16 @@ def test_ranks_are_followed_together(tmp_path: Path) -> None:
     assert lines == ["[rank 0] one", "[rank 1] two", "[rank 0] three"]
 
 
+def test_a_console_that_was_deleted_is_not_one_that_does_not_exist_yet(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with pytest.raises(ConfigError, match="no logs yet"):
+        next(read_lines(run, LogSelection()))
+    add_log(run, "one\n", rank=0)
+
+    with pytest.raises(ConfigError, match=r"console\.log does not exist any more.*--rank 0"):
+        next(read_lines(run, LogSelection()))
+
+
 def test_the_last_lines_of_a_log_leave_out_what_is_blank(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     path = add_log(run, "x" * 20_000 + "".join(f"\nline {number}" for number in range(9)) + "\n\n")

@@ -295,3 +295,10 @@ def test_without_anybody_to_ask_the_directory_has_the_word(tmp_path: Path) -> No
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=700.0))
 
     assert read_status(run, now=NOW).state == "waiting"
+
+
+@pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "job requeued in held state", "PartitionTimeLimit"])
+def test_a_job_that_is_held_or_will_not_start_has_no_time_of_its_start(reason: str) -> None:
+    status = status_of(RunDir(Path("/runs/digits")), seen(said=word("PENDING", reason, starts_at=NOW + 3)))
+
+    assert (status.state, status.starts_at) == ("waiting", None)

@@ -255,6 +255,11 @@ def why_never(code: str) -> str:
     return words if "the job will not start" in words else ""
 
 
+def is_held(code: str) -> bool:
+    """Tell whether a job waits until a person releases it, so that Slurm's estimate of its start means nothing."""
+    return any(words in explain_reason(code) for words in ("the job is held", "holds the job"))
+
+
 def _limit(key: str) -> str | None:
     """Return what a limit's code means, or None for other codes."""
     found = _LIMIT.fullmatch(key)

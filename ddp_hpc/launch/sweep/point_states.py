@@ -150,5 +150,7 @@ def _left(newest: Attempt | None, job: QueuedJob | None) -> Left | None:
         return "ended by the user" if is_cancelled else "lost"
     if newest.ending in {Ending.FAILED, Ending.REFUSED}:
         return "failed"
-    is_by_user = newest.ending == Ending.CANCELLED or newest.cause == Cause.STOP_ASKED
+    # A job that Slurm has cancelled, and `ddp-hpc cancel` has not, was ended by `scancel`: the point is to go on.
+    is_cancelled = newest.ending == Ending.CANCELLED and (job is None or is_cancelled)
+    is_by_user = is_cancelled or newest.cause == Cause.STOP_ASKED
     return "ended by the user" if is_by_user else "lost"
