@@ -62,7 +62,6 @@ def restored(group: Group, run: RunDir) -> dict[str, Any]:
     before = num_read()
     try:
         step = checkpointer.restore_newest(state, seed=SEED)
-        group.sum(torch.zeros(1))  # as training does next: rank zero serves the store
     except ConfigError as error:
         return {"refused": str(error)}
     weights = {name: one.tolist() for name, one in state.model.state_dict().items()}

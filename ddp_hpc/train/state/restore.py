@@ -243,13 +243,11 @@ class Restorer:
             report["stopped"] = ""
         except ConfigError as error:
             refused = error
-        try:
-            _judge(self._exchange_reports(key, report))
-            if refused is not None:
-                raise refused
-        except (ConfigError, UnreadableError):
-            self._group.let_all_read(f"{key}/refused")
-            raise
+        reports = self._exchange_reports(key, report)
+        self._group.sum(torch.zeros(1))  # all have read these: rank zero serves the store, so it must not leave before
+        _judge(reports)
+        if refused is not None:
+            raise refused
         if restoration is not None:  # as it is, or `_judge` has raised
             restoration.finish()
 
