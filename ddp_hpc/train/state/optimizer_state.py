@@ -6,12 +6,9 @@ a change of the recipe applies. All else is refused by name.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,9 +18,6 @@ from torch import Tensor, nn
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.engine.kept_values import is_constant
 from ddp_hpc.train.state import group_options
-
-_LARGE_BYTES = 4 << 20
-"""From this size on, a tensor is asked for in large pages (2 MiB); asking for many small ones would use up the kernel's table of mappings."""
 
 Optimizer = torch.optim.Optimizer
 Attributes = Mapping[str, str]
@@ -187,19 +181,8 @@ def restored(
             device, strides = content.get("places", {}).get(place, usual)
             device = "meta" if is_meta else named[name].device if device != "cpu" else "cpu"
             made = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=device)
-            _ask_for_large_pages(made)
             back.state[named[name]][key] = back.into[f"optimizer/{place}"] = made
     return back
-
-
-def _ask_for_large_pages(one: Tensor) -> None:
-    """Ask Linux to make a new tensor of large pages: to make it of small ones takes longer than to read and verify its bytes."""
-    if one.device.type != "cpu" or one.nbytes < _LARGE_BYTES:
-        return
-    begin, end = -(-one.data_ptr() // mmap.PAGESIZE), (one.data_ptr() + one.nbytes) // mmap.PAGESIZE
-    with suppress(AttributeError):  # not Linux
-        size = ctypes.c_size_t((end - begin) * mmap.PAGESIZE)
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin * mmap.PAGESIZE), size, mmap.MADV_HUGEPAGE)
 
 
 def refuse_other_optimizer(mine: str, content: Mapping[str, Any]) -> None:
