@@ -162,7 +162,7 @@ class PlainLoop:
             nn.utils.clip_grad_norm_(self._parameters, train["grad_clip_norm"])
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss.detach()  # type: ignore[no-any-return]  # a tensor
 
 
 class OurLoop:

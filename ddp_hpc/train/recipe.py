@@ -37,6 +37,8 @@ _OTHERS_CODE = (
 )
 """Parts of paths of code that is not the user's."""
 
+Loss = Callable[[Any, Any], Any]
+"""(outputs, targets) -> the mean over the samples, or a pair: a sum over them, and the weight that the mean is the sum divided by."""
 Scorer = Callable[[Any, Any], Tensor]
 """(outputs, targets) -> one value per sample, shape (num_samples,); averaged over the held-out set."""
 
@@ -57,8 +59,8 @@ class Recipe:
     """On the CPU, in fp32; the same on every rank, because all use the same seed (and DDP broadcasts rank zero's weights)."""
     train_data: Dataset[Any]
     """Map-style: `len(data)` and `data[index]`. Random augmentation may use torch's, numpy's or Python's generator."""
-    loss: Callable[[Any, Any], Tensor]
-    """(outputs, targets) -> the mean over the samples, a scalar."""
+    loss: Loss
+    """(outputs, targets) -> the mean over the samples, a scalar; or a pair of scalars: a sum, and what to divide it by."""
     eval_data: Dataset[Any] | None = None
     """Held-out samples, map-style."""
     optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] | None = None

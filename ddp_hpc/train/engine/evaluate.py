@@ -16,6 +16,7 @@ from ddp_hpc.train.data.sample_order import MicroBatch
 from ddp_hpc.train.engine.modes import evaluation_mode
 from ddp_hpc.train.engine.precision import Precision
 from ddp_hpc.train.engine.set_aside import tried_out
+from ddp_hpc.train.engine.weighted_loss import num_parts_of, sum_and_weight, warn_of_no_mean
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.state import rng
@@ -69,8 +70,12 @@ class Evaluator:
         self._precision = precision
         self._channels_last = spec.train.channels_last
         self._loader: DataLoader[Any] | None = None
+        self._num_parts = 0
         if recipe.eval_data is not None:
-            rank_info = group.rank_info
+            rank_info, train = group.rank_info, spec.train
+            fewest = min(spec.eval.batch_size, len(recipe.eval_data) // rank_info.world_size)  # type: ignore[arg-type]  # map-style data has a length
+            if train.micro_batch_size_in(rank_info.world_size) in (1, train.global_batch_size):
+                self._num_parts = num_parts_of(fewest)  # `warmed_up` checks the loss of other batches
             self._held_out = _HeldOut(
                 len(recipe.eval_data),  # type: ignore[arg-type]  # map-style data has a length
                 spec.eval.batch_size,
@@ -118,8 +123,7 @@ class Evaluator:
         """Return the mean of the loss and of each metric over the held-out samples, the same on every rank."""
         if self._loader is None:
             return {}
-        names = ["loss", *self._recipe.metrics]
-        sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=self._group.device)
+        sums = torch.zeros(len(self._recipe.metrics) + 3, dtype=torch.float64, device=self._group.device)
         # All ranks use the buffers (batch-norm statistics) of rank zero, as in training. There DDP's forward broadcasts them;
         # here `model` is not in DDP: ranks may have different numbers of batches, but must call collectives equally often.
         # https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
@@ -130,14 +134,18 @@ class Evaluator:
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 sums += self._score(model, batch, len(fetched.indices))
                 self._on_batch()
-        *totals, count = self._group.sum(sums).tolist()
-        return {name: total / count for name, total in zip(names, totals, strict=True)}
+        loss, *totals, count, weight = self._group.sum(sums).tolist()
+        means = {name: total / count for name, total in zip(self._recipe.metrics, totals, strict=True)}
+        return {"loss": loss / weight if weight else 0.0, **means}
 
     def _score(self, model: nn.Module, batch: Any, num_samples: int) -> Tensor:
         inputs, targets = self._recipe.inputs_and_targets(batch)
         with self._precision.autocast():
             outputs = model(inputs)
-            scores = [self._recipe.loss(outputs, targets).double() * num_samples]
+            loss, weight = sum_and_weight(self._recipe.loss(outputs, targets))
+            if self._num_parts and not self._held_out.is_wanted:
+                warn_of_no_mean(self._recipe.loss, outputs, targets, self._num_parts)
+        scores = [loss.double() * num_samples if weight is None else loss.double()]
         for name, metric in self._recipe.metrics.items():
             values: object = metric(outputs, targets)
             if not isinstance(values, Tensor) or values.shape != (num_samples,):
@@ -149,7 +157,8 @@ class Evaluator:
                     f"but must return one value per sample, shape ({num_samples},)."
                 )
             scores.append(values.double().sum())
-        return torch.stack([*scores, torch.full_like(scores[0], num_samples)])
+        count = torch.full_like(scores[0], num_samples)
+        return torch.stack([*scores, count, count if weight is None else weight])
 
 
 def _num_collectives() -> int:

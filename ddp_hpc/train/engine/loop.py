@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,8 +18,10 @@ from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.engine.ddp_warmup import copied, of_unused, warm_up_ddp
 from ddp_hpc.train.engine.lr_schedule import lr_factor
 from ddp_hpc.train.engine.optimizer import set_rates, trained_parameters
+from ddp_hpc.train.engine.set_aside import tried_out
 from ddp_hpc.train.engine.single_samples import explained
 from ddp_hpc.train.engine.training import Training
+from ddp_hpc.train.engine.weighted_loss import divide_by_weight, num_parts_of, sum_and_weight, warn_of_no_mean
 from ddp_hpc.train.recording.step_numbers import norm_of, skipped_by
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 
@@ -132,21 +135,26 @@ def finish(t: Training, metrics: Mapping[str, float]) -> bool:
 
 
 def warmed_up(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Iterator[LoadedGlobalBatch]:
-    """Return the global batches, after one backward pass on the first micro batch that changes nothing (`ddp_warmup`)."""
-    whole = next(global_batches, None) if t.group.rank_info.world_size > 1 else None
+    """Return the global batches, after one backward pass on the first micro batch that changes nothing (`ddp_warmup`).
+
+    One worker does it only where a batch is computed in parts, to check the loss.
+    """
+    has_parts = t.order.micro_batch_size < t.order.global_batch_size
+    whole = next(global_batches, None) if has_parts else None
     if whole is None:
         return global_batches
-    first, plan = next(whole.fetched), whole.plan
+    first, plan, device = next(whole.fetched), whole.plan, t.group.device
     called = (t.recipe.loss, t.recipe.inputs_and_targets)
+    least = min(t.order.micro_batch_size, plan.num_samples // t.group.rank_info.world_size)
+    once = partial(backward, t, copied(first), plan.micro_batches[0], plan, num_parts=num_parts_of(least))
     with t.passes.warming_up():
-        t.state.gradient_order = warm_up_ddp(
-            t.state.model,
-            t.model,
-            called,
-            t.group.device,
-            lambda: backward(t, copied(first), plan.micro_batches[0], plan),
-            order=t.state.gradient_order,
-        )
+        if t.group.rank_info.world_size > 1:
+            t.state.gradient_order = warm_up_ddp(
+                t.state.model, t.model, called, device, once, order=t.state.gradient_order
+            )
+        else:
+            with tried_out(t.state.model, called, device):
+                once()
     t.phases.enter("data")
     return chain([LoadedGlobalBatch(plan, chain([first], whole.fetched))], global_batches)
 
@@ -157,19 +165,26 @@ def accumulate_gradients(t: Training, global_batch: LoadedGlobalBatch) -> None:
     last = whole.micro_batches[-1]
     if t.guard.is_active:
         t.guard.keep()
+    weighted: list[Tensor] = []
     for plan, fetched in zip(whole.micro_batches, global_batch.fetched, strict=True):
         if plan is last:
-            loss = backward(t, fetched, plan, whole)
+            loss, weight = backward(t, fetched, plan, whole)
         else:
             with without_sync(t):
-                loss = backward(t, fetched, plan, whole)
+                loss, weight = backward(t, fetched, plan, whole)
             t.phases.enter("data")
-        state.loss_meter.add_(loss, alpha=plan.num_real / whole.num_samples)
+        if weight is None:
+            state.loss_meter.add_(loss, alpha=plan.num_real / whole.num_samples)
+        else:
+            weighted.append(torch.stack([loss.double(), weight]) * bool(plan.num_real))
         t.losses.note(whole.after.step, loss)
         if t.samples.is_on:
             t.samples.note(plan, fetched.indices)
         if t.numbers.count_tokens is not None and plan.num_real:
             t.numbers.note_tokens(fetched.batch)
+    if weighted:
+        own = torch.stack(weighted).sum(0)
+        state.loss_meter.add_(divide_by_weight(own, whole.num_samples, trained_parameters(state.optimizer), t.group))
     state.loss_steps += 1
     if t.samples.is_on:
         t.samples.record(whole)
@@ -182,8 +197,13 @@ def without_sync(t: Training) -> AbstractContextManager[Any]:
     return t.model.no_sync() if t.group.rank_info.world_size > 1 else nullcontext()  # type: ignore[operator]  # DDP's
 
 
-def backward(t: Training, fetched: Fetched, plan: MicroBatch, global_batch: GlobalBatch) -> Tensor:
-    """Run forward and backward on one micro batch, weighted by its share of the global batch; return its mean loss."""
+def backward(
+    t: Training, fetched: Fetched, plan: MicroBatch, global_batch: GlobalBatch, *, num_parts: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Run forward and backward on one micro batch, weighted by its share of the global batch; return its mean loss and None, or its sum and weight.
+
+    With `num_parts`, check first whether the loss is that of so many parts.
+    """
     batch = fetched.batch
     if t.moves_batches:
         t.phases.enter("host to device")
@@ -192,18 +212,22 @@ def backward(t: Training, fetched: Fetched, plan: MicroBatch, global_batch: Glob
     inputs, targets = t.recipe.inputs_and_targets(batch)
     try:
         with t.precision.autocast(), t.passes.around(plan):
-            loss = t.recipe.loss(t.model(inputs), targets)
+            outputs = t.model(inputs)
+            if num_parts:
+                warn_of_no_mean(t.recipe.loss, outputs, targets, num_parts)
+            loss, weight = sum_and_weight(t.recipe.loss(outputs, targets))
     except Exception as error:
         if (clearer := explained(error, plan, global_batch) or of_unused(error, t.state.model)) is not None:
             raise clearer from error
         raise
     # DDP averages the gradients over the ranks, so the loss is multiplied by their number. The sum over all micro batches of
     # all ranks is then the gradient of the mean over the global batch, also when ranks have different numbers of samples.
-    weight = plan.num_real * t.group.rank_info.world_size / global_batch.num_samples
-    weighted = loss if weight == 1 else loss * weight
+    num = plan.num_real if weight is None else bool(plan.num_real)
+    share = num * t.group.rank_info.world_size / global_batch.num_samples
+    shared = loss if share == 1 else loss * share
     t.phases.enter("backward")
-    (weighted if t.state.scaler is None else t.state.scaler.scale(weighted)).backward()
-    return loss.detach()
+    (shared if t.state.scaler is None else t.state.scaler.scale(shared)).backward()
+    return loss.detach(), weight
 
 
 def update_weights(t: Training) -> None:

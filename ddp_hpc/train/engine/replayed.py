@@ -21,6 +21,7 @@ from ddp_hpc.run.run_dir.replay_request import ReplayRequest, read_request
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.data.sample_records import SampleRecorder
 from ddp_hpc.train.engine.training import Training
+from ddp_hpc.train.recipe import Loss
 from ddp_hpc.train.state import digests, rng, training_state
 
 Entry = dict[str, Any]
@@ -139,10 +140,10 @@ class _StepTrace:
         if self._is_on() and torch.is_grad_enabled():
             self._passed += [_entry("output", f"{name}{more}", one) for more, one in _tensors_in(outputs)]
 
-    def _loss(self, of_recipe: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:
+    def _loss(self, of_recipe: Loss, outputs: Any, targets: Any) -> Any:
         loss = of_recipe(outputs, targets)
         if self._is_on():
-            self._passed.append(_entry("loss", "loss", loss))
+            self._passed += [_entry("loss", name, one) for name, one in _tensors_in(loss, "loss")]
         return loss
 
     def _note_gradient(self, name: str, parameter: Tensor) -> None:

@@ -1,0 +1,177 @@
+"""A loss that returns a sum and its weight trains as one process with the whole batch; one that hides its weights is told of."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.train.engine.weighted_loss import warn_of_no_mean
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recipe import Recipe
+from tests.distributed.processes import in_group
+from tests.strange.one_process import trained
+from tests.strange.walks import Case, differences, in_plain_torch, sample_ids, walk, walk_in_parts, weights
+
+DOCUMENTED = Path(__file__).parents[2] / "docs/recipes.md"
+NUM_SAMPLES, BATCH = 41, 16
+"""The last batch of an epoch has 9: four workers with micro batches of 4 get 3, 2, 2 and 2, with those of 1 in the last micro step one or none."""
+ROWS = torch.randn(NUM_SAMPLES, 5, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.arange(NUM_SAMPLES) % 3
+CLASSES[::4] = -100
+KEYS = {"epochs": 3, "global_batch_size": BATCH}
+
+
+def documented_loss() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the function of the example in docs/recipes.md."""
+    section = DOCUMENTED.read_text().split("## A loss with weights")[1]
+    found: dict[str, Any] = {"torch": torch, "Tensor": Tensor, "functional": functional}
+    exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0], found)  # noqa: S102  the documents' own code
+    return found["loss"]  # type: ignore[no-any-return]  # the function
+
+
+def hidden(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The same, as PyTorch computes it for one batch."""
+    return functional.cross_entropy(outputs, targets, weight=torch.tensor([1.0, 1.0, 5.0]))
+
+
+def recipe(loss: Callable[[Tensor, Tensor], Any], classes: Tensor = CLASSES) -> Recipe:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    data = TensorDataset(ROWS, classes)
+    sgd = lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)  # noqa: E731
+    return Recipe(model=model, train_data=data, eval_data=data, loss=loss, optimizer=sgd)
+
+
+def case(loss: Callable[[Tensor, Tensor], Any], **train: Any) -> Case:
+    return Case(recipe=partial(recipe, loss), train={**KEYS, **train}, log_every=1)
+
+
+def losses(path: Path, kind: str) -> list[float]:
+    return [line["loss"] for line in read_json_lines(RunDir(path).metrics) if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_weights_and_losses_are_those_of_one_process_with_the_whole_batch(
+    world_size: int, accumulation: int, tmp_path: Path
+) -> None:
+    of, path = case(documented_loss(), micro_batch_size=BATCH // world_size // accumulation), tmp_path / "whole"
+    whole = in_group(world_size, partial(walk, case=of, path=path), tmp_path / "one")
+    in_parts = in_group(world_size, partial(walk_in_parts, case=of, path=tmp_path / "parts"), tmp_path / "more")
+
+    ids = sample_ids(path, world_size)
+    plain, begun = in_plain_torch(case(hidden), ids), recipe(hidden).model
+    for one, other in zip(whole, in_parts, strict=True):
+        assert [
+            name for name in differences(one, other) if not name.endswith("/rng.python")
+        ] == []  # which pytest draws from before each fork
+        for name, weight in weights(one).items():
+            assert torch.allclose(weight, plain.get_parameter(name), rtol=1e-4, atol=1e-6), name
+    assert losses(path, "train")[0] == pytest.approx(hidden(begun(ROWS[ids[0]]), CLASSES[ids[0]]).item(), rel=1e-5)
+    assert losses(path, "eval")[-1] == pytest.approx(hidden(plain(ROWS), CLASSES).item(), rel=1e-4)
+    assert losses(path, "train") == losses(tmp_path / "parts", "train")
+
+
+@pytest.mark.parametrize("keys", [{"train__precision": "fp16"}, {"train__on_nonfinite": "skip"}], ids=str)
+def test_it_works_with_what_else_uses_the_gradients(keys: dict[str, Any], tmp_path: Path) -> None:
+    more: dict[str, Any] = {"train__global_batch_size": BATCH, "train__max_steps": 4, "train__grad_clip_norm": 0.5}
+
+    parts = trained(tmp_path / "parts", recipe(documented_loss()), train__micro_batch_size=4, **more, **keys)
+    whole = trained(tmp_path / "whole", recipe(hidden), **more, **keys)
+
+    for one, other in zip(parts.state.model.parameters(), whole.state.model.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-2, atol=1e-4)
+
+
+def test_a_step_without_any_weight_changes_nothing(tmp_path: Path) -> None:
+    made = recipe(documented_loss(), torch.full((NUM_SAMPLES,), -100))
+    before = [one.detach().clone() for one in made.model.parameters()]
+
+    training = trained(tmp_path / "run", made, train__max_steps=2, train__micro_batch_size=2)
+
+    assert all(map(torch.equal, training.state.model.parameters(), before))
+    assert losses(tmp_path / "run", "train") == [0.0, 0.0]
+
+
+def _warnings_of(group: Group, path: Path, micro: int) -> str:
+    of = replace(
+        case(hidden, micro_batch_size=micro),
+        recipe=partial(recipe, nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0])), torch.arange(NUM_SAMPLES) % 3),
+    )
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]  # the shortest handler
+    logging.getLogger("ddp_hpc").addHandler(handler)
+    walk(group, of, path)
+    return "\n".join(one for one in records if "Recipe.loss" in one)
+
+
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 16), (1, 4), (2, 8), (2, 1), (4, 2)])
+def test_a_loss_that_hides_its_weights_is_told_of_once_at_the_start(
+    world_size: int, micro: int, tmp_path: Path
+) -> None:
+    (said, *_) = in_group(world_size, partial(_warnings_of, path=tmp_path / "run", micro=micro), tmp_path / "ranks")
+
+    assert said.count("`Recipe.loss` is not a mean over samples") == 1, said
+    assert "A loss with weights" in said
+
+
+def _smooth(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+OUTPUTS, TARGETS = torch.randn(16, 3, generator=torch.Generator().manual_seed(1)), torch.arange(16) ** 2 % 3
+MASKED = torch.where(torch.arange(16) % 5 == 0, -100, TARGETS)
+MEANS: dict[str, tuple[Any, Any, Any]] = {
+    "cross entropy": (nn.CrossEntropyLoss(), OUTPUTS, TARGETS),
+    "smoothed": (_smooth, OUTPUTS, TARGETS),
+    "in bf16": (lambda one, other: (one - other).square().mean(), OUTPUTS.bfloat16(), OUTPUTS.flip(0).bfloat16()),
+    "near zero": (lambda one, _: one.mean(), torch.tensor([1.0, -1.0]).repeat(8) + 1e-7, TARGETS),
+    "of two outputs": (
+        lambda both, to: _smooth(both["a"], to) + both["b"],
+        {"a": OUTPUTS, "b": OUTPUTS.mean()},
+        TARGETS,
+    ),
+    "drawn at random": (lambda one, to: _smooth(functional.dropout(one), to), OUTPUTS, TARGETS),
+    "of tokens in a row": (lambda one, to: _smooth(one, to.flatten()), OUTPUTS, TARGETS.view(4, 4)),
+    "of a batch on its own": (lambda one, to: _smooth(one, TARGETS) + 0 * to.sum(), OUTPUTS, TARGETS),
+    "no tensors": (lambda one, to: one.sum() * len(to), OUTPUTS, ["a"] * 16),
+    "sum and weight": (documented_loss(), OUTPUTS, MASKED),
+}
+NO_MEANS: dict[str, tuple[Any, Any, Any]] = {
+    "class weights": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0])), OUTPUTS, TARGETS),
+    "ignored": (nn.CrossEntropyLoss(), OUTPUTS, MASKED),
+    "a part all ignored": (nn.CrossEntropyLoss(), OUTPUTS, torch.where(torch.arange(16) < 4, -100, TARGETS)),
+    "a sum": (nn.CrossEntropyLoss(reduction="sum"), OUTPUTS, TARGETS),
+    "contrastive": (lambda one, _: functional.cross_entropy(one @ one.T, torch.arange(len(one))), OUTPUTS, TARGETS),
+    "a root": (lambda one, _: one.square().mean().sqrt(), OUTPUTS, TARGETS),
+    "a mean and its weight": (lambda one, to: (_smooth(one, to), len(to)), OUTPUTS, TARGETS),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_and_what_cannot_be_divided_is_not_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_no_mean(*MEANS[name], 8)
+
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_what_depends_on_how_a_batch_is_divided_is_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_no_mean(*NO_MEANS[name], 8)
+
+    (said,) = caplog.messages
+    assert ("returns a pair" if name == "a mean and its weight" else "is not a mean") in said
