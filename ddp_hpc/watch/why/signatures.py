@@ -126,7 +126,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="host-memory",
         title="host or cgroup out of memory",
         means="A process asked for more memory than the node, or the job's limit, has.",
-        to_do="Ask for more with `resources.mem_gb`, or use fewer loader processes (`data.num_workers`).",
+        to_do="Use fewer workers or loader processes (`data.num_workers`); on Slurm, ask for more with `resources.mem_gb`.",
         patterns=[
             _raised(r"(?:builtins\.)?MemoryError(?:: |$)", "MemoryError: Unable to allocate 8.00 GiB"),
             _raised(
@@ -376,7 +376,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="disk-full",
         title="the disk is full, or a file may not become larger",
         means="A write failed: the file system has no space left, or the limit for the size of a file is reached (`ulimit -f`).",
-        to_do="Compare `df -h` and `df -i` of that file system on the node, and `ulimit -f`; free space there, or write elsewhere (`runs_dir`).",
+        to_do="Compare `df -h` and `df -i` of that file system on the node, and `ulimit -f`; free space there. With another `runs_dir`, a run begins from step 0: move its whole directory there first.",
         patterns=[
             _raised(
                 _SYSTEM.format(28, "No space left on device"),
@@ -607,7 +607,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="preempted",
         title="Slurm preempted the job",
         means="A job of higher priority took the nodes.",
-        to_do="If the run was not started again, submit it: it continues from what it has saved.",
+        to_do="If the run was not started again, submit it: it continues from its newest checkpoint, or begins again where it has none.",
         patterns=[
             _printed(
                 _DAEMON + _STEPD + r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO PREEMPTION",
@@ -620,7 +620,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="time-limit",
         title="the job reached its time limit",
         means="Slurm ends a job at its limit; a checkpoint is written before that.",
-        to_do="Submit the run again: it continues from what it has saved. A larger `resources.time_limit_min` means fewer restarts.",
+        to_do="Submit the run again: it continues from its newest checkpoint. Where it has none, it begins again, and needs a larger `resources.time_limit_min` or a smaller `checkpoint.every_steps`.",
         patterns=[
             _printed(
                 _DAEMON + _STEPD + r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO TIME LIMIT",
@@ -792,7 +792,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="user-exception",
         title="an exception in the user's code",
         means="The code of the model, the recipe or the script raised an exception that nothing caught.",
-        to_do="Correct the code at the line that the evidence names, and submit the run again: it continues from what it has saved.",
+        to_do="Correct the code at the line that the evidence names, and submit the run again: it continues from its newest checkpoint, or begins again where it has none.",
         patterns=[
             _raised(
                 r"(?:ConfigError: )?`[^`]+` was called with `recipe\.args` .* and raised ",
