@@ -187,9 +187,9 @@ def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
 def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_out: bool = False) -> None:
     """Write that a signal ended a worker."""
     by_kernel = (
-        "the memory of its cgroup ran out, and the kernel killed a process there: `resources.mem_gb` asks for more"
+        "memory ran out, of its cgroup or of the machine, and the kernel killed a process there: use fewer workers or loader processes; on Slurm, `resources.mem_gb` asks for more"
         if memory_ran_out
-        else "the kernel does that when memory runs out: `resources.mem_gb` asks for more"
+        else "the kernel does that when memory runs out; on Slurm, `resources.mem_gb` asks for more"
     )
     hint = by_kernel if number == signal.SIGKILL else f"its log may say why: {log}"
     # Python has no names for the real-time signals between SIGRTMIN and SIGRTMAX.

@@ -129,7 +129,7 @@ def _place(raised: Raised | None) -> str:
 
 def _by_memory(finding: RankFinding) -> RankFinding:
     """Return the class of a rank that SIGKILL ended while the kernel counted a process that it killed for memory."""
-    detail = "killed by SIGKILL, and the kernel has killed a process of its cgroup because memory ran out"
+    detail = "killed by SIGKILL, and the kernel has killed a process of its cgroup because memory ran out, there or on the whole machine"
     evidence = EvidenceLine(role="confirmation", rank=finding.rank, text=detail)
     return replace(finding, failure="host-memory", detail=detail, evidence=(evidence,))
 

@@ -724,7 +724,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="killed",
         title="killed by SIGKILL, and no record says by whom",
         means="The kernel sends SIGKILL when memory runs out; a user, Slurm or another program may send it, too. No record shows which.",
-        to_do="Look for `oom` in `dmesg` of the node; on Slurm, `sacct -j JOB --format=State,ExitCode,MaxRSS`. If memory ran out, raise `resources.mem_gb`.",
+        to_do="Look for `oom` in `dmesg` of the node; on Slurm, `sacct -j JOB --format=State,ExitCode,MaxRSS`. If memory ran out, use fewer workers or loader processes; on Slurm, raise `resources.mem_gb`.",
         patterns=[
             _raised(
                 _ERROR + _OF_LOADER.format("Killed"),
