@@ -151,7 +151,7 @@ def test_after_a_worker_was_killed_the_same_agent_begins_again_and_imports_nothi
     assert (failure.rank, failure.signal) == (1, signal.SIGKILL)
     assert (
         failure.exception
-        == "killed by SIGKILL (the kernel does that when memory runs out: `resources.mem_gb` asks for more)"
+        == "killed by SIGKILL (the kernel does that when memory runs out; on Slurm, `resources.mem_gb` asks for more)"
     )
     assert notes(run, "imported") == [f"imported by {agent}"]
     assert notes(run, "preloaded") == [f"preloaded by {agent}"]
