@@ -28,7 +28,7 @@ BUILT_IN = {
 }
 """Recipes known by a short name."""
 
-_OTHERS_CODE = (
+OTHERS_CODE = (
     f"{os.sep}site-packages{os.sep}",
     f"{os.sep}dist-packages{os.sep}",
     sysconfig.get_path("stdlib"),
@@ -181,7 +181,7 @@ def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) 
         return builder(**args)
     except (TypeError, ValueError, AttributeError, LookupError, AssertionError, NameError) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not any(part in frame.filename for part in _OTHERS_CODE)]
+        own = [frame for frame in frames if not any(part in frame.filename for part in OTHERS_CODE)]
         lines = "".join(f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}\n" for frame in own[-3:])
         raise ConfigError(
             f"`{target}` was called with `recipe.args` {dict(args)!r} and raised {type(error).__name__}: {text_of(error)}\n"
@@ -217,6 +217,6 @@ def imported_code(import_paths: Sequence[str]) -> dict[str, str]:
         for path in files
         if isinstance(path, str)
         and any(Path(path).is_relative_to(folder) for folder in import_paths)
-        and not any(part in path for part in _OTHERS_CODE)
+        and not any(part in path for part in OTHERS_CODE)
     }
     return {path: xxhash.xxh3_64_hexdigest(Path(path).read_bytes()) for path in sorted(own) if Path(path).is_file()}

@@ -323,21 +323,6 @@ def test_a_model_that_loses_what_is_trained_is_refused_at_the_start_and_left_as_
     assert all(torch.equal(one, before[name]) for name, one in state.model.named_parameters())
 
 
-def test_the_first_step_names_what_it_changes_and_no_checkpoint_holds(caplog: pytest.LogCaptureFixture) -> None:
-    model, loss = nn.Linear(2, 2), nn.Module()
-    model.register_buffer("seen", torch.zeros(2), persistent=False)
-    model.register_buffer("table", torch.zeros(2), persistent=False)
-    loss.register_buffer("mean", torch.zeros(2))
-    state = trained_only(model)
-    before = round_trip.unsaved(state, loss)
-
-    model.get_buffer("seen").add_(1)
-    loss.get_buffer("mean").add_(1)
-    round_trip.tell_unsaved(before, round_trip.unsaved(state, loss))
-
-    assert "the first step changes `seen`, `mean of the loss`, which no checkpoint holds" in caplog.text
-
-
 def test_older_checkpoints_stay_where_the_newest_does_not_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

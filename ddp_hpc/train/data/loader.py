@@ -17,6 +17,7 @@ from ddp_hpc.base.errors import DdpHpcError, text_of
 from ddp_hpc.base.processes import die_with_parent, ignore_stop_signals, sigchld_blocked, unblock_signals
 from ddp_hpc.run.run_dir.affected import Affected, is_of_decoder, place_of
 from ddp_hpc.run.spec import DataSpec
+from ddp_hpc.train import unsaved
 from ddp_hpc.train.data.sample_files import recorded_sources
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
 from ddp_hpc.train.data.seedless import reads_no_generator
@@ -58,6 +59,7 @@ class SeededFetch(Dataset[Any]):
         self._collate = collate
         # Exactly TensorDataset, so no code of the user runs and no random number is drawn: all rows are taken at once.
         self._is_of_tensors = collate is None and type(dataset) is TensorDataset
+        self._is_compared = self._is_of_tensors
         self._needs_seeds = collate is not None or not reads_no_generator(dataset)
         self._has_plain_rows = self._is_of_tensors and all(map(_has_plain_rows, dataset.tensors))  # type: ignore[attr-defined]  # TensorDataset's
 
@@ -86,6 +88,10 @@ class SeededFetch(Dataset[Any]):
                 return Fetched(wanted.indices, self._dataset[rows])
             tensors = self._dataset.tensors  # type: ignore[attr-defined]
             return Fetched(wanted.indices, tuple([one.index_select(0, rows) for one in tensors]))
+        if not self._is_compared and wanted.epoch >= 0 and getattr(get_worker_info(), "id", 0) == 0:
+            self._is_compared = True
+            with unsaved.named(train_data=self._dataset, collate_fn=self._collate):
+                return self.fetched(micro_batch)
         generators = HostGenerators() if self._needs_seeds and get_worker_info() is None else None
         samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
         try:

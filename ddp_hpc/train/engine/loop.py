@@ -98,7 +98,7 @@ def restore(t: Training) -> None:
     t.recorder.open(t.state.position)
     if t.spec.train.on_nonfinite != "ignore":
         t.checkpointer.refuse_nonfinite(t.state.model)
-    t.checkpointer.watch(t.state, t.recipe.loss)
+    t.checkpointer.watch(t.state, loss=t.recipe.loss, inputs_and_targets=t.recipe.inputs_and_targets)
     t.replicas.compare(t.state)
     t.save_plan.begin(t.state.position.step)
     t.watchdog.feed()

@@ -36,6 +36,7 @@ from ddp_hpc.run.checkpoints.shards import ShardRecord
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import memory_text
 from ddp_hpc.run.spec import CheckpointSpec
+from ddp_hpc.train import unsaved
 from ddp_hpc.train.engine.divergence import diverged
 from ddp_hpc.train.process_group import Group, select_device
 from ddp_hpc.train.state import digests, round_trip, training_state
@@ -122,8 +123,8 @@ class Checkpointer:
         self._made: dict[str, dict[str, SavedTensor]] | None = None
         """Names and shapes of what the model saves, as they were before any forward; None where that was not asked."""
         self._is_checked_again = False
-        self._unsaved: Callable[[], dict[str, int]] = dict
-        """Returns the digests of what no checkpoint holds; `_unsaved_before`: as they were before the first forward."""
+        self._unsaved: Callable[[], dict[str, int]] | None = None
+        """Returns a number for each value that no checkpoint holds; `_unsaved_before`: as they were before the first forward."""
         self._unsaved_before: dict[str, int] = {}
         self.newest_losses: Callable[[], Sequence[Tensor]] = tuple
         """Returns the losses of the last step. If one is not finite, a periodic save is not committed: the weights may still be
@@ -149,15 +150,17 @@ class Checkpointer:
             return
         self.check_again(state, why=round_trip.why_not_restored(state, DTYPES))
         self._compare_between_ranks(state)
-        if self._group.rank_info.is_rank_zero:
-            round_trip.tell_unsaved(self._unsaved_before, self._unsaved())
+        if self._unsaved is not None and self._group.rank_info.is_rank_zero:
+            unsaved.tell(self._unsaved_before, self._unsaved())
         if will_save:  # the optimizer has made its state in this step, so its size is known
             self.wait()
             self._writing = self._writer.submit(self._make_buffers, self._mine(state))
 
-    def watch(self, state: TrainingState, loss: object) -> None:
-        """Note, before the first forward, what no checkpoint holds, to name it if the first step changes it."""
-        self._unsaved = partial(round_trip.unsaved, state, loss)
+    def watch(self, state: TrainingState, **functions: object) -> None:
+        """Note, before the first forward, what no checkpoint holds of the model, the optimizer and these functions, to name it if the first step changes it."""
+        roots = {"model": state.model, "optimizer": state.optimizer, **functions}
+        saved = [one for one in state.model.state_dict().values() if isinstance(one, Tensor)]
+        self._unsaved = partial(unsaved.unsaved, roots, saved=saved, optimizer=state.optimizer)
         self._unsaved_before = self._unsaved()
 
     def _compare_between_ranks(self, state: TrainingState) -> None:

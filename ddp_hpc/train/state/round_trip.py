@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.engine.set_aside import room_for_copies, set_aside
@@ -160,34 +160,6 @@ def why_ranks_differ(reports: Iterable[Mapping[str, int]]) -> str:
         f"The ranks do not have the same {names}, but a checkpoint holds one value for all. Make it equal on all ranks, or a buffer, or a tensor that "
         "`get_extra_state` returns: that is saved for each rank."
     )
-
-
-def unsaved(state: TrainingState, loss: object) -> dict[str, int]:
-    """Return digests of buffers and frozen weights that no checkpoint holds."""
-    known, saved = named_tensors(state.model), state.model.state_dict()
-    memory = {one.data_ptr() for one in saved.values() if isinstance(one, Tensor)}
-    of_loss = loss.named_buffers() if isinstance(loss, nn.Module) else ()
-    others = known | {
-        f"{name} of the loss": one for name, one in of_loss if not any(one is other for other in known.values())
-    }
-    return digests.of_tensors(
-        {
-            name: one.detach()
-            for name, one in others.items()
-            if name not in saved and _has_storage(one) and one.data_ptr() not in memory
-        }
-    )
-
-
-def tell_unsaved(before: Mapping[str, int], now: Mapping[str, int]) -> None:
-    """Log which of `unsaved` the first step has changed."""
-    if changed := digests.differing([now, before]):
-        log.warning(
-            "the first step changes %s, which no checkpoint holds: a resumed run begins with what the recipe gives it, and may not give the bits "
-            "of an undisturbed one. You need do nothing if it is a cache that forward fills; else make it a buffer of the model that its "
-            "`state_dict` has (not `persistent=False`).",
-            _listed(changed),
-        )
 
 
 def _listed(names: list[str]) -> str:

@@ -1,0 +1,197 @@
+"""Names values of the user's code that no checkpoint holds, though the first step changes them: counters, caches, generators, closures, globals."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import logging
+import pickle
+import random
+import sys
+import zlib
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddp_hpc.train.engine.kept_values import GENERATORS, MOST_VALUES, is_constant, state_of
+from ddp_hpc.train.recipe import OTHERS_CODE
+from ddp_hpc.train.state import digests
+
+log = logging.getLogger(__name__)
+
+_MOST_NAMED = 3
+_MOST_BYTES = 1 << 20
+"""Of a tensor or array of which all bytes are compared; of a larger tensor, the count of its changes is."""
+_NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, np.generic)
+_FLAT = {*_NUMBERS_AND_TEXTS, type(None)}
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_CACHED = type(functools.cache(id))
+_WRAPPERS = (MethodType, BuiltinMethodType, staticmethod, classmethod, property, functools.partial)
+_GLOBAL_GENERATORS = (torch.default_generator, random.getstate.__self__, np.random.mtrand._rand)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+@contextmanager
+def named(**roots: object) -> Iterator[None]:
+    """Log what changes meanwhile."""
+    before = unsaved(roots)
+    yield
+    tell(before, unsaved(roots))
+
+
+def tell(before: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Log which of `unsaved` has changed. What an object that was not there before has in it does not count: a file may be opened late."""
+    nothing = hash(())
+    places = [*dict.fromkeys([*now, *before])]
+    is_known = [place in before or place.rpartition(".")[0] in before for place in places]
+    changed = [
+        f"`{place}`"
+        for place, known in zip(places, is_known, strict=True)
+        if known and now.get(place, nothing) != before.get(place, nothing)
+    ]
+    if changed:
+        more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
+        log.warning(
+            "the first step changes %s%s, which no checkpoint holds: a resumed run begins with what the recipe gives it, and may not give the "
+            "bits of an undisturbed one. You need do nothing if it is a cache whose content follows from the input alone; else make it a buffer "
+            "of the model that its `state_dict` has (not `persistent=False`), or let it follow from the sample's index and the global generators.",
+            ", ".join(changed[:_MOST_NAMED]),
+            more,
+        )
+
+
+def unsaved(roots: Mapping[str, object], *, saved: Iterable[Tensor] = (), optimizer: object = None) -> dict[str, int]:
+    """Return a number for each place below `roots`, except for tensors that are `saved` and for what the `optimizer` keeps."""
+    walk = _Walk(saved, optimizer)
+    try:
+        for place, root in roots.items():
+            walk.visit(root, place)
+    except Exception as error:  # noqa: BLE001  a user's object may raise anything where it is looked at
+        log.info("what the code changes and no checkpoint holds is not looked for: %s: %s", type(error).__name__, error)
+        return {}
+    return {place: hash(tuple(leaves)) for place, leaves in walk.found.items()}
+
+
+class _Walk:
+    """Goes through values, each once, and notes those of which a number can be taken."""
+
+    def __init__(self, saved: Iterable[Tensor], optimizer: object) -> None:
+        self.found: dict[str, list[int]] = {}
+        self._memory = {_memory(one) for one in saved}
+        self._optimizers = {id(optimizer)} - {id(None)}
+        self._seen: dict[int, object] = {id(one): one for one in _GLOBAL_GENERATORS}
+
+    def visit(self, root: object, root_place: str) -> None:
+        waiting = [(root, root_place)]
+        while waiting and len(self._seen) < MOST_VALUES:
+            value, place = waiting.pop()
+            if id(value) in self._seen and not isinstance(value, _NUMBERS_AND_TEXTS):
+                continue
+            self._seen[id(value)] = value  # which also keeps its id
+            leaves = self.found.setdefault(place, [])
+            if (leaf := self._leaf(value)) is not None:
+                leaves.append(leaf)
+            if not _is_flat(value):
+                waiting += [
+                    (part, name if name[:1] not in (".", "") else place + name) for name, part in self._parts(value)
+                ]
+
+    def _leaf(self, value: Any) -> int | None:
+        """Return a number that changes with the value itself; None where it has none, or a checkpoint holds it."""
+        if isinstance(value, _NUMBERS_AND_TEXTS) or _is_flat(value):
+            return hash((type(value), value if isinstance(value, Hashable) else tuple(value)))
+        if isinstance(value, Tensor):
+            return None if _memory(value) in self._memory else _of_tensor(value)
+        if type(value) is np.ndarray and not value.dtype.hasobject and value.nbytes <= _MOST_BYTES:
+            return zlib.crc32(value.tobytes())
+        if isinstance(value, GENERATORS):
+            return zlib.crc32(pickle.dumps(state_of(value)))
+        if isinstance(value, (_CACHED, itertools.count, ctypes._SimpleCData)):  # noqa: SLF001  a number shared by processes
+            return hash(value.cache_info().currsize if isinstance(value, _CACHED) else repr(value))
+        return None
+
+    def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: PLR0911  one for each kind
+        """Yield what is in a value, with `.name` of an attribute, the name of a place elsewhere, or nothing where it has the value's place."""
+        if isinstance(value, dict):
+            return (("", one) for one in value.values())
+        if isinstance(value, _SEQUENCES):
+            return (("", one) for one in value)
+        if isinstance(value, FunctionType):
+            return _in_function(value) if _is_users(value.__module__) else iter(())
+        if isinstance(value, type):
+            own = vars(value).items() if _is_users(value.__module__) else ()
+            return ((f"{value.__qualname__}.{key}", one) for key, one in own if key[:2] != "__" or key == "__getitem__")
+        if isinstance(value, _WRAPPERS):
+            return (
+                ("", getattr(value, name, None))
+                for name in ("__func__", "__self__", "fget", "func", "args", "keywords")
+            )
+        if id(value) in self._optimizers:
+            inner = {id(one) for one in vars(value).values() if isinstance(one, torch.optim.Optimizer)}
+            self._optimizers |= inner
+            held = ((f".{key}", one) for key, one in vars(value).items())
+            return itertools.chain(
+                ((key, one) for key, one in held if callable(one) or id(one) in inner or key[1:] in _HOOKS),
+                [("", type(value))],
+            )
+        is_opaque = isinstance(value, ModuleType) or is_constant(type(value)) or not hasattr(value, "__dict__")
+        return iter(()) if is_opaque else _in_object(value)
+
+
+def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
+    for key, one in vars(value).items():
+        if key in _REGISTERED and isinstance(value, nn.Module):
+            yield from ((f".{name}", each) for name, each in one.items())
+        elif key != "training":
+            yield f".{key}", one
+    yield from ((f".{key}", getattr(value, key)) for key in _HOOKS if isinstance(value, Tensor) and hasattr(value, key))
+    yield "", type(value)
+
+
+def _in_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield attributes, what its closure holds, and the globals that it names."""
+    yield from ((f".{key}", one) for key, one in vars(function).items())
+    yield from (("", one) for one in function.__defaults__ or ())
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is empty
+            yield f".{name}", cell.cell_contents
+    names = [*_names(function.__code__)]
+    yield from ((f"{function.__module__}.{name}", function.__globals__.get(name)) for name in names)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _names(one)
+
+
+def _of_tensor(value: Tensor) -> int | None:
+    if value.layout != torch.strided or value.is_meta or value.is_nested:
+        return None
+    if value.numel() * value.element_size() > _MOST_BYTES:
+        return value._version  # noqa: SLF001  # no copy of a large tensor
+    return hash((value.dtype, tuple(value.shape), *digests.of_tensors({"": value.detach()}).values()))
+
+
+def _memory(value: Tensor) -> tuple[int, int]:
+    """Return what is the same for a tensor and for a `detach` of it."""
+    return value.data_ptr(), value.numel()
+
+
+def _is_flat(value: object) -> bool:
+    return type(value) in _SEQUENCES and {*map(type, value)} <= _FLAT  # type: ignore[call-overload]  # fast, as it may be long
+
+
+@functools.cache
+def _is_users(module: str) -> bool:
+    file = str(getattr(sys.modules.get(module), "__file__", None) or "")
+    return bool(file) and not any(part in file for part in OTHERS_CODE)

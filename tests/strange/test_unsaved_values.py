@@ -1,0 +1,214 @@
+"""What the first step changes of a user's own values, and no checkpoint holds, is named; what is saved, constant or a cache of PyTorch's is not."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import multiprocessing
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ddp_hpc.train import unsaved
+from ddp_hpc.train.recipe import Recipe
+from tests.strange.one_process import trained
+
+_SEEN = 0
+
+
+class Rows(Dataset[Any]):
+    """`before` is called with each index, and may keep something."""
+
+    def __init__(self, before: Callable[[Rows, int], object] = lambda rows, index: None) -> None:
+        self.before, self.values, self.count = before, torch.randn(16, 3), 0
+        self.known: dict[int, Tensor] = {}
+        self.file: Any = None
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.before(self, index)
+        return self.values[index], index % 2
+
+
+class Keeps(nn.Module):
+    """Calls `keep` in each forward, which may change anything."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], object], **kept: Any) -> None:
+        super().__init__()
+        self.linear, self.keep = nn.Linear(3, 2), keep
+        for name, value in kept.items():
+            setattr(self, name, value)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.keep(self, rows)
+        return self.linear(rows)  # type: ignore[no-any-return]  # a Tensor
+
+
+def _set(name: str, value: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], object]:
+    return lambda model, rows: setattr(model, name, value(model, rows))
+
+
+def _count_globally(_model: Keeps, _rows: Tensor) -> None:
+    global _SEEN  # noqa: PLW0603  as users do
+    _SEEN += 1
+
+
+class Teacher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+
+MODELS: dict[str, tuple[Callable[[], Keeps], str]] = {
+    "counter": (lambda: Keeps(_set("n", lambda model, _: model.n + 1), n=0), "model.n"),
+    "flag": (lambda: Keeps(_set("is_ready", lambda *_: True), is_ready=False), "model.is_ready"),
+    "first tensor": (lambda: Keeps(_set("mask", lambda _, rows: rows.detach()), mask=None), "model.mask"),
+    "torch generator": (
+        lambda: Keeps(lambda model, _: torch.rand(1, generator=model.g), g=torch.Generator()),
+        "model.g",
+    ),
+    "numpy generator": (lambda: Keeps(lambda model, _: model.g.random(), g=np.random.default_rng(0)), "model.g"),
+    "Python generator": (lambda: Keeps(lambda model, _: model.g.random(), g=random.Random(0)), "model.g"),
+    "queue": (
+        lambda: Keeps(lambda model, rows: model.q.append(rows.detach()), q=collections.deque(maxlen=2)),
+        "model.q",
+    ),
+    "teacher in a list": (
+        lambda: Keeps(lambda model, _: model.t[0].weight.data.add_(1), t=[Teacher()]),
+        "model.t.weight",
+    ),
+    "global": (lambda: Keeps(_count_globally), f"{__name__}._SEEN"),
+    "iterator": (lambda: Keeps(lambda model, _: next(model.c), c=itertools.count()), "model.c"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_of_a_model_that_is_no_buffer_is_named(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, place = MODELS[name]
+
+    trained(tmp_path / "run", Recipe(model=make(), train_data=Rows(), loss=nn.CrossEntropyLoss()), train__max_steps=2)
+
+    assert f"the first step changes `{place}`, which no checkpoint holds" in caplog.text
+
+
+DATA: dict[str, tuple[Callable[[Rows, int], object], str]] = {
+    "counter": (lambda rows, _: setattr(rows, "count", rows.count + 1), "train_data.count"),
+    "cache": (lambda rows, index: rows.known.setdefault(index, torch.randn(2)), "train_data.known"),
+    "in place": (lambda rows, index: rows.values[index].add_(1), "train_data.values"),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("name", DATA)
+def test_state_of_a_data_set_is_named_by_whichever_process_loads(
+    name: str, num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, place = DATA[name]
+    recipe = Recipe(model=nn.Linear(3, 2), train_data=Rows(before), loss=nn.CrossEntropyLoss())
+
+    trained(tmp_path / "run", recipe, train__max_steps=2, data__num_workers=num_workers)
+
+    told = caplog.text + capfd.readouterr().err
+    assert num_workers or f"the first step changes `{place}`, which no checkpoint holds" in told
+
+
+def test_a_scheduler_in_a_hook_and_a_count_of_the_optimizers_class_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Counts(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            Counts.calls += 1
+            super().step(closure)
+
+    def optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        made = Counts(model.parameters(), lr, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
+        made.register_step_post_hook(lambda *_: schedule.step())
+        return made
+
+    recipe = Recipe(model=nn.Linear(3, 2), train_data=Rows(), loss=nn.CrossEntropyLoss(), optimizer=optimizer)
+    trained(tmp_path / "run", recipe, train__max_steps=2)
+
+    assert "Counts.calls`" in caplog.text or "more, which" in caplog.text
+    assert "`optimizer._optimizer_step_post_hooks.schedule." in caplog.text
+
+
+def test_what_the_closure_of_a_loss_counts_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls = 0
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return nn.functional.cross_entropy(outputs, targets)
+
+    trained(tmp_path / "run", Recipe(model=nn.Linear(3, 2), train_data=Rows(), loss=loss), train__max_steps=2)
+
+    assert "the first step changes `loss.calls`" in caplog.text
+
+
+def test_what_is_saved_constant_opened_late_or_a_global_generator_is_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def draws(rows: Rows, index: int) -> None:
+        rows.file = rows.file or Reader()
+        assert random.random() + np.random.rand() + torch.rand(1).item() >= index * 0  # noqa: NPY002
+
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.LSTM(3, 4, dropout=0.1, num_layers=2), Last(), nn.BatchNorm1d(4),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)),
+    )  # fmt: skip
+
+    trained(
+        tmp_path / "run", Recipe(model=model, train_data=Rows(draws), loss=nn.CrossEntropyLoss()), train__max_steps=2
+    )
+
+    assert "the first step changes" not in caplog.text
+
+
+class Reader:
+    """As an open file is, once it is there."""
+
+    def __init__(self) -> None:
+        self.mode = "r"
+
+
+class Last(nn.Module):
+    def forward(self, outputs: tuple[Tensor, Any]) -> Tensor:
+        return outputs[0][:, -1]
+
+
+def test_numbers_that_processes_share_and_functions_with_a_cache_are_compared(caplog: pytest.LogCaptureFixture) -> None:
+    shared, cached = multiprocessing.Value("i", 0), functools.cache(abs)
+
+    with unsaved.named(shared=shared, cached=cached):
+        shared.value += 1
+        cached(-1)
+
+    assert "`cached`" in caplog.text
+    assert "`shared." in caplog.text
+
+
+def test_an_object_that_cannot_be_looked_at_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    class Shy:
+        @property
+        def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+            raise OSError("look away")
+
+    with caplog.at_level("INFO"):
+        assert unsaved.unsaved({"model": Shy(), "count": 1}) == {}
+
+    assert "OSError: look away" in caplog.text
