@@ -48,14 +48,14 @@ def named(**roots: object) -> Iterator[None]:
 
 
 def tell(before: Mapping[str, int], now: Mapping[str, int]) -> None:
-    """Log which of `unsaved` has changed. What an object that was not there before has in it does not count: a file may be opened late."""
+    """Log which of `unsaved` has changed. What an object made since has in it does not count: a file may be opened late."""
     nothing = hash(())
     places = [*dict.fromkeys([*now, *before])]
     is_known = [place in before or place.rpartition(".")[0] in before for place in places]
     changed = [
         f"`{place}`"
         for place, known in zip(places, is_known, strict=True)
-        if known and now.get(place, nothing) != before.get(place, nothing)
+        if known and now.get(place, nothing) not in (nothing, before.get(place, nothing))
     ]
     if changed:
         more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
@@ -175,7 +175,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _of_tensor(value: Tensor) -> int | None:
-    if value.layout != torch.strided or value.is_meta or value.is_nested:
+    if value.layout != torch.strided or value.is_meta or value.is_nested or value.grad_fn is not None:
         return None
     if value.numel() * value.element_size() > _MOST_BYTES:
         return value._version  # noqa: SLF001  # no copy of a large tensor

@@ -169,7 +169,7 @@ def test_what_is_saved_constant_opened_late_or_a_global_generator_is_not_named(
 
     model = nn.Sequential(
         nn.Unflatten(1, (1, 3)), nn.LSTM(3, 4, dropout=0.1, num_layers=2), Last(), nn.BatchNorm1d(4),
-        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 2)),
     )  # fmt: skip
 
     trained(

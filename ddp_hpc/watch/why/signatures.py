@@ -434,7 +434,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="import",
         title="a module cannot be imported",
         means="Python on that node does not find a module or a library, or the module itself fails while it is imported.",
-        to_do="Try `python -c 'import MODULE'` in the same environment, on a node; install what is missing, or name the right environment.",
+        to_do="Try `python -c 'import MODULE'` in the same environment, on a node; install what is missing, or name the right environment. Start a script that has relative imports as a module (`-- python -m pkg.train`).",
         patterns=[
             _raised(r"(?:ModuleNotFoundError|ImportError): ", "ModuleNotFoundError: No module named 'timm'"),
             _raised(
