@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp_hpc.base.durable import open_record
 from ddp_hpc.base.patience import is_answer
-from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.paths import RunDir
+
+if TYPE_CHECKING:
+    from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 
 _TAIL_BYTES = 16 << 10
 _NUM_WORDS = 3

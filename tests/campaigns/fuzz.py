@@ -228,7 +228,7 @@ def tried(
         one()
     except Exception as error:  # noqa: BLE001  whatever a reader raises is what is looked for
         where = traceback.extract_tb(error.__traceback__)[-1]
-        failed[name] = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno}) {notes_of(error)}"
+        failed[name] = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno}) {notes_of(error)}"
     return done
 
 

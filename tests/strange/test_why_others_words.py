@@ -54,12 +54,12 @@ def test_a_users_message_that_looks_like_the_systems_has_no_class(text: str) -> 
     assert match_exception(text) is None
 
 
-def test_a_traceback_in_a_frame_of_its_own_is_not_guessed_at() -> None:
+def test_a_traceback_in_a_frame_of_its_own_is_read() -> None:
     framed = "╭─ Traceback (most recent call last) ─╮\n│ train.py:3 in <module>              │\n╰─────────────────────────────────────╯\nZeroDivisionError: division by zero\n"
 
     found = verdict_on(framed)
 
-    assert (found.failure, found.detail) == ("exit-code", "exit code 1")
+    assert (found.failure, found.detail) == ("user-exception", "ZeroDivisionError: division by zero")
 
 
 def test_bars_and_colours_do_not_hide_the_exception() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
+from ddp_hpc.cluster.rendezvous.worker_env import GIVEN, USERS_CODE
 from ddp_hpc.job.node.python_environ import IMPORT_PATH, SAFE_PATH, make_users_code_importable
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.recipe import load_builder
@@ -79,6 +79,7 @@ def test_the_copy_of_the_code_comes_before_what_the_user_exports_and_what_is_ins
     places = [sys.path.index(path) for path in (os.__file__.rpartition("/")[0], f"{tmp_path}/snapshot", "/users/own")]
     assert places == sorted(places)
     assert places[-1] < sys.path.index(installed[0])
+    del environ[GIVEN]  # what a run that this process submits is to have instead
     assert environ == {"PYTHONPATH": f"{tmp_path}/snapshot:/users/own", USERS_CODE: f"{tmp_path}/snapshot"}
 
 

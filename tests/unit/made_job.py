@@ -56,15 +56,16 @@ class Supervised:
 
     def ends(self, outcome: Outcome) -> Conclusion:
         """Begin an attempt that ends so, and do what follows."""
-        return self._conclude(self.begin(), outcome)
+        return self.conclude(self.begin(), outcome)
 
     def killed_on(self, rank: int) -> None:
         """Begin an attempt that ends because a rank is killed."""
         attempt = self.begin()
         add_failure(self.run, attempt, rank=rank, exception="killed by SIGKILL", signal=9)
-        self._conclude(attempt, CRASHED)
+        self.conclude(attempt, CRASHED)
 
-    def _conclude(self, attempt: int, outcome: Outcome) -> Conclusion:
+    def conclude(self, attempt: int, outcome: Outcome) -> Conclusion:
+        """End an attempt so, and do what follows, where the job ends with it."""
         conclusion = conclude(self.context, attempt, outcome)
         if conclusion.decision.next != Next.IN_PLACE:
             leave(self.context, conclusion)

@@ -107,7 +107,7 @@ def refuses(one: Supervised, *, rank: int = 1, host: str = "node2") -> None:
     """Begin an attempt that ends with a worker's word that the input cannot be."""
     attempt = one.begin()
     add_failure(one.run, attempt, rank=rank, host=host, exception="no GPU is visible", is_input_error=True)
-    leave(one.context, conclude(one.context, attempt, Outcome(code=exit_codes.REFUSED)))
+    one.conclude(attempt, Outcome(code=exit_codes.REFUSED))
 
 
 def test_input_that_cannot_be_ends_the_run(supervised: Make) -> None:

@@ -19,7 +19,6 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.only_in_job import PRIVATE_PLACES
-from ddp_hpc.watch.failure import last_words
 
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
@@ -237,6 +236,8 @@ def silent_end(run: RunDir, job_id: str, job: JobRecord | None, since: float) ->
         if job is None
         else f"{states.phrase(job.state)}{job.reason and f' ({job.reason})'}"
     )
+    from ddp_hpc.watch.failure import last_words  # late: most jobs begin
+
     if words := last_words(run, since):
         return f"Job {job_id} of {run.name} {how}, before ddp-hpc began in it. {words}\nCorrect that, and submit the run again."
     return (
