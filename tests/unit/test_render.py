@@ -183,12 +183,12 @@ def test_setup_runs_before_anything_of_ours_and_as_it_was_written() -> None:
 @pytest.mark.parametrize("is_point", [False, True])
 @pytest.mark.parametrize(
     ("line", "fails"),
-    [("false --with x", True), ("source no-such-file", True), ("source sourced", False), ("false || true", False)],
+    [("false --with x", True), ("cd no-such-directory", True), ("source sourced", False), ("false || true", False)],
 )
 def test_a_command_of_setup_that_fails_ends_the_job_and_is_named(
     line: str, fails: bool, is_point: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "sourced").write_text("false\ntrue\n")
+    (tmp_path / "sourced").write_text("false\n[[ -f aliases ]] && source aliases\n")
     (tmp_path / "job.sbatch").write_text(script(make_spec(slurm={"setup": (line, "echo went on")})))
     (tmp_path / "point.sbatch").write_text("source job.sbatch\n")  # as a sweep's array starts it
 
