@@ -175,8 +175,16 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _of_tensor(value: Tensor) -> int | None:
-    if value.layout != torch.strided or value.is_meta or value.is_nested or value.grad_fn is not None:
+    is_plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ and value.layout == torch.strided
+    if not is_plain or value.is_meta or value.is_nested or value.is_quantized or value.grad_fn is not None:
         return None
+    extent = (
+        value.storage_offset()
+        + 1
+        + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    )
+    if value.numel() and value.untyped_storage().nbytes() < extent * value.element_size():
+        return None  # somebody has freed its memory
     if value.numel() * value.element_size() > _MOST_BYTES:
         return value._version  # noqa: SLF001  # no copy of a large tensor
     return hash((value.dtype, tuple(value.shape), *digests.of_tensors({"": value.detach()}).values()))

@@ -8,7 +8,14 @@ import shutil
 
 import pytest
 
-from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, TABLE, USERS_CODE
+from ddp_hpc.cluster.rendezvous.worker_env import (
+    CPUS_BEFORE,
+    GIVEN,
+    PROBE_FOLDER,
+    PROBES_ITSELF,
+    TABLE,
+    USERS_CODE,
+)
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.lab.settings import ROOT
 from tests.slurm.runs import LoginNode, world
@@ -69,7 +76,7 @@ def test_the_table_of_env_in_each_rank_is_the_ranks_environment(
             before = {name for name, _, _ in (line.partition("=") for line in found["at_exec"])}
             given = {name for name in environ.keys() - before if not name.startswith(PYTHONS_AND_TORCHS)}
             told = {name for name in {*rows, TABLE} - before if not name.startswith(PYTHONS_AND_TORCHS)}
-            assert given - {USERS_CODE, PROBE_FOLDER, PROBES_ITSELF} == told
+            assert given - {USERS_CODE, PROBE_FOLDER, PROBES_ITSELF, GIVEN, CPUS_BEFORE} == told
             assert rows["MASTER_PORT"]["value"] == meeting[2]
         if launcher == "srun":  # where Slurm knows the ranks, it tells the same without the launcher's table
             derived = {row["name"]: row["value"] for row in found["derived_by_a_plain_task"]}

@@ -212,3 +212,16 @@ def test_an_object_that_cannot_be_looked_at_ends_no_training(caplog: pytest.LogC
         assert unsaved.unsaved({"model": Shy(), "count": 1}) == {}
 
     assert "OSError: look away" in caplog.text
+
+
+def test_tensors_that_cannot_be_read_are_passed_over() -> None:
+    freed, quantised = torch.ones(9), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    freed.untyped_storage().resize_(0)
+    odd = {
+        "freed": freed,
+        "quantised": quantised,
+        "meta": torch.ones(3, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+
+    assert unsaved.unsaved({"data": odd, "expanded": torch.ones(1).expand(5)}).keys() == {"data", "expanded"}
