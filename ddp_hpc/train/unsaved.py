@@ -175,8 +175,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _of_tensor(value: Tensor) -> int | None:
-    is_plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ and value.layout == torch.strided
-    if not is_plain or value.is_meta or value.is_nested or value.is_quantized or value.grad_fn is not None:
+    if not _is_plain(value) or value.is_quantized or value.grad_fn is not None:
         return None
     extent = (
         value.storage_offset()
@@ -190,9 +189,14 @@ def _of_tensor(value: Tensor) -> int | None:
     return hash((value.dtype, tuple(value.shape), *digests.of_tensors({"": value.detach()}).values()))
 
 
+def _is_plain(value: Tensor) -> bool:
+    is_dense = value.layout == torch.strided and not value.is_meta and not value.is_nested
+    return is_dense and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def _memory(value: Tensor) -> tuple[int, int]:
     """Return what is the same for a tensor and for a `detach` of it."""
-    return value.data_ptr(), value.numel()
+    return (value.data_ptr(), value.numel()) if _is_plain(value) else (id(value), 0)
 
 
 def _is_flat(value: object) -> bool:

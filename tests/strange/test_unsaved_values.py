@@ -224,4 +224,6 @@ def test_tensors_that_cannot_be_read_are_passed_over() -> None:
         "sparse": torch.eye(3).to_sparse(),
     }
 
-    assert unsaved.unsaved({"data": odd, "expanded": torch.ones(1).expand(5)}).keys() == {"data", "expanded"}
+    places = [*unsaved.unsaved({"data": odd, "count": 1})]
+
+    assert {"data", "count"} <= {*places}
