@@ -214,6 +214,7 @@ def test_an_object_that_cannot_be_looked_at_ends_no_training(caplog: pytest.LogC
     assert "OSError: look away" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_tensors_that_cannot_be_read_are_passed_over() -> None:
     freed, quantised = torch.ones(9), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     freed.untyped_storage().resize_(0)
