@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -37,8 +37,18 @@ OTHERS_CODE = (
 )
 """Parts of paths of code that is not the user's."""
 
+
+class WeightedLoss(NamedTuple):
+    """A loss of samples that count differently: its mean is the sum divided by the weight, over all of a batch."""
+
+    total: Tensor
+    """The sum over the samples, a scalar."""
+    weight: Tensor | float
+    """What to divide it by: the sum of the class weights, or the number of tokens that count."""
+
+
 Loss = Callable[[Any, Any], Any]
-"""(outputs, targets) -> the mean over the samples, or a pair: a sum over them, and the weight that the mean is the sum divided by."""
+"""(outputs, targets) -> the mean over the samples, a scalar; or a sum over them and its weight."""
 Scorer = Callable[[Any, Any], Tensor]
 """(outputs, targets) -> one value per sample, shape (num_samples,); averaged over the held-out set."""
 
@@ -60,7 +70,7 @@ class Recipe:
     train_data: Dataset[Any]
     """Map-style: `len(data)` and `data[index]`. Random augmentation may use torch's, numpy's or Python's generator."""
     loss: Loss
-    """(outputs, targets) -> the mean over the samples, a scalar; or a pair of scalars: a sum, and what to divide it by."""
+    """(outputs, targets) -> the mean over the samples, a scalar; or a `WeightedLoss`."""
     eval_data: Dataset[Any] | None = None
     """Held-out samples, map-style."""
     optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] | None = None

@@ -120,10 +120,11 @@ class _Walk:
 
     def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: PLR0911  one for each kind
         """Yield what is in a value, with `.name` of an attribute, the name of a place elsewhere, or nothing where it has the value's place."""
+        # As the built-in types have them: a class of the user's may load each from a disk.
         if isinstance(value, dict):
-            return (("", one) for one in value.values())
-        if isinstance(value, _SEQUENCES):
-            return (("", one) for one in value)
+            return (("", one) for one in dict.values(value))
+        if kind := next((one for one in _SEQUENCES if isinstance(value, one)), None):
+            return (("", one) for one in kind.__iter__(value))
         if isinstance(value, FunctionType):
             return _in_function(value) if _is_users(value.__module__) else iter(())
         if isinstance(value, type):

@@ -17,10 +17,11 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.engine.weighted_loss import warn_of_no_mean
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.recipe import Recipe, WeightedLoss
 from tests.distributed.processes import in_group
 from tests.strange.one_process import trained
 from tests.strange.walks import Case, differences, in_plain_torch, sample_ids, walk, walk_in_parts, weights
@@ -34,7 +35,7 @@ CLASSES[::4] = -100
 KEYS = {"epochs": 3, "global_batch_size": BATCH}
 
 
-def documented_loss() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def documented_loss() -> Callable[[Tensor, Tensor], WeightedLoss]:
     """Return the function of the example in docs/recipes.md."""
     section = DOCUMENTED.read_text().split("## A loss with weights")[1]
     found: dict[str, Any] = {"torch": torch, "Tensor": Tensor, "functional": functional}
@@ -158,7 +159,7 @@ NO_MEANS: dict[str, tuple[Any, Any, Any]] = {
     "a sum": (nn.CrossEntropyLoss(reduction="sum"), OUTPUTS, TARGETS),
     "contrastive": (lambda one, _: functional.cross_entropy(one @ one.T, torch.arange(len(one))), OUTPUTS, TARGETS),
     "a root": (lambda one, _: one.square().mean().sqrt(), OUTPUTS, TARGETS),
-    "a mean and its weight": (lambda one, to: (_smooth(one, to), len(to)), OUTPUTS, TARGETS),
+    "a mean and its weight": (lambda one, to: WeightedLoss(_smooth(one, to), len(to)), OUTPUTS, TARGETS),
 }
 
 
@@ -174,4 +175,20 @@ def test_what_depends_on_how_a_batch_is_divided_is_warned_of(name: str, caplog: 
     warn_of_no_mean(*NO_MEANS[name], 8)
 
     (said,) = caplog.messages
-    assert ("returns a pair" if name == "a mean and its weight" else "is not a mean") in said
+    assert ("returns a `WeightedLoss`" if name == "a mean and its weight" else "is not a mean") in said
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (
+            (torch.ones(()), 0.5),
+            "returned a tuple. Return the mean",
+        ),  # as frameworks do that log an accuracy beside the loss
+        ({"loss": torch.ones(())}, "returned a dict. Return the mean"),
+        (WeightedLoss(torch.ones(()), OUTPUTS), r"of shapes \(\) and \(16, 3\). Return two scalars"),
+    ],
+)
+def test_what_is_neither_a_mean_nor_a_weighted_loss_is_refused(returned: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trained(tmp_path / "run", recipe(lambda *_: returned))

@@ -228,3 +228,18 @@ def test_tensors_that_cannot_be_read_are_passed_over() -> None:
     places = [*unsaved.unsaved({"data": odd, "count": 1})]
 
     assert {"data", "count"} <= {*places}
+
+
+def test_a_list_or_dict_that_loads_what_one_asks_for_loads_nothing() -> None:
+    class Images(list[str]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all images are loaded")
+
+    class Lazy(dict[str, str]):
+        def values(self) -> Any:
+            raise AssertionError("all values are loaded")
+
+    before = unsaved.unsaved({"data": [Images(["a.png"]), Lazy(a="b.png")]})
+
+    assert before
+    assert before != unsaved.unsaved({"data": [Images(["c.png"]), Lazy(a="b.png")]})

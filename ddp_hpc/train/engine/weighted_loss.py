@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.data.loader import mapped
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.recipe import Loss
+from ddp_hpc.train.recipe import Loss, WeightedLoss
 
 log = logging.getLogger(__name__)
 
@@ -22,21 +23,31 @@ _TOLERANCE = 1e-3
 _ADVICE = "So loss, gradients and evaluation depend on `train.micro_batch_size`, `eval.batch_size` and the number of workers. "
 _NO_MEAN = (
     "`Recipe.loss` is not a mean over samples: it gives %s for %d samples together, and %s on average for these in %d parts. "
-    f"{_ADVICE}With class weights, `ignore_index` or a mask, return a pair from it, the sum over the samples and what to divide it by: "
+    f"{_ADVICE}With class weights, `ignore_index` or a mask, return a `WeightedLoss` from it, the sum over the samples and what to divide it by: "
     'see "A loss with weights" in docs/recipes.md. If it compares samples with each other, keep these settings as they are.'
 )
 _NO_SUM = (
-    "`Recipe.loss` returns a pair, but not a sum and its weight: it gives %s for %d samples together, and these add up to %s in %d parts. "
+    "`Recipe.loss` returns a `WeightedLoss`, but not of a sum and its weight: it gives %s for %d samples together, and these add up to %s in %d parts. "
     f'{_ADVICE}Return the sum over the samples (`reduction="sum"`), and what to divide it by.'
 )
 
 
 def sum_and_weight(value: Any) -> tuple[Tensor, Tensor | None]:
     """Return what `Recipe.loss` has returned: a mean and None, or a sum and its weight, in float64."""
-    if not isinstance(value, tuple):
+    if isinstance(value, Tensor):
         return value, None
-    total, weight = value
-    return total, torch.as_tensor(weight, device=total.device).detach().double()
+    if not isinstance(value, WeightedLoss):
+        raise ConfigError(
+            f"`Recipe.loss` returned a {type(value).__name__}. Return the mean over the samples, a scalar tensor; or, with class weights or a "
+            "mask, `WeightedLoss(total, weight)` of ddp_hpc.train.recipe."
+        )
+    total, weight = value.total, torch.as_tensor(value.weight, device=value.total.device).detach()
+    if total.numel() != 1 or weight.numel() != 1:
+        raise ConfigError(
+            f"`Recipe.loss` returned a `WeightedLoss` of shapes {tuple(total.shape)} and {tuple(weight.shape)}. Return two scalars: the sum over "
+            "the samples, and what to divide it by."
+        )
+    return total.reshape(()), weight.double().reshape(())
 
 
 def divide_by_weight(own: Tensor, num_samples: int, parameters: Iterable[Tensor], group: Group) -> Tensor:

@@ -152,6 +152,7 @@ class Checkpointer:
         self._compare_between_ranks(state)
         if self._unsaved is not None and self._group.rank_info.is_rank_zero:
             unsaved.tell(self._unsaved_before, self._unsaved())
+        self._unsaved = None  # with the tensors that it has of the model
         if will_save:  # the optimizer has made its state in this step, so its size is known
             self.wait()
             self._writing = self._writer.submit(self._make_buffers, self._mine(state))
