@@ -15,39 +15,53 @@ from typing import Protocol, cast
 from ddp_hpc import __version__
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED
+from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.cli.quick_start import quick_start
 from ddp_hpc.cli.terminal import drop_output, guarded_terminal, open_closed_streams
 
-VERBS = {
-    "init": "write a small example, my_recipe.py and my_run.yaml, that runs as it is",
-    "submit": "start a run, or resume it from its newest checkpoint",
-    "join": "run this process's share of a run, where torchrun, srun, mpiexec, Kubeflow, SkyPilot or dstack has started it",
-    "render": "write a job script for `sbatch`, and submit nothing",
-    "status": "show a run's state, step, loss, time left and newest checkpoint; with --watch, again and again",
-    "why": "say why a run failed: which rank first, the evidence, and what to do",
-    "report": "write an HTML page on a run or a sweep: where its time went, loss, slow ranks, cost, and what to set",
-    "logs": "print or follow a run's log lines",
-    "list": "list all runs; filter, sort and compare them",
-    "sweep": "follow a sweep, start its points that are not submitted or have failed, or cancel it",
-    "stop": "ask a run to write a checkpoint and stop",
-    "requeue": "ask a run to write a checkpoint and go back into Slurm's queue; with --now, ask Slurm to start it at once",
-    "cancel": "kill a run at once, without a new checkpoint",
-    "delete": "delete a run: its checkpoints, metrics and logs",
-    "drill": "test this cluster: inject a fault into a short run, and check that the run recovers from it",
-    "certify": "test that your own script resumes: stop it, kill it at chosen moments, and compare the results",
-    "replay": "compute some steps of a run again, and compare them with what it recorded",
-    "bisect": "find the first step and tensor in which two runs differ, and what differed before it",
-    "audit": "compute random segments of a run again, and say whether they give what it recorded",
-    "checkpoints": "list a run's checkpoints; verify their files; print a hash of the newest",
-    "export": "write a run's weights to a safetensors file",
-    "doctor": "say whether this site, and with --nodes its nodes, are ready for a run, and what to do",
-    "config": "print every key of the configuration: its type, default and meaning",
-    "container": "build a container image for runs, or check that an image has what a run needs",
-    "site": "show the site profile (a cluster's default settings) used on this host, list all, or write a new one",
-    "completion": "print a shell script for tab completion of commands, options, keys and runs",
-    "env": "print the environment variables that a worker gets (RANK, MASTER_ADDR, ...), and where each comes from",
+GROUPS = {
+    "every day": {
+        "init": "write a small example, my_recipe.py and my_run.yaml, that runs as it is",
+        "submit": "start a run, or resume it from its newest checkpoint",
+        "status": "show a run's state, step, loss, time left and newest checkpoint; with --watch, again and again",
+        "logs": "print or follow a run's log lines",
+        "why": "say why a run failed: which rank first, the evidence, and what to do",
+        "list": "list all runs; filter, sort and compare them",
+        "stop": "ask a run to write a checkpoint and stop",
+        "export": "write a run's weights to a safetensors file",
+    },
+    "start otherwise": {
+        "render": "write a job script for `sbatch`, and submit nothing",
+        "join": "run this process's share of a run, where torchrun, srun, mpiexec, Kubeflow, SkyPilot or dstack has started it",
+        "env": "print the environment variables that a worker gets (RANK, MASTER_ADDR, ...), and where each comes from",
+    },
+    "look": {
+        "report": "write an HTML page on a run or a sweep: where its time went, loss, slow ranks, cost, and what to set",
+        "checkpoints": "list a run's checkpoints; verify their files; print a hash of the newest",
+    },
+    "steer": {
+        "sweep": "follow a sweep, start its points that are not submitted or have failed, or cancel it",
+        "requeue": "ask a run to write a checkpoint and go back into Slurm's queue; with --now, ask Slurm to start it at once",
+        "cancel": "kill a run at once, without a new checkpoint",
+        "delete": "delete a run: its checkpoints, metrics and logs",
+    },
+    "prove": {
+        "certify": "test that your own script resumes: stop it, kill it at chosen moments, and compare the results",
+        "drill": "test this cluster: inject a fault into a short run, and check that the run recovers from it",
+        "replay": "compute some steps of a run again, and compare them with what it recorded",
+        "bisect": "find the first step and tensor in which two runs differ, and what differed before it",
+        "audit": "compute random segments of a run again, and say whether they give what it recorded",
+    },
+    "site": {
+        "doctor": "say whether this site, and with --nodes its nodes, are ready for a run, and what to do",
+        "config": "print the keys of the configuration: type, default and meaning",
+        "site": "show the site profile (a cluster's default settings) used on this host, list all, or write a new one",
+        "container": "build a container image for runs, or check that an image has what a run needs",
+        "completion": "print a shell script for tab completion of commands, options, keys and runs",
+    },
 }
-"""Verb -> what it does; each is a module of `verbs`, imported when the user calls it."""
+"""Group -> verb -> what it does, as `--help` shows them; each verb is a module of `verbs`, imported when the user calls it."""
+VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
 _NEGATIVE = re.compile(r"-\.?\d")
 OF_SCRIPTS = frozenset({"certify", "join", "render", "submit"})
@@ -146,8 +160,13 @@ def _on_no_room(error: OSError) -> str:
 
 def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
     if not words or words[0] not in VERBS:
-        _top_parser().parse_args(words)
-        return 2
+        parser = _top_parser()
+        parser.parse_args(words if words[:1] and words[0].startswith("-") else [])
+        parser.error(
+            f"{words[0]!r} is not a command. {did_you_mean(words[0], VERBS)}`ddp-hpc --help` lists them."
+            if words
+            else "which command? `ddp-hpc --help` lists them."
+        )
     name, *rest = words
     verb = cast("Verb", importlib.import_module(f"ddp_hpc.cli.verbs.{name}"))
     parser = argparse.ArgumentParser(prog=f"ddp-hpc {name}", description=verb.__doc__, allow_abbrev=False)
@@ -190,12 +209,17 @@ def _plain_setting(word: str) -> str:
 def _top_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ddp-hpc",
+        usage="ddp-hpc [-h] [--version] COMMAND ...",
         description="Run PyTorch DDP training on a laptop or a Slurm cluster, and resume it after preemptions and failures.",
-        epilog="`ddp-hpc VERB --help` describes one command.",
+        epilog="`ddp-hpc COMMAND --help` describes one command.",
         allow_abbrev=False,
+        add_help=False,
     )
-    parser.add_argument("--version", action="version", version=f"ddp-hpc {__version__}")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for name, text in VERBS.items():
-        verbs.add_parser(name, help=text)
+    for title, verbs in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, text in verbs.items():
+            group.add_argument(name, nargs="?", help=text)  # for the text alone
+    options = parser.add_argument_group("options")
+    options.add_argument("-h", "--help", action="help", help="show this help")
+    options.add_argument("--version", action="version", version=f"ddp-hpc {__version__}", help="show the version")
     return parser

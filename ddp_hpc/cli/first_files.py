@@ -39,7 +39,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 '''
 
 CONFIG = """\
-# A first run. Every key: `ddp-hpc config`. Any key may stand on the command line too: `train.lr=0.05`.
+# A first run. Every key: `ddp-hpc config --all`. Any key may stand on the command line too: `train.lr=0.05`.
 
 recipe:
   target: my_recipe:build     # module:function; my_recipe.py lies beside this file

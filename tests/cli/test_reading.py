@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ddp_hpc import __version__
-from ddp_hpc.cli import VERBS, main
+from ddp_hpc.cli import GROUPS, VERBS, main
+from ddp_hpc.cli.verbs.config import EVERY_DAY
 from ddp_hpc.run.config.keys import all_keys
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_attempt, add_checkpoint, add_log, add_progress, make_run
@@ -65,7 +66,18 @@ def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
 
     out = capsys.readouterr().out
-    assert [verb for verb in VERBS if f"    {verb}" not in out] == []
+    assert [verb for verb in VERBS if f"\n  {verb} " not in out] == []
+
+
+def test_help_begins_with_the_eight_commands_of_every_day(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(GROUPS["every day"]) == 8
+    with pytest.raises(SystemExit):
+        main(["--help"])
+
+    out = capsys.readouterr().out
+    assert list(map(out.index, [f"\n{title}:\n" for title in GROUPS])) == sorted(
+        out.index(f"\n{title}:\n") for title in GROUPS
+    )
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +90,10 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), "the following arguments are required: VERB"),
-        (("fly",), "invalid choice: 'fly'"),
+        ((), "which command? `ddp-hpc --help` lists them."),
+        (("fly",), "'fly' is not a command. `ddp-hpc --help` lists them."),
+        (("statsu",), "'statsu' is not a command. Did you mean 'status'? "),
+        (("--json", "status"), "unrecognized arguments: --json"),
         (("status", "--bogus"), "unrecognized arguments: --bogus"),
         (("status", "digist"), "'digist' is neither a run in 'runs' nor a run directory. Runs there: digits."),
         (("logs", "digits", "--rank", "0", "--all"), "not allowed with argument"),
@@ -256,11 +270,24 @@ def test_two_dashes_end_the_options_and_may_stand_last(
 
 
 def test_config_prints_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
-    table = answer(capsys, "config").splitlines()
+    keys = [line.split()[0] for line in answer(capsys, "config", "--all").splitlines() if line[0] != " "]
     rows = json.loads(answer(capsys, "config", "train.lr", "--json"))
 
-    assert [line.split()[0] for line in table] == ["KEY", *all_keys()]
+    assert keys == [*all_keys()]
     assert rows == [{"key": "train.lr", "type": "a number", "default": "0.1", "meaning": "Peak learning rate."}]
+
+
+def test_config_shows_the_thirty_keys_of_every_day_first_as_wide_as_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+
+    lines = answer(capsys, "config").splitlines()
+
+    assert {line.split()[0] for line in lines if " = " in line and line[0] != " "} == EVERY_DAY
+    assert len(EVERY_DAY) == 30
+    assert max(len(line) for line in lines if line.startswith(" ")) <= 60
+    assert f"{len(all_keys()) - 30} more keys: `ddp-hpc config --all`, or `ddp-hpc config SECTION`" in "\n".join(lines)
 
 
 def test_a_reader_that_goes_away_is_no_error(run: RunDir) -> None:

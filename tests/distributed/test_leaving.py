@@ -168,7 +168,7 @@ def _board(run: RunDir) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_gets_the_same_numbers(workplace: Workplace) -> None:
-    workplace.finish("board", "log.tensorboard=true")
+    workplace.finish("board", "log.recorders=[tensorboard]")
 
     lines = [line for line in _numbers(workplace.run("board")) if line["kind"] == "train"]
     written = _board(workplace.run("board"))

@@ -28,7 +28,7 @@ def test_one_run_by_all_keys_that_are_handed_on(cluster: Cluster, login: LoginNo
         login.submit(
             *["offered", *SMALL, *world(1, 1), "recipe.target=trial_recipe:build", "recipe.args={}"],
             *["slurm.constraint=fast", "slurm.reservation=maint", f"slurm.dependency=afterany:{first}"],
-            *["slurm.mail_type=END", "slurm.mail_user=ada@example.org", f"slurm.template={template}"],
+            *["slurm.extra.mail_type=END", "slurm.extra.mail_user=ada@example.org", f"slurm.template={template}"],
             *["slurm.srun_args=[--job-name=my-step]", "resources.time_limit_min=10"],
         )
         job = login.status("offered")["job_id"]

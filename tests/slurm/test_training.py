@@ -57,7 +57,7 @@ def test_a_rendered_script_does_the_same_by_plain_sbatch(cluster: Cluster, login
 
 
 def test_a_dry_run_prints_what_sbatch_gets_byte_for_byte(login: LoginNode) -> None:
-    settings = [*SMALL, *world(1, 1), 'slurm.comment=it\'s a "test" # %j $HOME']
+    settings = [*SMALL, *world(1, 1), 'slurm.extra.comment=it\'s a "test" # %j $HOME']
     dry = login.type("submit", "digits.yaml", "name=dry", "--cluster", "slurm", "--dry-run", *settings)
     assert not login.run("dry").path.exists()
 
@@ -70,7 +70,7 @@ def test_a_dry_run_prints_what_sbatch_gets_byte_for_byte(login: LoginNode) -> No
 
 def test_a_comment_reaches_slurm_as_it_was_written(cluster: Cluster, login: LoginNode) -> None:
     comment = 'it\'s a "test" # %j $HOME \\ `x`; exit'
-    login.submit("comment", *SMALL, f"slurm.comment={comment}", "slurm.extra.begin=now+1hour")
+    login.submit("comment", *SMALL, f"slurm.extra.comment={comment}", "slurm.extra.begin=now+1hour")
 
     listed = cluster.run("squeue", "--noheader", "--format=%k").stdout.rstrip("\n")
 

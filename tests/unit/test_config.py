@@ -61,12 +61,12 @@ SHELL = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "lab", "SBATCH_QOS": " "
 
 def test_what_a_shell_sets_for_sbatch_wins_over_defaults_only(tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
-    site.write_text("slurm: {account: ours}\npartitions: {debug: {slurm: {comment: short}}}")
+    site.write_text("slurm: {account: ours}\npartitions: {debug: {slurm: {constraint: short}}}")
 
     found = resolved(tmp_path, "", [], {**SHELL, "DDP_HPC_SITE_PROFILE": str(site)})
 
     slurm = found.spec.slurm
-    assert (slurm.partition, slurm.account, slurm.qos, slurm.comment) == ("debug", "ours", None, "short")
+    assert (slurm.partition, slurm.account, slurm.qos, slurm.constraint) == ("debug", "ours", None, "short")
     assert (found.spec.resources.time_limit_min, found.sources["slurm.partition"]) == (
         1441,
         "environment SBATCH_PARTITION",
@@ -137,7 +137,7 @@ def test_a_run_is_named_after_its_file(file: str, name: str, tmp_path: Path) -> 
         ("name=010", "name", "010"),
         ("slurm.qos=null", "slurm.qos", None),
         ("slurm.qos=12", "slurm.qos", "12"),
-        ("slurm.comment=a: [b", "slurm.comment", "a: [b"),
+        ("slurm.partition=a: [b", "slurm.partition", "a: [b"),
         ("train.precision=bf16", "train.precision", "bf16"),
         ("lr_schedule.milestones=[10, 20]", "lr_schedule.milestones", (10, 20)),
         ("optimizer={momentum: 0.5}", "optimizer.momentum", 0.5),

@@ -41,12 +41,16 @@ SPECS = {
             nodelist="node[1-4]",
             reservation="maint",
             dependency="afterok:12",
-            mail_type="END,FAIL",
-            mail_user="ada@example.org",
-            comment='it\'s a "test" # %j $HOME \\ `x`; exit',
             requeue=False,
             signal_lead_s=300,
-            extra={"switches": 1, "exclusive": True, "spread_job": False, "gpu_bind": "none"},
+            extra={
+                "switches": 1,
+                "exclusive": True,
+                "spread_job": False,
+                "gpu_bind": "none",
+                "mail_type": "END,FAIL",
+                "comment": 'it\'s a "test" # %j $HOME \\ `x`; exit',
+            },
         ),
     ),
     "setup_and_odd_paths": RunSpec(
@@ -261,7 +265,7 @@ def test_a_value_of_several_lines_is_refused(text: str) -> None:
         quote(text)
 
 
-@pytest.mark.parametrize("key", ["comment", "partition", "mail_user"])
+@pytest.mark.parametrize("key", ["account", "partition", "constraint"])
 def test_an_option_of_several_lines_is_refused_by_its_key(key: str) -> None:
     with pytest.raises(ConfigError, match=f"slurm.{key}"):
         SlurmSpec(**{key: "a\n#SBATCH --uid=0"})  # type: ignore[arg-type]  # one of many str keys

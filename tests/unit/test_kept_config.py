@@ -11,6 +11,7 @@ from ddp_hpc.base.durable import replace_text
 from ddp_hpc.launch.submission.unset import fill_unset
 from ddp_hpc.run.config import Resolved, flat, load_resolved, resolve
 from ddp_hpc.run.config.keys import key_of
+from ddp_hpc.run.config.resolve import dropped_from
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 
@@ -55,8 +56,16 @@ def default_of(key: str) -> object:
     return found.default
 
 
-def test_it_can_be_submitted_again(tmp_path: Path) -> None:
-    again = resolve(KEPT, [f"runs_dir={tmp_path}", "name=again"], NO_PROFILE).spec
+def test_it_can_be_submitted_again_without_the_keys_that_are_gone_since(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "kept")
+    run.path.mkdir()
+    run.attempts.touch()
+    run.config.write_bytes(KEPT.read_bytes())
+
+    again = resolve(run.config, [f"runs_dir={tmp_path}", "name=again"], NO_PROFILE).spec
+
+    gone = {line.split("`")[1] for line in dropped_from(run.config)}
+    assert gone == {"log.tensorboard", "slurm.mail_type", "slurm.mail_user", "slurm.comment"}
 
     assert (again.name, again.train, again.resources) == (
         "again",

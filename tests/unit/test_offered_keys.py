@@ -30,8 +30,8 @@ def script(spec: RunSpec) -> list[str]:
         ("slurm.constraint=fast", "#SBATCH --constraint=fast"),
         ("slurm.reservation=maint", "#SBATCH --reservation=maint"),
         ("slurm.dependency=afterany:7", "#SBATCH --dependency=afterany:7"),
-        ("slurm.mail_type=END,FAIL", "#SBATCH --mail-type=END,FAIL"),
-        ("slurm.mail_user=ada@example.org", "#SBATCH --mail-user=ada@example.org"),
+        ("slurm.extra.mail_type=END,FAIL", "#SBATCH --mail-type=END,FAIL"),
+        ("slurm.extra.mail_user=ada@example.org", "#SBATCH --mail-user=ada@example.org"),
     ],
 )
 def test_a_key_of_slurm_is_a_line_of_the_script_and_no_line_without_it(word: str, line: str, tmp_path: Path) -> None:

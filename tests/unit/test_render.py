@@ -67,7 +67,7 @@ def test_resources_become_options_of_sbatch(resources: dict[str, Any], asked: di
 @pytest.mark.parametrize(
     ("slurm", "asked"),
     [
-        ({"partition": "gpu", "mail_user": "a@b"}, {"partition": "gpu", "mail-user": "a@b"}),
+        ({"partition": "gpu", "extra": {"mail_user": "a@b"}}, {"partition": "gpu", "mail-user": "a@b"}),
         ({"partition": ""}, {"partition": ""}),
         ({"requeue": True}, {"requeue": None}),
         ({"requeue": False}, {"no-requeue": None}),

@@ -15,19 +15,7 @@ STOP_SIGNAL = "USR2"
 """The signal that Slurm sends before the time limit, and at preemption if the site sends the user's signal. NCCL uses
 USR1."""
 
-_NAMED = (
-    "partition",
-    "account",
-    "qos",
-    "constraint",
-    "nodelist",
-    "exclude",
-    "reservation",
-    "dependency",
-    "mail_type",
-    "mail_user",
-    "comment",
-)
+_NAMED = ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "dependency")
 """Keys of the section `slurm` that are sbatch options of the same name."""
 _MEMORY_FLAGS = ("mem", "mem-per-cpu", "mem-per-gpu")
 _GPU_FLAG, _GRES_FLAG = re.compile(r"gpus(-per-(node|socket|task))?"), re.compile(r"gres|tres-per-\w+")
@@ -72,7 +60,7 @@ def _options(spec: LaunchSpec, run: RunDir, chdir: Path, cpus_per_worker: int) -
         yield "time", resources.time_limit_min
     for key in _NAMED:
         if getattr(slurm, key) is not None:
-            yield key.replace("_", "-"), getattr(slurm, key)
+            yield key, getattr(slurm, key)
     if slurm.dependency and "kill_on_invalid_dep" not in slurm.extra:
         yield "kill-on-invalid-dep", "yes"  # else a job whose dependency has failed stays in the queue for ever
     yield "chdir", chdir

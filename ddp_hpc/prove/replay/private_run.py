@@ -223,6 +223,6 @@ def replay_spec(spec: RunSpec, run: RunDir, *, runs_dir: Path, world: int, gpus:
         eval=replace(spec.eval, every_epochs=_FOR_EVER),
         checkpoint=replace(spec.checkpoint, every_steps=None, keep_last=_FOR_EVER, keep_best=0),
         integrity=replace(spec.integrity, every_steps=None),
-        log=replace(spec.log, tensorboard=False, recorders=()),
+        log=replace(spec.log, recorders=()),
         profile=replace(spec.profile, kind="off"),
     )

@@ -45,6 +45,17 @@ REMOVED: Mapping[str, Removed] = {
         default="nsys",
         instead="have `nsys` on the PATH of the nodes, by `slurm.modules`, `slurm.setup` or `env.PATH`.",
     ),
+    **{
+        f"slurm.{flag}": Removed(
+            since="2026-11-27",
+            default=None,
+            instead=f"`slurm.extra.{flag}` takes the same value, as it does for each flag of sbatch that has no key.",
+        )
+        for flag in ("mail_type", "mail_user", "comment")
+    },
+    "log.tensorboard": Removed(
+        since="2026-11-27", default=False, instead="`log.recorders=[tensorboard]` does the same."
+    ),
     "site.report_notes": Removed(
         since="2026-11-27",
         default=None,

@@ -121,12 +121,6 @@ class SlurmSpec(Checked, section="slurm"):
     """`--reservation`."""
     dependency: str | None = None
     """`--dependency`."""
-    mail_type: str | None = None
-    """`--mail-type`."""
-    mail_user: str | None = None
-    """`--mail-user`."""
-    comment: str | None = None
-    """`--comment`."""
     requeue: bool = True
     """`--requeue`: let Slurm put the job back into the queue after a preemption or a node failure."""
     signal_lead_s: int = 120

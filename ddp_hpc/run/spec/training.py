@@ -191,8 +191,6 @@ class LogSpec(Checked, section="log"):
 
     every_steps: int = 20
     """Write loss and learning rate to `metrics.jsonl` after every so many steps."""
-    tensorboard: bool = False
-    """Write the metrics also to `tensorboard/`: the same as `tensorboard` in `log.recorders`."""
     recorders: tuple[RecorderName, ...] = ()
     """What else gets the metrics: `tensorboard`, `wandb`, `mlflow` (needs `pip install ddp_hpc[wandb]`, and so on)."""
     grad_norm: bool = False
@@ -202,22 +200,16 @@ class LogSpec(Checked, section="log"):
         super().__post_init__()
         require_positive("log", every_steps=self.every_steps)
 
-    @property
-    def all_recorders(self) -> tuple[RecorderName, ...]:
-        """What gets the metrics besides the run's directory, each once."""
-        return tuple(dict.fromkeys([*(("tensorboard",) if self.tensorboard else ()), *self.recorders]))
-
     def require_recorders(self) -> None:
         """Check that this Python has what the recorders need; nothing is imported.
 
         Raises:
             ConfigError: for the first that it lacks.
         """
-        for name in self.all_recorders:
+        for name in self.recorders:
             if find_spec(name) is None:
-                key = "log.recorders" if name in self.recorders else "log.tensorboard"
                 raise ConfigError(
-                    f"`{key}` asks for {name!r}, but the Python package {name!r} is not installed where the run would "
+                    f"`log.recorders` asks for {name!r}, but the Python package {name!r} is not installed where the run would "
                     f"write to it. Install it with `pip install 'ddp_hpc[{name}]'`, or leave {name!r} out."
                 )
 

@@ -55,7 +55,7 @@ class RunRecorder:
         self._order = order
         self._epochs = spec.train.epochs
         self._file = MetricsFile(run, attempt)
-        self._followers = Followers(run, attempt, spec.log.all_recorders)
+        self._followers = Followers(run, attempt, tuple(dict.fromkeys(spec.log.recorders)))
         self._loss: float | None = None
         self._metrics: dict[str, float] = {}
         self._saved: SaveResult | None = None

@@ -17,7 +17,7 @@ from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
 NEEDED = ("torch", "numpy", "msgspec", "psutil", "xxhash", "yaml")
-USEFUL = {"torchvision": "the built-in recipe `image_classification`", "tensorboard": "`log.tensorboard`"}
+USEFUL = {"torchvision": "the built-in recipe `image_classification`", "tensorboard": "`log.recorders`"}
 """Needed by some recipes and options alone."""
 LEAST_PYTHON = (3, 10)
 PATIENCE_S = 300.0
