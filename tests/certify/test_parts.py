@@ -12,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ddp_hpc.cli.verbs.certify import as_text
+from ddp_hpc.prove.certify.certificate import Certificate
 from ddp_hpc.prove.certify.faults import FAULTS, Trigger, trigger_of
 from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents, Kind
 from ddp_hpc.prove.certify.live_files import LiveFiles
 from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
 from ddp_hpc.prove.certify.outside import texts_in_source
 from ddp_hpc.prove.certify.saved_files import is_half_written, read
+from ddp_hpc.prove.certify.verdicts import FaultResult
 from ddp_hpc.run.spec.script import program_of
 from tests.certify.made_records import lines_of, undisturbed
 from tests.certify.planted import PLANTED
@@ -197,3 +200,23 @@ def test_a_kill_in_an_evaluation_comes_before_its_result_is_printed() -> None:
     assert isinstance(trigger, Trigger)
     assert trigger.number == 5
     assert 0 < trigger.then_s < 4
+
+
+# --- the certificate ---------------------------------------------------------------------------------------------------
+
+
+def test_a_reason_that_several_faults_share_stands_once_in_the_table() -> None:
+    results = [
+        FaultResult(fault=fault, description="", verdict="differs", words="differs", reason=reason)
+        for fault, reason in (
+            ("term", "no seed"),
+            ("usr2", ""),
+            ("preempt", "no seed"),
+            ("kill-at-random", "no loader"),
+        )
+    ]
+
+    table = as_text(Certificate(command=["python", "t.py"], seed=0, folder="runs/c", findings=results)).splitlines()
+
+    shown = {line.split()[0]: line.rpartition("differs")[2].strip() for line in table if " differs" in line}
+    assert shown == {"term": "no seed", "usr2": "", "preempt": "as for term", "kill-at-random": "no loader"}

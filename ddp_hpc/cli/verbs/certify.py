@@ -229,7 +229,10 @@ def as_text(certificate: Certificate) -> str:
         else "no step in its output"
     )
     does = f"undisturbed: {certificate.seconds:g} s, {counted}; saves {files or 'nothing'}"
-    rows = [(one.fault, one.words, one.read_words, one.reason) for one in certificate.findings]
+    rows, as_for = [], {"": ""}
+    for one in certificate.findings:
+        rows.append((one.fault, one.words, one.read_words, as_for.get(one.reason, one.reason)))
+        as_for.setdefault(one.reason, f"as for {one.fault}")
     lines = ["", shlex.join(certificate.command), does, *(f"note: {note}" for note in certificate.notes), ""]
     lines += [table(("FAULT", "VERDICT", "READ BACK", "REASON"), rows)]
     for text, faults in _notes(certificate).items():
