@@ -38,6 +38,7 @@ from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.wire.endpoint import Meeting
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
@@ -79,8 +80,10 @@ class LaunchPlan:
         return "".join(f"# {' '.join(line.splitlines())}\n" for line in lines)
 
 
-def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environment: Mapping[str, str]) -> LaunchPlan:
+def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Path]) -> LaunchPlan:
     """Return what a run of the back end of that name would start, made by the code that starts it.
+
+    `import_paths`: where the run would import the user's code from.
 
     Raises:
         ConfigError: where the image cannot be used, or nothing is known of how the back end starts workers.
@@ -90,8 +93,8 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
         raise ConfigError(
             f"`--explain` can describe runs on {' and '.join(_STARTS)}, but this run would start on {backend}. Leave out `--explain`."
         )
-    run = RunDir(spec.path)
-    wrapper = _housing(spec, run, import_paths, environment)
+    run, spec, environment = request.run, request.spec, request.environ
+    wrapper = _container_command(spec, run, import_paths, environment)
     node, resources = start.node(spec), spec.resources
     paths = list(dict.fromkeys(map(str, import_paths)))
     ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0)
@@ -119,7 +122,7 @@ def _saves(spec: RunSpec, run: RunDir) -> str:
     )
 
 
-def _housing(
+def _container_command(
     spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environment: Mapping[str, str]
 ) -> CommandWrapper:
     here = Path.cwd()

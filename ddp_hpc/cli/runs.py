@@ -1,8 +1,9 @@
-"""The arguments that name runs, and the runs they name."""
+"""Arguments that several verbs declare, and the runs that they name."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -44,6 +45,22 @@ def add_site(parser: argparse.ArgumentParser) -> None:
         metavar="SITE",
         help="the name or file of a site profile (a cluster's default settings); default: the profile for this host",
     )
+
+
+def count(text: str) -> int:
+    """Return a whole number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def share(text: str) -> float:
+    """Return a finite number from 0 on."""
+    number = float(text)
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"{text} must be a number from 0 on, such as 0.001")
+    return number
 
 
 def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunDir:

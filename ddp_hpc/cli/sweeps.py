@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.leftovers import remove_leftovers
-from ddp_hpc.cli.arguments import count
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import word_for
+from ddp_hpc.cli.runs import count, word_for
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.backend import Backend
+    from ddp_hpc.launch.submission.request import SubmitRequest
     from ddp_hpc.launch.sweep.points import Point
     from ddp_hpc.launch.sweep.start import Started
     from ddp_hpc.launch.sweep.sweep_dir import SweepDir
-    from ddp_hpc.run.config import Resolved
 
 _MOST_SHOWN = 20
 
@@ -78,29 +76,21 @@ def asked_points(args: argparse.Namespace) -> list[Point]:
     return points_of([parse_axis(word) for word in args.sweep], listed, is_zipped=args.zip)
 
 
-def submit_sweep(
-    args: argparse.Namespace,
-    base: Resolved,
-    backend: Backend,
-    import_paths: Sequence[Path],
-    environment: Mapping[str, str],
-) -> int:
+def start_points(args: argparse.Namespace, base: SubmitRequest, backend: Backend) -> int:
     """Start the sweep, on this machine until its points have ended; or with `--dry-run` print what would be started."""
     from ddp_hpc.launch.submission.preflight.users_part import check_users_part
     from ddp_hpc.launch.sweep.resolving import Points
 
-    points = asked_points(args)
+    points, environment = asked_points(args), base.environ
     if args.dry_run:
         if backend.HAS_QUEUE:
-            first = Points(base, environment).resolved(points[0]).spec
-            print(
-                "".join(f"{note}\n" for note in check_users_part(first, import_paths, environment)),
-                end="",
-                file=sys.stderr,
-            )
-        print(_dry_run(base, points, backend, environment, is_json=args.json), end="")
+            first = Points(base.resolved, environment).resolved(points[0]).spec
+            for note in check_users_part(first, base.import_paths, environment):
+                print(note, file=sys.stderr)
+        print(_dry_run(base, points, backend, is_json=args.json), end="")
         return 0
-    from ddp_hpc.launch.sweep.start import start_sweep
+    from ddp_hpc.base.leftovers import remove_leftovers
+    from ddp_hpc.launch.sweep.start import submit_sweep
     from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, refuse_existing
 
     remove_leftovers(base.spec.path.parent)
@@ -112,7 +102,7 @@ def submit_sweep(
         stop_after_failures=args.stop_after_failures,
     )
     try:
-        started = start_sweep(base, sweep, backend, import_paths=import_paths, environ=environment)
+        started = submit_sweep(base, sweep, backend)
     except KeyboardInterrupt:
         print(f"\n{_interrupted(SweepDir(base.spec.path), environment)}", file=sys.stderr)
         raise
@@ -148,14 +138,12 @@ def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
     )
 
 
-def _dry_run(
-    base: Resolved, points: Sequence[Point], backend: Backend, environment: Mapping[str, str], *, is_json: bool
-) -> str:
+def _dry_run(base: SubmitRequest, points: Sequence[Point], backend: Backend, *, is_json: bool) -> str:
     from ddp_hpc.launch.sweep.array import array_script
     from ddp_hpc.launch.sweep.resolving import check_points
     from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
-    check_points(base, points, environment, is_array=backend.HAS_QUEUE)
+    check_points(base.resolved, points, base.environ, is_array=backend.HAS_QUEUE)
     script = array_script(base.spec, SweepDir(base.spec.path)) if backend.HAS_QUEUE else None
     if is_json:
         listed = [{"name": point.name, "set": point.shown} for point in points]

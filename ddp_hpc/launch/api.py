@@ -20,8 +20,9 @@ from typing import Any
 from ddp_hpc.base.errors import WorkerError
 from ddp_hpc.launch.submission.backend import AUTO, backend_of, choose_backend, load_backend
 from ddp_hpc.launch.submission.removal import put_aside
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.unset import fill_unset
-from ddp_hpc.run.config import Resolved, flat, render_resolved, resolve
+from ddp_hpc.run.config import Resolved, flat, resolve
 from ddp_hpc.run.config.sources import DEFAULT
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
@@ -153,9 +154,8 @@ def submit(
     paths = [Path.cwd()] if import_paths is None else list(import_paths)
     backend = choose_backend(cluster, os.environ)
     sources = {key: DEFAULT.source if value is None else _SOURCE for key, value in flat(spec).items()}
-    resolved = Resolved(spec, sources)
-    resolved = fill_unset(resolved, os.environ, is_for_slurm=backend.HAS_QUEUE, is_fresh=fresh)
-    text, spec = render_resolved(resolved), resolved.spec
-    with put_aside(RunDir(spec.path), os.environ) if fresh else nullcontext():
-        submission = backend.submit(text, spec, import_paths=paths, environ=os.environ)
+    resolved = fill_unset(Resolved(spec, sources), os.environ, is_for_slurm=backend.HAS_QUEUE, is_fresh=fresh)
+    request = SubmitRequest(resolved=resolved, import_paths=paths, environ=os.environ)
+    with put_aside(request.run, os.environ) if fresh else nullcontext():
+        submission = backend.submit(request)
     return Job(submission.run, submission.backend, submission.attempt, submission.job_id)

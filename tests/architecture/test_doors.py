@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,38 @@ def test_the_guard_sees_each_kind_of_use(thing: str, source: str) -> None:
 )
 def test_the_guard_lets_other_things_pass(source: str) -> None:
     assert uses(source) == set()
+
+
+PROGRAMS = {
+    "cluster/machine/node.py",
+    "cluster/node_checks/node.py",
+    "cluster/rendezvous/interfaces.py",
+    "cluster/rendezvous/links/node.py",
+    "job/guardian.py",
+    "job/node/agent.py",
+    "job/node/join.py",
+    "job/node/join_node.py",
+    "job/node/spawned.py",
+    "job/node/task.py",
+    "job/node/torchrun_node.py",
+    "job/node/unpack.py",
+    "job/preflight.py",
+    "job/supervisor.py",
+    "launch/sweep/task.py",
+    "prove/drill/injector.py",
+    "train/recording/follower.py",
+}
+"""Programs of their own, started by `python -m`, which read the words they are started with."""
+
+
+def test_below_the_command_line_only_programs_of_their_own_know_argparse() -> None:
+    """What a command was asked goes down as a value of its own, such as a `SubmitRequest`."""
+    texts = {room: (PACKAGE / room).read_text(encoding="utf-8") for room in ROOMS if not room.startswith("cli/")}
+
+    assert {
+        room for room, text in texts.items() if re.search(r"^\s*(import|from) argparse\b", text, re.MULTILINE)
+    } == PROGRAMS
+    assert all('\nif __name__ == "__main__":\n' in texts[room] for room in PROGRAMS)
 
 
 READERS_OF_RUNS = ("prove/replay", "run/run_dir", "watch")

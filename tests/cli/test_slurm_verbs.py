@@ -138,6 +138,19 @@ def test_a_script_is_written_where_it_is_asked_for_too(
     os.close(reader)
 
 
+def test_a_script_that_is_written_again_keeps_what_an_earlier_command_line_has_set(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run that is submitted again does: both verbs make the same request."""
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+
+    assert main(["render", "run.yaml", "train.epochs=7"]) == 0
+    assert main(["render", "run.yaml"]) == 0
+
+    assert "`train.epochs=7`" in capsys.readouterr().err
+    assert "epochs: 7" in (slurm / "runs" / "run" / "config.yaml").read_text()
+
+
 def test_a_refused_submission_deletes_no_run_whose_configuration_could_not_be_seen_for_a_moment(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

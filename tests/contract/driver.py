@@ -16,7 +16,8 @@ from typing import Any
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.launch.submission import removal
 from ddp_hpc.launch.submission.backend import Backend, Submission, load_backend
-from ddp_hpc.run.config import render_resolved, resolve
+from ddp_hpc.launch.submission.request import SubmitRequest
+from ddp_hpc.run.config import resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 
 
@@ -36,12 +37,11 @@ def _called(backend: Backend, function: str, words: Sequence[str], environ: Mapp
     match function:
         case "describe" | "prepare" | "submit":
             resolved = resolve(Path(config), [f"name={name}", f"runs_dir={folder / 'runs'}", *settings], environ)
+            request = SubmitRequest(resolved=resolved, import_paths=[folder], environ=environ)
             if function == "describe":
-                described = backend.describe(resolved.spec, import_paths=[folder], environ=environ)
+                described = backend.describe(request)
                 return {"command": list(described.command), "script": described.script}
-            do = backend.submit if function == "submit" else backend.prepare
-            done = do(render_resolved(resolved), resolved.spec, import_paths=[folder], environ=environ)
-            return _as_dict(done) if isinstance(done, Submission) else None
+            return _as_dict(backend.submit(request)) if function == "submit" else backend.prepare(request)
         case "wait":
             return asdict(backend.wait(run, int(settings[0]), environ))
         case "find_job":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,9 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.launch.submission.backend import Description, Submission
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import is_finished, make_run_dir
+from ddp_hpc.run.config import render_resolved
 from ddp_hpc.run.run_dir.ledger import Attempt, End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
@@ -50,34 +52,29 @@ def is_here(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> Description:
-    del environ
+def describe(request: SubmitRequest) -> Description:
+    spec = request.spec
     if spec.resources.nodes > 1:
         raise ConfigError(f"`resources.nodes` is {spec.resources.nodes}, but memory has one. Set `resources.nodes=1`.")
-    return Description(notes=["note: in memory"], command=["train", spec.name], import_paths=import_paths)
+    return Description(notes=["note: in memory"], command=["train", spec.name], import_paths=request.import_paths)
 
 
-def prepare(
-    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
-) -> tuple[RunDir, list[str]]:
-    run = RunDir(spec.path)
-    notes = describe(spec, import_paths=import_paths, environ=environ).notes
-    make_run_dir(run, resolved_text, is_new=not run.config.exists())
-    return run, list(notes)
+def prepare(request: SubmitRequest) -> list[str]:
+    notes = describe(request).notes
+    make_run_dir(request.run, render_resolved(request.resolved), is_new=not request.run.config.exists())
+    return list(notes)
 
 
-def submit(
-    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
-) -> Submission:
-    run = RunDir(spec.path)
+def submit(request: SubmitRequest) -> Submission:
+    run, spec = request.run, request.spec
     with _lock:
         is_new = not run.config.exists()
-        there = find_job(run, environ)
+        there = find_job(run, request.environ)
         if there is not None:
             return there
         if is_finished(run, spec):
             return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
-        _, notes = prepare(resolved_text, spec, import_paths=import_paths, environ=environ)
+        notes = prepare(request)
         attempt, first_step = Ledger.read(run).newest_number + 1, newest_committed(run)
         record_start(run, attempt=attempt, job_id=str(attempt), first_step=first_step)
         append_json_line(run.attempts, {"attempt": attempt, "cluster": NAME})

@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.cli.plan import plan_of
+from ddp_hpc.cli.plan import launch_plan
 from ddp_hpc.job.ending import attempt_end
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByTasks
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.launch.submission.request import SubmitRequest
+from ddp_hpc.run.config import Resolved, load_resolved
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.cli.test_submit import CONFIG, RECIPE, submit, until
@@ -36,7 +37,8 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
     run = RunDir(tmp_path / "runs/run")
     supervisor = psutil.Process(Ledger.read(run).attempts[0].pid)
     agents = supervisor.children()
-    planned = plan_of(load_resolved(run.config), "local", [tmp_path], {})
+    request = SubmitRequest(resolved=Resolved(load_resolved(run.config), {}), import_paths=[tmp_path], environ={})
+    planned = launch_plan(request, "local", [tmp_path])
     assert agents[0].cmdline() == shlex.split(planned.steps["the workers"]), "`--explain` shows what is started"
 
     for process in [*agents, *(below for agent in agents for below in agent.children(recursive=True))]:

@@ -9,7 +9,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
-from ddp_hpc.launch.submission.chain import Before, dependency, split_when
+from ddp_hpc.launch.submission.chain import dependency, split_when
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -26,7 +26,7 @@ def ended(run: RunDir, ending: Ending) -> None:
 
 
 def wait_for(run: RunDir, when: str, *, is_single: bool = False, users: str | None = None) -> str | None:
-    return dependency([Before(run, when)], slurm, {"PATH": ""}, is_single=is_single, users=users)  # type: ignore[arg-type]
+    return dependency([(run, when)], slurm, {"PATH": ""}, is_single=is_single, users=users)[0]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission.backend import Submission
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.prove.drill import scenario
 from ddp_hpc.prove.drill.checks import DrillOutcome, check
 from ddp_hpc.prove.drill.faults import FAULTS
 from ddp_hpc.prove.drill.injector import NodeProcess, processes_by_kind
-from ddp_hpc.run.config import Resolved, flat
+from ddp_hpc.run.config import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, encode
 from ddp_hpc.run.spec import RunSpec
@@ -133,10 +134,10 @@ class OneRunIsThere:
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
 
-    def submit(self, _text: str, spec: RunSpec, **_: Any) -> Submission:
-        self.submitted.append(spec.name)
+    def submit(self, request: SubmitRequest) -> Submission:
+        self.submitted.append(request.run.name)
         is_new = len(self.submitted) == 1
-        return Submission(RunDir(spec.path), "slurm", "queued", 0, is_new=is_new, job_id=str(len(self.submitted)))
+        return Submission(request.run, "slurm", "queued", 0, is_new=is_new, job_id=str(len(self.submitted)))
 
     def cancel(self, run: RunDir, _environ: Any) -> str:
         self.cancelled.append(run.name)
@@ -149,10 +150,10 @@ def test_a_drill_that_meets_a_run_of_its_name_cancels_only_what_it_has_made(
     backend = OneRunIsThere()
     monkeypatch.setattr(scenario, "_slurm", lambda: backend)
     faulty, unbroken = (
-        Resolved(RunSpec(name=name, runs_dir=str(tmp_path)), dict.fromkeys(flat(RunSpec(name=name)), "test"))
+        SubmitRequest(resolved=Resolved(RunSpec(name=name, runs_dir=str(tmp_path)), {}), import_paths=[], environ={})
         for name in ("mine", "mine-unbroken")
     )
-    plan = scenario.DrillPlan(fault="preempt", faulty=faulty, unbroken=unbroken, import_paths=[])
+    plan = scenario.DrillPlan(fault="preempt", faulty=faulty, unbroken=unbroken)
 
     with pytest.raises(ConfigError, match="mine exists already"):
         scenario.drill(plan, {}, lambda _: None)

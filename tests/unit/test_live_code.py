@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_hpc.launch.submission.live_code import live_folders
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.slurm import freeze_code, job_import_paths
+from ddp_hpc.run.config import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec, ScriptSpec
 from tests.unit.made_repository import git
@@ -30,14 +32,15 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def spec_of(**sections: object) -> RunSpec:
-    return RunSpec(name="run", script=ScriptSpec(command=("python", "train.py")), **sections)  # type: ignore[arg-type]
+    runs_dir = str(Path.cwd().parent / "runs")
+    return RunSpec(name="run", runs_dir=runs_dir, script=ScriptSpec(command=("python", "train.py")), **sections)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["PYTHONPATH", "env.PYTHONPATH", "pth", "finder"])
 def test_a_source_layout_in_the_work_tree_is_imported_from_the_copy(
     how: str, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, environ, spec, run = project / "src", dict[str, str](), spec_of(), RunDir(project.parent / "runs" / "run")
+    source, environ, spec = project / "src", dict[str, str](), spec_of()
     if how == "PYTHONPATH":
         environ = {"PYTHONPATH": str(source)}
     elif how == "env.PYTHONPATH":
@@ -48,19 +51,22 @@ def test_a_source_layout_in_the_work_tree_is_imported_from_the_copy(
         finder = SimpleNamespace(MAPPING={"mine": str(source / "mine")})
         monkeypatch.setattr(sys, "modules", {**sys.modules, "__editable___mine_1_finder": finder})
 
-    paths = job_import_paths(spec, run, [project], environ)
-    notes = freeze_code(spec, run, [project], environ)
+    request = SubmitRequest(resolved=Resolved(spec, {}), import_paths=[project], environ=environ)
+    paths = job_import_paths(request)
+    notes = freeze_code(request, request.run)
 
-    assert paths == [run.snapshot, run.snapshot / "src"]
+    snapshot = RunDir(project.parent / "runs" / "run").snapshot
+    assert paths == [snapshot, snapshot / "src"]
     assert (paths[1] / "mine" / "__init__.py").is_file()
     assert len(notes) == 1
 
 
 def test_what_lies_elsewhere_is_named_if_the_user_may_edit_it(project: Path) -> None:
-    run, tools = RunDir(project.parent / "runs" / "run"), project.parent / "tools"
+    tools = project.parent / "tools"
     environ = {"PYTHONPATH": f"{tools}:{sys.prefix}:/nowhere"}
 
     assert live_folders(environ) == [tools]
-    assert job_import_paths(spec_of(), run, [project], environ) == [run.snapshot]
-    [_, note] = freeze_code(spec_of(), run, [project], environ)
+    request = SubmitRequest(resolved=Resolved(spec_of(), {}), import_paths=[project], environ=environ)
+    assert job_import_paths(request) == [request.run.snapshot]
+    [_, note] = freeze_code(request, request.run)
     assert note.startswith(f"note: the job imports code of {tools} as it is then")

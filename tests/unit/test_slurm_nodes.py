@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cluster.slurm.nodes import Exclusions, nodes_to_exclude
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.slurm import job_script
+from ddp_hpc.run.config import Resolved
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, record_end, record_start
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, SlurmSpec
 from tests.made_run import make_run
@@ -60,6 +62,7 @@ def test_a_new_submission_remembers_where_the_run_failed(
         record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, end=end)
     spec = RunSpec(name=run.name, runs_dir=str(tmp_path), resources=TWO_NODES, slurm=asked)
 
-    script = job_script(spec, [], slurm.environ)
+    request = SubmitRequest(resolved=Resolved(spec, {}), import_paths=[], environ=slurm.environ)
+    script = job_script(request, [])
 
     assert [line for line in script.splitlines() if "--exclude" in line] == ([directive] if directive else [])

@@ -19,12 +19,13 @@ from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.cluster.slurm.queries import QueuedEntry
 from ddp_hpc.launch.submission import slurm as slurm_backend
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.array import array_script, send
 from ddp_hpc.launch.sweep.chain import after_sweep
 from ddp_hpc.launch.sweep.point_states import PointReader
 from ddp_hpc.launch.sweep.points import points_of
 from ddp_hpc.launch.sweep.removal import delete_sweep
-from ddp_hpc.launch.sweep.start import Started, cancel_sweep, continue_sweep, start_sweep
+from ddp_hpc.launch.sweep.start import Started, cancel_sweep, continue_sweep, submit_sweep
 from ddp_hpc.launch.sweep.states import points_in_queue, sending_alone
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sending,
@@ -114,7 +115,8 @@ def start(
     base = resolve(None, ["name=grid", f"runs_dir={tmp_path}/runs"], lab.environ, command=command.split())
     points = points_of([parse_axis(word) for word in words])
     sweep = Sweep(points=points, at_most=at_most)
-    return start_sweep(base, sweep, slurm_backend, import_paths=[tmp_path], environ=lab.environ)
+    request = SubmitRequest(resolved=base, import_paths=[tmp_path], environ=lab.environ)
+    return submit_sweep(request, sweep, slurm_backend)
 
 
 def test_a_thousand_points_are_three_files_and_one_array(tmp_path: Path) -> None:
@@ -757,7 +759,8 @@ def test_what_is_sent_after_a_point_has_begun_does_not_wait_again_for_the_jobs_t
     words = ["name=grid", f"runs_dir={tmp_path}/runs", "slurm.dependency=afterok:123"]
     base = resolve(None, words, lab.environ, command=["python", "train.py"])
     sweep = Sweep(points=points_of([parse_axis("seed=0..3")]))
-    started = start_sweep(base, sweep, slurm_backend, import_paths=[tmp_path], environ=lab.environ)
+    request = SubmitRequest(resolved=base, import_paths=[tmp_path], environ=lab.environ)
+    started = submit_sweep(request, sweep, slurm_backend)
     assert lab.arrays[1] == "--array=0-1 --dependency=afterok:123 0"
     assert "dependency" not in started.sweep_dir.files.job_script.read_text()
     lab.lists(*read_sweep(started.sweep_dir).arrays)

@@ -16,8 +16,9 @@ from ddp_hpc.launch.submission import local, slurm
 from ddp_hpc.launch.submission.backend import Submission
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.removal import delete
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import submitting_alone
-from ddp_hpc.run.config import Resolved, flat, render_resolved
+from ddp_hpc.run.config import Resolved, flat
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec
 from tests.unit.fake_slurm import FakeSlurm
@@ -38,8 +39,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 def submit(runs_dir: Path, cluster: FakeSlurm) -> Submission:
     spec = RunSpec(name="net", runs_dir=str(runs_dir), resources=ResourcesSpec(nodes=2))
-    text = render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "test")))
-    return slurm.submit(text, spec, import_paths=[], environ=cluster.environ)
+    return slurm.submit(request_of(spec, cluster))
+
+
+def request_of(spec: RunSpec, cluster: FakeSlurm) -> SubmitRequest:
+    resolved = Resolved(spec, dict.fromkeys(flat(spec), "test"))
+    return SubmitRequest(resolved=resolved, import_paths=[], environ=cluster.environ)
 
 
 def jobs_sent(cluster: FakeSlurm) -> list[str]:
@@ -57,6 +62,17 @@ def test_two_that_submit_a_run_that_was_there_send_one_job(tmp_path: Path, clust
     assert sorted(one.state for one in both) == ["queued", "waiting"]
     assert {one.job_id for one in both} == {"7"}
     assert len(jobs_sent(cluster)) == 2, "one before, one now"
+
+
+def test_slurm_is_asked_once_whether_it_has_a_job_of_the_run(tmp_path: Path, cluster: FakeSlurm) -> None:
+    submit(tmp_path / "runs", cluster)
+    cluster.knows_job(state="CANCELLED")
+    called = tmp_path / "called"
+    called.unlink()
+
+    assert submit(tmp_path / "runs", cluster).state == "queued"
+
+    assert called.read_text().count("show job 7") == 1
 
 
 def test_who_does_not_get_his_turn_sends_nothing_and_says_so(
@@ -114,14 +130,13 @@ def test_a_run_that_goes_to_slurm_while_this_machine_waits_to_start_it_is_not_st
 ) -> None:
     submit(tmp_path / "runs", cluster)
     run = RunDir(tmp_path / "runs" / "net")
-    text = run.config.read_text()
     note = run.submission.read_text()
     run.submission.unlink()
     spec = RunSpec(name="net", runs_dir=str(tmp_path / "runs"))
 
     with ThreadPoolExecutor(1) as pool:
         with submitting_alone(run, patience_s=0.0):
-            waiting = pool.submit(local.submit, text, spec, import_paths=[], environ=cluster.environ)
+            waiting = pool.submit(local.submit, request_of(spec, cluster))
             opened = Path("/proc/self/fd")
             while not any(_leads_to(fd, run.submission_lock) for fd in list(opened.iterdir())[1:]):
                 time.sleep(0.01)

@@ -14,9 +14,8 @@ from dataclasses import asdict
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.arguments import count
 from ddp_hpc.cli.formatting import as_json, spelled
-from ddp_hpc.cli.runs import add_run, own_run
+from ddp_hpc.cli.runs import add_run, count, own_run
 from ddp_hpc.cli.verbs.replay import add_code, or_not_computed
 
 

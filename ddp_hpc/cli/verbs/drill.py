@@ -22,8 +22,8 @@ from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_s
 from ddp_hpc.watch.find import find_run
 
 if TYPE_CHECKING:
+    from ddp_hpc.launch.submission.request import SubmitRequest
     from ddp_hpc.prove.drill.scenario import DrillPlan, DrillReport
-    from ddp_hpc.run.config import Resolved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,17 +90,16 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> DrillPlan
     name = f"drill-{args.fault}-{time.strftime('%m%d-%H%M%S')}"
     common = [f"name={name}", "train.record_samples=true", *fault.train_settings]
     slower = ["recipe.args.sample_s=0.05"] if args.by_hand and args.config is None else []  # time for a person
-    faulty = _resolve(args, [*common, *fault.settings, *slower], environment)
+    faulty = _request(args, [*common, *fault.settings, *slower], environment)
     unbroken_name = f"name={faulty.spec.name}-unbroken"
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     unbroken = (
-        find_run(args.unbroken, runs_dir) if args.unbroken else _resolve(args, common, environment, unbroken_name)
+        find_run(args.unbroken, runs_dir) if args.unbroken else _request(args, common, environment, unbroken_name)
     )
     return DrillPlan(
         fault=args.fault,
         faulty=faulty,
         unbroken=unbroken,
-        import_paths=[Path.cwd(), *([args.config.absolute().parent] if args.config else [])],
         by_hand=args.by_hand,
         batch_host=args.batch_host,
         signal=args.signal,
@@ -108,12 +107,14 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> DrillPlan
     )
 
 
-def _resolve(args: argparse.Namespace, settings: list[str], environment: Mapping[str, str], *last: str) -> Resolved:
+def _request(
+    args: argparse.Namespace, settings: list[str], environment: Mapping[str, str], *last: str
+) -> SubmitRequest:
+    from ddp_hpc.launch.submission.request import request_of_config
     from ddp_hpc.prove.drill.scenario import CONFIG
-    from ddp_hpc.run.config import resolve
 
-    here = runs_dir_setting(args.runs_dir)
-    return resolve(args.config or CONFIG, [*settings, *args.settings, *here, *last], environment, site=args.site)
+    words = [*settings, *args.settings, *runs_dir_setting(args.runs_dir), *last]
+    return request_of_config(args.config or CONFIG, words, environment, site=args.site, is_for_slurm=True)
 
 
 def _as_text(report: DrillReport) -> str:

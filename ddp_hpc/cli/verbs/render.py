@@ -30,18 +30,16 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Make both; say where they are."""
     from ddp_hpc.base.durable import output_at
     from ddp_hpc.launch.submission.backend import load_backend
-    from ddp_hpc.run.config import render_resolved, resolve
+    from ddp_hpc.launch.submission.request import request_of_config
 
     path, settings = sorted_words(args)
     settings += runs_dir_setting(args.runs_dir)
-    resolved = resolve(path, settings, environment, site=args.site, command=args.command or ())
-    import_paths = [Path.cwd(), *([] if path is None else [path.absolute().parent])]
+    command = args.command or ()
+    request = request_of_config(path, settings, environment, site=args.site, is_for_slurm=True, command=command)
     with nullcontext() if args.output is None else output_at(args.output) as output:
-        run_dir, notes = load_backend("slurm").prepare(  # whose script plain sbatch takes
-            render_resolved(resolved), resolved.spec, import_paths=import_paths, environ=environment
-        )
+        notes = load_backend("slurm").prepare(request)  # whose script plain sbatch takes
         if output is not None:
-            output.write_bytes(run_dir.job_script.read_bytes())
-    script = args.output or run_dir.job_script
-    print("\n".join([*notes, f"run     {run_dir.path}", f"script  {script}", f"start   sbatch {script}"]))
+            output.write_bytes(request.run.job_script.read_bytes())
+    script = args.output or request.run.job_script
+    print("\n".join([*notes, f"run     {request.run.path}", f"script  {script}", f"start   sbatch {script}"]))
     return 0

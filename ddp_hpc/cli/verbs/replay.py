@@ -16,9 +16,8 @@ from pathlib import Path
 from ddp_hpc.base.errors import CheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.arguments import count, share
 from ddp_hpc.cli.formatting import as_json, spelled
-from ddp_hpc.cli.runs import add_run, own_run
+from ddp_hpc.cli.runs import add_run, count, own_run, share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,24 +13,21 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
-from ddp_hpc.cli.sweeps import add_sweep, is_sweep_asked, submit_sweep
-from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
+from ddp_hpc.cli.sweeps import add_sweep, is_sweep_asked, start_points
+from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.backend import Backend, Submission
-    from ddp_hpc.launch.submission.chain import Before
-    from ddp_hpc.run.config import Resolved
-    from ddp_hpc.run.run_dir.records import When
+    from ddp_hpc.launch.submission.request import SubmitRequest
+    from ddp_hpc.run.spec import RunSpec
 
 INTERRUPTED = 130
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -98,24 +95,23 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path, settings = sorted_words(args)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
-    resolved = _resolve(args, path, [*settings, *here], backend, environment)
-    run_dir = RunDir(resolved.spec.path)
-    import_paths = [Path.cwd(), *([] if path is None else [path.absolute().parent])]
+    request = _request(args, path, [*settings, *here], backend, environment)
     if is_sweep:
-        return submit_sweep(args, resolved, backend, import_paths, environment)
+        return start_points(args, request, backend)
     if args.dry_run:
-        print(_dry_run(resolved, backend, import_paths, environment, args), end="")
+        print(_dry_run(request, backend, is_explained=args.explain, is_json=args.json), end="")
         return 0
-    changed = _changes(run_dir, resolved)
+    run_dir = request.run
+    changed = _changes(run_dir, request.spec)
     _note_stopping(run_dir, backend)
     aside: Path | None = None
     if args.fresh:
         from ddp_hpc.launch.submission.removal import put_aside
 
         with put_aside(run_dir, environment) as aside:
-            submission = _submit(args, resolved, backend, import_paths, environment)
+            submission = _submit(request, backend)
     else:
-        submission = _submit(args, resolved, backend, import_paths, environment)
+        submission = _submit(request, backend)
     if aside is not None:
         changed.append(f"the earlier run {run_dir.name} was renamed to {aside}")
     out = sys.stderr if args.json else sys.stdout
@@ -135,62 +131,26 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return _print_status(submission.run, environment, word=word, again=None if args.json else again)
 
 
-def _resolve(
+def _request(
     args: argparse.Namespace, path: Path | None, words: Sequence[str], backend: Backend, environment: Mapping[str, str]
-) -> Resolved:
-    from ddp_hpc.launch.submission.unset import fill_unset
-    from ddp_hpc.run.config import resolve
+) -> SubmitRequest:
+    """Return what the command line asks for: from here on, nothing reads its arguments to know what is to be started."""
+    from ddp_hpc.launch.submission.request import request_of_config
 
-    def resolved_with(more: Sequence[str]) -> Resolved:
-        command = args.command or ()
-        return resolve(
-            path, [*words, *more], environment, site=args.site, is_for_slurm=backend.HAS_QUEUE, command=command
-        )
+    request = request_of_config(
+        path,
+        words,
+        environment,
+        site=args.site,
+        is_for_slurm=backend.HAS_QUEUE,
+        command=args.command or (),
+        is_fresh=args.fresh,
+    )
+    if not (args.after or args.singleton):
+        return request
+    from ddp_hpc.launch.sweep.chain import after_others  # late: most runs wait for none
 
-    resolved = resolved_with([])
-    if args.after or args.singleton:
-        resolved = resolved_with(_chain(args, backend, resolved, environment))
-    return fill_unset(resolved, environment, is_for_slurm=backend.HAS_QUEUE, is_fresh=args.fresh)
-
-
-def _chain(args: argparse.Namespace, backend: Backend, resolved: Resolved, environment: Mapping[str, str]) -> list[str]:
-    """Return the setting by which the job waits for others."""
-    from ddp_hpc.launch.submission.chain import dependency
-
-    befores, sweeps = _befores(args, resolved) if backend.HAS_QUEUE else ([], [])
-    parts = [resolved.spec.slurm.dependency]
-    if sweeps:
-        from ddp_hpc.launch.sweep.chain import after_sweep
-        from ddp_hpc.launch.sweep.sweep_dir import find_sweep
-
-        parts += [after_sweep(find_sweep(name, resolved.spec.path.parent), when, environment) for name, when in sweeps]
-    users = ",".join(filter(None, parts)) or None
-    found = dependency(befores, backend, environment, is_single=args.singleton, users=users)
-    return [] if found is None else [f"slurm.dependency={found}"]
-
-
-def _befores(args: argparse.Namespace, resolved: Resolved) -> tuple[list[Before], list[tuple[str, When]]]:
-    """Return the runs, and the sweeps, that the job waits for."""
-    from ddp_hpc.launch.submission.chain import Before, split_when
-    from ddp_hpc.watch.find import find_run
-
-    runs_dir = resolved.spec.path.parent
-    named = [split_when(text) for text in args.after]
-    are_sweeps = {name for name, _ in named if holds_sweep(runs_dir / name) or holds_sweep(Path(name))}
-    sweeps = [(name, when) for name, when in named if name in are_sweeps]
-    return [Before(find_run(name, runs_dir), when) for name, when in named if name not in are_sweeps], sweeps
-
-
-def _note_awaited(args: argparse.Namespace, submission: Submission, resolved: Resolved) -> None:
-    """Record which runs the job waits for: `status` names them."""
-    if not args.after or submission.state != "queued" or submission.job_id is None:
-        return
-    from ddp_hpc.launch.submission.chain import awaited_in
-    from ddp_hpc.run.run_dir.records import write_awaited
-
-    with suppress(OSError):  # the job is in the queue; only `status` would miss what it waits for
-        found = awaited_in(resolved.spec.slurm.dependency or "", _befores(args, resolved)[0])
-        write_awaited(submission.run, submission.job_id, found)
+    return after_others(request, args.after, backend, is_single=args.singleton)
 
 
 def _note_stopping(run_dir: RunDir, backend: Backend) -> None:
@@ -224,25 +184,17 @@ def _print_status(run_dir: RunDir, environment: Mapping[str, str], *, word: str,
     return exit_code(status)
 
 
-def _submit(
-    args: argparse.Namespace,
-    resolved: Resolved,
-    backend: Backend,
-    import_paths: Sequence[Path],
-    environment: Mapping[str, str],
-) -> Submission:
-    from ddp_hpc.run.config import render_resolved
+def _submit(request: SubmitRequest, backend: Backend) -> Submission:
+    from ddp_hpc.base.leftovers import remove_leftovers  # late: a dry run writes nothing
 
-    text, spec = render_resolved(resolved), resolved.spec
-    remove_leftovers(spec.path.parent)
+    run_dir = request.run
+    remove_leftovers(run_dir.path.parent)
     try:
-        submission = backend.submit(text, spec, import_paths=import_paths, environ=environment)
+        return backend.submit(request)
     except KeyboardInterrupt:
-        word = word_for(RunDir(spec.path), environment)
-        print(f"\n{spec.name} may have been started. Check it: ddp-hpc status {word}", file=sys.stderr)
+        word = word_for(run_dir, request.environ)
+        print(f"\n{run_dir.name} may have been started. Check it: ddp-hpc status {word}", file=sys.stderr)
         raise
-    _note_awaited(args, submission, resolved)
-    return submission
 
 
 def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping[str, str], out: TextIO) -> None:
@@ -304,26 +256,20 @@ def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(paths[0]), settings
 
 
-def _dry_run(
-    resolved: Resolved,
-    backend: Backend,
-    import_paths: Sequence[Path],
-    environment: Mapping[str, str],
-    args: argparse.Namespace,
-) -> str:
+def _dry_run(request: SubmitRequest, backend: Backend, *, is_explained: bool, is_json: bool) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
     from ddp_hpc.base.discretion import is_key_shown
     from ddp_hpc.run.config import HIDDEN, flat, render_resolved
 
-    description = backend.describe(resolved.spec, import_paths=import_paths, environ=environment)
+    resolved, description = request.resolved, backend.describe(request)
     print("".join(f"{note}\n" for note in description.notes), end="", file=sys.stderr)
     argv, script = description.command, description.script
     plan = None
-    if args.explain:
-        from ddp_hpc.cli.plan import plan_of  # late: only `--explain` needs what starts workers
+    if is_explained:
+        from ddp_hpc.cli.plan import launch_plan  # late: only `--explain` needs what starts workers
 
-        plan = plan_of(resolved.spec, backend.NAME, description.import_paths, environment)
-    if args.json:
+        plan = launch_plan(request, backend.NAME, description.import_paths)
+    if is_json:
         values = {
             key: {"value": value if is_key_shown(key, value) else HIDDEN, "source": resolved.sources[key]}
             for key, value in flat(resolved.spec).items()
@@ -334,7 +280,7 @@ def _dry_run(
     return f"{told}\n{plan.as_text()}" if plan else told
 
 
-def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
+def _changes(run_dir: RunDir, spec: RunSpec) -> list[str]:
     """Return a line for each key that differs from what the run's directory holds, or that was removed since."""
     from ddp_hpc.run.config import changes, dropped_from, load_resolved
 
@@ -346,7 +292,7 @@ def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
         return [
             f"note: the run's earlier configuration cannot be read, so this command cannot list what has changed; the new one replaces it. {error}"
         ]
-    return [*dropped, *(f"changed: {change}" for change in changes(old, resolved.spec))]
+    return [*dropped, *(f"changed: {change}" for change in changes(old, spec))]
 
 
 def _told(submission: Submission, word: str) -> str:

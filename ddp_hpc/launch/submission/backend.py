@@ -19,7 +19,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_queued_job
 
 if TYPE_CHECKING:
-    from ddp_hpc.run.spec import RunSpec
+    from ddp_hpc.launch.submission.request import SubmitRequest
 
 AUTO = "auto"
 """Stands for the first back end of the table that this host can use."""
@@ -61,7 +61,7 @@ class Description:
 class Backend(Protocol):
     """Starts runs in one kind of place, and ends them. All functions of a back end may be called from any process.
 
-    `environ` is the caller's environment. Each function may raise ConfigError for what the user can change, and
+    `environ` is the caller's environment, as is that of a request. Each function may raise ConfigError for what the user can change, and
     SlurmUnavailableError where a scheduler does not answer: that is never taken for a job that is gone.
     """
 
@@ -83,25 +83,21 @@ class Backend(Protocol):
     def is_here(self, environ: Mapping[str, str]) -> bool:
         """Return whether `auto` may choose this back end on this host, even if it does not answer now."""
 
-    def describe(self, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> Description:
+    def describe(self, request: SubmitRequest) -> Description:
         """Return what `submit` would do; make nothing.
 
         Raises:
-            ConfigError: where `submit` would refuse the spec before it makes anything.
+            ConfigError: where `submit` would refuse the request before it makes anything.
         """
 
-    def prepare(
-        self, resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
-    ) -> tuple[RunDir, list[str]]:
-        """Make the run directory with everything a start needs, and start nothing; return it, and notes for the user.
+    def prepare(self, request: SubmitRequest) -> list[str]:
+        """Make the run directory with everything a start needs, and start nothing; return notes for the user.
 
         Raises:
             ConfigError: where it cannot be made; a run that was new leaves nothing behind.
         """
 
-    def submit(
-        self, resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
-    ) -> Submission:
+    def submit(self, request: SubmitRequest) -> Submission:
         """Start the run or resume it; or say that it waits, runs or has finished, in whichever back end.
 
         Raises:

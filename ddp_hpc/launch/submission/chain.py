@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from ddp_hpc.base.errors import ConfigError
@@ -12,18 +11,10 @@ from ddp_hpc.launch.submission.run_dir_setup import is_finished
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import Awaited, When, read_queued_job
+from ddp_hpc.run.run_dir.records import Awaited, When
 
 _WORDS: Mapping[When, str] = {"ok": "afterok", "notok": "afternotok", "any": "afterany"}
 """How another run has to end -> what sbatch calls it (`--dependency`, https://slurm.schedmd.com/sbatch.html#OPT_dependency)."""
-
-
-@dataclass(frozen=True)
-class Before:
-    """Another run, and how it has to end before a new one starts."""
-
-    run: RunDir
-    when: When = "ok"
 
 
 def split_when(text: str) -> tuple[str, When]:
@@ -37,20 +28,15 @@ def after_job(job_id: str, when: When) -> str:
     return f"{_WORDS[when]}:{job_id}"
 
 
-def awaited_in(dependency: str, befores: Sequence[Before]) -> list[Awaited]:
-    """Return those runs whose jobs a dependency names, with the numbers of the jobs."""
-    jobs = ((before, read_queued_job(before.run)) for before in befores)
-    return [
-        Awaited(path=str(before.run.path), job_id=job.job_id, when=before.when)
-        for before, job in jobs
-        if job is not None and after_job(job.job_id, before.when) in dependency.split(",")
-    ]
-
-
 def dependency(
-    befores: Sequence[Before], backend: Backend, environ: Mapping[str, str], *, is_single: bool, users: str | None
-) -> str | None:
-    """Return what the job has to wait for, as sbatch takes it; None where nothing is left to wait for.
+    befores: Sequence[tuple[RunDir, When]],
+    backend: Backend,
+    environ: Mapping[str, str],
+    *,
+    is_single: bool,
+    users: str | None,
+) -> tuple[str | None, list[Awaited]]:
+    """Return what the job has to wait for, as sbatch takes it, and the runs among it; None where nothing is left to wait for.
 
     `is_single`: it also waits for each earlier job of the user that has its name. `users` is what the configuration asks for.
     """
@@ -59,19 +45,18 @@ def dependency(
             "`--after` and `--singleton` let a job wait in Slurm's queue, but this run would start on this machine, which has no queue. "
             "Start one run after the other there: `ddp-hpc submit A --wait && ddp-hpc submit B`."
         )
-    parts = [part for before in befores if (part := _part(before, backend, environ))]
-    parts += ["singleton"] if is_single else []
+    awaited = [one for run, when in befores if (one := _awaited(run, when, backend, environ))]
+    parts = [*(after_job(one.job_id, one.when) for one in awaited), *(["singleton"] if is_single else [])]
     if users and "?" in users and parts:
         raise ConfigError(
             f"`slurm.dependency` is {users!r}, which asks for one of several jobs (`?`), but the job also has to wait for {','.join(parts)}; "
             "Slurm cannot combine the two. Leave out one of them."
         )
-    return ",".join([*([users] if users else []), *parts]) or None
+    return ",".join([*([users] if users else []), *parts]) or None, awaited
 
 
-def _part(before: Before, backend: Backend, environ: Mapping[str, str]) -> str:
-    """Return the part of one run; empty where it has ended as asked for."""
-    run, when = before.run, before.when
+def _awaited(run: RunDir, when: When, backend: Backend, environ: Mapping[str, str]) -> Awaited | None:
+    """Return the job of a run that is to be waited for; None where the run has ended as asked for."""
     spec = load_resolved(run.config)
     there = backend.find_job(run, environ)
     if there is not None and there.job_id is not None:
@@ -80,7 +65,7 @@ def _part(before: Before, backend: Backend, environ: Mapping[str, str]) -> str:
                 f"`--after {run.name}` waits for job {there.job_id}, but that run may go on in a new job after it (`restart.by` is "
                 f"{spec.restart.by!r}). Wait until it has ended, or give it `restart.by=requeue`, which keeps the job's number."
             )
-        return after_job(there.job_id, when)
+        return Awaited(path=str(run.path), job_id=there.job_id, when=when)
     if find_job_elsewhere(run, backend.NAME, environ) is not None:
         raise ConfigError(
             f"`--after {run.name}` asks Slurm to wait for a run outside of its queue: it runs by {backend_of(run).NAME}. Wait "
@@ -88,7 +73,7 @@ def _part(before: Before, backend: Backend, environ: Mapping[str, str]) -> str:
         )
     has_finished = is_finished(run, spec)
     if when == "any" or has_finished == (when == "ok"):
-        return ""
+        return None
     newest = Ledger.read(run).newest
     how = (
         "has finished"

@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -21,6 +20,7 @@ from ddp_hpc.base.durable import open_private
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, WorkerError
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.launch.submission.backend import Description, Submission, find_job_elsewhere
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
     is_finished,
     make_run_dir,
@@ -32,11 +32,12 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     submitting_alone,
     unchanged_if_refused,
 )
+from ddp_hpc.run.config import render_resolved
 from ddp_hpc.run.run_dir import ownership, rereading
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import ask_to_stop, read_progress
-from ddp_hpc.run.spec import LaunchSpec, RunSpec
+from ddp_hpc.run.spec import LaunchSpec
 from ddp_hpc.watch.failure import last_words
 
 NAME = "local"
@@ -91,90 +92,82 @@ def is_here(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> Description:
+def describe(request: SubmitRequest) -> Description:
     """Return what `submit` would do; make nothing.
 
     Raises:
         ConfigError: where the run needs several machines, or its image, or a path that it is to see, cannot be used.
     """
+    run, spec, environ = request.run, request.spec, request.environ
     refuse_too_much(spec)
     refuse_missing_recorders(spec)
     refuse_several_torchruns(spec)
     refuse_missing_nsys(spec, environ)
-    run = RunDir(spec.path)
     notes = [*note_on_parents(run.path)]
     if spec.container.image is not None or spec.stage.archive is not None:
         from ddp_hpc.launch.submission.preflight.image import (
             look_at_image,  # late: most runs on one machine have neither
         )
 
-        notes = [*look_at_image(spec, run, import_paths, environ, is_for_slurm=False), *notes]
-    return Description(notes=notes, command=supervisor_argv(run), import_paths=import_paths)
+        notes = [*look_at_image(spec, run, request.import_paths, environ, is_for_slurm=False), *notes]
+    return Description(notes=notes, command=supervisor_argv(run), import_paths=request.import_paths)
 
 
-def prepare(
-    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
-) -> tuple[RunDir, list[str]]:
-    """Make the run's directory, or renew its configuration; return it, and what the user should know.
+def prepare(request: SubmitRequest) -> list[str]:
+    """Make the run's directory, or renew its configuration; return what the user should know.
 
     Raises:
         ConfigError: where the input is invalid, or the directory cannot be made.
     """
-    run = RunDir(spec.path)
-    refuse_file_in_the_way(run)
-    is_new = not run.config.exists()
-    notes = describe(spec, import_paths=import_paths, environ=environ).notes
-    make_run_dir(run, resolved_text, is_new=is_new)
-    return run, list(notes)
+    refuse_file_in_the_way(request.run)
+    return _make(request, is_new=not request.run.config.exists())
 
 
-def submit(
-    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
-) -> Submission:
+def _make(request: SubmitRequest, *, is_new: bool) -> list[str]:
+    notes = describe(request).notes
+    make_run_dir(request.run, render_resolved(request.resolved), is_new=is_new)
+    return list(notes)
+
+
+def submit(request: SubmitRequest) -> Submission:
     """Start the run, or go on with it, and return once its training has begun, or its script has run for a moment.
 
     Raises:
         ConfigError: where the input is invalid; a run that was new leaves nothing behind.
         WorkerError: where the workers failed before the first step.
     """
-    refuse_too_much(spec)
-    run = RunDir(spec.path)
+    run = request.run
+    refuse_too_much(request.spec)
     refuse_file_in_the_way(run)
     is_new = not run.config.exists()
-    there = _already(run, spec, environ)
-    if there is not None:
-        return there
-    notes = tuple(describe(spec, import_paths=import_paths, environ=environ).notes)
-    if is_new:
-        make_run_dir(run, resolved_text, is_new=True)
+    notes = _make(request, is_new=True) if is_new else []
     with submitting_alone(run, patience_s=2 * START_PATIENCE_S):
-        there = _already(run, spec, environ)  # another process may have submitted it meanwhile
+        there = _already(request)
         if there is not None:
             return there
         with nullcontext() if is_new else unchanged_if_refused(run):
             if not is_new:
-                make_run_dir(run, resolved_text, is_new=False)
+                notes = _make(request, is_new=False)
             attempt = ownership.next_attempt(run)
-            guardian = _start_guardian(run, import_paths, environ)
+            guardian = _start_guardian(request)
             ended = _await_training(run, attempt, guardian)
             if ended is not None and ended.exit_code == exit_codes.REFUSED and not is_new:
                 raise ConfigError(f"{ended.reason}\nThe run {run.name} is as it was.")
     if ended is not None and ended.exit_code == exit_codes.REFUSED:
         shutil.rmtree(run.path, ignore_errors=True)  # without the lock: NFS keeps a directory with an open file
         raise ConfigError(ended.reason)
-    return Submission(run, NAME, "started", attempt, is_new=is_new, notes=notes)
+    return Submission(run, NAME, "started", attempt, is_new=is_new, notes=tuple(notes))
 
 
-def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
-    """Return why `submit` starts nothing: the run runs or waits, here or elsewhere, or has finished."""
+def _already(request: SubmitRequest) -> Submission | None:
+    """Return why `submit` starts nothing: the run runs or waits, here or elsewhere, or has finished. The caller submits alone."""
+    run = request.run
     if _is_busy(run):
         return Submission(run, NAME, "running", Ledger.read(run).newest_number)
-    elsewhere = find_job_elsewhere(run, NAME, environ)
-    if elsewhere is not None:
-        return elsewhere
-    if is_finished(run, spec):
+    there = find_job_elsewhere(run, NAME, request.environ)
+    if there is None and is_finished(run, request.spec):
         return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
-    return None
+    return there
 
 
 def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
@@ -242,13 +235,13 @@ def _patience_s(run: RunDir) -> float:
     return STOP_PATIENCE_S if known(run.stop_request, run.stop_request.exists, unknown=False) else 0.0
 
 
-def _start_guardian(run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_guardian(request: SubmitRequest) -> subprocess.Popen[bytes]:
     """Start the supervisor's guardian in a session of its own, so that both outlive this terminal."""
-    paths = [str(path) for path in import_paths]
-    environ = {"PYTHONSAFEPATH": "ddp_hpc", **environ}  # else a `json.py` here would be taken for Python's
+    run = request.run
+    environ = {"PYTHONSAFEPATH": "ddp_hpc", **request.environ}  # else a `json.py` here would be taken for Python's
     with open_private(run.console, "ab") as console:
         guardian = subprocess.Popen(
-            [*supervisor_argv(run), *(f"--import-path={path}" for path in paths)],
+            [*supervisor_argv(run), *(f"--import-path={path}" for path in request.import_paths)],
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=console,

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +27,7 @@ from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.image import look_at_image
 from ddp_hpc.launch.submission.preflight.users_part import check_users_part
 from ddp_hpc.launch.submission.release_hold import call_back, hasten_job, spared_nodes
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
     is_finished,
     make_run_dir,
@@ -38,10 +39,11 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     unchanged_if_refused,
 )
 from ddp_hpc.launch.submission.snapshot import notes_on_copy, path_in_snapshot, source_of, take_snapshot
+from ddp_hpc.run.config import render_resolved
 from ddp_hpc.run.run_dir import ownership, rereading
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import QueuedJob, ask_to_stop, read_queued_job, write_queued_job
+from ddp_hpc.run.run_dir.records import QueuedJob, ask_to_stop, read_queued_job, write_awaited, write_queued_job
 from ddp_hpc.run.spec import LaunchSpec, RunSpec
 from ddp_hpc.run.workload.script_progress import folder_of, look
 from ddp_hpc.run.workload.table import workload_of
@@ -54,17 +56,15 @@ _SUBMISSION_PATIENCE_S = 60.0
 """How long another process may take to submit the run."""
 
 
-def job_script(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]) -> str:
-    """Return the text that sbatch gets for a run.
+def job_script(request: SubmitRequest, import_paths: Sequence[Path]) -> str:
+    """Return the text that sbatch gets for a run, whose job imports the user's code from `import_paths`.
 
     Raises:
         ConfigError: where the script cannot be made of this spec.
     """
-    run = RunDir(spec.path)
-    spec = _avoiding(spec, spared_nodes(run, spec, environ).excluded)
-    return render(
-        JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=job_import_paths(spec, run, import_paths, environ))
-    )
+    run = request.run
+    spec = _avoiding(request.spec, spared_nodes(run, request.spec, request.environ).excluded)
+    return render(JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=import_paths))
 
 
 def _avoiding(spec: RunSpec, nodes: Sequence[str]) -> RunSpec:
@@ -89,27 +89,25 @@ def is_here(environ: Mapping[str, str]) -> bool:
     return client.is_here(environ)
 
 
-def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> Description:
+def describe(request: SubmitRequest) -> Description:
     """Return what `submit` would do: the very text that sbatch would get. Make nothing.
 
     Raises:
         ConfigError: where the run's image, or a path that it is to see, cannot be used, or the script cannot be made.
     """
-    run = RunDir(spec.path)
-    return Description(
-        script=job_script(spec, import_paths, environ),  # first, as the notes take a second
-        notes=[*_note_on_own_job(environ), *_notes(spec, run, import_paths, environ)],
-        command=["sbatch", str(run.job_script)],
-        import_paths=job_import_paths(spec, run, import_paths, environ),
-    )
+    would = _described(request)
+    return replace(would, notes=[*_note_on_own_job(request.environ), *would.notes])
 
 
-def _notes(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
+def _described(request: SubmitRequest) -> Description:
+    run, spec, environ = request.run, request.spec, request.environ
+    paths = job_import_paths(request)
+    script = job_script(request, paths)  # first, as the notes take a second
     refuse_missing_recorders(spec)
     refuse_several_torchruns(spec)
-    paths = job_import_paths(spec, run, import_paths, environ)
     notes = [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
-    return [*notes, *check_users_part(spec, import_paths, environ)]
+    notes += check_users_part(spec, request.import_paths, environ)
+    return Description(script=script, notes=notes, command=["sbatch", str(run.job_script)], import_paths=paths)
 
 
 def _note_on_own_job(environ: Mapping[str, str]) -> Iterator[str]:
@@ -121,25 +119,25 @@ def _note_on_own_job(environ: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def prepare(
-    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
-) -> tuple[RunDir, list[str]]:
-    """Make the run directory with everything the job needs; return it, and what the user should know.
+def prepare(request: SubmitRequest) -> list[str]:
+    """Make the run directory with everything the job needs; return what the user should know.
 
     Raises:
         ConfigError: where it cannot be made; a run that was new leaves nothing behind.
     """
-    run = RunDir(spec.path)
+    run = request.run
     refuse_file_in_the_way(run)
-    plan = _plan(resolved_text, spec, import_paths, environ, is_new=not run.config.exists())
-    _make(plan)
-    with _nothing_left_of_new(plan):
-        return run, [*plan.notes, *_fill(plan, environ)]
+    is_new = not run.config.exists()
+    made = _make(request, is_new=is_new)
+    try:
+        return [*made.notes, *_fill(request, made)]
+    except BaseException:
+        if is_new:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
 
 
-def submit(
-    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
-) -> Submission:
+def submit(request: SubmitRequest) -> Submission:
     """Put the run into Slurm's queue, or say that it is there, runs, or has finished.
 
     Raises:
@@ -147,28 +145,23 @@ def submit(
         RunBusyError: where another process submits the run and does not come to an end.
         SlurmUnavailableError: where Slurm does not answer.
     """
-    run = RunDir(spec.path)
+    run, spec, environ = request.run, request.spec, request.environ
     refuse_file_in_the_way(run)
     is_new = not run.config.exists()
     client.require("sbatch", environ)
-    there = _already(run, spec, environ)
-    if there is not None:
-        return there
     questions = capacity.Questions(environ)
-    plan = _plan(resolved_text, spec, import_paths, environ, is_new=is_new)
-    if is_new:
-        _make(plan)  # by one rename: of two that submit a new run at once, the second is refused here
+    # By one rename: of two that submit a new run at once, the second is refused here.
+    made = _make(request, is_new=True) if is_new else None
     is_to_be_removed = False
     try:
         with submitting_alone(run, patience_s=_SUBMISSION_PATIENCE_S):
-            there = _already(run, spec, environ)  # another process may have submitted it meanwhile
+            there = _already(request)
             if there is not None:
                 return there
             is_to_be_removed = is_new
             with contextlib.nullcontext() if is_new else unchanged_if_refused(run):
-                if not is_new:
-                    _make(plan)
-                notes = [*_note_on_own_job(environ), *plan.notes, *_fill(plan, environ)]
+                made = made or _make(request, is_new=False)
+                notes = [*_note_on_own_job(environ), *made.notes, *_fill(request, made)]
                 questions.ask_about(run.job_script)
                 notes += _notes_on_restarts(run, spec, environ)
                 notes += questions.notes(spec, run)
@@ -187,54 +180,30 @@ def submit(
         if is_to_be_removed:
             shutil.rmtree(run.path, ignore_errors=True)  # without the lock: NFS keeps a directory with an open file
         raise
-    return Submission(run, NAME, "queued", job.attempt, is_new=is_new, job_id=job.job_id, notes=tuple(notes))
+    if request.awaits:
+        with contextlib.suppress(OSError):  # the job is in the queue; only `status` would miss what it waits for
+            write_awaited(run, job_id, request.awaits)
+    return Submission(run, NAME, "queued", attempt, is_new=is_new, job_id=job_id, notes=tuple(notes))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """A run directory that is to be made, or renewed."""
-
-    run: RunDir
-    spec: RunSpec
-    import_paths: Sequence[Path]
-    resolved_text: str
-    script: str
-    notes: Sequence[str]
-    is_new: bool
-    """Found once, at the beginning: a second check may find another answer."""
-
-
-def _plan(
-    resolved_text: str, spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str], *, is_new: bool
-) -> _Plan:
-    """Check what can be checked before anything is made.
+def _make(request: SubmitRequest, *, is_new: bool) -> Description:
+    """Check what can be checked before anything is made; then make the run directory, or renew its configuration.
 
     Raises:
         ConfigError: where the run's directory, image or script cannot be used on the nodes.
     """
-    run = RunDir(spec.path)
-    script = job_script(spec, import_paths, environ)
-    capacity.refuse_private_directory(run.path)
-    capacity.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
-    return _Plan(
-        run=run,
-        spec=spec,
-        import_paths=import_paths,
-        resolved_text=resolved_text,
-        script=script,
-        notes=_notes(spec, run, import_paths, environ),
-        is_new=is_new,
-    )
+    path = request.run.path
+    capacity.refuse_private_directory(path)
+    capacity.refuse_private_python(path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
+    would = _described(request)
+    make_run_dir(request.run, render_resolved(request.resolved), is_new=is_new)
+    return would
 
 
-def _make(plan: _Plan) -> None:
-    make_run_dir(plan.run, plan.resolved_text, is_new=plan.is_new)
-
-
-def _fill(plan: _Plan, environ: Mapping[str, str]) -> list[str]:
+def _fill(request: SubmitRequest, made: Description) -> list[str]:
     """Put the frozen code and the job script into the run directory; return notes on the code."""
-    notes = freeze_code(plan.spec, plan.run, plan.import_paths, environ)
-    replace_text(plan.run.job_script, plan.script)
+    notes = freeze_code(request, request.run)
+    replace_text(request.run.job_script, made.script or "")
     return notes
 
 
@@ -247,14 +216,13 @@ def _notes_on_restarts(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]
         yield spared.detail
 
 
-def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
-    """Return why no new job is needed: one waits or runs, or the run has finished."""
-    there = find_job(run, environ) or find_job_elsewhere(run, NAME, environ)
-    if there is not None:
-        return there
-    if is_finished(run, spec):
+def _already(request: SubmitRequest) -> Submission | None:
+    """Return why no new job is needed: one waits or runs, or the run has finished. The caller submits alone, so this stays so."""
+    run = request.run
+    there = find_job(run, request.environ) or find_job_elsewhere(run, NAME, request.environ)
+    if there is None and is_finished(run, request.spec):
         return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
-    return None
+    return there
 
 
 def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
@@ -311,27 +279,23 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     )
 
 
-def job_import_paths(
-    spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]
-) -> list[Path]:
+def job_import_paths(request: SubmitRequest) -> list[Path]:
     """Return where the job imports the user's code from: its frozen copy, or where it lies."""
-    code = workload_of(spec).users_code(import_paths)
+    spec, code = request.spec, workload_of(request.spec).users_code(request.import_paths)
     if code is None:
         return []
-
     if not spec.snapshot.enabled:
         return [code.directory]
     top = source_of(code.directory)
-    others = [path for path in live_folders({**environ, **spec.env}) if path.is_relative_to(top)]
-    return list(dict.fromkeys(path_in_snapshot(run, top, path) for path in [code.directory, *others]))
+    others = [path for path in live_folders({**request.environ, **spec.env}) if path.is_relative_to(top)]
+    return list(dict.fromkeys(path_in_snapshot(request.run, top, path) for path in [code.directory, *others]))
 
 
-def freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
+def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
     """Copy the user's code into the directory of a run, or of a sweep; return notes on it."""
-    code = workload_of(spec).users_code(import_paths)
+    spec, code = request.spec, workload_of(request.spec).users_code(request.import_paths)
     if code is None or not spec.snapshot.enabled:
         return []
-
     saved = []
     if (pattern := spec.script.progress) is not None:
         saved = [Path(path).resolve() for path in look(pattern, Path.cwd())]
@@ -341,22 +305,13 @@ def freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], enviro
     snapshot = take_snapshot(
         code.directory, run, max_bytes=spec.snapshot.max_mb * 10**6, needed=code.needed, outputs=saved
     )
-    outside = [str(path) for path in live_folders({**environ, **spec.env}) if not path.is_relative_to(snapshot.source)]
+    outside = [
+        str(path) for path in live_folders({**request.environ, **spec.env}) if not path.is_relative_to(snapshot.source)
+    ]
     return [
         f"code: copied {snapshot.num_files} files of {snapshot.source}, {snapshot.num_bytes / 1e6:.1f} MB",
         *notes_on_copy(snapshot, run, outside),
     ]
-
-
-@contextlib.contextmanager
-def _nothing_left_of_new(plan: _Plan) -> Iterator[None]:
-    """Delete a new run again if it cannot be submitted."""
-    try:
-        yield
-    except BaseException:
-        if plan.is_new:
-            shutil.rmtree(plan.run.path, ignore_errors=True)
-        raise
 
 
 def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:

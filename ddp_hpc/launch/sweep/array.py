@@ -24,6 +24,7 @@ from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.image import look_at_image
 from ddp_hpc.launch.submission.preflight.users_part import check_users_part
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import note_on_parents
 from ddp_hpc.launch.sweep.resolving import Points
 from ddp_hpc.launch.sweep.states import points_in_queue
@@ -39,7 +40,6 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     record_sending,
     refuse_existing,
 )
-from ddp_hpc.run.config import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 
@@ -98,37 +98,30 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     )
 
 
-def make_for_slurm(
-    base: Resolved,
-    sweep: Sweep,
-    import_paths: Sequence[Path],
-    questions: capacity.Questions,
-    *,
-    until_sent: ExitStack,
-) -> Made:
+def make_for_slurm(base: SubmitRequest, sweep: Sweep, questions: capacity.Questions, *, until_sent: ExitStack) -> Made:
     """Make the sweep's directory with all that its tasks need. Nothing is left where it fails.
 
     From the moment when the directory exists, no other process sends its points before `until_sent` is closed.
     """
-    spec, sweep_dir, environ = base.spec, SweepDir(base.spec.path), questions.environ
+    spec, sweep_dir, environ = base.spec, SweepDir(base.spec.path), base.environ
     client.require("sbatch", environ)
     refuse_existing(sweep_dir)
     script = array_script(spec, sweep_dir)
     capacity.refuse_private_directory(sweep_dir.path)
     capacity.refuse_private_python(sweep_dir.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
-    paths = tuple(slurm.job_import_paths(spec, sweep_dir.files, import_paths, environ))
+    paths = tuple(slurm.job_import_paths(base))
     notes = [*look_at_image(spec, sweep_dir.files, paths, environ, is_for_slurm=True), *note_on_parents(sweep_dir.path)]
-    notes += check_users_part(Points(base, environ).resolved(sweep.points[0]).spec, import_paths, environ)
+    notes += check_users_part(Points(base.resolved, environ).resolved(sweep.points[0]).spec, base.import_paths, environ)
 
     def fill(beside: SweepDir) -> None:
         """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""
         replace_text(beside.files.job_script, script)
         questions.ask_about(beside.files.job_script)
-        notes.extend(slurm.freeze_code(spec, beside.files, import_paths, environ))
+        notes.extend(slurm.freeze_code(base, beside.files))
         notes.extend(questions.notes(spec, beside.files))
 
     sweep = replace(sweep, import_paths=paths)
-    make_sweep(sweep_dir, base, sweep, fill, until_sent=until_sent)
+    make_sweep(sweep_dir, base.resolved, sweep, fill, until_sent=until_sent)
     return Made(sweep_dir=sweep_dir, sweep=sweep, base=spec, cluster=questions.config(), notes=notes)
 
 

@@ -1,17 +1,43 @@
-"""What a new job has to wait for where it starts after a sweep (`--after SWEEP`)."""
+"""What a new job has to wait for where it starts after runs and sweeps (`--after`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.cluster.slurm import client
-from ddp_hpc.launch.submission.chain import after_job
+from ddp_hpc.launch.submission.backend import Backend
+from ddp_hpc.launch.submission.chain import after_job, dependency, split_when
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep import array
 from ddp_hpc.launch.sweep.states import points_in_queue, sending_alone
-from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, read_sweep
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, find_sweep, read_sweep
+from ddp_hpc.run.config import Overlay
+from ddp_hpc.run.config.sources import COMMAND_LINE
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
+from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
 from ddp_hpc.run.run_dir.records import When
+from ddp_hpc.watch.find import find_run
+
+
+def after_others(request: SubmitRequest, words: Sequence[str], backend: Backend, *, is_single: bool) -> SubmitRequest:
+    """Return the request of a job that waits for the runs and sweeps that `--after` names; `is_single`: and for jobs of its own name."""
+    spec, environ = request.spec, request.environ
+    parts, befores = [spec.slurm.dependency], list[tuple[RunDir, When]]()
+    for name, when in map(split_when, words) if backend.HAS_QUEUE else ():
+        runs_dir = spec.path.parent
+        if holds_sweep(runs_dir / name) or holds_sweep(Path(name)):
+            parts.append(after_sweep(find_sweep(name, runs_dir), when, environ))
+        else:
+            befores.append((find_run(name, runs_dir), when))
+    users = ",".join(filter(None, parts)) or None
+    found, awaits = dependency(befores, backend, environ, is_single=is_single, users=users)
+    if found is None:
+        return request
+    resolved = Overlay(request.resolved, environ).resolved({"slurm.dependency": found}, COMMAND_LINE.source)
+    return replace(request, resolved=resolved, awaits=awaits)
 
 
 def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> str:

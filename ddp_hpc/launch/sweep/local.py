@@ -13,12 +13,12 @@ from contextlib import contextmanager, suppress
 from ddp_hpc.base import processes
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError
 from ddp_hpc.base.patience import patiently
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.resolving import Points
 from ddp_hpc.launch.sweep.states import num_failed
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, make_sweep, read_sweep, record_cancelled
 from ddp_hpc.run.config import Resolved, render_resolved
-from ddp_hpc.run.run_dir.paths import RunDir
 
 
 def make_for_this_machine(base: Resolved, sweep: Sweep) -> None:
@@ -111,13 +111,15 @@ def _run_point(made: Points, point: Point, sweep: Sweep, environ: Mapping[str, s
 
     try:
         resolved = made.resolved(point)
-        text, run = render_resolved(resolved), RunDir(resolved.spec.path)
-        if not run.config.exists():
-            make_run_dir(run, text, is_new=True)  # a refused run that `submit` has made itself would leave no record
-        submission = local.submit(text, resolved.spec, import_paths=sweep.import_paths, environ=environ)
+        request = SubmitRequest(resolved=resolved, import_paths=sweep.import_paths, environ=environ)
+        if not request.run.config.exists():
+            make_run_dir(
+                request.run, render_resolved(resolved), is_new=True
+            )  # a refused run that `submit` has made itself would leave no record
+        submission = local.submit(request)
         if is_over.is_set():  # it was just being started when the others were asked to stop
             with suppress(DdpHpcError):
-                local.stop(run, environ)
+                local.stop(request.run, environ)
         if submission.state != "finished":
             local.wait(submission.run, submission.attempt, environ)
     except DdpHpcError as error:

@@ -7,18 +7,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, SlurmUnavailableError, UnreadableError
 from ddp_hpc.launch.submission.backend import Backend, find_job_elsewhere, load_backend
 from ddp_hpc.launch.submission.other_cluster import knows
 from ddp_hpc.launch.submission.preflight.capacity import Questions
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep import array, local
 from ddp_hpc.launch.sweep.array import SendResult
 from ddp_hpc.launch.sweep.resolving import check_points
 from ddp_hpc.launch.sweep.states import failed_attempts, has_begun, has_ended, is_being_sent, sending_alone
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_cancelled, record_continued
-from ddp_hpc.run.config import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_queued_job
 
@@ -47,9 +46,7 @@ class Started:
         return self.sent is None and bool(self.numbers)
 
 
-def start_sweep(
-    base: Resolved, sweep: Sweep, backend: Backend, *, import_paths: Sequence[Path], environ: Mapping[str, str]
-) -> Started:
+def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started:
     """Check each point, make the sweep's directory, and send its points; on this machine, the caller runs them.
 
     Raises:
@@ -57,15 +54,15 @@ def start_sweep(
         OSError: where the sweep's records cannot be written; nothing is left of a sweep that Slurm cannot know.
         SlurmUnavailableError: where Slurm does not answer.
     """
-    sweep_dir, numbers = SweepDir(base.spec.path), [point.number for point in sweep.points]
+    environ, sweep_dir, numbers = base.environ, SweepDir(base.spec.path), [point.number for point in sweep.points]
     if not backend.HAS_QUEUE:
-        check_points(base, sweep.points, environ, is_array=False)
-        local.make_for_this_machine(base, replace(sweep, import_paths=tuple(import_paths)))
+        check_points(base.resolved, sweep.points, environ, is_array=False)
+        local.make_for_this_machine(base.resolved, replace(sweep, import_paths=tuple(base.import_paths)))
         return Started(sweep_dir=sweep_dir, numbers=numbers, sent=None)
     questions = Questions(environ)  # Slurm answers while this process checks the points
-    check_points(base, sweep.points, environ, is_array=True)
+    check_points(base.resolved, sweep.points, environ, is_array=True)
     with ExitStack() as until_sent:
-        made = array.make_for_slurm(base, sweep, import_paths, questions, until_sent=until_sent)
+        made = array.make_for_slurm(base, sweep, questions, until_sent=until_sent)
         try:
             sent = array.send_first(made, environ)
         except (ConfigError, OSError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Literal, TypeVar
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
 from ddp_hpc.launch.submission.backend import Backend, load_backend
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.prove.drill.checks import Check, DrillOutcome, check
 from ddp_hpc.prove.drill.faults import FAULTS, Injection, Target
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.run.config import Resolved, changes, load_resolved, render_resolved
+from ddp_hpc.run.config import changes, load_resolved
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
@@ -49,11 +50,10 @@ class DrillPlan:
     """One drill, as the user asks for it."""
 
     fault: str
-    faulty: Resolved
+    faulty: SubmitRequest
     """The run into which the fault is injected."""
-    unbroken: Resolved | RunDir
+    unbroken: SubmitRequest | RunDir
     """The run without the fault: to be submitted, or one that has finished already."""
-    import_paths: Sequence[Path]
     by_hand: bool = False
     batch_host: bool = False
     """Whether the fault is injected on the batch host, rather than on the last node."""
@@ -89,12 +89,8 @@ class DrillReport:
 
 def drill(plan: DrillPlan, environ: Mapping[str, str], say: Callable[[str], None]) -> DrillReport:
     """Run the drill; return its result."""
-    run = RunDir(plan.faulty.spec.path)
-    unbroken = (
-        _comparable(plan.unbroken, plan.faulty)
-        if isinstance(plan.unbroken, RunDir)
-        else RunDir(plan.unbroken.spec.path)
-    )
+    run = plan.faulty.run
+    unbroken = _comparable(plan.unbroken, plan.faulty) if isinstance(plan.unbroken, RunDir) else plan.unbroken.run
     report = DrillReport(fault=plan.fault, run=str(run.path), unbroken=str(unbroken.path))
     scenario = _Scenario(plan, run, unbroken, environ, say)
     try:
@@ -109,7 +105,7 @@ def drill(plan: DrillPlan, environ: Mapping[str, str], say: Callable[[str], None
     return report
 
 
-def _comparable(unbroken: RunDir, faulty: Resolved) -> RunDir:
+def _comparable(unbroken: RunDir, faulty: SubmitRequest) -> RunDir:
     """Return the run to compare with, if it trains the same model on the same data."""
     differing = [
         one.key for one in changes(load_resolved(unbroken.config), faulty.spec) if not one.key.startswith(_MAY_DIFFER)
@@ -144,13 +140,12 @@ class _Scenario:
 
     def submit(self) -> None:
         """Submit the runs."""
-        if isinstance(self.plan.unbroken, Resolved):
+        if isinstance(self.plan.unbroken, SubmitRequest):
             self._send(self.plan.unbroken)
         self._send(self.plan.faulty)
 
-    def _send(self, resolved: Resolved) -> None:
-        text, spec = render_resolved(resolved), resolved.spec
-        sent = _slurm().submit(text, spec, import_paths=self.plan.import_paths, environ=self.environ)
+    def _send(self, request: SubmitRequest) -> None:
+        sent = _slurm().submit(request)
         if not sent.is_new:
             raise ConfigError(
                 f"{sent.run.path} exists already, but a drill needs a new run. Choose another `name=...`."
