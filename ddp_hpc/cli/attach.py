@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from ddp_hpc.cli.status_text import evaluation_line, progress_line
+from ddp_hpc.launch.submission.release_hold import require_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import await_news
 from ddp_hpc.watch.follow import FollowUpdate, follow
-from ddp_hpc.watch.queue import Ask
+from ddp_hpc.watch.queue import Ask, QueueStatus
 from ddp_hpc.watch.status import RunStatus
 
 LINE_INTERVAL_S = 2.0
-WAITING_INTERVALS_S = (1.0, 60.0)
-"""The first pause, and the longest."""
 
 
-def show(
-    run: RunDir,
-    attempt: int,
-    out: TextIO,
-    *,
-    ask: Ask | None = None,
-    on_waiting: Callable[[], object] = lambda: None,
-) -> None:
-    """Show how the run goes until it is over: a screen on a terminal, lines elsewhere.
+def show(run: RunDir, attempt: int, out: TextIO, *, ask: Ask) -> None:
+    """Show how the run goes until it is over, or its job will never start: a screen on a terminal, lines elsewhere."""
 
-    `on_waiting` is called from time to time, ever more seldom, while the run waits for Slurm; an error that it raises ends the view.
-    """
-    looks = follow(run, attempt, clock=time.time, pause=await_news, ask=ask)
-    looks = _calling(on_waiting, looks, clock=time.monotonic)
+    def ask_or_end(job_id: str, submitted_at: float) -> QueueStatus:
+        found = ask(job_id, submitted_at)
+        if found.is_waiting:
+            require_start(run, job_id, found.reason)
+        return found
+
+    looks = follow(run, attempt, clock=time.time, pause=await_news, ask=ask_or_end)
     if out.isatty():
         from ddp_hpc.cli.live import draw  # late, as the next: for eyes only
         from ddp_hpc.watch.report.looking import Looker
@@ -41,19 +36,6 @@ def show(
         draw(drawn, out, is_kept=False)
     else:
         show_lines(looks, out, clock=time.monotonic)
-
-
-def _calling(
-    on_waiting: Callable[[], object], looks: Iterable[FollowUpdate], *, clock: Callable[[], float]
-) -> Iterator[FollowUpdate]:
-    pause, last = WAITING_INTERVALS_S[0], clock()
-    for look in looks:
-        if look.status.state != "waiting":
-            pause, last = WAITING_INTERVALS_S[0], clock()
-        elif clock() - last >= pause:
-            on_waiting()
-            pause, last = min(pause * 2, WAITING_INTERVALS_S[1]), clock()
-        yield look
 
 
 def lines_of(look: FollowUpdate) -> list[str]:

@@ -116,8 +116,8 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     return f"{run.name} was cancelled."
 
 
-def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
-    del run, environ, is_asked
+def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
+    del run, environ
     return False
 
 

@@ -133,7 +133,9 @@ def test_a_killed_supervisor_is_replaced_by_the_shell_of_its_job(
 
 
 @pytest.mark.long
-def test_a_killed_shell_of_a_job_ends_no_run_that_somebody_waits_for(cluster: Cluster, place: LoginNode) -> None:
+def test_a_run_whose_jobs_shell_was_killed_goes_on_when_it_is_submitted_again(
+    cluster: Cluster, place: LoginNode
+) -> None:
     """The shell is the supervisor's guardian: Slurm ends the job with it, as FAILED."""
     slow = slow_file(place)
     settings = [*FAULTY, *world(2, 1), f"recipe.args.slow_while={slow}"]
@@ -147,14 +149,15 @@ def test_a_killed_shell_of_a_job_ends_no_run_that_somebody_waits_for(cluster: Cl
     assert "slurm_script" in cluster.run("ps", "-o", "args=", "-p", shell, node=node).stdout
 
     cluster.run("kill", "-9", shell, node=node, user="root")
-    cluster.wait_for(lambda: len(attempts(place, "shell")) == 2, 120)
+    stdout, stderr = waiting.communicate(timeout=120)
     slow.unlink()
-    stdout, stderr = waiting.communicate(timeout=240)
+    again = place.type(*words)
 
-    assert waiting.returncode == 0, stdout + stderr + place.console("shell")
-    first, second = attempts(place, "shell")
-    assert (first.ending, first.cause, first.next) == ("failed", "supervisor died", "requeue")
-    assert (second.job_id, second.restart) == (job, 1)
+    assert waiting.returncode == 1, stdout + stderr + place.console("shell")
+    assert f"Job {job} of shell has ended" in stderr
+    assert again.returncode == 0, again.stdout + again.stderr + place.console("shell")
+    _, second = attempts(place, "shell")
+    assert (second.job_id, second.restart) == (job_id(place, "shell"), 0)
     assert_unbroken(place, "shell", world_size=2, may_lose=MAY_LOSE)
 
 

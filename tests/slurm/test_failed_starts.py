@@ -73,14 +73,16 @@ def drain_reason(cluster: Cluster, node: str) -> str:
     return cluster.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T %E").stdout.splitlines()[0]
 
 
-def test_a_job_that_slurm_cannot_launch_is_released_by_who_waits_for_the_run(
+def test_a_job_that_slurm_cannot_launch_is_released_by_its_user_and_starts_elsewhere(
     cluster: Cluster, place: LoginNode, prolog_that_fails: Path
 ) -> None:
-    words = ("submit", "digits.yaml", "name=launched", "--cluster", "slurm", *FAULTY, *world(1, 1), "--wait")
+    place.submit("launched", *FAULTY, *world(1, 1))
+    await_held(cluster, job_id(place, "launched"), 1)
 
-    done = place.type(*words)
+    released = place.type("requeue", "launched", "--now")
 
-    assert done.returncode == 0, done.stdout + done.stderr + place.console("launched")
+    assert released.returncode == 0, released.stderr
+    await_done(place, "launched")
     (only,) = attempts(place, "launched")
     assert (only.restart, only.failed_nodes) == (1, ())
     assert only.nodes != ("node1",)

@@ -212,7 +212,7 @@ def test_a_run_that_is_cancelled_while_it_is_preempted_never_comes_back(cluster:
 
 
 @pytest.mark.long
-def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluster, place: LoginNode) -> None:
+def test_a_requeued_run_that_is_asked_for_now_is_not_held_back(cluster: Cluster, place: LoginNode) -> None:
     slow = slow_file(place)
     cluster.reconfig(AuthInfo="cred_expire=120")  # Slurm's default: a requeued job waits as long
     settings = [*FAULTY, *world(1, 1), "checkpoint.every_steps=5", f"recipe.args.slow_while={slow}"]
@@ -225,6 +225,8 @@ def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluste
     assert asked.returncode == 0, asked.stderr
     cluster.wait_for(lambda: attempts(place, "awaited")[0].ended_at is not None, 60)
     slow.unlink()  # not before it has stopped: it would finish first
+    now = place.type("requeue", "awaited", "--now")
+    assert now.returncode == 0, now.stderr
     stdout, stderr = waiting.communicate(timeout=240)
 
     first, second = attempts(place, "awaited")

@@ -63,7 +63,7 @@ def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Ma
     patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S
     deadline, times_asked = time.monotonic() + patience_s, 0
     while time.monotonic() < deadline:
-        times_asked += backend.hasten(run_dir, environment, is_asked=True)
+        times_asked += backend.hasten(run_dir, environment)
         if times_asked == 1:
             deadline = min(deadline, time.monotonic() + BEGIN_PATIENCE_S)
         if times_asked > 1:  # first with a short delay, which nodes need; then without one

@@ -207,13 +207,7 @@ def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping
     if args.follow:
         from ddp_hpc.cli.attach import show  # late: a dry run looks at no run
 
-        show(
-            submission.run,
-            submission.attempt,
-            out,
-            ask=slurm_asker(environment),
-            on_waiting=lambda: backend.hasten(submission.run, environment),
-        )
+        show(submission.run, submission.attempt, out, ask=slurm_asker(environment))
     if args.wait:
         backend.wait(submission.run, submission.attempt, environment)
 

@@ -106,7 +106,7 @@ class Backend(Protocol):
         """
 
     def wait(self, run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
-        """Return the last attempt, of those from `attempt` on, once it has ended and no other follows.
+        """Return the last attempt, of those from `attempt` on, once it has ended and no other follows; change nothing.
 
         Raises:
             WorkerError: where the run is gone, and no record says how it ended.
@@ -128,13 +128,11 @@ class Backend(Protocol):
             ConfigError: where there is nothing to cancel.
         """
 
-    def hasten(self, run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
+    def hasten(self, run: RunDir, environ: Mapping[str, str]) -> bool:
         """Let a requeued job start sooner, where Slurm only delays it for having been requeued; return whether anything changed.
 
-        `is_asked`: the user has asked for it; otherwise a command of the user's follows the run.
-
         Raises:
-            ConfigError: where the user has asked for it, and the scheduler refuses.
+            ConfigError: where the scheduler refuses.
         """
 
     def find_job(self, run: RunDir, environ: Mapping[str, str]) -> Submission | None:

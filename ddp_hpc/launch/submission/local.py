@@ -210,9 +210,9 @@ def works_here(run: RunDir) -> bool:
     return newest is not None and not newest.is_last and newest.lives(processes.host_name())
 
 
-def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
+def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
     """Change nothing: no queue holds a run back here."""
-    del run, environ, is_asked
+    del run, environ
     return False
 
 

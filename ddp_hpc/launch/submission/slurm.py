@@ -26,7 +26,7 @@ from ddp_hpc.launch.submission.other_cluster import knows
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.image import look_at_image
 from ddp_hpc.launch.submission.preflight.users_part import check_users_part
-from ddp_hpc.launch.submission.release_hold import call_back, hasten_job, spared_nodes
+from ddp_hpc.launch.submission.release_hold import spared_nodes
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
     is_finished,
@@ -242,13 +242,13 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     )
 
 
-def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
+def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
     """Let the run's job begin, if nothing but its past holds it back; return whether anything was changed in it.
 
     Raises:
-        ConfigError: where the user has asked for it, and Slurm refuses to release the job.
+        ConfigError: where Slurm refuses to release the job.
     """
-    return release_hold.hasten(run, environ, is_asked=is_asked)
+    return release_hold.hasten(run, environ)
 
 
 def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
@@ -317,8 +317,6 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
 def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     """Return the last attempt, of those from `attempt` on, once it has ended and no other follows.
 
-    While Slurm holds a requeued job back, ask Slurm to start it (`hasten`).
-
     Raises:
         WorkerError: where the job will not start; or Slurm no longer has it, and it wrote nothing to the run's directory.
     """
@@ -347,16 +345,19 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
     except SlurmUnavailableError:
         return  # Slurm may answer again soon; the job continues meanwhile
     if job is not None:
-        release_hold.require_start(run, job)
-    if job is not None and not states.has_ended(job.state):
-        hasten_job(run, queued, job, environ)
-        return
-    if job is not None and queued.cancelled_at is None and call_back(run, queued, job, environ):
-        return
+        release_hold.require_start(run, job.job_id, job.reason)
+        if not states.has_ended(job.state):
+            return
     newest = rereading.newest_attempt(run, rereading.LastRead())
     has_ended = newest is not None and newest.attempt >= attempt and newest.is_last
-    if not has_ended and _queued(run) == queued:
-        raise WorkerError(capacity.silent_end(run, queued.job_id, job, queued.at))
+    if has_ended or _queued(run) != queued:
+        return
+    if newest is not None and newest.job_id == queued.job_id and newest.ending is None:
+        raise WorkerError(
+            f"Job {queued.job_id} of {run.name} has ended, and ddp-hpc was killed before it could record how attempt {newest.attempt} "
+            "ended, most likely with the job's shell. Submit the run again; it resumes from its newest checkpoint."
+        )
+    raise WorkerError(capacity.silent_end(run, queued.job_id, job, queued.at))
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:

@@ -34,6 +34,12 @@ REMOVED: Mapping[str, Removed] = {
         instead="`preflight.enabled` still checks that the nodes reach each other, as `ddp-hpc doctor --nodes` does; NVIDIA's nccl-tests "
         "measure how fast an all-reduce is, and whether its sums are right (docs/doctor.md).",
     ),
+    "slurm.hasten": Removed(
+        since="2026-11-27",
+        default="auto",
+        instead="commands that wait for a run change nothing in its job; `ddp-hpc requeue RUN --now` starts a requeued job before "
+        "Slurm's delay is over.",
+    ),
     "steps": Removed(
         since="2026-11-26",
         default=None,

@@ -130,9 +130,6 @@ class SlurmSpec(Checked, section="slurm"):
     gpu_option: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How the job asks for `resources.gpus_per_node`: by `--gpus-per-node`, by `--gres=gpu`, or `none`, on sites that give whole nodes
     and do not count GPUs."""
-    hasten: Literal["auto", "never"] = "auto"
-    """Whether `submit --wait` and `--follow` start a requeued job before Slurm's delay is over: `auto`, yes; `never`, only
-    `ddp-hpc requeue --now` does."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Any other flag of sbatch (`slurm.extra.switches=1`); `true` adds a flag without a value, `false` leaves it out."""
     modules: tuple[str, ...] = ()
