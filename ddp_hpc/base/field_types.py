@@ -89,7 +89,7 @@ def as_field(value: Any, annotation: Any) -> Any:
         return value
     wanted, origin, arms = _parts(annotation)
     if is_union(wanted):
-        return _as_one_of(value, arms)
+        return _as_member_of_union(value, arms)
     if origin is tuple:
         return _as_tuple(value, arms)
     if origin is Literal:
@@ -99,7 +99,7 @@ def as_field(value: Any, annotation: Any) -> Any:
     return _as_plain(value, wanted)
 
 
-def _as_one_of(value: Any, arms: tuple[Any, ...]) -> Any:
+def _as_member_of_union(value: Any, arms: tuple[Any, ...]) -> Any:
     *firsts, last = arms
     for arm in firsts:
         with suppress(TypeError):
@@ -109,9 +109,9 @@ def _as_one_of(value: Any, arms: tuple[Any, ...]) -> Any:
 
 def _as_tuple(value: Any, arms: tuple[Any, ...]) -> tuple[Any, ...]:
     _require(value, isinstance(value, (list, tuple)))
-    items = [arms[0]] * len(value) if arms[-1] is Ellipsis else arms
-    _require(value, len(value) == len(items))
-    return tuple(as_field(annotation, item) for annotation, item in zip(value, items, strict=True))
+    wanted = [arms[0]] * len(value) if arms[-1] is Ellipsis else arms
+    _require(value, len(value) == len(wanted))
+    return tuple(as_field(item, annotation) for item, annotation in zip(value, wanted, strict=True))
 
 
 def _as_plain(value: Any, wanted: Any) -> Any:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cluster.slurm.nodes import Exclusions, nodes_to_exclude
+from ddp_hpc.launch.submission import slurm as slurm_backend
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.launch.submission.slurm import job_script
 from ddp_hpc.run.config import Resolved
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, record_end, record_start
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, SlurmSpec
@@ -53,8 +53,9 @@ def test_without_an_answer_of_slurms_no_node_is_spared(tmp_path: Path) -> None:
     ids=["any nodes", "these nodes"],
 )
 def test_a_new_submission_remembers_where_the_run_failed(
-    slurm: FakeSlurm, tmp_path: Path, asked: SlurmSpec, directive: str | None
+    slurm: FakeSlurm, tmp_path: Path, asked: SlurmSpec, directive: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(slurm_backend, "check_users_part", lambda *_: [])  # of the digits
     run = make_run(tmp_path)
     for attempt in (0, 1):
         record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1", "node2")))
@@ -63,6 +64,9 @@ def test_a_new_submission_remembers_where_the_run_failed(
     spec = RunSpec(name=run.name, runs_dir=str(tmp_path), resources=TWO_NODES, slurm=asked)
 
     request = SubmitRequest(resolved=Resolved(spec, {}), import_paths=[], environ=slurm.environ)
-    script = job_script(request, [])
 
-    assert [line for line in script.splitlines() if "--exclude" in line] == ([directive] if directive else [])
+    described = slurm_backend.describe(request)
+
+    lines = (described.script or "").splitlines()
+    assert [line for line in lines if "--exclude" in line] == ([directive] if directive else [])
+    assert any("the job excludes node1" in note for note in described.notes) is bool(directive)

@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,7 +156,8 @@ def _resolve(
         known = (
             resources.local_world_size
         )  # fewer workers than GPUs, or several on a CPU: the launcher only counts GPUs
-        place = with_workers(_without_workers(place), known)
+        by_node = replace(place, local_world_size=None, sources={"node_rank": place.sources["node_rank"]})
+        place = with_workers(by_node, known)
     placed = with_workers(place, resources.local_world_size)
     given = [f"resources.nodes={placed.num_nodes}", f"resources.workers_per_node={placed.local_world_size}"]
     has_gpus = (
@@ -173,12 +175,6 @@ def _resolve(
     resolved = resolved_with(given)
     _refuse(resolved)
     return placed, resolved
-
-
-def _without_workers(place: RankPlace) -> RankPlace:
-    from dataclasses import replace
-
-    return replace(place, local_world_size=None, sources={"node_rank": place.sources["node_rank"]})
 
 
 def _refuse(resolved: Resolved) -> None:

@@ -117,7 +117,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     out = sys.stderr if args.json else sys.stdout
     news = [*changed, *submission.notes] if submission.state in {"started", "queued"} else []
     word = word_for(submission.run, environment)
-    print("\n".join([_told(submission, word), *news]), file=out, flush=True)
+    print("\n".join([_outcome(submission, word), *news]), file=out, flush=True)
     try:
         _stay(args, submission, environment, out)
     except KeyboardInterrupt:
@@ -289,7 +289,7 @@ def _changes(run_dir: RunDir, spec: RunSpec) -> list[str]:
     return [*dropped, *(f"changed: {change}" for change in changes(old, spec))]
 
 
-def _told(submission: Submission, word: str) -> str:
+def _outcome(submission: Submission, word: str) -> str:
     name = submission.run.name
     if submission.state == "finished":
         return f"{name} has finished already, so nothing was started. Start it over with `--fresh`, or a new run with `name=...`."

@@ -275,7 +275,8 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
     began: dict[int, float] = {}
     while time.monotonic() < deadline:
         is_guarded = guardian.poll() is None  # asked first, so that the last entry is not missed
-        entry = patiently(str(run.attempts), lambda: _newest_since(run, attempt))
+        newest = patiently(str(run.attempts), lambda: Ledger.read(run).newest)
+        entry = newest if newest is not None and newest.attempt >= attempt else None
         if entry is not None and entry.is_last:
             return entry
         progress = patiently(str(run.progress), lambda: read_progress(run))
@@ -394,8 +395,3 @@ def _guardian_of(pid: int) -> list[int]:
         if parent is not None and "ddp_hpc.job.guardian" in parent.cmdline():
             return [parent.pid]
     return []
-
-
-def _newest_since(run: RunDir, attempt: int) -> Attempt | None:
-    newest = Ledger.read(run).newest
-    return newest if newest is not None and newest.attempt >= attempt else None

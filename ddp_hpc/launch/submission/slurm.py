@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -44,7 +44,6 @@ from ddp_hpc.run.run_dir import ownership, rereading
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, ask_to_stop, read_queued_job, write_awaited, write_queued_job
-from ddp_hpc.run.spec import LaunchSpec, RunSpec
 from ddp_hpc.run.workload.script_progress import folder_of, look
 from ddp_hpc.run.workload.table import workload_of
 
@@ -54,25 +53,6 @@ _ASK_S = (2.0, 30.0)
 """How long to wait between questions to Slurm, at first and at most."""
 _SUBMISSION_PATIENCE_S = 60.0
 """How long another process may take to submit the run."""
-
-
-def job_script(request: SubmitRequest, import_paths: Sequence[Path]) -> str:
-    """Return the text that sbatch gets for a run, whose job imports the user's code from `import_paths`.
-
-    Raises:
-        ConfigError: where the script cannot be made of this spec.
-    """
-    run = request.run
-    spec = _avoiding(request.spec, spared_nodes(run, request.spec, request.environ).excluded)
-    return render(JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=import_paths))
-
-
-def _avoiding(spec: RunSpec, nodes: Sequence[str]) -> RunSpec:
-    """Return the spec with more nodes excluded."""
-    if not nodes:
-        return spec
-    asked = [spec.slurm.exclude] if spec.slurm.exclude else []
-    return replace(spec, slurm=replace(spec.slurm, exclude=",".join([*asked, *nodes])))
 
 
 def require(environ: Mapping[str, str]) -> None:
@@ -101,12 +81,19 @@ def describe(request: SubmitRequest) -> Description:
 
 def _described(request: SubmitRequest) -> Description:
     run, spec, environ = request.run, request.spec, request.environ
-    paths = job_import_paths(request)
-    script = job_script(request, paths)  # first, as the notes take a second
+    paths, spared = job_import_paths(request), spared_nodes(run, spec, environ)
+    exclude = ",".join(filter(None, [spec.slurm.exclude, *spared.excluded])) or None
+    asked = replace(spec, slurm=replace(spec.slurm, exclude=exclude))
+    script = render(JobScript(spec=asked, run=run, chdir=Path.cwd(), import_paths=paths))
     refuse_missing_recorders(spec)
     refuse_several_torchruns(spec)
     notes = [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
     notes += check_users_part(spec, request.import_paths, environ)
+    if spared.excluded:
+        notes.append(
+            f"the job excludes {', '.join(spared.excluded)}, where the run failed in the last {spec.restart.forget_h} h (`restart.forget_h`)"
+        )
+    notes += [spared.detail] if spared.detail else []
     return Description(script=script, notes=notes, command=["sbatch", str(run.job_script)], import_paths=paths)
 
 
@@ -163,7 +150,6 @@ def submit(request: SubmitRequest) -> Submission:
                 made = made or _make(request, is_new=False)
                 notes = [*_note_on_own_job(environ), *made.notes, *_fill(request, made)]
                 questions.ask_about(run.job_script)
-                notes += _notes_on_restarts(run, spec, environ)
                 notes += questions.notes(spec, run)
                 attempt = ownership.next_attempt(run)
                 cluster = questions.config().name
@@ -205,15 +191,6 @@ def _fill(request: SubmitRequest, made: Description) -> list[str]:
     notes = freeze_code(request, request.run)
     replace_text(request.run.job_script, made.script or "")
     return notes
-
-
-def _notes_on_restarts(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield notes on how earlier failures of the run change its next job."""
-    spared = spared_nodes(run, spec, environ)
-    if spared.excluded:
-        yield f"the job excludes {', '.join(spared.excluded)}, where the run failed in the last {spec.restart.forget_h} h (`restart.forget_h`)"
-    if spared.detail:
-        yield spared.detail
 
 
 def _already(request: SubmitRequest) -> Submission | None:
