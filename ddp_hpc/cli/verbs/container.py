@@ -20,7 +20,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, or_dash, size, table
 from ddp_hpc.cli.runs import add_site
-from ddp_hpc.cli.verbs.submit import sort_words
+from ddp_hpc.cli.verbs.submit import config_among
 
 if TYPE_CHECKING:
     from ddp_hpc.watch.diagnose.image_probe import ImageFindings
@@ -100,7 +100,7 @@ def _check(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.run.config import resolve
     from ddp_hpc.watch.diagnose.image_probe import check_image
 
-    path, settings = sort_words([args.what, *args.settings])
+    path, settings = config_among([args.what, *args.settings])
     spec = resolve(path, settings, environment, site=args.site).spec
     found = check_image(spec, work_dir=Path.cwd(), environ=environment)
     print(as_json(asdict(found)) if args.json else _as_text(found))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
-from ddp_hpc.cli.verbs.submit import sorted_words
+from ddp_hpc.cli.verbs.submit import config_and_settings
 from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
     words = [word for word in (args.config, *args.settings) if word is not None]
     if any(word.startswith("name=") for word in words) and all("=" in word for word in words):
         return None, words
-    return sorted_words(args)
+    return config_and_settings(args)
 
 
 def _with_options(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:

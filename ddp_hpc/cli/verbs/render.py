@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
-from ddp_hpc.cli.verbs.submit import sorted_words
+from ddp_hpc.cli.verbs.submit import config_and_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.launch.submission.backend import load_backend
     from ddp_hpc.launch.submission.request import request_of_config
 
-    path, settings = sorted_words(args)
+    path, settings = config_and_settings(args)
     settings += runs_dir_setting(args.runs_dir)
     command = args.command or ()
     request = request_of_config(path, settings, environment, site=args.site, is_for_slurm=True, command=command)

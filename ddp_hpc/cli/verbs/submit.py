@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             "`--explain` works only together with `--dry-run`. Add `--dry-run`, or leave out `--explain`."
         )
     is_sweep = is_sweep_asked(args)
-    path, settings = sorted_words(args)
+    path, settings = config_and_settings(args)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
     request = _request(args, path, [*settings, *here], backend, environment)
@@ -222,7 +222,7 @@ def _shown(setting: str) -> str:
     return f'{key}="${name}"' if (name := key.partition("env.")[2]) else f"{key}=..."
 
 
-def sorted_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
+def config_and_settings(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
     """Return the configuration's path, which a script can do without, and the settings."""
     words = [*([] if args.config is None else [args.config]), *args.settings]
     if args.command is not None and not args.command:
@@ -236,10 +236,10 @@ def sorted_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
             "Neither a configuration file nor a script is named. Name one: `ddp-hpc submit CONFIG`, or "
             "`ddp-hpc submit -- python train.py`."
         )
-    return sort_words(words)
+    return config_among(words)
 
 
-def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:
+def config_among(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the configuration's path and the settings, in whichever order they came."""
     paths = [word for word in words if not _SETTING.match(word)]
     if not paths:
