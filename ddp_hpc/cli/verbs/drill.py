@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,7 +114,10 @@ def _request(
     from ddp_hpc.prove.drill.scenario import CONFIG
 
     words = [*settings, *args.settings, *runs_dir_setting(args.runs_dir), *last]
-    return request_of_config(args.config or CONFIG, words, environment, site=args.site, is_for_slurm=True)
+    request = request_of_config(args.config or CONFIG, words, environment, site=args.site, is_for_slurm=True)
+    if args.config is None:
+        return replace(request, import_paths=[Path.cwd()])  # the package's folder has no code of the user's
+    return request
 
 
 def _as_text(report: DrillReport) -> str:
