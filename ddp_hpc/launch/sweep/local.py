@@ -113,9 +113,8 @@ def _run_point(made: Points, point: Point, sweep: Sweep, environ: Mapping[str, s
         resolved = made.resolved(point)
         request = SubmitRequest(resolved=resolved, import_paths=sweep.import_paths, environ=environ)
         if not request.run.config.exists():
-            make_run_dir(
-                request.run, render_resolved(resolved), is_new=True
-            )  # a refused run that `submit` has made itself would leave no record
+            # A refused run that `submit` has made itself would leave no record.
+            make_run_dir(request.run, render_resolved(resolved), is_new=True)
         submission = local.submit(request)
         if is_over.is_set():  # it was just being started when the others were asked to stop
             with suppress(DdpHpcError):
