@@ -20,7 +20,12 @@ def knows(run: RunDir, job: QueuedJob, environ: Mapping[str, str]) -> bool:
     Another cluster's Slurm does not know the job, which does not mean that the job is gone; and it may have another job of that
     number.
     """
-    here = _name_here(environ) if job.slurm_cluster else ""
+    if not job.slurm_cluster:
+        return True
+    path = environ.get("PATH", "")
+    if path not in _names:
+        _names[path] = client.config(environ).name
+    here = _names[path]
     if here in {"", job.slurm_cluster}:
         return True
     newest = Ledger.read(run).newest
@@ -30,10 +35,3 @@ def knows(run: RunDir, job: QueuedJob, environ: Mapping[str, str]) -> bool:
         f"{run.name} was submitted as job {job.job_id} of the Slurm cluster {job.slurm_cluster}, but this host belongs to the cluster {here}, "
         f"so ddp-hpc cannot find out whether the job still waits or runs. Run the command on a login node of {job.slurm_cluster}."
     )
-
-
-def _name_here(environ: Mapping[str, str]) -> str:
-    path = environ.get("PATH", "")
-    if path not in _names:
-        _names[path] = client.config(environ).name
-    return _names[path]

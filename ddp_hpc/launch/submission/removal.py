@@ -103,19 +103,14 @@ def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
             f"{run.name} is running on this machine, so it cannot be deleted or renamed. Stop it first: `ddp-hpc cancel {run.word}`."
         )
     try:
-        if _is_being_submitted(run):
-            raise RunBusyError(
-                f"Another process is submitting {run.name} at this moment, so the run cannot be deleted or renamed. Try again when that is done."
-            )
+        with suppress(OSError):  # a file system without locks
+            if processes.is_locked(run.submission_lock):
+                raise RunBusyError(
+                    f"Another process is submitting {run.name} at this moment, so the run cannot be deleted or renamed. Try again when that is done."
+                )
         problem = next(filter(None, (backend.in_use(run, environ) for backend in backends_of(run))), None)
         if problem:
             raise RunBusyError(problem)
         yield
     finally:
         os.close(lock_fd)
-
-
-def _is_being_submitted(run: RunDir) -> bool:
-    with suppress(OSError):  # a file system without locks
-        return processes.is_locked(run.submission_lock)
-    return False

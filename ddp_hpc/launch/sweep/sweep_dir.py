@@ -178,7 +178,11 @@ def make_sweep(
         beside.path.mkdir(mode=0o700)
         try:
             replace_text(beside.base, render_resolved(base), is_secret=True)
-            replace_text(beside.ledger, "".join(f"{_line(each)}\n" for each in lines), is_secret=True)
+            replace_text(
+                beside.ledger,
+                "".join(f"{json.dumps(each, separators=(',', ':'), default=str)}\n" for each in lines),
+                is_secret=True,
+            )
             make_directory(beside.logs)
             fill(beside)
             lock_fd = None if until_sent is None else processes.take_lock(beside.ledger)
@@ -212,10 +216,6 @@ def refuse_existing(sweep: SweepDir) -> None:
         raise ConfigError(
             f"{sweep.path} exists already, but it is not a sweep. Choose another name for the sweep with `name=...`."
         )
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, separators=(",", ":"), default=str)
 
 
 def record_sending(sweep: SweepDir, sending: Sending) -> None:
