@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,3 +113,14 @@ def test_only_a_running_job_submits_without_submitit() -> None:
     assert [caller for caller in callers if caller.startswith("launch")] == ["launch/submission/allocate.py"], (
         "its arrays"
     )
+
+
+def test_nothing_but_the_verb_for_it_starts_a_waiting_job_sooner() -> None:
+    """Who waits for a run, or looks at it, changes nothing in its job."""
+    texts = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+
+    assert {path for path, text in texts.items() if "backend.hasten(" in text} == {"cli/verbs/requeue.py"}
+    assert {path for path, text in texts.items() if "client.release(" in text} == {
+        "launch/submission/release_hold.py",
+    }
+    assert not any(re.search(r"client\.(update|requeue|cancel)\(", texts[path]) for path in texts if "watch/" in path)
