@@ -225,6 +225,7 @@ def test_a_requeued_run_that_is_asked_for_now_is_not_held_back(cluster: Cluster,
     assert asked.returncode == 0, asked.stderr
     cluster.wait_for(lambda: attempts(place, "awaited")[0].ended_at is not None, 60)
     slow.unlink()  # not before it has stopped: it would finish first
+    cluster.wait_for(lambda: '"attempt":1' in place.run("awaited").submission.read_text().replace(" ", ""), 60)
     now = place.type("requeue", "awaited", "--now")
     assert now.returncode == 0, now.stderr
     stdout, stderr = waiting.communicate(timeout=240)

@@ -15,7 +15,7 @@ from ddp_hpc.cluster.slurm.queries import JobRecord
 from ddp_hpc.launch.submission.release_hold import hasten, hastening, letting_in
 from ddp_hpc.launch.submission.slurm import _require_alive
 from ddp_hpc.run.config import Resolved, flat, render_resolved
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Next, record_end, record_start
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec
 from tests.made_run import make_run
@@ -118,6 +118,26 @@ def test_a_job_that_waits_for_its_turn_cannot_be_hastened_and_that_is_said(
     assert code == exit_codes.FAILED
     assert "`--now` cannot start" in capsys.readouterr().err
     assert slurm.orders("scontrol") == []
+
+
+def test_a_job_that_waits_only_since_the_queue_was_listed_is_started_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
+    record_start(run, attempt=0, job_id="7")
+    record_end(run, attempt=0, ending=Ending.STOPPED, exit_code=99, end=End(next=Next.REQUEUE))
+    write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0, since=0))
+    slurm.knows_job(state="PENDING", reason="BeginTime")
+    row = "".join(f"{one}\\037" for one in ["7", "7", "N/A", "COMPLETING", *[""] * 10]).removesuffix("\\037")
+    slurm.has("squeue", f"printf '{row}\\036'")
+    monkeypatch.setattr(requeue, "BEGIN_PATIENCE_S", 0.1)
+    monkeypatch.setenv("PATH", slurm.environ["PATH"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    assert main(["requeue", str(run.path), "--now"]) == 0
+
+    assert "is back in the queue, without a delay" in capsys.readouterr().out
+    assert "scontrol update JobId=7 StartTime=now+2" in slurm.orders()
 
 
 @pytest.mark.parametrize(

@@ -41,17 +41,23 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     run_dir = own_run(args, environment)
     backend = backend_of(run_dir)
     status = read_status(run_dir, now=time.time(), ask=slurm_asker(environment))
-    if status.state != "waiting" or not backend.HAS_QUEUE:
+    has_waited = status.state == "waiting" and backend.HAS_QUEUE
+    if args.now and not has_waited:  # as Slurm's queue was some seconds ago: ask about this job
+        there = backend.find_job(run_dir, environment)
+        has_waited = there is not None and there.state == "waiting"
+    if not has_waited:
         print(backend.stop(run_dir, environment, then="requeue"), flush=True)
     elif not args.now:
         why = f" ({status.reason})" if status.reason else ""
         raise ConfigError(f"{run_dir.name} waits in the queue already{why}. To have Slurm start it now, add `--now`.")
     if args.now:
-        _begin(run_dir, backend, status, environment)
+        _begin(run_dir, backend, status, environment, has_waited=has_waited)
     return 0
 
 
-def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Mapping[str, str]) -> None:
+def _begin(
+    run_dir: RunDir, backend: Backend, status: RunStatus, environment: Mapping[str, str], *, has_waited: bool
+) -> None:
     """Wait until the job is pending, and ask Slurm to start it as soon as nodes are free.
 
     Raises:
@@ -59,7 +65,6 @@ def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Ma
     """
     from ddp_hpc.run.run_dir.ledger import Ledger
 
-    has_waited = status.state == "waiting"
     patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S
     deadline, times_asked = time.monotonic() + patience_s, 0
     while time.monotonic() < deadline:
