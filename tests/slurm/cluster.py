@@ -284,7 +284,7 @@ def _only_one(lab: Lab) -> Iterator[None]:
 
 def _up(lab: Lab, options: tuple[str, ...]) -> None:
     """Boot; if what an earlier, killed session left cannot be booted, forget it and boot anew."""
-    is_warm = lab.database.exists()
+    is_warm = (lab.folder / "state").exists()
     try:
         tell_lab(lab, "up", *OPTIONS, *options)
     except LabError:

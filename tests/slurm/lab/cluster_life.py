@@ -45,9 +45,11 @@ def up(lab: Lab, settings: Settings) -> str:
 def down(lab: Lab, *, purge: bool) -> None:
     """Switch everything off. Jobs and accounting outlive it, unless purged."""
     settings = lab.settings()
-    if settings and settings.db and lab.init_pid("head") and not purge:
-        for name in ("slurmctld", "slurmdbd", "mariadbd"):
-            daemons.stop(name, partial(power.on, lab, "head"))
+    if settings and lab.init_pid("head") and not purge:
+        for name in ("slurmctld", *(("slurmdbd", "mariadbd") if settings.db else ())):
+            daemons.stop(
+                name, partial(power.on, lab, "head")
+            )  # slurmctld writes that jobs have ended, or they keep nodes
     for node in reversed(settings.hostnames if settings else []):
         power.kill(lab, node)
     network.down(lab)
