@@ -112,9 +112,10 @@ class SlurmJob:
         found = client.node_states(self.environ, self.allocation.node_names if nodes is None else nodes)
         return [node for node, state in found.items() if is_lost(state)]
 
-    def without_needed(self, suspects: Sequence[str], spec: LaunchSpec) -> tuple[str, ...]:
+    def without_needed(self, suspects: Sequence[str], spec: LaunchSpec, script: Path) -> tuple[str, ...]:
         """Return the suspects that a job of this spec should not get; log those that it may use, as too few others are left."""
-        exclusions = nodes_to_exclude(suspects, spec, self.environ, partition=self.allocation.partition)
+        partition = self.allocation.partition
+        exclusions = nodes_to_exclude(suspects, spec, self.environ, script=script, partition=partition)
         if exclusions.detail:
             sys.stderr.write(f"note: {exclusions.detail}\n")
         return exclusions.excluded

@@ -420,7 +420,7 @@ def _see_through(context: JobContext, workers: Workers, attempt: int, notifier: 
         if not context.is_for_slurm:
             return _watch_over(context, workers, begun, None, notifier)
         job = _fitting(context)
-        avoided = stale_attempts.nodes_to_avoid(job, context.spec, ledger)
+        avoided = stale_attempts.nodes_to_avoid(context, job, ledger)
         if avoided:
             reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
             return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)

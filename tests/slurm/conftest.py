@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,23 @@ def can_boot() -> None:
     pytest.skip(f"not tested on a real Slurm cluster: {reason}")
 
 
+def boot(name: str = "", *options: str) -> AbstractContextManager[Cluster]:
+    """Boot a cluster; of Slurm in `DDP_HPC_SLURM_ROOTFS`, if that is set."""
+    rootfs = os.environ.get("DDP_HPC_SLURM_ROOTFS")
+    return booted(name, *options, rootfs=Path(rootfs) if rootfs else None)
+
+
 @pytest.fixture(scope="session")
 def cluster(can_boot: None) -> Iterator[Cluster]:
-    """Return a cluster of four nodes with four GPUs each; of Slurm in `DDP_HPC_SLURM_ROOTFS`, if that is set."""
-    rootfs = os.environ.get("DDP_HPC_SLURM_ROOTFS")
-    with booted(rootfs=Path(rootfs) if rootfs else None) as cluster:
+    """Return a cluster of four nodes with four GPUs each."""
+    with boot() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def unlike_cluster(can_boot: None) -> Iterator[Cluster]:
+    """Return another one beside it, whose Slurm counts no GPUs: two nodes of 64 GB and two of 32 GB."""
+    with boot("unlike", "--small=2", "--gpus=0", "--no-db", "--set=GresTypes=") as cluster:
         yield cluster
 
 
@@ -39,13 +52,17 @@ def cluster(can_boot: None) -> Iterator[Cluster]:
 def _mended_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leave to the next test what this one found: an empty queue, all nodes and daemons up."""
     yield
-    if "cluster" in request.fixturenames:
-        request.getfixturevalue("cluster").mend()
+    for name in {"cluster", "unlike_cluster"}.intersection(request.fixturenames):
+        request.getfixturevalue(name).mend()
 
 
 @pytest.fixture
 def shared_dir(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
     """Return a fresh directory of the jobs' user that all nodes see."""
+    return _fresh_dir(cluster, request)
+
+
+def _fresh_dir(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
     name = re.sub(r"\W+", "-", request.node.name)[:40]
     path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=cluster.shared))
     shutil.chown(path, USER, USER)
@@ -56,6 +73,14 @@ def shared_dir(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
 def login(cluster: Cluster, shared_dir: Path) -> LoginNode:
     """Return the head, with a configuration to submit in a fresh directory."""
     return LoginNode(cluster, shared_dir)
+
+
+@pytest.fixture
+def unlike(unlike_cluster: Cluster, request: pytest.FixtureRequest) -> LoginNode:
+    """Return the same as `place`, on the cluster of unlike nodes."""
+    login = LoginNode(unlike_cluster, _fresh_dir(unlike_cluster, request))
+    login.add_recipe(RECIPE)
+    return login
 
 
 @pytest.fixture

@@ -1,11 +1,20 @@
-"""Sites whose Slurm counts GPUs in other ways, whose modules take Slurm away, and what plain sbatch says of a job."""
+"""Sites whose Slurm counts no GPUs, whose nodes are unlike, whose modules take Slurm away; what plain sbatch says of a job."""
 
 from __future__ import annotations
 
 import pytest
 
 from ddp_hpc.run.run_dir.records import read_queued_job
-from tests.slurm.faulty_runs import FAULTY, attempts, await_done, await_step, slow_file
+from tests.slurm.faulty_runs import (
+    FAULTY,
+    attempts,
+    await_done,
+    await_step,
+    newest_step,
+    node_is_down,
+    signal_worker,
+    slow_file,
+)
 from tests.slurm.runs import LoginNode, world
 
 pytestmark = pytest.mark.long
@@ -39,3 +48,53 @@ def test_a_successor_stays_where_plain_sbatch_put_the_job(place: LoginNode) -> N
     said = place.cluster.run("scontrol", "show", "job", now.job_id).stdout
     assert "Partition=high" in said, said
     assert "TimeLimit=00:33:00" in said, said
+
+
+def test_a_slurm_that_counts_no_gpus_is_asked_for_none(unlike: LoginNode) -> None:
+    code = "import os; print('of', os.environ['LOCAL_WORLD_SIZE'], os.environ.get('CUDA_VISIBLE_DEVICES'))"
+    (unlike.folder / "told.py").write_text(f"{code}\n")
+    said = {}
+    for option in ("gpus-per-node", "gres", "none"):
+        settings = ("resources.nodes=2", "resources.gpus_per_node=2", f"slurm.gpu_option={option}")
+        words = (f"name={option}", "--cluster", "slurm", "--wait", *settings, "--", "python", "told.py")
+        said[option] = unlike.type("submit", *words)
+
+    assert [one.returncode for one in said.values()] == [2, 2, 0], said
+    for option in ("gpus-per-node", "gres"):
+        assert "Slurm lists 0 GPUs" in said[option].stderr
+        assert "`slurm.gpu_option=none`" in said[option].stderr
+    assert "of 2 None" in unlike.console("none")  # nothing hides the node's GPUs from its workers
+
+
+@pytest.mark.parametrize("by", ["requeue", "successor"])
+def test_a_bad_node_is_used_again_where_only_unlike_ones_are_left(unlike: LoginNode, by: str) -> None:
+    slow = slow_file(unlike)
+    asked = ("resources.mem_gb=40", "restart.exclude_after=1", f"restart.by={by}", f"recipe.args.slow_while={slow}")
+    unlike.submit("big", *FAULTY, *world(2, 1), *asked)
+    await_step(unlike, "big")
+    signal_worker(unlike.cluster, "node2", "9", unlike.run("big"))
+    unlike.cluster.wait_for(lambda: len(attempts(unlike, "big")) > 1, 60)
+    await_step(unlike, "big", newest_step(unlike, "big") + 10)
+    assert unlike.type("requeue", "big").returncode == 0  # its next job, too, can do with no other nodes
+    slow.unlink()
+    await_done(unlike, "big")
+
+    ends = attempts(unlike, "big")
+    assert {one.nodes for one in ends} == {("node1", "node2")}
+    assert ends[0].failed_nodes == ("node2",)
+    assert "of the other nodes that take jobs (3), too few have what the job asks for" in unlike.console("big")
+
+
+def test_a_dead_node_is_waited_for_where_only_unlike_ones_are_left(unlike: LoginNode) -> None:
+    slow = slow_file(unlike)
+    asked = ("resources.mem_gb=40", f"recipe.args.slow_while={slow}")
+    unlike.submit("big", *FAULTY, *world(2, 1), *asked)
+    await_step(unlike, "big")
+    unlike.cluster.kill("node2")
+    unlike.cluster.wait_for(lambda: node_is_down(unlike.cluster, "node2"), 60)
+    unlike.await_state("big", "waiting")
+    unlike.cluster.boot("node2")
+    slow.unlink()
+    await_done(unlike, "big")
+
+    assert attempts(unlike, "big")[-1].nodes == ("node1", "node2")

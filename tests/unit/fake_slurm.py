@@ -63,5 +63,5 @@ class FakeSlurm:
     def orders(self, first_word: str = "") -> list[str]:
         """Return what was asked for, but for questions."""
         lines = self._called.read_text().removesuffix("\n").split("\n") if self._called.exists() else []
-        questions = ("scontrol --oneliner show", "sacct", "sinfo", "squeue")
+        questions = ("scontrol --oneliner show", "sacct", "sinfo", "squeue", "sbatch --test-only")
         return [line for line in lines if not line.startswith(questions) and line.startswith(first_word)]

@@ -80,11 +80,12 @@ def test_a_job_that_does_not_lack_nodes_is_left_alone(other: JobRecord) -> None:
     assert letting_in(other, {"node2"}) == {}
 
 
-def test_a_user_who_asks_has_slurm_let_in_as_many_nodes_as_the_job_needs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["ReqNodeNotAvail,_UnavailableNodes:node1", "BadConstraints"])
+def test_a_user_who_asks_has_slurm_let_in_as_many_nodes_as_the_job_needs(tmp_path: Path, reason: str) -> None:
     slurm = FakeSlurm(tmp_path)
     slurm.knows_nodes(node1="down*", node2="idle", node3="idle", node4="idle")
     shown = (
-        "JobId=7 JobName=x UserId=ada(1) JobState=PENDING Reason=ReqNodeNotAvail,_UnavailableNodes:node1 Restarts=1 "
+        f"JobId=7 JobName=x UserId=ada(1) JobState=PENDING Reason={reason} Restarts=1 "
         "Partition=batch ExcNodeList=node[2,4] Command=x"
     )
     slurm.has("scontrol", f'[ "$2" = show ] && echo "{shown}"; true')
@@ -99,7 +100,7 @@ def test_a_user_who_asks_has_slurm_let_in_as_many_nodes_as_the_job_needs(tmp_pat
 
     assert hasten(run, slurm.environ)
 
-    assert slurm.orders() == ["scontrol update JobId=7 ExcNodeList=node4"]  # node2 failed less often
+    assert slurm.orders("scontrol") == ["scontrol update JobId=7 ExcNodeList=node4"]  # node2 failed less often
 
 
 def test_a_job_that_waits_for_its_turn_cannot_be_hastened_and_that_is_said(

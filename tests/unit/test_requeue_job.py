@@ -357,7 +357,7 @@ def test_a_list_that_leaves_too_few_nodes_is_made_shorter(supervised: Make, caps
 
     assert excluded(one) == ["node2", ""]
     assert (
-        "node1, node2 failed before, but the job may still use them: the other nodes that take jobs (0) are too few. To exclude them all the same, set `slurm.exclude`"
+        "node1, node2 failed before, but the job may still use them: of the other nodes that take jobs (0), too few have what the job asks for. To exclude them all the same, set `slurm.exclude`"
         in capsys.readouterr().err
     )
 
@@ -368,14 +368,14 @@ def test_nodes_that_the_user_named_are_kept(supervised: Make) -> None:
     one.killed_on(rank=1)
 
     assert excluded(one) == [""]
-    assert stale_attempts.nodes_to_avoid(one.job, one.context.spec, Ledger.read(one.run)) == ()
+    assert stale_attempts.nodes_to_avoid(one.context, one.job, Ledger.read(one.run)) == ()
 
 
 def test_a_job_that_was_given_a_bad_node_again_is_told_to_ask_for_another(supervised: Make) -> None:
     one = supervised(restart=RestartSpec(exclude_after=1))
     one.killed_on(rank=1)
 
-    assert stale_attempts.nodes_to_avoid(one.job, one.context.spec, Ledger.read(one.run)) == ("node2",)
+    assert stale_attempts.nodes_to_avoid(one.context, one.job, Ledger.read(one.run)) == ("node2",)
 
 
 def test_a_node_that_an_attempt_was_not_begun_on_has_not_failed_once_more(supervised: Make) -> None:

@@ -28,23 +28,64 @@ def slurm(tmp_path: Path) -> FakeSlurm:
 def test_nodes_are_spared_as_far_as_others_can_take_their_place(slurm: FakeSlurm) -> None:
     spec = RunSpec(name="digits", resources=TWO_NODES)
 
-    assert nodes_to_exclude(["node1"], spec, slurm.environ) == Exclusions(("node1",), (), 2)
-    both = nodes_to_exclude(["node1", "node2"], spec, slurm.environ)
+    assert nodes_to_exclude(["node1"], spec, slurm.environ, script="") == Exclusions(("node1",), (), 2)
+    both = nodes_to_exclude(["node1", "node2"], spec, slurm.environ, script="")
     assert both == Exclusions(("node1",), ("node2",), 1)
     assert (
         both.detail
-        == "node2 failed before, but the job may still use it: the other nodes that take jobs (1) are too few. To exclude it all the same, set `slurm.exclude`"
+        == "node2 failed before, but the job may still use it: of the other nodes that take jobs (1), too few have what the job asks for. To exclude it all the same, set `slurm.exclude`"
     )
 
 
 def test_nodes_that_the_user_leaves_out_take_nobodys_place(slurm: FakeSlurm) -> None:
     spec = RunSpec(name="digits", resources=TWO_NODES, slurm=SlurmSpec(exclude="node[2-3]"))
 
-    assert nodes_to_exclude(["node1"], spec, slurm.environ).excluded == ()
+    assert nodes_to_exclude(["node1"], spec, slurm.environ, script="").excluded == ()
 
 
 def test_without_an_answer_of_slurms_no_node_is_spared(tmp_path: Path) -> None:
-    assert nodes_to_exclude(["node1"], RunSpec(name="digits"), {"PATH": str(tmp_path)}).allowed == ("node1",)
+    spared = nodes_to_exclude(["node1"], RunSpec(name="digits"), {"PATH": str(tmp_path)}, script="")
+
+    assert spared.allowed == ("node1",)
+
+
+UNLIKE = """case "$*" in *--exclude=*{needed}*) echo "{said}" >&2; exit 1 ;; esac"""
+LACKING = "allocation failure: Requested node configuration is not available"
+
+
+@pytest.mark.parametrize(
+    ("needed", "said", "excluded"),
+    [
+        ("node1", LACKING, ("node3",)),
+        ("node3", f"NOTE: maintenance on Monday\n{LACKING}", ("node1",)),
+        ("node", LACKING, ()),
+        ("node1", "allocation failure: Required node not available (down, drained or reserved)", ("node3",)),
+        ("node", "allocation failure: Job violates accounting/QOS policy (job submit limit)", ("node1", "node3")),
+        ("node", "NOTE: 60 estimates 2 SUs from allocation abc", ("node1", "node3")),
+        ("node", "allocation failure: Unable to contact slurm controller (connect failure)", ("node1", "node3")),
+    ],
+)
+def test_of_unlike_nodes_slurm_says_which_a_job_cannot_do_without(
+    slurm: FakeSlurm, tmp_path: Path, needed: str, said: str, excluded: tuple[str, ...]
+) -> None:
+    slurm.knows_nodes(**{f"node{number}": "idle" for number in range(1, 9)})
+    slurm.has("sbatch", f"cat > {tmp_path}/script; {UNLIKE.format(needed=needed, said=said)}")
+
+    spared = nodes_to_exclude(["node1", "node3"], RunSpec(name="digits"), slurm.environ, script="#SBATCH -C big")
+
+    assert spared.excluded == excluded
+    assert (tmp_path / "script").read_text() == "#SBATCH -C big"
+
+
+def test_slurm_is_asked_with_what_the_user_leaves_out_and_where_the_job_is(slurm: FakeSlurm, tmp_path: Path) -> None:
+    spec = RunSpec(name="digits", slurm=SlurmSpec(exclude="node4"))
+
+    slurm.has("sbatch", f"echo $* > {tmp_path}/asked")
+
+    nodes_to_exclude(["node1"], spec, slurm.environ, script=tmp_path / "job", partition="high")
+
+    asked = f"--test-only --exclude=node4,node1 --partition=high {tmp_path}/job\n"
+    assert (tmp_path / "asked").read_text() == asked
 
 
 @pytest.mark.parametrize(

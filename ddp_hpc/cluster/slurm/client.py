@@ -101,10 +101,10 @@ def is_no_answer(text: str) -> bool:
     return _NO_ANSWER.search(text) is not None
 
 
-def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Answer:
+def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S, stdin: str = "") -> Answer:
     """Run a command of Slurm and return its answer, which the caller checks; a nonzero exit code does not raise."""
     require(argv[0], environ)
-    answer = _run(argv, environ, timeout_s=timeout_s)
+    answer = _run(argv, environ, timeout_s=timeout_s, stdin=stdin)
     if answer.returncode != 0 and _NO_CLUSTER.search(answer.stderr):
         raise ConfigError(
             f"ddp-hpc needs Slurm, but `{argv[0]}` finds no cluster on this host: {_line(answer, _NO_CLUSTER)}. Go to a login "
@@ -127,12 +127,12 @@ def _stdout(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float
     return answer.stdout
 
 
-def _run(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:
+def _run(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float, stdin: str = "") -> Answer:
     try:
         done = subprocess.run(
             argv,
             env=clean_environ(environ),
-            stdin=subprocess.DEVNULL,
+            input=stdin,
             capture_output=True,
             text=True,
             errors="replace",
@@ -206,9 +206,16 @@ def accounting(
         return []
 
 
-def test_only(script: Path, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.TestOnly:  # noqa: PT028  no test
-    """Ask Slurm when it would start this job script, or why it would refuse it."""
-    answer = ask(queries.test_only_argv(script), environ, timeout_s=timeout_s)
+def test_only(
+    script: Path | str,
+    environ: Mapping[str, str],
+    options: Sequence[str] = (),  # noqa: PT028  no test
+    *,
+    timeout_s: float = TIMEOUT_S,  # noqa: PT028  no test
+) -> queries.TestOnly:
+    """Ask Slurm when it would start a job script (its path or its text), or why it would refuse it; options win over its lines."""
+    text, path = ("", script) if isinstance(script, Path) else (script, None)
+    answer = ask(queries.test_only_argv(path, options), environ, timeout_s=timeout_s, stdin=text)
     return queries.parse_test_only(answer.returncode, answer.stderr)
 
 

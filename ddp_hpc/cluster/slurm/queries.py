@@ -237,9 +237,9 @@ class TestOnly:
     __test__ = False  # pytest collects by name
 
 
-def test_only_argv(script: Path) -> list[str]:
-    """Ask Slurm when it would start a script, without submitting it. sbatch prints the answer on standard error."""
-    return ["sbatch", "--test-only", str(script)]
+def test_only_argv(script: Path | None, options: Sequence[str] = ()) -> list[str]:  # noqa: PT028  no test
+    """Ask Slurm when it would start a script, that of standard input if None. sbatch prints the answer on standard error."""
+    return ["sbatch", "--test-only", *options, *([str(script)] if script else [])]
 
 
 test_only_argv.__test__ = False  # type: ignore[attr-defined]  # pytest collects by name

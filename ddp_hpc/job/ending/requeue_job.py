@@ -168,7 +168,7 @@ def _note(records: RunRecords, next_job: QueuedJob) -> None:
 
 def _excluded(context: JobContext, job: SlurmJob, ledger: Ledger, lost: Sequence[str]) -> str:
     """Return the list of nodes that the next job should not get: those of `slurm.exclude`, and failed ones as long as enough others are left."""
-    return _joined(context, sorted(nodes_to_spare(job, context.spec, ledger, lost)))
+    return _joined(context, sorted(nodes_to_spare(context, job, ledger, lost)))
 
 
 def _joined(context: JobContext, failed: Sequence[str]) -> str:
@@ -184,7 +184,7 @@ def _exclude(context: JobContext, job: SlurmJob, ledger: Ledger, nodes: Sequence
     has_failed = nodes or any(attempt.failed_nodes for attempt in ledger.attempts)
     if not has_failed:
         return
-    failed = sorted(nodes_to_spare(job, context.spec, ledger, nodes))
+    failed = sorted(nodes_to_spare(context, job, ledger, nodes))
     # Slurm changes ExcNodeList of pending jobs only ("Job is no longer pending execution"), and `scontrol requeue` returns
     # while the job still runs. So the update is refused until Slurm has begun to end this start of the job.
     deadline = time.monotonic() + EXCLUDE_PATIENCE_S

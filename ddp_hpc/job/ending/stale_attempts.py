@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.job.ending import causes
+from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
-from ddp_hpc.run.spec.launch import LaunchSpec
 from ddp_hpc.run.workload.protocol import Workload
 
 
@@ -40,16 +40,16 @@ def close_stale(records: RunRecords, workload: Workload, job: SlurmJob) -> None:
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} ended: {reason}. This job continues the run.\n")
 
 
-def nodes_to_avoid(job: SlurmJob, spec: LaunchSpec, ledger: Ledger) -> tuple[str, ...]:
+def nodes_to_avoid(context: JobContext, job: SlurmJob, ledger: Ledger) -> tuple[str, ...]:
     """Return the nodes of this job that have failed too often, as long as the partition has enough others."""
-    spared = set(nodes_to_spare(job, spec, ledger))
+    spared = set(nodes_to_spare(context, job, ledger))
     return tuple(node for node in job.allocation.node_names if node in spared)
 
 
-def nodes_to_spare(job: SlurmJob, spec: LaunchSpec, ledger: Ledger, lost: Iterable[str] = ()) -> tuple[str, ...]:
+def nodes_to_spare(context: JobContext, job: SlurmJob, ledger: Ledger, lost: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the nodes that a job of this run should not get: `lost`, and those that failed too often.
 
     Where the partition has too few others, some are allowed again, and the job's log says so.
     """
-    bad = requeue.bad_nodes(ledger.attempts, spec.restart, now=time.time())
-    return job.without_needed([*sorted({*lost} - {*bad}), *bad], spec)
+    bad = requeue.bad_nodes(ledger.attempts, context.spec.restart, now=time.time())
+    return job.without_needed([*sorted({*lost} - {*bad}), *bad], context.spec, context.run.job_script)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError, WorkerError
 from ddp_hpc.cluster.slurm import client, states
@@ -21,7 +22,8 @@ from ddp_hpc.run.spec import LaunchSpec
 _SAFE_AFTER_S = 2
 """A node that is given a job in the very second in which its former start was ended takes it for that one, and does not
 launch it: then Slurm fails the job for good (measured: 22.05, "Job credential revoked"). So Slurm holds requeued ones back."""
-_NODES_GONE = "ReqNodeNotAvail"
+_NODES_GONE = ("ReqNodeNotAvail", "BadConstraints")
+"""Why a job waits where those of its nodes are gone that it does not exclude: nodes of another kind are left, or none."""
 _LAUNCH_FAILED = "launch_failed_requeued_held"
 
 
@@ -41,7 +43,6 @@ def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
         job = None if queued is None else client.job(queued.job_id, environ)
         if queued is None or job is None:
             return False
-        require_start(run, job.job_id, job.reason)
         is_held = states.parse_state(job.state) == "pending" and job.reason.lower().replace(" ", "_") == _LAUNCH_FAILED
         if is_held:
             client.release(queued.job_id, environ)
@@ -61,6 +62,8 @@ def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
         raise ConfigError(f"{error}. An administrator holds the job, and only they can release it.") from error
     except (ConfigError, SlurmUnavailableError):
         return False
+    if not change:
+        require_start(run, job.job_id, job.reason)
     return bool(change)
 
 
@@ -100,13 +103,14 @@ def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
 def _nodes_to_let_in(run: RunDir, job: JobRecord, environ: Mapping[str, str]) -> set[str]:
     """Return the nodes on which the run failed, but that it cannot do without as the cluster is now, or need not."""
     spec = load_resolved(run.config)
-    if spec.slurm.partition is None:
-        spec = replace(spec, slurm=replace(spec.slurm, partition=job.partition or None))
-    left_out = {*expand_hostlist(spec.slurm.exclude or ""), *spared_nodes(run, spec, environ).excluded}
+    spared = spared_nodes(run, spec, environ, run.job_script, job.partition)
+    left_out = {*expand_hostlist(spec.slurm.exclude or ""), *spared.excluded}
     return {node for attempt in Ledger.read(run).attempts for node in attempt.failed_nodes} - left_out
 
 
-def spared_nodes(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]) -> Exclusions:
-    """Return the nodes that the run's ledger remembers as failing, as far as the job can do without them."""
+def spared_nodes(
+    run: RunDir, spec: LaunchSpec, environ: Mapping[str, str], script: Path | str, partition: str | None = None
+) -> Exclusions:
+    """Return the nodes that the run's ledger remembers as failing, as far as the job of this script can do without them."""
     bad = requeue.bad_nodes(Ledger.read(run).attempts, spec.restart, now=time.time())
-    return nodes_to_exclude(bad, spec, environ)
+    return nodes_to_exclude(bad, spec, environ, script=script, partition=partition)

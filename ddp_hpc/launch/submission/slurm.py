@@ -81,10 +81,12 @@ def describe(request: SubmitRequest) -> Description:
 
 def _described(request: SubmitRequest) -> Description:
     run, spec, environ = request.run, request.spec, request.environ
-    paths, spared = job_import_paths(request), spared_nodes(run, spec, environ)
-    exclude = ",".join(filter(None, [spec.slurm.exclude, *spared.excluded])) or None
-    asked = replace(spec, slurm=replace(spec.slurm, exclude=exclude))
-    script = render(JobScript(spec=asked, run=run, chdir=Path.cwd(), import_paths=paths))
+    paths = job_import_paths(request)
+    asked = JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=paths)
+    spared = spared_nodes(run, spec, environ, script := render(asked))
+    if spared.excluded:
+        exclude = ",".join(filter(None, [spec.slurm.exclude, *spared.excluded]))
+        script = render(replace(asked, spec=replace(spec, slurm=replace(spec.slurm, exclude=exclude))))
     refuse_missing_recorders(spec)
     refuse_several_torchruns(spec)
     notes = [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]

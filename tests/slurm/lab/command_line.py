@@ -173,6 +173,7 @@ def _add_up(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--gpus", type=int, default=4, help="made-up GPUs a node: /dev/nvidia0 ...")
     verb.add_argument("--cpus", type=int, default=16)
     verb.add_argument("--mem", type=int, default=16000, help="MB a node, as Slurm is told")
+    verb.add_argument("--small", type=int, default=0, help="how many nodes, the last, have half the CPUs and memory")
     verb.add_argument("--grace", type=int, default=10, help="GraceTime of the partitions that are preempted")
     verb.add_argument("--sim", type=int, default=0, help="nodes on paper only, for `--test-only`: partition sim")
     verb.add_argument("--no-db", dest="db", action="store_false", help="no slurmdbd, so no sacct")

@@ -99,10 +99,12 @@ def _simulation(settings: Settings) -> dict[str, str]:
 
 
 def _node_lines(settings: Settings) -> list[str]:
-    size = f"CPUs={settings.cpus} RealMemory={settings.mem}"
-    if settings.gpus:
-        size += f" Gres=gpu:a100:{settings.gpus}"
-    lines = [f"NodeName={node} NodeAddr={address(node)} {size} State=UNKNOWN" for node in settings.workers]
+    gres = f" Gres=gpu:a100:{settings.gpus}" if settings.gpus else ""
+    size = f"CPUs={settings.cpus} RealMemory={settings.mem}{gres}"
+    half = f"CPUs={settings.cpus // 2} RealMemory={settings.mem // 2}{gres}"
+    sizes = [size] * (settings.nodes - settings.small) + [half] * settings.small
+    nodes = zip(settings.workers, sizes, strict=True)
+    lines = [f"NodeName={node} NodeAddr={address(node)} {its} State=UNKNOWN" for node, its in nodes]
     if settings.sim:
         lines.append(f"NodeName=sim[0001-{settings.sim:04d}] {size} State=CLOUD")
     return lines

@@ -23,6 +23,7 @@ class Settings:
     gpus: int = 4
     cpus: int = 16
     mem: int = 16000
+    small: int = 0
     grace: int = 10
     sim: int = 0
     db: bool = True

@@ -7,7 +7,6 @@ commands would take minutes.
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -139,9 +138,6 @@ def answers_of(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -
 
 def _ask_start(spec: RunSpec, environ: Mapping[str, str], *, timeout_s: float) -> TestOnly:
     """Ask when Slurm would start a job of this spec; nothing is submitted."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = directives(spec, RunDir(Path(folder)), chdir=Path("/"), cpus_per_worker=spec.cpus_per_task)
-        options = [f"#SBATCH --{one.flag}{'' if one.value is None else f'={one.value}'}\n" for one in made]
-        path = Path(folder) / "doctor.sbatch"
-        path.write_text(f"#!/bin/sh\n{''.join(options)}exit 0\n", encoding="utf-8")
-        return client.test_only(path, environ, timeout_s=timeout_s)
+    made = directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=spec.cpus_per_task)
+    options = [f"#SBATCH --{one.flag}{'' if one.value is None else f'={one.value}'}\n" for one in made]
+    return client.test_only(f"#!/bin/sh\n{''.join(options)}exit 0\n", environ, timeout_s=timeout_s)
