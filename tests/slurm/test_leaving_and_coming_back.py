@@ -124,6 +124,26 @@ def test_a_run_crosses_its_time_limit_as_often_as_it_must_and_loses_no_step(plac
     assert place.digest("short") == place.digest("whole")
 
 
+@pytest.mark.long
+def test_a_run_stays_as_long_as_an_administrator_lets_it(cluster: Cluster, place: LoginNode) -> None:
+    slow = slow_file(place)
+    limits = ("resources.time_limit_min=2", "slurm.signal_lead_s=20", f"recipe.args.slow_while={slow}")
+    place.submit("longer", *FAULTY, *world(2, 1), *limits)
+    await_step(place, "longer")
+    left_s = place.status("longer")["limit_s"]
+
+    cluster.run("scontrol", "update", f"jobid={job_id(place, 'longer')}", "timelimit=33", user="root")
+    cluster.wait_for(lambda: place.status("longer")["limit_s"] > left_s, 130)  # asked again before it would leave
+    time.sleep(20)  # past the old limit, of which Slurm would have sent a signal before
+
+    now = place.status("longer")
+    assert now["state"] == "running"
+    assert 29 * 60 < now["limit_s"] < 32 * 60
+    slow.unlink()
+    await_done(place, "longer")
+    assert [(one.cause, one.restart) for one in attempts(place, "longer")] == [("finished", 0)]
+
+
 @pytest.mark.campaign
 def test_a_run_whose_workers_cannot_leave_before_the_time_limit_comes_back_all_the_same(
     cluster: Cluster, place: LoginNode
