@@ -64,6 +64,8 @@ def _follow(sweep_dir: SweepDir, environment: Mapping[str, str], *, word: str, i
     else:
         if is_quiet:
             print(_counts_line(last), file=out)
+        for reason, count in Counter(one.reason for one in last.states.values() if one.word == "waiting").items():
+            print(f"{count} of the points never start: {reason}", file=out)
         print("\n".join(_next_steps(counts, word, is_cancelled=last.is_cancelled)), file=out)
     return exit_codes.FINISHED if set(counts) == {"finished"} else exit_codes.FAILED
 
@@ -122,6 +124,8 @@ def _next_steps(counts: Mapping[str, int], word: str, *, is_cancelled: bool) -> 
     startable = {"not submitted", "interrupted", "unknown", "prepared"}
     if counts.keys() & (startable | {"cancelled"} if is_cancelled else startable):
         steps.append(f"start the rest: ddp-hpc sweep continue {word}")
+    if "waiting" in counts:
+        steps.append(f"cancel what waits: ddp-hpc sweep cancel {word}")
     if counts.keys() & {"failed", "refused"}:
         steps.append(f"start failed points again: ddp-hpc sweep continue {word} --failed")
     return steps

@@ -99,8 +99,7 @@ def read_lines(run: RunDir, selection: LogSelection, *, only_final_text: bool = 
     Raises:
         ConfigError: if there is no such log.
     """
-    if not log_files(run, selection):
-        raise _no_log(run, selection)
+    require_log(run, selection)
     yield from follow_lines(run, selection, is_over=lambda: True, pause=lambda: None, only_final_text=only_final_text)
 
 
@@ -127,6 +126,16 @@ def follow_lines(
         if is_last_read:
             return
         pause()
+
+
+def require_log(run: RunDir, selection: LogSelection) -> None:
+    """Check that one of the selected logs exists.
+
+    Raises:
+        ConfigError: where none does.
+    """
+    if not log_files(run, selection):
+        raise _no_log(run, selection)
 
 
 def _no_log(run: RunDir, selection: LogSelection) -> ConfigError:

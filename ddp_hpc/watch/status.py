@@ -403,7 +403,7 @@ def _reason_by_awaited(state: State, seen: Observation, queue_status: QueueStatu
     if state == "cancelled" and seen.never_started:
         return f"cancelled, because {seen.never_started}"
     if queue_status.is_waiting and seen.never_started:
-        return f"{seen.never_started}, so this job will never start; cancel it, and submit again"
+        return f"{seen.never_started}, so the job will not start; cancel it, and submit again"
     if queue_status.is_waiting and seen.waits_for and queue_status.reason.strip("()") == "Dependency":
         return seen.waits_for
     return _reason_by_slurm(state, seen, queue_status)

@@ -202,7 +202,9 @@ def test_a_run_that_waits_by_after_names_the_run_and_says_when_it_will_never_sta
     run = RunDir(Path("runs/first").absolute())
     record_start(run, attempt=0, job_id="11")
     record_end(run, attempt=0, ending=Ending.STOPPED, exit_code=99)
-    assert reason("DependencyNeverSatisfied").startswith("first was stopped, so this job will never start; cancel it")
+    assert reason("DependencyNeverSatisfied").startswith("first was stopped, so the job will not start; cancel it")
+    assert main(["logs", "--follow", "then"]) == 1
+    assert "error: Job 12 of then never starts: first was stopped" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stay", ["--wait", "--follow"])
@@ -235,3 +237,20 @@ def test_a_wait_ends_with_the_reason_where_the_job_will_never_start(  # noqa: PL
     assert f"error: Job 11 of then never starts: {why}" in capsys.readouterr().err
     script = next(Path("runs/then").rglob("*.sbatch")).read_text()
     assert "#SBATCH --kill-on-invalid-dep=yes" in script
+
+
+def test_a_wait_for_a_held_job_says_once_who_is_to_act(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    count = tmp_path / "asked"
+    why = f"echo x >> {count}; [ $(wc -l < {count}) -gt 4 ] && why=PartitionTimeLimit || why=JobHeldAdmin"
+    told = 'echo "JobId=11 JobName=x UserId=ada(1) JobState=PENDING Reason=$why Command=x"'
+    slurm.has("scontrol", f'case "$*" in *"show job"*) {why}; {told};; esac')
+    monkeypatch.setattr("ddp_hpc.launch.submission.slurm._ASK_S", (0.0, 0.0))
+    words = ("name=held", "resources.workers_per_node=1", "slurm.extra.hold=true", "--cluster", "slurm", "--wait")
+
+    assert main(["submit", *words, "--", "python", "evaluate.py", "export"]) == 1
+
+    said = capsys.readouterr()
+    assert said.err.count("note: job 11 of held waits: an administrator holds the job; ask your cluster's support") == 1
+    assert "could start" not in said.out

@@ -201,6 +201,15 @@ def test_following_the_logs_of_a_run_that_has_ended_ends(run: RunDir, capsys: py
     assert answer(capsys, "logs", "-f", "digits") == "hello\n"
 
 
+def test_following_a_log_that_somebody_has_deleted_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    add_log(run, "from rank 0\n", rank=0)
+    run.console.unlink()
+
+    assert main(["logs", "-f", "digits"]) == 2
+
+    assert "does not exist any more. What ranks have printed is still there" in capsys.readouterr().err
+
+
 def test_checkpoints_tell_which_hold(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         answer(capsys, "checkpoints", "digits").splitlines()[1].endswith("accuracy 0.9833  not checked (add --verify)")

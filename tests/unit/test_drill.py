@@ -21,6 +21,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, encode
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.samples import Step, StepsTaken, read_steps_taken
+from tests.unit.fake_slurm import FakeSlurm
 
 RUN = "/share/runs/drill"
 STEPS = {1: Step(1, [0, 1]), 2: Step(1, [2, 3]), 3: Step(2, [0, 2])}
@@ -160,6 +161,35 @@ def test_a_drill_that_meets_a_run_of_its_name_cancels_only_what_it_has_made(
 
     assert backend.submitted == ["mine-unbroken", "mine"]
     assert backend.cancelled == ["mine-unbroken"]
+
+
+class OneWaits(OneRunIsThere):
+    """A back end in which both runs are new, and their jobs wait."""
+
+    def submit(self, _text: str, spec: RunSpec, **more: Any) -> Submission:
+        return replace(super().submit(_text, spec, **more), is_new=True)
+
+    def find_job(self, run: RunDir, _environ: Any) -> Submission:
+        return Submission(run, "slurm", "waiting", 0, job_id="7")
+
+
+def test_a_drill_whose_job_will_not_start_ends_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm(tmp_path)
+    slurm.knows_job(state="PENDING", reason="PartitionTimeLimit")
+    backend = OneWaits()
+    monkeypatch.setattr(scenario, "_slurm", lambda: backend)
+    monkeypatch.setattr(scenario, "SLURM_POLL_S", 0.0)
+    faulty, unbroken = (
+        Resolved(RunSpec(name=name, runs_dir=str(tmp_path)), dict.fromkeys(flat(RunSpec(name=name)), "test"))
+        for name in ("mine", "mine-unbroken")
+    )
+    plan = scenario.DrillPlan(fault="preempt", faulty=faulty, unbroken=unbroken, import_paths=[])
+
+    report = scenario.drill(plan, slurm.environ, lambda _: None)
+
+    assert report.verdict == "FAIL"
+    assert report.reason.startswith("Job 7 of mine never starts: the job's time limit is longer than its partition")
+    assert backend.cancelled == ["mine-unbroken", "mine"]
 
 
 def test_a_run_that_chooses_its_interval_may_lose_by_the_one_that_was_in_force_at_the_fault(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,26 @@ def test_a_job_that_waits_only_since_the_queue_was_listed_is_started_all_the_sam
 
     assert "is back in the queue, without a delay" in capsys.readouterr().out
     assert "scontrol update JobId=7 StartTime=now+2" in slurm.orders()
+
+
+@pytest.mark.parametrize("words", [[], ["--now"]])
+def test_nobody_is_told_to_start_a_job_that_another_holds(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = FakeSlurm(tmp_path)
+    slurm.knows_job(state="PENDING", reason="JobHeldAdmin")
+    run = make_run(tmp_path)
+    write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0, since=0))
+    monkeypatch.setenv("PATH", slurm.environ["PATH"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    since = time.monotonic()
+
+    assert main(["requeue", str(run.path), *words]) != 0
+
+    said = capsys.readouterr().err
+    assert "an administrator holds the job" in said
+    assert "add `--now`" not in said
+    assert time.monotonic() - since < 10  # not as long as for a job that Slurm cleans up after
 
 
 @pytest.mark.parametrize(

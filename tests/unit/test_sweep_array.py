@@ -91,9 +91,11 @@ class Lab(FakeSlurm):
         orders = [line.split() for line in self.orders("sbatch --parsable")]
         return [" ".join([*words[2:-2], words[-1]]) for words in orders]
 
-    def lists(self, *arrays: SentArray, state: str = "PENDING", commands: str = "", alone: str = "") -> None:
+    def lists(
+        self, *arrays: SentArray, state: str = "PENDING", commands: str = "", alone: str = "", why: str = "Priority"
+    ) -> None:
         """Have squeue list the tasks of arrays and a job outside of them, and, where it is asked for commands, that text."""
-        listed = "".join(_listed(one, state) for one in arrays)
+        listed = "".join(_listed(one, state, why) for one in arrays)
         if alone:
             listed += _listed(SentArray(job_id=alone, numbers=()), state).replace("99", alone, 1)
         self.has(
@@ -291,7 +293,7 @@ def test_an_array_that_a_full_controller_has_accepted_after_all_is_found_by_its_
     assert [one.job_id for one in read_sweep(started.sweep_dir).arrays] == ["77"]
 
 
-def _listed(array: SentArray, state: str) -> str:
+def _listed(array: SentArray, state: str, why: str = "Priority") -> str:
     """Return an array as squeue prints it."""
     tasks = as_ranges(number - array.offset for number in array.numbers) or "N/A"
     fields = [
@@ -299,7 +301,7 @@ def _listed(array: SentArray, state: str) -> str:
         array.job_id,
         tasks,
         state,
-        "Priority",
+        why,
         "batch",
         "1",
         "",

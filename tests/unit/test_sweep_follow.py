@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import RunBusyError
-from ddp_hpc.cli.sweep_follow import _next_steps, show
+from ddp_hpc.cli.sweep_follow import _next_steps, follow_sweep, show
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.sweep import array
 from ddp_hpc.launch.sweep.follow import SweepLook, follow
@@ -93,6 +94,26 @@ def test_points_beyond_a_limit_are_not_sent_by_who_follows_and_the_end_is_the_en
     assert _next_steps({"finished": 2, "not submitted": 2}, "grid", is_cancelled=False)[1] == (
         "start the rest: ddp-hpc sweep continue grid"
     )
+
+
+def test_a_sweep_whose_points_will_not_start_is_over_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..2").sweep_dir
+    begin(sweep_dir.run(read_sweep(sweep_dir).points[2]), "14_2", at=1.0)
+    end(sweep_dir.run(read_sweep(sweep_dir).points[2]), Ending.FINISHED)
+    lab.lists(*read_sweep(sweep_dir).arrays)
+    assert not Watched(lab, sweep_dir).look().is_over
+    array = read_sweep(sweep_dir).arrays[0]
+    lab.lists(replace(array, numbers=(0, 1)), why="PartitionTimeLimit")
+
+    assert follow_sweep(sweep_dir, {**lab.environ, "HOME": str(tmp_path / "fresh")}, word="grid", is_quiet=True) == 1
+
+    counts, why, *steps = capsys.readouterr().out.splitlines()
+    assert counts == "3 points: 1 finished, 2 waiting"
+    assert why.startswith("2 of the points never start: the job's time limit is longer than its partition allows")
+    assert steps[-1] == "cancel what waits: ddp-hpc sweep cancel grid"
 
 
 def test_a_point_that_a_user_has_cancelled_is_not_sent_and_its_sweep_ends(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cli.runs import add_run, own_run, slurm_asker
+from ddp_hpc.cluster.slurm import states
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import LOOK_INTERVAL_S
 from ddp_hpc.watch.status import RunStatus, read_status
@@ -49,7 +50,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(backend.stop(run_dir, environment, then="requeue"), flush=True)
     elif not args.now:
         why = f" ({status.reason})" if status.reason else ""
-        raise ConfigError(f"{run_dir.name} waits in the queue already{why}. To have Slurm start it now, add `--now`.")
+        to_do = "" if states.is_held(status.reason) else " To have Slurm start it now, add `--now`."
+        raise ConfigError(f"{run_dir.name} waits in the queue already{why}.{to_do}")
     if args.now:
         _begin(run_dir, backend, status, environment, has_waited=has_waited)
     return 0
@@ -66,6 +68,8 @@ def _begin(
     from ddp_hpc.run.run_dir.ledger import Ledger
 
     patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S
+    if has_waited and states.is_held(status.reason):
+        patience_s = LOOK_INTERVAL_S  # a person's turn, unless Slurm lets it be released at once
     deadline, times_asked = time.monotonic() + patience_s, 0
     while time.monotonic() < deadline:
         times_asked += backend.hasten(run_dir, environment)

@@ -67,11 +67,11 @@ def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
     return bool(change)
 
 
-def require_start(run: RunDir, job_id: str, reason: str) -> None:
-    """Check that a job that a command waits for may start, by Slurm's reason for which it waits.
+def require_start(run: RunDir, job_id: str | None, reason: str) -> None:
+    """Check that a job that a command waits for may start, by Slurm's reason or what it means.
 
     Raises:
-        WorkerError: where Slurm says that it will not.
+        WorkerError: where it will not.
     """
     if why := states.why_never(reason):
         raise WorkerError(f"Job {job_id} of {run.name} never starts: {why}.")

@@ -300,7 +300,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
         WorkerError: where the job will not start; or Slurm no longer has it, and it wrote nothing to the run's directory.
     """
     (pause, longest), files = _ASK_S, rereading.LastRead()
-    asked_at, seen = time.monotonic(), _queued(run)
+    asked_at, seen, told = time.monotonic(), _queued(run), ""
     while True:
         newest = rereading.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
@@ -310,7 +310,10 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
             (pause, _), seen = _ASK_S, queued
         if queued is not None and time.monotonic() - asked_at > pause:
             asked_at, pause = time.monotonic(), min(pause * 1.5, longest)
-            _require_alive(run, attempt, queued, environ)
+            held = _require_alive(run, attempt, queued, environ)
+            if held not in {"", told}:
+                sys.stderr.write(f"note: job {queued.job_id} of {run.name} waits: {held}\n")
+            told = held
         rereading.await_news(newest)
 
 
@@ -318,19 +321,24 @@ def _queued(run: RunDir) -> QueuedJob | None:
     return patiently(str(run.submission), lambda: read_queued_job(run))
 
 
-def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mapping[str, str]) -> None:
+def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mapping[str, str]) -> str:
+    """Return why the job waits for a person; empty where it does not.
+
+    Raises:
+        WorkerError: where it will not start; or it is gone, and wrote nothing.
+    """
     try:
         job = client.job(queued.job_id, environ)
     except SlurmUnavailableError:
-        return  # Slurm may answer again soon; the job continues meanwhile
+        return ""  # Slurm may answer again soon; the job continues meanwhile
     if job is not None:
         release_hold.require_start(run, job.job_id, job.reason)
         if not states.has_ended(job.state):
-            return
+            return states.explain_reason(job.reason) if states.is_held(job.reason) else ""
     newest = rereading.newest_attempt(run, rereading.LastRead())
     has_ended = newest is not None and newest.attempt >= attempt and newest.is_last
     if has_ended or _queued(run) != queued:
-        return
+        return ""
     if newest is not None and newest.job_id == queued.job_id and newest.ending is None:
         raise WorkerError(
             f"Job {queued.job_id} of {run.name} has ended, and ddp-hpc was killed before it could record how attempt {newest.attempt} "

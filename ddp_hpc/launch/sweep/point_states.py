@@ -10,6 +10,7 @@ from typing import Literal
 
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.patience import patiently
+from ddp_hpc.cluster.slurm import states
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.states import points_in_queue
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir
@@ -56,6 +57,8 @@ class _Seen:
     is_being_sent: bool
     waiting: set[int]
     """Numbers of the points that have a task in the queue."""
+    never: Mapping[int, str]
+    """Numbers of those whose task will not start, and why."""
     sent_at: Mapping[int, float]
     """Number of a point -> when its newest array was accepted."""
 
@@ -76,17 +79,19 @@ class PointReader:
         `is_being_sent`: another process sends points, or runs them on this machine.
         """
         path, jobs = self._sweep_dir.path, list(queue.jobs.values())
+        never = [(one, why) for one in jobs if (why := states.why_never(one.reason))]
         seen = _Seen(
             sweep=sweep,
             queue=queue,
             is_being_sent=is_being_sent,
             there=patiently(str(path), lambda: set(os.listdir(path))),  # noqa: PTH208  names are enough
             waiting={number for array in sweep.arrays for number in points_in_queue(array, jobs)},
+            never={n: why for one, why in never for array in sweep.arrays for n in points_in_queue(array, [one])},
             sent_at={number: array.at for array in sweep.arrays for number in array.numbers},
         )
-        states = {point.number: self.finished.get(point.number) or self._state(point, seen) for point in sweep.points}
-        self.finished = {number: state for number, state in states.items() if state.word == "finished"}
-        return states
+        found = {point.number: self.finished.get(point.number) or self._state(point, seen) for point in sweep.points}
+        self.finished = {number: state for number, state in found.items() if state.word == "finished"}
+        return found
 
     def _state(self, point: Point, seen: _Seen) -> PointState:
         state = None
@@ -95,7 +100,8 @@ class PointReader:
                 state = self._of_run(point, seen)
             except (OSError, UnreadableError):  # its file system does not answer; the others are read all the same
                 return PointState(word="unknown", reason="its files cannot be read now", left="unreadable")
-        return state or _without_run(point.number, seen)
+        state, why = state or _without_run(point.number, seen), seen.never.get(point.number)
+        return replace(state, reason=why, is_over=True) if why and state.word == "waiting" else state
 
     def _of_run(self, point: Point, seen: _Seen) -> PointState | None:
         """Return where a run stands; None where its directory is being made, and nothing has begun."""

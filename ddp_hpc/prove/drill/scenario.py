@@ -11,7 +11,9 @@ from typing import Literal, TypeVar
 
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
+from ddp_hpc.cluster.slurm import client
 from ddp_hpc.launch.submission.backend import Backend, load_backend
+from ddp_hpc.launch.submission.release_hold import require_start
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.prove.drill.checks import Check, DrillOutcome, check
 from ddp_hpc.prove.drill.faults import FAULTS, Injection, Target
@@ -245,7 +247,7 @@ class _Scenario:
         """Return the first true value of `condition`.
 
         Raises:
-            WorkerError: if the run makes no progress for `patience_s`, or has no job in Slurm any more.
+            WorkerError: if the run makes no progress for `patience_s`, or has no job in Slurm any more, or one that never starts.
         """
         run, asked_at, is_gone = run or self.run, time.monotonic(), False
         progress, deadline = _progress(run), asked_at + self.plan.patience_s
@@ -271,7 +273,13 @@ class _Scenario:
 
     def _has_no_job(self, run: RunDir) -> bool:
         try:
-            return _slurm().find_job(run, self.environ) is None
+            found = _slurm().find_job(run, self.environ)
+            job = (
+                client.job(found.job_id, self.environ) if found and found.state == "waiting" and found.job_id else None
+            )
+            if job is not None:
+                require_start(run, job.job_id, job.reason)
+            return found is None
         except SlurmUnavailableError:
             return False
 

@@ -138,7 +138,8 @@ def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
     when = ""
     if starts_at is not None:
         wait_s = starts_at - time.time()
-        when = f"; {_start(wait_s)}"
+        is_held = spec.slurm.extra.get("hold")
+        when = "; it is held until you release it (`slurm.extra.hold`)" if is_held else f"; {_start(wait_s)}"
     yield f"the job asks for {asked(spec)}{when}"
     hours = (spec.resources.time_limit_min or 0) / 60
     num_gpus = spec.resources.nodes * spec.resources.num_gpus
