@@ -227,7 +227,7 @@ def test_bad_nodes_are_left_out_as_far_as_they_can_be_spared(cluster: Cluster, p
     assert (first.next, second.next) == ("requeue", "requeue")
     assert not {bad[0]} & {*second.nodes}
     assert len({*bad} & {*third.nodes}) == 1  # of four nodes, three are needed
-    assert "the other nodes that take jobs (2) are too few" in place.console("picky")
+    assert "of the other nodes that take jobs (2), too few have what the job asks for" in place.console("picky")
     assert_unbroken(place, "picky", world_size=3, may_lose=2 * MAY_LOSE)
 
 

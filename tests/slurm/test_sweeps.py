@@ -120,6 +120,31 @@ def continue_until_all_are_sent(login: LoginNode, name: str) -> None:
     raise AssertionError(login.type("list", name).stdout)
 
 
+def test_points_that_scancel_has_ended_go_on_by_continue(login: LoginNode, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import pathlib, time\nwhile pathlib.Path('slow').exists(): time.sleep(0.1)\nprint('trained')\n"
+    )
+    login.add_recipe(tmp_path / "train.py")
+    slow = login.folder / "slow"
+    slow.touch()
+    one = ("name=grid", "resources.workers_per_node=1", "--cluster", "slurm", "--sweep", "seed=0..1", "--at-most", "1")
+    done = login.type("submit", *one, "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    sweep_dir = SweepDir(login.folder / "runs" / "grid")
+    begun, waiting = (sweep_dir.run(point) for point in read_sweep(sweep_dir).points)
+    login.cluster.wait_for(lambda: Ledger.read(begun).newest, 120)
+    assert not waiting.path.exists()
+
+    login.cluster.cancel_all()
+    slow.unlink()
+    asked = login.type("sweep", "continue", "grid")
+
+    assert "(2 points) submitted" in asked.stdout, asked.stdout + asked.stderr
+    followed = login.type("sweep", "follow", "grid")
+    assert followed.returncode == 0, followed.stdout + followed.stderr
+    assert [attempt.ending for attempt in Ledger.read(begun).attempts] == ["cancelled", "finished"]
+
+
 def test_points_beyond_a_limit_of_twenty_submitted_jobs_are_sent_by_continue(login: LoginNode, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint('trained', sys.argv[1])\n")
     login.add_recipe(tmp_path / "train.py")

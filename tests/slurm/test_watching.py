@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,26 @@ def test_a_job_that_plain_sbatch_submitted_is_known_once_it_begins(cluster: Clus
     assert before == "prepared"
     assert cancelled.returncode == 0, cancelled.stderr
     cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 90)
+
+
+@pytest.mark.long
+def test_who_waits_for_a_job_that_an_administrator_holds_is_told_so(cluster: Cluster, login: LoginNode) -> None:
+    settings = (*SMALL, *world(1, 1), "slurm.extra.begin=now+1hour")
+    login.submit("held", *settings)
+    job = login.status("held")["job_id"]
+    cluster.run("scontrol", "hold", job, user="root")
+    cluster.run("rm", "-rf", ".cache", cwd=Path("/home") / USER)  # as if half a minute had gone by
+
+    words = ("submit", "digits.yaml", "name=held", "--cluster", "slurm", *settings, "--wait")
+    waiting = cluster.popen(sys.executable, "-m", "ddp_hpc", *words, cwd=login.folder)
+    now = login.type("requeue", "held", "--now")
+    time.sleep(20)  # until it has asked Slurm
+    cluster.run("scontrol", "release", job, user="root")
+    cluster.run("scontrol", "update", f"jobid={job}", "starttime=now")
+    _, stderr = waiting.communicate(timeout=120)
+
+    why = "an administrator holds the job; ask your cluster's support"
+    assert now.returncode == 1
+    assert f"`--now` does not change the reason: {why}" in now.stderr
+    assert waiting.returncode == 0, stderr
+    assert stderr.count(f"note: job {job} of held waits: {why}") == 1
