@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.cluster.slurm.nodes import dispensable
 from ddp_hpc.run.requeue import (
     TABLE,
     Decision,
@@ -396,25 +395,6 @@ def test_a_warning_that_comes_too_late_or_too_early_is_told(
     problem = lead_problem(lead_s=lead_s, time_limit_min=time_limit_min, save_s=save_s)
 
     assert problem is None if told is None else told in str(problem)
-
-
-@pytest.mark.parametrize(
-    ("num_others", "spared"),
-    [
-        (4, ["node3", "node2", "node1"]),
-        (2, ["node3", "node2", "node1"]),
-        (1, ["node3", "node2"]),
-        (0, ["node3"]),
-    ],
-)
-def test_a_job_that_needs_suspected_nodes_gets_the_least_suspect_back_and_lost_ones_last(
-    num_others: int, spared: list[str]
-) -> None:
-    assert dispensable(["node2", "node1", "node3"], lost={"node3"}, num_others=num_others, num_needed=2) == spared
-
-
-def test_a_job_that_needs_every_node_does_without_none() -> None:
-    assert dispensable(["node2"], lost={"node2"}, num_others=3, num_needed=4) == []
 
 
 def test_the_worst_node_comes_first() -> None:

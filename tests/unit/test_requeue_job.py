@@ -357,7 +357,7 @@ def test_a_list_that_leaves_too_few_nodes_is_made_shorter(supervised: Make, caps
 
     assert excluded(one) == ["node2", ""]
     assert (
-        "node1, node2 failed before, but the job may still use them: of the other nodes that take jobs (0), too few have what the job asks for. To exclude them all the same, set `slurm.exclude`"
+        "node1, node2 failed before, but the job may still use them: too few of the other nodes take jobs and have what the job asks for. To exclude them all the same, set `slurm.exclude`"
         in capsys.readouterr().err
     )
 

@@ -28,12 +28,12 @@ def slurm(tmp_path: Path) -> FakeSlurm:
 def test_nodes_are_spared_as_far_as_others_can_take_their_place(slurm: FakeSlurm) -> None:
     spec = RunSpec(name="digits", resources=TWO_NODES)
 
-    assert nodes_to_exclude(["node1"], spec, slurm.environ, script="") == Exclusions(("node1",), (), 2)
+    assert nodes_to_exclude(["node1"], spec, slurm.environ, script="") == Exclusions(("node1",), ())
     both = nodes_to_exclude(["node1", "node2"], spec, slurm.environ, script="")
-    assert both == Exclusions(("node1",), ("node2",), 1)
+    assert both == Exclusions(("node1",), ("node2",))
     assert (
         both.detail
-        == "node2 failed before, but the job may still use it: of the other nodes that take jobs (1), too few have what the job asks for. To exclude it all the same, set `slurm.exclude`"
+        == "node2 failed before, but the job may still use it: too few of the other nodes take jobs and have what the job asks for. To exclude it all the same, set `slurm.exclude`"
     )
 
 
@@ -47,6 +47,33 @@ def test_without_an_answer_of_slurms_no_node_is_spared(tmp_path: Path) -> None:
     spared = nodes_to_exclude(["node1"], RunSpec(name="digits"), {"PATH": str(tmp_path)}, script="")
 
     assert spared.allowed == ("node1",)
+
+
+@pytest.mark.parametrize(
+    ("num_others", "num_needed", "excluded"),
+    [
+        (4, 2, ("node2", "node1", "node3")),
+        (2, 2, ("node2", "node1", "node3")),
+        (1, 2, ("node2", "node3")),
+        (0, 2, ("node3",)),
+        (1, 4, ()),
+    ],
+)
+def test_a_job_that_needs_suspected_nodes_gets_the_least_suspect_back_and_lost_ones_last(
+    slurm: FakeSlurm, num_others: int, num_needed: int, excluded: tuple[str, ...]
+) -> None:
+    others = {f"node{number}": "idle" for number in range(4, 4 + num_others)}
+    slurm.knows_nodes(node1="idle", node2="idle", node3="down", **others)
+    spec = RunSpec(name="digits", resources=ResourcesSpec(nodes=num_needed))
+
+    assert nodes_to_exclude(["node2", "node1", "node3"], spec, slurm.environ, script="").excluded == excluded
+
+
+def test_slurms_answer_counts_for_more_than_the_number_of_nodes(slurm: FakeSlurm) -> None:
+    slurm.knows_nodes(node1="idle", node2="powered_down")  # which a job has Slurm switch on
+    slurm.has("sbatch", "echo 'sbatch: Job 7 to start at 2030-01-01T00:00:00 using 1 processors on nodes node2' >&2")
+
+    assert nodes_to_exclude(["node1"], RunSpec(name="digits"), slurm.environ, script="").excluded == ("node1",)
 
 
 UNLIKE = """case "$*" in *--exclude=*{needed}*) echo "{said}" >&2; exit 1 ;; esac"""
