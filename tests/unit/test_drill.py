@@ -166,8 +166,8 @@ def test_a_drill_that_meets_a_run_of_its_name_cancels_only_what_it_has_made(
 class OneWaits(OneRunIsThere):
     """A back end in which both runs are new, and their jobs wait."""
 
-    def submit(self, _text: str, spec: RunSpec, **more: Any) -> Submission:
-        return replace(super().submit(_text, spec, **more), is_new=True)
+    def submit(self, request: SubmitRequest) -> Submission:
+        return replace(super().submit(request), is_new=True)
 
     def find_job(self, run: RunDir, _environ: Any) -> Submission:
         return Submission(run, "slurm", "waiting", 0, job_id="7")
@@ -180,10 +180,10 @@ def test_a_drill_whose_job_will_not_start_ends_with_the_reason(tmp_path: Path, m
     monkeypatch.setattr(scenario, "_slurm", lambda: backend)
     monkeypatch.setattr(scenario, "SLURM_POLL_S", 0.0)
     faulty, unbroken = (
-        Resolved(RunSpec(name=name, runs_dir=str(tmp_path)), dict.fromkeys(flat(RunSpec(name=name)), "test"))
+        SubmitRequest(resolved=Resolved(RunSpec(name=name, runs_dir=str(tmp_path)), {}), import_paths=[], environ={})
         for name in ("mine", "mine-unbroken")
     )
-    plan = scenario.DrillPlan(fault="preempt", faulty=faulty, unbroken=unbroken, import_paths=[])
+    plan = scenario.DrillPlan(fault="preempt", faulty=faulty, unbroken=unbroken)
 
     report = scenario.drill(plan, slurm.environ, lambda _: None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError, WorkerError
