@@ -5,7 +5,7 @@ A `ConfigError` or `SlurmUnavailableError` ends the command with its text, so a 
 
 from __future__ import annotations
 
-from ddp_hpc.base.exit_codes import DIVERGED, FAILED, FENCED, RANKS_DIFFER, REFUSED, STOPPED
+from ddp_hpc.base.exit_codes import DIVERGED, FAILED, FENCED, NOT_SAVED, RANKS_DIFFER, REFUSED, STOPPED
 
 
 class DdpHpcError(Exception):
@@ -47,6 +47,12 @@ class RunBusyError(ConfigError):
 
 class CheckpointError(DdpHpcError):
     """A checkpoint could not be written."""
+
+
+class NotSavedError(CheckpointError):
+    """Saves have failed for so long that the training ends."""
+
+    exit_code = NOT_SAVED
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -18,6 +18,8 @@ DIVERGED = 93
 ranks alone are not finite, the first such attempt ends with `RANKS_DIFFER`."""
 RANKS_DIFFER = 92
 """The ranks do not have equal weights: no checkpoint of them is committed, and the run goes on from the newest one."""
+NOT_SAVED = 91
+"""Saves have failed for longer than `checkpoint.max_failing_s`, the last one on all ranks: no attempt is made again."""
 UNDECIDED = 94
 """From a supervisor to its guardian: it could not work and has decided nothing, so another one is to try."""
 GAVE_UP = 95
@@ -31,9 +33,9 @@ PORT_TAKEN = 98
 
 GOOD = frozenset({FINISHED, STOPPED})
 """Codes of a worker that has done what was asked of it."""
-_RANK_ZERO_DECIDES = frozenset({STOPPED, STOPPED_EARLY, PORT_TAKEN, FENCED, DIVERGED, RANKS_DIFFER})
+_RANK_ZERO_DECIDES = frozenset({STOPPED, STOPPED_EARLY, PORT_TAKEN, FENCED, DIVERGED, RANKS_DIFFER, NOT_SAVED})
 """Codes of rank zero that count even if others fail after it: its commit stays valid."""
-_STRONGEST_FIRST = (FENCED, REFUSED, DIVERGED, RANKS_DIFFER)
+_STRONGEST_FIRST = (FENCED, REFUSED, DIVERGED, RANKS_DIFFER, NOT_SAVED)
 """Codes that count for all where one has them."""
 
 DECISIONS = (FINISHED, REFUSED, GAVE_UP, STOPPED_EARLY, FENCED, STOPPED)

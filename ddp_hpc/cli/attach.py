@@ -9,6 +9,7 @@ from typing import TextIO
 from ddp_hpc.cli.status_text import evaluation_line, progress_line
 from ddp_hpc.launch.submission.release_hold import require_start
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import failed_save
 from ddp_hpc.run.run_dir.rereading import await_news
 from ddp_hpc.watch.follow import FollowUpdate, follow
 from ddp_hpc.watch.queue import Ask, QueueStatus
@@ -47,6 +48,7 @@ def show_lines(looks: Iterable[FollowUpdate], out: TextIO, *, clock: Callable[[]
     """Print a line when the state changes, every few seconds when the step does, for every evaluation, and what a script prints."""
     told: RunStatus | None = None
     told_at = 0.0
+    has_failed_save = False
     warned: set[tuple[int, float]] = set()
     for look in looks:
         status = look.status
@@ -56,6 +58,9 @@ def show_lines(looks: Iterable[FollowUpdate], out: TextIO, *, clock: Callable[[]
             if (alarm.rank, alarm.at) not in warned:
                 warned.add((alarm.rank, alarm.at))
                 print(f"warning: {alarm.sentence()}", file=out, flush=True)
+        if status.save_error and not has_failed_save:
+            print(f"warning: {failed_save(status.save_error)}", file=out, flush=True)
+        has_failed_save = bool(status.save_error)
         is_new = told is None or told.state != status.state
         if is_new or (told is not None and told.step != status.step and clock() - told_at >= LINE_INTERVAL_S):
             print(progress_line(status), file=out, flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddp_hpc.cli.formatting import duration, number, numbers
-from ddp_hpc.run.run_dir.records import memory_text, numbers_of
+from ddp_hpc.run.run_dir.records import failed_save, memory_text, numbers_of
 from ddp_hpc.watch.status import RunStatus
 
 
@@ -37,7 +37,7 @@ def as_text(  # noqa: PLR0913  one argument for each line that is not of the sta
         "checkpoint": checkpoint(status),
         "saves": saves,
         "save takes": memory_text(status.save_bytes),
-        "save error": save_error(status),
+        "save error": failed_save(status.save_error) if status.save_error and status.is_alive else status.save_error,
         "slow": "; ".join(one.sentence() for one in status.slow_ranks),
         "machines": machine,
         "profile": profile,
@@ -95,13 +95,6 @@ def checkpoint(status: RunStatus) -> str:
         return ""
     age = "" if status.checkpoint_age_s is None else f", {duration(status.checkpoint_age_s)} ago"
     return f"step {status.last_checkpoint}{age}"
-
-
-def save_error(status: RunStatus) -> str:
-    """Return why the newest checkpoint could not be written, and what follows."""
-    if status.save_error is None or not status.is_alive:
-        return status.save_error or ""
-    return f"{status.save_error}; the training continues, and the next save tries again"
 
 
 def job(status: RunStatus) -> str:

@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ddp_hpc.base.durable import append_json_line, read_json_lines
+from ddp_hpc.base.record import known_record
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.notifier import TIMEOUT_S
 from ddp_hpc.run.run_dir.ledger import Ending
-from ddp_hpc.run.run_dir.records import read_progress
+from ddp_hpc.run.run_dir.records import Progress, failed_save, read_progress
 from ddp_hpc.run.spec.launch import NotifyEvent
 
 PATIENCE_S = 5.0
@@ -53,6 +54,15 @@ class Notifier:
         )
         self._tell("no_progress", attempt, state="running", attempt=attempt, reason=reason)
 
+    def look(self, attempt: int) -> None:
+        """Note the first save of an attempt that fails."""
+        if not self._is_wanted("save_failed", attempt):
+            return
+        progress = known_record(self.context.run.progress, Progress, may_have_nan=True)
+        if progress is not None and progress.attempt == attempt and progress.save_error:
+            reason = failed_save(progress.save_error)
+            self._tell("save_failed", attempt, state="running", attempt=attempt, reason=reason)
+
     def ended(self, conclusion: Conclusion) -> None:
         """Note the end of an attempt. One that was stopped and goes on does not count."""
         ending, follows = conclusion.decision.ending, conclusion.decision.next
@@ -81,8 +91,7 @@ class Notifier:
     def _tell(  # noqa: PLR0913  what a command can learn of an event
         self, event: NotifyEvent, number: int, *, state: str, attempt: int, reason: str = "", follows: str = ""
     ) -> None:
-        spec = self.context.spec.notify
-        if not spec.command or event not in spec.on or (event, number) in self._seen:
+        if not self._is_wanted(event, number):
             return
         self._seen.add((event, number))
         try:
@@ -94,7 +103,7 @@ class Notifier:
             }
             self._running.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "ddp_hpc.job.notifier", *spec.command],
+                    [sys.executable, "-m", "ddp_hpc.job.notifier", *self.context.spec.notify.command],
                     env=environ,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # a stop signal for this process group is not for the command
@@ -102,6 +111,10 @@ class Notifier:
             )
         except Exception as error:  # noqa: BLE001  no command of the user's may end the run
             sys.stderr.write(f"note: ddp-hpc could not start `notify.command` for the event {event}: {error}\n")
+
+    def _is_wanted(self, event: NotifyEvent, number: int) -> bool:
+        spec = self.context.spec.notify
+        return bool(spec.command) and event in spec.on and (event, number) not in self._seen
 
     def _record(self, event: str, number: int) -> bool:
         """Write down that the command is started for an event; return False where it was before, also in an earlier job."""

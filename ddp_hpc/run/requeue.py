@@ -45,6 +45,7 @@ TABLE: Mapping[Cause, RequeueRow] = {
     Cause.NODE_FAILED: RequeueRow(Ending.FAILED, Next.REQUEUE, is_failure=True),
     Cause.DIVERGED: RequeueRow(Ending.FAILED, Next.NOTHING),
     Cause.RANKS_DIFFER: RequeueRow(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.NOT_SAVED: RequeueRow(Ending.FAILED, Next.NOTHING),
     Cause.UNEXPLAINED: RequeueRow(Ending.FAILED, Next.REQUEUE, is_failure=True),
     Cause.SUPERVISOR_DIED: RequeueRow(Ending.FAILED, Next.IN_PLACE, is_failure=True),
     Cause.SUSPENDED: RequeueRow(Ending.FAILED, Next.IN_PLACE),

@@ -1,27 +1,44 @@
 """After which steps the ranks save: at multiples of a number, or as often as rank zero announces (`checkpoint.every_steps=auto`).
 
 Rank zero measures, chooses a number of steps, and announces it where the ranks exchange their stop flags anyway (`stop`). All
-ranks count from the same save, so all save after the same step, whatever their clocks say.
+ranks count from the same save, so all save after the same step, whatever their clocks say. Where saves fail for too long, it announces
+a last one (`checkpoint.max_failing_s`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 from ddp_hpc.train.auto_interval import AutoInterval
 
 _NEVER = 2**62
+_LAST_TRY = -1
+"""Announced in the place of a number of steps: save now, and end the run if that fails."""
 
 
 class SavePlan:
     """When the next periodic checkpoint is due, the same on all ranks."""
 
-    def __init__(self, every: int | Literal["auto"] | None, auto: AutoInterval | None = None) -> None:
+    def __init__(
+        self,
+        every: int | Literal["auto"] | None,
+        auto: AutoInterval | None = None,
+        *,
+        max_failing_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`auto` measures and chooses; only rank zero of a training with `every="auto"` has it."""
         self._every = every
         self._auto = auto
+        self._max_failing_s = max_failing_s
+        self._clock = clock
+        self._failing_since: float | None = None
+        """On rank zero, when the first failed save since the newest checkpoint ended."""
+        self.is_last_try = False
+        """Whether the next save has to succeed."""
         self._announced = _NEVER
         self._saved_step = 0
 
@@ -33,12 +50,16 @@ class SavePlan:
 
     def is_due(self, step: int) -> bool:
         """Tell whether to save after this step."""
+        if self.is_last_try:
+            return True
         if self._every == "auto":
             return step - self._saved_step >= self._announced
         return self._every is not None and step % self._every == 0
 
     def next_step(self, step: int) -> int:
         """Return the first step after `step` that is due, as far as is known."""
+        if self.is_last_try:
+            return step + 1
         if self._every == "auto":
             return self._saved_step + self._announced
         return _NEVER if self._every is None else (step // self._every + 1) * self._every
@@ -51,21 +72,24 @@ class SavePlan:
         """
         self._saved_step = step
         self._announced = _NEVER
-        if self._auto is None:
+        with nullcontext() if self._auto is None else self._auto.saving(step):
             yield
-            return
-        with self._auto.saving(step):
-            yield
+        self.is_last_try = False
 
     def to_announce(self, step: int) -> int:
-        """Return what rank zero announces after `step`; 0 on the other ranks, and without `auto`."""
+        """Return what rank zero announces after `step`; 0 on the other ranks, and without `auto` while saves do not fail for too long."""
+        since, most_s = self._failing_since, self._max_failing_s
+        if since is not None and most_s is not None and self._clock() - since >= most_s:
+            return _LAST_TRY
         return 0 if self._auto is None else self._auto.choose(step)
 
     def announced(self, every: int) -> None:
         """Take over what rank zero has announced; 0: nothing yet."""
+        self.is_last_try = every == _LAST_TRY
         self._announced = every or _NEVER
 
     def written(self, seconds: float | None) -> None:
         """Take note that a save was committed in so many seconds, or has failed (None); the writer's thread calls this."""
+        self._failing_since = None if seconds is not None else self._failing_since or self._clock()
         if self._auto is not None:
             self._auto.written(seconds)

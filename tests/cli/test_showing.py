@@ -119,6 +119,22 @@ def test_a_slow_rank_is_told_once_in_lines_and_stays_in_the_live_view_and_in_the
     assert f"slow        {sentence}" in screen(screen_of(slow), width=120, height=20)
 
 
+def test_the_first_of_the_saves_that_fail_in_a_row_is_told_at_once() -> None:
+    failing = replace(status(), save_error="rank 0: OSError: [Errno 28] No space left on device")
+
+    looks = [status(), failing, failing, status(), failing]
+    lines = shown([FollowUpdate(look, []) for look in looks], interval_s=0.01)
+
+    assert [line.split(":")[0] for line in lines] == [
+        "running  step 20 of 100  epoch 3 of 10  loss 0.5000  640 samples/s, 1",
+        "warning",
+        "warning",
+    ]
+    assert lines[1].startswith(
+        "warning: the newest checkpoint could not be written: rank 0: OSError: [Errno 28] No space"
+    )
+
+
 def screen_of(status: RunStatus) -> RunScreen:
     return RunScreen(status=status, goodput=None, loss=[], phases={}, look=None, nodes={}, now=0.0)
 

@@ -118,6 +118,31 @@ def test_periodic_saves_that_fail_are_reported_and_the_training_goes_on(on_small
     assert half_made(run) == []
 
 
+@pytest.mark.long
+def test_saves_that_fail_for_too_long_end_the_run_and_are_told_at_once(on_small_disk: Workplace) -> None:
+    run, told = on_small_disk.run("lasting"), on_small_disk.path / "told"
+    on_small_disk.finish(run.name, "train.max_steps=2")
+    ballast = fill(on_small_disk)
+    tell = f"notify.command=[bash, -c, 'echo $DDP_HPC_EVENT >> {told}']"
+
+    words = ("train.max_steps=500", "checkpoint.max_failing_s=2", tell, "--wait", *SLOW)
+    ended = on_small_disk.submit(run.name, *words)
+    attempt = Ledger.read(run).attempts[-1]
+    why = on_small_disk.command("why", run.name)
+    ballast.unlink()
+
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    (warning,) = [line for line in ended.stderr.splitlines() if line.startswith("warning: lasting: ")]
+    assert FULL in warning
+    assert told.read_text().split() == ["start", "save_failed", "failure"]
+    assert (attempt.attempt, attempt.ending, attempt.cause, attempt.next) == (1, "failed", "not saved", "")
+    assert "None has been committed since 2" in attempt.reason
+    assert "so the run ends (`checkpoint.max_failing_s`)" in attempt.reason
+    assert FULL in attempt.reason
+    assert "disk-full" in why.stdout
+    assert committed_steps(run) == [2]
+
+
 def test_a_last_save_that_fails_fails_the_run_and_names_the_cause(on_small_disk: Workplace) -> None:
     run = on_small_disk.run("failing")
     ballast = fill(on_small_disk)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc.base.errors import CheckpointError, ConfigError
-from ddp_hpc.run.checkpoints import checkpoint_names
+from ddp_hpc.base.errors import CheckpointError, ConfigError, NotSavedError
+from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
+from ddp_hpc.run.checkpoints.shards import ShardRecord
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import DataSpec, EvalSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data.loader import make_loader
@@ -21,7 +25,10 @@ from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.engine.training import configure_torch
 from ddp_hpc.train.process_group import Group, RankInfo, choose_device
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.state.checkpoint import Checkpointer
+from ddp_hpc.train.state.training_state import TrainingState
 from tests.distributed.processes import in_group
+from tests.strange.one_process import trained
 from tests.strange.walks import Case, begin, close, in_plain_torch, sample_ids, walk, weights
 from tests.unit.made_state import alone, make_checkpointers, make_state
 
@@ -290,6 +297,45 @@ def test_a_save_that_failed_is_tried_again_when_the_run_is_told_to_stop_there(tm
 
     assert before == []
     assert checkpoint_names.committed_steps(run) == [3]
+
+
+class Slow(TensorDataset):
+    """Samples that take a moment."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return super().__getitem__(index)  # type: ignore[no-untyped-call]  # PyTorch's
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_a_run_whose_saves_fail_for_too_long_makes_one_more_before_it_ends(
+    is_mended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, last_tries = RunDir(tmp_path / "run"), list[int]()
+    save_and_wait, write_shard = Checkpointer.save_and_wait, checkpoint_store.write_shard
+
+    def write(*args: Any, **more: Any) -> ShardRecord:
+        if is_mended and last_tries:
+            return write_shard(*args, **more)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def noted(one: Checkpointer, state: TrainingState, **more: Any) -> None:
+        last_tries.append(state.position.step)
+        save_and_wait(one, state, **more)
+
+    monkeypatch.setattr(Checkpointer, "save_and_wait", noted)
+    monkeypatch.setattr(checkpoint_store, "write_shard", write)
+    recipe = replace(a_recipe(), train_data=Slow(torch.randn(8, 3, 4, 4), torch.arange(8) % 2))
+    keys: dict[str, Any] = {"checkpoint__max_failing_s": 1, "checkpoint__every_steps": 20, "train__max_steps": 90}
+    if is_mended:
+        trained(run.path, recipe, **keys)
+        assert len(last_tries) == 2
+        assert checkpoint_names.committed_steps(run)[-1] == last_tries[-1] == 90
+        return
+    ends = r"No space left on device. None has been committed since .*, so the run ends \(`checkpoint.max_failing_s`\)"
+    with pytest.raises(NotSavedError, match=ends):
+        trained(run.path, recipe, **keys)
+    assert len(last_tries) == 1
 
 
 def test_a_save_that_fails_again_fails_the_stop(tmp_path: Path) -> None:

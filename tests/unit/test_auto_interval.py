@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Literal
 
 import pytest
 
@@ -256,6 +257,43 @@ def test_an_early_save_is_one_save_until_rank_zero_announces_again() -> None:
                 pass
 
     assert saved == [10, 25]
+
+
+@pytest.mark.parametrize("every", [4, "auto"])
+def test_saves_that_fail_for_too_long_lead_to_a_last_try_on_all_ranks(every: int | Literal["auto"]) -> None:
+    now = [50.0]
+    zero, other = (SavePlan(every, max_failing_s=60, clock=lambda: now[0]) for _ in range(2))
+
+    def exchange(step: int) -> None:
+        told = zero.to_announce(step)
+        for plan in (zero, other):
+            plan.announced(told)
+
+    zero.written(None)
+    now[0] = 100.0
+    zero.written(None)  # the first one counts
+    exchange(5)
+    assert not zero.is_due(5)
+    now[0] = 110.0
+    exchange(6)
+
+    assert [plan.next_step(6) for plan in (zero, other)] == [7, 7]
+    assert [(plan.is_due(7), plan.is_last_try) for plan in (zero, other)] == [(True, True)] * 2
+    for plan in (zero, other):
+        with plan.saving(7):
+            assert plan.is_last_try
+    zero.written(0.1)
+    exchange(9)
+    assert [(plan.is_due(9), plan.is_last_try) for plan in (zero, other)] == [(False, False)] * 2
+
+
+def test_saves_may_fail_for_ever_where_no_time_is_set() -> None:
+    now = [50.0]
+    plan = SavePlan(4, clock=lambda: now[0])
+    plan.written(None)
+    now[0] = 1e9
+
+    assert plan.to_announce(5) == 0
 
 
 def test_a_number_that_is_smaller_than_what_has_passed_means_now() -> None:

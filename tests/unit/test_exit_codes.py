@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.base.errors import CheckpointError, ConfigError, DivergedError, FencedError, exit_code_of
+from ddp_hpc.base.errors import CheckpointError, ConfigError, DivergedError, FencedError, NotSavedError, exit_code_of
 from ddp_hpc.base.exit_codes import (
     DIVERGED,
     FAILED,
     FENCED,
     FINISHED,
+    NOT_SAVED,
     PORT_TAKEN,
     RANKS_DIFFER,
     REFUSED,
@@ -36,6 +37,7 @@ KILLED = -9
         ((FAILED, REFUSED), REFUSED),
         ((FAILED, DIVERGED), DIVERGED),
         ((REFUSED, DIVERGED), REFUSED),
+        ((FAILED, NOT_SAVED), NOT_SAVED),
         ((FENCED, REFUSED), FENCED),
         ((FAILED, FENCED), FENCED),
         ((STOPPED_EARLY, STOPPED_EARLY), FAILED),
@@ -70,7 +72,7 @@ def test_what_rank_zero_says_of_a_commit_counts_though_others_fail(rank_zero: in
 @given(st.lists(st.integers(-64, 255), min_size=1))
 def test_only_codes_that_are_all_good_are_good_together(codes: list[int]) -> None:
     assert (joint(codes) in {FINISHED, STOPPED}) == ({*codes} <= {FINISHED, STOPPED})
-    assert joint(codes) in {FINISHED, STOPPED, FENCED, REFUSED, DIVERGED, RANKS_DIFFER, FAILED}
+    assert joint(codes) in {FINISHED, STOPPED, FENCED, REFUSED, DIVERGED, RANKS_DIFFER, NOT_SAVED, FAILED}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,7 @@ def test_only_codes_that_are_all_good_are_good_together(codes: list[int]) -> Non
         (FencedError("another attempt"), FENCED),
         (DivergedError("nan"), DIVERGED),
         (CheckpointError("no room"), FAILED),
+        (NotSavedError("no room for an hour"), NOT_SAVED),
         (ValueError("theirs"), FAILED),
         (SystemExit(0), FAILED),
     ],

@@ -73,6 +73,15 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert failure.exception == "OSError: no such disk"
 
 
+def test_a_report_that_the_disk_does_not_take_changes_no_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "errors").touch()  # where the directory should be
+    failure = failure_of(DivergedError("NaN"), rank=0, log=tmp_path / "log")
+
+    write_failure(tmp_path / "errors" / "rank-0.json", failure)
+
+    assert not (tmp_path / "errors" / "rank-0.json").exists()
+
+
 def test_invalid_input_and_divergence_are_said_without_a_type() -> None:
     refused, diverged = (
         failure_of(error, rank=0, log=Path("log")) for error in (ConfigError("no GPU"), DivergedError("loss is nan"))

@@ -27,6 +27,7 @@ SINCE_THEN = {
     "log.grad_norm",
     "checkpoint.min_interval_s",
     "checkpoint.max_interval_s",
+    "checkpoint.max_failing_s",
     "profile",
 }
 """Sections and keys that version 0.1.0 did not have."""

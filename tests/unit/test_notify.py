@@ -17,7 +17,7 @@ from ddp_hpc.job.notify import Notifier
 from ddp_hpc.run.requeue import Decision
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
+from ddp_hpc.run.run_dir.records import Progress, QueuedJob, write_progress, write_queued_job
 from ddp_hpc.run.spec import NotifySpec, RunSpec
 from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.run.world import World
@@ -115,6 +115,28 @@ def test_another_supervisor_after_one_that_died_tells_no_event_twice(run: RunDir
         of.leave(goes_on=False)
 
     assert sorted(one["event"] for one in told(run, second)) == ["failure", "no_progress"]
+
+
+def test_the_first_save_of_an_attempt_that_fails_is_told_once(run: RunDir) -> None:
+    of = notifier(run)
+    for attempt, error in (
+        (0, None),
+        (0, "rank 1: no space"),
+        (0, None),
+        (0, "rank 1: no space"),
+        (1, "rank 0: quota"),
+    ):
+        write_progress(run, Progress(attempt=attempt, step=5, save_error=error))
+        of.look(attempt)
+        of.look(attempt + 1)  # which has not reported yet
+
+    found = told(run, of)
+
+    assert [(one["event"], one["attempt"], one["step"]) for one in found] == [
+        ("save_failed", "0", "5"),
+        ("save_failed", "1", "5"),
+    ]
+    assert "rank 1: no space" in found[0]["reason"]
 
 
 def test_a_reason_that_is_longer_than_a_variable_may_be_is_cut(run: RunDir) -> None:

@@ -56,6 +56,7 @@ def test_every_cause_has_its_row() -> None:
         ("node failed", "failed", "requeue", "failed"),
         ("diverged", "failed", "", "failed"),
         ("ranks differ", "failed", "in place", "failed"),
+        ("not saved", "failed", "", "failed"),
         ("unexplained", "failed", "requeue", "failed"),
     ],
 )

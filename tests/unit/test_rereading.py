@@ -20,7 +20,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line, replace_text
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.rereading import LOOK_INTERVAL_S, SETTLED_S, LastRead, Tail, await_news
+from ddp_hpc.run.run_dir.rereading import LOOK_INTERVAL_S, SETTLED_S, LastRead, SaveWatch, Tail, await_news
 from ddp_hpc.watch import status as status_module
 from ddp_hpc.watch.follow import follow
 from tests.made_run import add_attempt, add_checkpoint, add_metrics, add_progress, make_run
@@ -376,3 +376,19 @@ def test_a_lock_that_its_server_gives_another_owner_is_ours_where_we_may_write_i
     os.close(fd)
 
     assert (held, status_module.is_held_here(run, None, "here")) == (True, False)
+
+
+def test_whoever_waits_is_told_of_the_first_failed_save_in_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    saves = SaveWatch(run, 1, LastRead())
+
+    saves.look()  # before there is any progress
+    for attempt, error in ((0, "of before"), (1, None), (1, "full"), (1, "full"), (1, None), (2, "quota")):
+        add_progress(run, attempt=attempt, save_error=error)
+        saves.look()
+
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[3].split(";")[0] for line in told] == ["full", "quota"]
+    assert all(line.startswith(f"warning: {run.name}: the newest checkpoint could not be written: ") for line in told)

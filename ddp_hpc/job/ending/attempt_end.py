@@ -180,13 +180,14 @@ def _write(context: JobContext, conclusion: Conclusion) -> None:
             context.records.release(conclusion.attempt)
 
 
+_OF_WORKERS = {*(Cause.WORKER_CRASHED, Cause.HANG, Cause.REFUSED, Cause.DIVERGED, Cause.RANKS_DIFFER, Cause.NOT_SAVED)}
+"""Causes that a worker's report explains best."""
+
+
 def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
     if cause in {Cause.FINISHED, Cause.STOP_ASKED}:
         return ""
-    if (
-        cause in {Cause.WORKER_CRASHED, Cause.HANG, Cause.REFUSED, Cause.DIVERGED, Cause.RANKS_DIFFER}
-        and failure is not None
-    ):
+    if cause in _OF_WORKERS and failure is not None:
         if failure.is_secondary:
             return (
                 f"rank {failure.rank} on {failure.host} lost its connection to another rank, or waited for it in vain, and no rank "
@@ -208,6 +209,7 @@ def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> s
         Cause.HANG: "no worker made progress for longer than `restart.hang_timeout_s`, so ddp-hpc killed the workers",
         Cause.SUSPENDED: "the job was suspended for longer than `restart.hang_timeout_s`, so that timeout killed the workers; raise it where jobs are often suspended",
         Cause.PREFLIGHT: "the check of the nodes before the training failed (`preflight`)",
+        Cause.NOT_SAVED: "saves have failed for longer than `checkpoint.max_failing_s`; check the space, the quota and the permissions of the run's directory",
         Cause.UNEXPLAINED: "a stop signal arrived before the workers had installed their signal handlers"
         if outcome.was_signalled
         else _ENDED_EARLY,

@@ -151,6 +151,8 @@ def _by_leave(evidence: Evidence) -> Cause | None:
 
 
 def _by_death(evidence: Evidence) -> Cause | None:
+    if evidence.code == exit_codes.NOT_SAVED:
+        return Cause.NOT_SAVED
     if evidence.has_stacks or evidence.is_unresponsive:
         return Cause.SUSPENDED if evidence.was_suspended else Cause.HANG
     return Cause.NODE_FAILED if evidence.lost_nodes else Cause.WORKER_CRASHED

@@ -59,8 +59,7 @@ def report_hang(
         hang_kind=waited.kind,
         hang_detail=waited.words if waited.kind else "",
     )
-    with best_effort():
-        write_failure(run.rank_error(attempt, max(waited.rank, 0)), failure)
+    write_failure(run.rank_error(attempt, max(waited.rank, 0)), failure)
     return failure
 
 

@@ -31,11 +31,10 @@ SHORT_S = 5.0
 def report_exception(script_rank: ScriptRank, error: BaseException) -> None:
     """Write the error report of an exception that ends the script; called in the script's process."""
     failure = failure_of(error, rank=script_rank.rank, log=script_rank.log, phase="training")
-    with suppress(OSError):
-        write_failure(
-            script_rank.run.rank_error(script_rank.attempt, script_rank.rank),
-            replace(failure, is_secondary=is_lost_connection(failure.exception), of_script=True),
-        )
+    write_failure(
+        script_rank.run.rank_error(script_rank.attempt, script_rank.rank),
+        replace(failure, is_secondary=is_lost_connection(failure.exception), of_script=True),
+    )
 
 
 def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_ran_out: bool = False) -> None:

@@ -304,6 +304,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     """
     del environ
     files = rereading.LastRead()
+    saves = rereading.SaveWatch(run, attempt, files)
     while True:
         is_alive = patiently(str(run.lock), lambda: works_here(run))
         newest = rereading.newest_attempt(run, files)
@@ -311,6 +312,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
             return newest
         if not is_alive:
             raise WorkerError(_gone(run, attempt if newest is None else max(attempt, newest.attempt)))
+        saves.look()
         rereading.await_news(newest)
 
 

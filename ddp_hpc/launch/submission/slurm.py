@@ -300,7 +300,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
         WorkerError: where the job will not start; or Slurm no longer has it, and it wrote nothing to the run's directory.
     """
     (pause, longest), files = _ASK_S, rereading.LastRead()
-    asked_at, seen, told = time.monotonic(), _queued(run), ""
+    asked_at, seen, saves, told = time.monotonic(), _queued(run), rereading.SaveWatch(run, attempt, files), ""
     while True:
         newest = rereading.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
@@ -314,6 +314,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
             if held not in {"", told}:
                 sys.stderr.write(f"note: job {queued.job_id} of {run.name} waits: {held}\n")
             told = held
+        saves.look()
         rereading.await_news(newest)
 
 

@@ -32,6 +32,7 @@ _IS_SUDDEN: Mapping[Cause, Literal["yes", "no", "if steps are lost"]] = {
     Cause.REFUSED: "no",
     Cause.CANCELLED: "no",
     Cause.DIVERGED: "no",
+    Cause.NOT_SAVED: "no",
     Cause.PREFLIGHT: "no",
 }
 """Whether an attempt that ended so counts as a failure that more saves would have made cheaper. An attempt that is asked to stop saves, unless it

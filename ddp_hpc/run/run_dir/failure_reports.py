@@ -172,9 +172,13 @@ def _why_aborted(log: Path) -> str:
 
 
 def write_failure(path: Path, failure: WorkerFailure) -> None:
-    """Write a report to `path`, which is `RunDir.rank_error` or `RunDir.agent_error` of the attempt."""
-    make_directories(path.parent)
-    write_record(path, failure, indent=1)
+    """Write a report to `path`, which is `RunDir.rank_error` or `RunDir.agent_error` of the attempt.
+
+    Where the disk does not take it, the process ends with its own exit code all the same.
+    """
+    with suppress(OSError):
+        make_directories(path.parent)
+        write_record(path, failure, indent=1)
 
 
 def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:

@@ -83,6 +83,7 @@ class Cause(_TextEnum):
     NODE_FAILED = "node failed"
     DIVERGED = "diverged"
     RANKS_DIFFER = "ranks differ"
+    NOT_SAVED = "not saved"
     UNEXPLAINED = "unexplained"
     SUPERVISOR_DIED = "supervisor died"
     SUSPENDED = "suspended"

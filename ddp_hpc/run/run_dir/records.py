@@ -246,6 +246,14 @@ def read_progress(run: RunDir) -> Progress | None:
     return read_record(run.progress, Progress, may_have_nan=True)
 
 
+def failed_save(error: str) -> str:
+    """Return what a save that has failed means for its run, which trains on."""
+    return (
+        f"the newest checkpoint could not be written: {error}; the training goes on, each save tries again, and the run ends if that "
+        "lasts (`checkpoint.max_failing_s`)"
+    )
+
+
 REPORTED = ("step", "loss", "samples_per_s", "metrics", "last_checkpoint", "last_checkpoint_at", "at")
 """The fields of `Progress` that a script may report by `attach`."""
 

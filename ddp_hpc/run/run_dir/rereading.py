@@ -6,6 +6,7 @@ A command that follows a run opens its files every `LOOK_INTERVAL_S`, and reads 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import json_line, open_record
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import failed_save, read_progress
 
 LOOK_INTERVAL_S = 2.0
 """The shortest time between two polls of a run directory."""
@@ -167,6 +169,22 @@ def _spread(stream: BinaryIO, end: int, num_bytes: int) -> list[bytes]:
         first = part.find(b"\n") + 1 if begin else 0
         parts.append(part[first : part.rfind(b"\n") + 1])
     return parts
+
+
+class SaveWatch:
+    """Warns on standard error, while a command waits for a run, when its saves begin to fail, from one attempt on."""
+
+    def __init__(self, run: RunDir, attempt: int, files: LastRead) -> None:
+        self._run, self._attempt, self._files = run, attempt, files
+        self._is_failing = False
+
+    def look(self) -> None:
+        path = self._run.progress
+        progress = known(path, lambda: self._files.read(path, lambda: read_progress(self._run)), unknown=None)
+        error = progress.save_error if progress is not None and progress.attempt >= self._attempt else None
+        if error and not self._is_failing:
+            sys.stderr.write(f"warning: {self._run.name}: {failed_save(error)}\n")
+        self._is_failing = bool(error)
 
 
 def await_news(newest: Attempt | None) -> None:

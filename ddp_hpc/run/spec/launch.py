@@ -257,7 +257,7 @@ class NetworkSpec(Checked, section="network"):
     """Interfaces to prefer on rank zero's node, the best first (`hsn*`). Unset: the fastest network that all nodes share."""
 
 
-NotifyEvent = Literal["start", "end", "failure", "no_progress"]
+NotifyEvent = Literal["start", "end", "failure", "no_progress", "save_failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,9 +267,9 @@ class NotifySpec(Checked, section="notify"):
     command: tuple[str, ...] = ()
     """The command, one item a word (`[./tell-me.sh]`); it gets DDP_HPC_EVENT and other variables (docs/survival.md). It is killed
     after 30 s, and the run goes on whatever becomes of it."""
-    on: tuple[NotifyEvent, ...] = ("start", "end", "failure", "no_progress")
-    """When to start it: at the run's first attempt, when the run has finished or was stopped, when an attempt fails, and when no
-    worker has made progress for half of `restart.hang_timeout_s`."""
+    on: tuple[NotifyEvent, ...] = ("start", "end", "failure", "no_progress", "save_failed")
+    """When to start it: at the run's first attempt, when the run has finished or was stopped, when an attempt fails, when no
+    worker has made progress for half of `restart.hang_timeout_s`, and when an attempt's first save fails."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

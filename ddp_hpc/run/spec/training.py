@@ -226,6 +226,9 @@ class CheckpointSpec(Checked, section="checkpoint"):
     earlier, where the attempts before it failed sooner than they saved."""
     max_interval_s: int = 3600
     """With `every_steps=auto`: save at least once in so many seconds of training, however seldom the run fails."""
+    max_failing_s: int | None = 3600
+    """End the run when saves have failed for so many seconds, without one between them that succeeded: it would lose what it trains
+    on. One more save is tried first. Unset: train on."""
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: int = 0
@@ -240,6 +243,7 @@ class CheckpointSpec(Checked, section="checkpoint"):
         every_steps = None if self.every_steps == "auto" else self.every_steps
         require_positive("checkpoint", every_steps=every_steps, keep_last=self.keep_last)
         require_positive("checkpoint", min_interval_s=self.min_interval_s, max_interval_s=self.max_interval_s)
+        require_positive("checkpoint", max_failing_s=self.max_failing_s)
         require(
             self.every_steps != "auto" or self.min_interval_s <= self.max_interval_s,
             f"`checkpoint.min_interval_s` is {self.min_interval_s}, but `checkpoint.max_interval_s` is {self.max_interval_s}: the "

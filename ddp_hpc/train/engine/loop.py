@@ -287,12 +287,15 @@ def is_logged(t: Training, step: int) -> bool:
 
 
 def save(t: Training, metrics: Mapping[str, float]) -> None:
-    """Copy the state after the last step; it is committed while the training goes on."""
+    """Copy the state after the last step; it is committed while the training goes on, or at once where saves have failed for too long."""
     with t.save_plan.saving(t.state.position.step):
         t.phases.enter("checkpoint")
         t.replicas.compare(t.state)
         t.checkpointer.check_again(t.state)
-        t.checkpointer.save(t.state, metrics=metrics)
+        if t.save_plan.is_last_try:
+            t.checkpointer.save_and_wait(t.state, metrics=metrics, or_end=True)
+        else:
+            t.checkpointer.save(t.state, metrics=metrics)
         t.phases.enter("other")
 
 

@@ -246,7 +246,7 @@ def _recording(rank: _Rank, order: SampleOrder, total_steps: int) -> tuple[RunRe
     )
     job = partial(read_job, run, rank.attempt, max(1, world_size // group.rank_info.local_world_size))
     interval = None if timeline is None else _auto_interval(spec, group, job, rank.phases, timeline)
-    return recorder, SavePlan(spec.checkpoint.every_steps, interval)
+    return recorder, SavePlan(spec.checkpoint.every_steps, interval, max_failing_s=spec.checkpoint.max_failing_s)
 
 
 def _checkpointer(rank: _Rank, recorder: RunRecorder, save_plan: SavePlan) -> Checkpointer:

@@ -28,6 +28,7 @@ from ddp_hpc.base.errors import (
     ConfigError,
     CorruptCheckpointError,
     DivergedError,
+    NotSavedError,
     UnreadableError,
 )
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store, shards
@@ -131,6 +132,8 @@ class Checkpointer:
         finite, but too large to continue from."""
         self.refused: str | None = None
         """On rank zero, why a save was refused because the state was not finite."""
+        self._committed_at = time.time()
+        """On rank zero, when the newest checkpoint was committed; before the first one, when the attempt began."""
         self._num_tries = 0
         """How often a final save was repeated; the same on every rank."""
 
@@ -257,11 +260,13 @@ class Checkpointer:
             training_state.tensors(state, kept), rank=rank_info.rank, world_size=rank_info.world_size
         )
 
-    def save_and_wait(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None) -> None:
+    def save_and_wait(
+        self, state: TrainingState, *, metrics: Mapping[str, float] | None = None, or_end: bool = False
+    ) -> None:
         """Save, and return after the checkpoint is committed on the disk.
 
         Raises:
-            CheckpointError: on every rank, if it could not be committed.
+            CheckpointError: on every rank, if it could not be committed; with `or_end`, a NotSavedError.
             DivergedError: on every rank, if the state is not finite.
         """
         step = state.position.step
@@ -270,7 +275,7 @@ class Checkpointer:
         self.wait()
         if step == self._restored:
             return
-        error, refused = self._outcome(step)
+        error, refused, since = self._outcome(step)
         if (
             error is not None and was_tried
         ):  # by a periodic save: a disk that was full then, or a network, may work again
@@ -278,15 +283,21 @@ class Checkpointer:
             self._num_tries += 1
             self.save(state, metrics=metrics, is_final=True)
             self.wait()
-            error, refused = self._outcome(step)
+            error, refused, since = self._outcome(step)
         self._group.let_all_read(self._key(step, "read"), store=self._group.side_store)
         if refused is not None:
             raise DivergedError(diverged(self._run, refused))
         if error is not None:
-            raise CheckpointError(
-                f"The checkpoint of step {step} could not be committed: {str(error).rstrip('.')}. Earlier ones in "
+            ends = (
+                f" None has been committed since {since}, so the run ends (`checkpoint.max_failing_s`)."
+                if or_end
+                else ""
+            )
+            again = ", then submit the run again" if or_end else ""
+            raise (NotSavedError if or_end else CheckpointError)(
+                f"The checkpoint of step {step} could not be committed: {str(error).rstrip('.')}.{ends} Earlier ones in "
                 f"{self._run.checkpoints} are not affected: the next attempt continues from the newest, if there is one. Check "
-                "the space, the quota and the permissions there."
+                f"the space, the quota and the permissions there{again}."
             )
 
     def _outcome(self, step: int) -> Any:
@@ -362,8 +373,15 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001
             shutil.rmtree(uncommitted, ignore_errors=True)
             message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        store.set(own_key, json.dumps([message, self.refused]))
+        self._tell_outcome(own_key, message)
         self._on_result(SaveResult(manifest.step, time.monotonic() - began, message))
+
+    def _tell_outcome(self, key: str, message: str | None) -> None:
+        """Tell all ranks whether a save was committed, and since when none was."""
+        if message is None:
+            self._committed_at = time.time()
+        since = time.strftime("%F %T", time.localtime(self._committed_at))
+        self._group.side_store.set(key, json.dumps([message, self.refused, since]))
 
     def _why_not_read_back(self, step: int, on_progress: Callable[[], object]) -> str | None:
         """Say why a restore would not take the newest checkpoint; then older ones have to stay."""

@@ -400,6 +400,20 @@ REGISTRY: Sequence[FailureClass] = (
         ],
     ),
     FailureClass(
+        name="not-saved",
+        title="no checkpoint could be written",
+        means="A checkpoint could not be written, at the end of the training or for longer than `checkpoint.max_failing_s`, so the run ended: what it "
+        "trained since the newest checkpoint is lost.",
+        to_do="Try to write a file into the run's directory, on that rank's node: the evidence says what failed. Repair that, then submit again: "
+        "the run continues from its newest checkpoint.",
+        patterns=[
+            _raised(
+                r"(?:CheckpointError|NotSavedError): ",
+                "NotSavedError: The checkpoint of step 500 could not be committed: rank 1: PermissionError: [Errno 13] Permission denied",
+            ),
+        ],
+    ),
+    FailureClass(
         name="nan",
         title="the loss or a gradient is not finite (NaN)",
         means="The training has diverged: a value became infinite or NaN.",

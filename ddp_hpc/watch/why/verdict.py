@@ -31,6 +31,8 @@ _BY_CAUSE: Mapping[Cause, str] = {
     Cause.RANKS_DIFFER: "ranks-differ",
     Cause.PREFLIGHT: "preflight",
 }
+_WITHOUT_REPORT: Mapping[Cause, str] = {Cause.SUPERVISOR_DIED: "supervisor-died", Cause.NOT_SAVED: "not-saved"}
+"""What the ledger says where no rank said more."""
 _NO_FAILURE = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRIPT_ASKED, Cause.FENCED}
 _MOST_EVIDENCE = 5
 
@@ -64,8 +66,8 @@ def verdict_of(facts: AttemptFacts) -> Verdict:
         first = memory or silent or replace(first, rank=None, host="", step=None, at=float("inf"))
         if first.failure == "peer-gone" and len(facts.logs) == 1:  # no other rank was there
             first = replace(first, failure="unknown", role="either", basis="none")
-    if first is None and attempt.cause == Cause.SUPERVISOR_DIED:
-        first = RankFinding(failure="supervisor-died", role="root", basis="record", rank=None, host=attempt.host)
+    if first is None and attempt.cause and (name := _WITHOUT_REPORT.get(attempt.cause)):
+        first = RankFinding(failure=name, role="root", basis="record", rank=None, host=attempt.host)
     first = first or RankFinding(failure="unknown", role="either", basis="none", rank=None)
     return _with_others(first, findings, facts)
 
