@@ -328,11 +328,11 @@ def _leave_node(context: JobContext, error: ConfigError) -> int:
 def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> int:
     """Run attempts while the next one is to begin on the same nodes."""
     run, workload = context.run, context.workload
+    if context.job is not None:
+        stale_attempts.close_stale(context.records, workload, context.job)
     if context.records.is_done(workload.goal):
         sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
         return exit_codes.FINISHED
-    if context.job is not None:
-        stale_attempts.close_stale(context.records, workload, context.job)
     staged = stage(context.spec, run, context.allocation, context.environ)
     workers = _workers(context, moved(wrapper, staged, context.environ), lock_fds)
     notifier = Notifier(context=context)

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from ddp_hpc.base.exit_codes import FINISHED
+from ddp_hpc.cluster.containers import CommandWrapper
+from ddp_hpc.job import supervisor
 from ddp_hpc.job.ending import stale_attempts
 from tests.unit.made_job import SLURM_IS_AWAY, STOPPED, Make
 
@@ -54,6 +57,18 @@ def test_an_attempt_that_had_its_word_keeps_it(supervised: Make) -> None:
     stale_attempts.close_stale(one.context.records, one.context.workload, one.job)
 
     assert one.last == before
+
+
+def test_an_attempt_whose_supervisor_died_after_the_run_was_done_has_finished(supervised: Make) -> None:
+    one = supervised()
+    one.begin()
+    one.slurm.accounts("NODE_FAIL")
+    one.context.records.write_done(one.context.workload.goal)
+
+    code = supervisor._supervise(one.context, CommandWrapper(), [])
+
+    assert code == FINISHED
+    assert (one.last.cause, one.last.ending, one.last.next, one.last.is_last) == ("finished", "finished", "", True)
 
 
 @pytest.mark.parametrize(("state", "is_its"), [("RUNNING", True), ("COMPLETING", True), ("FAILED", False)])

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable
 
+from ddp_hpc.base import exit_codes
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.job.ending import causes
 from ddp_hpc.job.job_context import JobContext
@@ -28,6 +29,8 @@ def close_stale(records: RunRecords, workload: Workload, job: SlurmJob) -> None:
     newest = ledger.newest
     if newest is None or newest.ending is not None or newest.cluster != "slurm":
         return
+    if end_done(records, workload, newest.attempt, workload.progress(records.run, ledger)):
+        return
     state = job.accounted_end(ledger)
     cause = causes.BY_STATE.get(states.parse_state(state), Cause.UNEXPLAINED)
     # If none is down by now, it was the first: had another failed, the supervisor would have recorded it.
@@ -38,6 +41,15 @@ def close_stale(records: RunRecords, workload: Workload, job: SlurmJob) -> None:
     end = End(cause=cause, last_step=progress, next=Next.SLURM, failed_nodes=failed)
     records.end(newest.attempt, Ending.FAILED, exit_code=-9, reason=reason, end=end)
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} ended: {reason}. This job continues the run.\n")
+
+
+def end_done(records: RunRecords, workload: Workload, attempt: int, newest_step: int) -> bool:
+    """Record that an attempt has finished the run, if it has: its supervisor died between that and the end in the ledger."""
+    is_done = records.is_done(workload.goal)
+    if is_done:
+        end = End(cause=Cause.FINISHED, last_step=newest_step)
+        records.end(attempt, Ending.FINISHED, exit_code=exit_codes.FINISHED, reason="", end=end)
+    return is_done
 
 
 def nodes_to_avoid(context: JobContext, job: SlurmJob, ledger: Ledger) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.requeue_job import leave
+from ddp_hpc.job.ending.stale_attempts import end_done
 from ddp_hpc.job.job_context import JobContext, given_world
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
@@ -93,9 +94,7 @@ def write_down_death(
     assert newest is not None  # noqa: S101  the callers looked
     workload = asked[1] if asked else None
     newest_step = progress_without_spec(run, ledger) if workload is None else workload.progress(run, ledger)
-    if workload is not None and records.is_done(workload.goal):
-        end = End(cause=Cause.FINISHED, last_step=newest_step)
-        records.end(newest.attempt, Ending.FINISHED, exit_code=exit_codes.FINISHED, reason="", end=end)
+    if workload is not None and end_done(records, workload, newest.attempt, newest_step):
         return Next.NOTHING
     attempts = since_submission(ledger, records.queued())
     decision = _decide(attempts, asked, allocation, newest_step)
