@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
-from ddp_hpc.run.run_dir.records import read_progress, write_progress
+from ddp_hpc.run.run_dir.records import after_stop, read_progress, write_progress
 from tests.made_run import make_run, progress
 
 
@@ -71,3 +72,26 @@ def test_progress_that_is_none_is_no_error(text: str, is_readable: bool, tmp_pat
     run.progress.write_bytes(text.encode(errors="surrogateescape"))
 
     assert (read_progress(run) is not None) is is_readable
+
+
+@pytest.mark.parametrize(
+    ("known", "is_promised"),
+    [
+        (None, True),
+        ({}, True),  # a recipe saves when it stops
+        ({"saves": 0}, False),
+        ({"saves": 2}, True),
+        ({"saves": 0, "last_checkpoint": 7}, True),  # the script has said so
+    ],
+)
+def test_a_stop_promises_only_what_is_known_to_be_saved(
+    known: dict[str, Any] | None, is_promised: bool, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path)
+    if known is not None:
+        write_progress(run, progress(**{"last_checkpoint": None, **known}))
+
+    said = after_stop(run)
+
+    assert ("continue from what it has saved" in said) == is_promised
+    assert ("`script.progress`" in said) != is_promised

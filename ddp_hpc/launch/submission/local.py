@@ -36,7 +36,7 @@ from ddp_hpc.run.config import render_resolved
 from ddp_hpc.run.run_dir import ownership, rereading
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import ask_to_stop, read_progress
+from ddp_hpc.run.run_dir.records import after_stop, ask_to_stop, read_progress
 from ddp_hpc.run.spec import LaunchSpec
 from ddp_hpc.watch.failure import last_words
 
@@ -337,7 +337,7 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     if not works_here(run):
         raise ConfigError(f"{run.name} is not running, so there is nothing to stop. Start it with `ddp-hpc submit`.")
     ask_to_stop(run)
-    return f"{run.name} was asked to save and stop. Submit it again to continue from what it has saved."
+    return after_stop(run)
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:

@@ -43,7 +43,14 @@ from ddp_hpc.run.config import render_resolved
 from ddp_hpc.run.run_dir import ownership, rereading
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import QueuedJob, ask_to_stop, read_queued_job, write_awaited, write_queued_job
+from ddp_hpc.run.run_dir.records import (
+    QueuedJob,
+    after_stop,
+    ask_to_stop,
+    read_queued_job,
+    write_awaited,
+    write_queued_job,
+)
 from ddp_hpc.run.workload.script_progress import folder_of, look
 from ddp_hpc.run.workload.table import workload_of
 
@@ -409,4 +416,4 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     ask_to_stop(run, then=then)
     if then == "requeue":
         return f"{run.name} was asked to save and go back into Slurm's queue."
-    return f"{run.name} was asked to save and stop. Submit it again to continue from what it has saved."
+    return after_stop(run)

@@ -111,6 +111,17 @@ def ask_to_stop(
     replace_text(run.stop_request, json.dumps({"by": by, "then": then}), durable=False)
 
 
+def after_stop(run: RunDir) -> str:
+    """Say what a run that was asked to stop continues from, as far as that is known: a script may save nothing."""
+    progress = read_progress(run)
+    if progress is None or progress.saves is None or progress.saves or newest_committed(run):
+        return f"{run.name} was asked to save and stop. Submit it again to continue from what it has saved."
+    return (
+        f"{run.name} was asked to stop. ddp-hpc knows of nothing that its script has saved (`script.progress` names the files that it saves "
+        "its state to), so submit it again to see whether the script continues or starts over."
+    )
+
+
 def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
     """Return what is to follow a stop that the user has asked for, or None where the user has not.
 
