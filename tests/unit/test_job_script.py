@@ -180,7 +180,7 @@ def test_a_job_whose_supervisors_always_die_goes_back_into_the_queue_once(tmp_pa
 
     assert (first[0], second[0]) == (1, 1)
     assert first[2].count("supervisor --after=137") == len(exit_codes.GUARD_PAUSES_S)
-    assert first[2][-1] == "scontrol requeue 7"
+    assert first[2][-2:] == ["scontrol requeue 7", "sleep 1"]
     assert not any(call.startswith("scontrol") for call in second[2])
     assert "failed in this start of the job and in the one before, so the run ends" in second[1]
     assert "supervisor process exited unexpectedly with code 137; the job starts it again in 60 s" in first[1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import time
 
 import pytest
 
-from ddp_hpc.job.ending import attempt_end, last_resort
+from ddp_hpc.job.ending import attempt_end, last_resort, requeue_job
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.spec import RestartSpec
 from ddp_hpc.run.workload import recipe
@@ -84,3 +85,23 @@ def test_a_decision_with_fewer_facts_waits_no_second_time_for_checkpoints_that_c
     assert (conclusion.decision.next, conclusion.last_step) == ("requeue", None)
     waits = [record for record in caplog.records if "Trying again" in record.getMessage()]
     assert len(waits) == 1
+
+
+def test_a_job_that_goes_back_after_an_error_of_ours_is_left_no_sooner_than_any_other(
+    supervised: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some versions of Slurm cannot start a job again in the second in which its supervisor ended (`requeue_job.STAY_S`)."""
+
+    def leave(context: object, conclusion: object) -> None:
+        raise KeyError("odd")
+
+    one = supervised()
+    conclusion = last_resort.conclude(one.context, one.begin(), STOPPED)
+    monkeypatch.setattr(requeue_job, "leave", leave)
+    monkeypatch.setattr(requeue_job, "STAY_S", 0.3)
+    began = time.monotonic()
+
+    last_resort.leave(one.context, conclusion)
+
+    assert one.slurm.orders("scontrol requeue") == ["scontrol requeue 7"]
+    assert time.monotonic() - began >= 0.3

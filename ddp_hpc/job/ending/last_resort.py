@@ -92,7 +92,8 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return job.requeue()
+            job.requeue()
+            return time.sleep(requeue_job.STAY_S)
         except (ConfigError, SlurmUnavailableError, OSError) as error:
             if time.monotonic() >= deadline:
                 raise
