@@ -26,7 +26,15 @@ class ThreadRoom:
 
     num_threads: int
     limit: str
-    """Its name, for messages."""
+    """Its name, for messages; where it is not known, why."""
+    is_known: bool = True
+
+    @property
+    def words(self) -> str:
+        """What it leaves, as a sentence."""
+        if not self.is_known:
+            return f"it is not known how many threads may be started on this node ({self.limit})"
+        return f"{self.limit} leaves room for {max(0, self.num_threads)} threads on this node"
 
 
 def thread_room(
@@ -39,7 +47,7 @@ def thread_room(
     try:
         return min([*_of_kernel(proc, num_limit), *_of_memory(proc), *_of_cgroups(proc, cgroups)], default=None)
     except (OSError, ValueError, IndexError) as error:
-        return ThreadRoom(0, f"a limit that cannot be read ({error})")
+        return ThreadRoom(0, f"a limit cannot be read: {error}", is_known=False)
 
 
 def _of_kernel(proc: Path, num_limit: int | None) -> Iterator[ThreadRoom]:
@@ -85,6 +93,6 @@ def _of_cgroups(proc: Path, cgroups: Path) -> Iterator[ThreadRoom]:
         try:
             used = int((top / "pids.current").read_text(encoding="utf-8"))
         except OSError:
-            yield ThreadRoom(0, "a cgroup whose pids.max is not readable")
+            yield ThreadRoom(0, "the cgroup's pids.max is not readable", is_known=False)
         else:
             yield ThreadRoom(_HIDDEN - used, f"a cgroup above this container, which may have pids.max {_HIDDEN},")

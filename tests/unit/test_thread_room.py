@@ -48,3 +48,6 @@ def test_the_strictest_limit_counts_and_one_that_is_not_known_leaves_no_room(
     assert found is not None
     assert found.num_threads == num
     assert limit in found.limit
+    is_known = "read" not in limit
+    assert found.words.startswith(f"{found.limit} leaves room for" if is_known else "it is not known how many threads")
+    assert found.limit in found.words

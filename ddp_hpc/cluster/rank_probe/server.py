@@ -66,7 +66,7 @@ def _why_no_threads(num_ranks: int, room: ThreadRoom | None) -> str:
     if room is None or room.num_threads >= needed:
         return ""
     return (
-        f"{room.limit} leaves room for {max(0, room.num_threads)} threads on this node, and ddp-hpc starts PyTorch's worker server only "
+        f"{room.words}, and ddp-hpc starts PyTorch's worker server only "
         f"where there is room for {needed} (it has {num_threads} threads, in each of {num_ranks} ranks)"
     )
 
