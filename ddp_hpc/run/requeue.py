@@ -62,6 +62,8 @@ class Situation:
     cause: Cause
     is_committed: bool = False
     """Whether the workers exited after a commit."""
+    has_obeyed: bool = True
+    """Whether the workers did not fail when they were asked to stop."""
     num_without_progress: int = 0
     """Failures in a row without a new checkpoint, this one included."""
     has_no_report: bool = False
@@ -111,7 +113,8 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
         and (situation.cause in {Cause.SCRIPT_ASKED, Cause.RANKS_DIFFER} or (situation.goes_on_here and has_advanced))
     )  # these need nothing from the user
     if not row.next or not (situation.is_on_slurm or goes_on_here):
-        return Decision(ending=row.ending)
+        has_failed = situation.cause == Cause.STOP_ASKED and not situation.has_obeyed
+        return Decision(ending=Ending.FAILED if has_failed else row.ending)
     if why := _why_last(situation, policy):
         return Decision(ending=Ending.FAILED, why=why)
     is_worth_trying = not situation.has_no_report or situation.num_without_progress <= 1

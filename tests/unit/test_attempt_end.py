@@ -103,6 +103,18 @@ def test_a_run_that_is_stopped_by_its_user_does_not_go_back(
     assert one.slurm.orders() == []
 
 
+def test_a_run_whose_last_save_fails_when_its_user_stops_it_has_failed_and_ends(supervised: Make) -> None:
+    one = supervised()
+    ask_to_stop(one.run)
+    attempt = one.begin()
+    add_failure(one.run, attempt, exception="CheckpointError: no space left", exception_type="CheckpointError")
+
+    one.conclude(attempt, CRASHED)
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("failed", "stop asked", "")
+    assert "CheckpointError: no space left" in one.last.reason
+
+
 def refuses(one: Supervised, *, rank: int = 1, host: str = "node2") -> None:
     """Begin an attempt that ends with a worker's word that the input cannot be."""
     attempt = one.begin()

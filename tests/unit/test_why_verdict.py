@@ -144,6 +144,7 @@ def test_the_same_exception_on_all_ranks_is_one_event() -> None:
         (facts(cause=Cause.CANCELLED, ending=Ending.CANCELLED), "cancelled", None),
         (facts(cause=Cause.SUPERVISOR_DIED), "supervisor-died", None),
         (facts(cause=Cause.NOT_SAVED), "not-saved", None),
+        (facts(report(0, "CheckpointError: no space left", exception_type="CheckpointError"), cause=Cause.STOP_ASKED), "not-saved", 0),
         (facts(report(1, "NotSavedError: The checkpoint of step 9 could not be committed: rank 1: PermissionError: [Errno 13] Permission denied", exception_type="NotSavedError"), cause=Cause.NOT_SAVED), "not-saved", 1),
         (facts(report(1, "NotSavedError: The checkpoint of step 9 could not be committed: rank 1: OSError: [Errno 28] No space left on device", exception_type="NotSavedError"), cause=Cause.NOT_SAVED), "disk-full", 1),
         (facts(console="srun: error: Unable to create step for job 12: Memory required by task is not available"), "launch-failed", None),

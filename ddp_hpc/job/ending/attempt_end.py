@@ -91,6 +91,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     situation = Situation(
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
+        has_obeyed=outcome.code in _OBEYED,
         num_without_progress=requeue.num_without_progress(known.attempts, newest_step, cause),
         without_progress=context.workload.without_progress,
         fails_again=_fails_again(context, known.attempts, root, newest_step),
@@ -180,12 +181,24 @@ def _write(context: JobContext, conclusion: Conclusion) -> None:
             context.records.release(conclusion.attempt)
 
 
-_OF_WORKERS = {*(Cause.WORKER_CRASHED, Cause.HANG, Cause.REFUSED, Cause.DIVERGED, Cause.RANKS_DIFFER, Cause.NOT_SAVED)}
+_OBEYED = {exit_codes.STOPPED, exit_codes.STOPPED_EARLY}
+"""What workers exit with that have stopped as they were asked to, perhaps before they had anything to save."""
+_OF_WORKERS = {
+    *(
+        Cause.WORKER_CRASHED,
+        Cause.HANG,
+        Cause.REFUSED,
+        Cause.DIVERGED,
+        Cause.RANKS_DIFFER,
+        Cause.NOT_SAVED,
+        Cause.STOP_ASKED,
+    )
+}
 """Causes that a worker's report explains best."""
 
 
 def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
-    if cause in {Cause.FINISHED, Cause.STOP_ASKED}:
+    if cause == Cause.FINISHED or (cause == Cause.STOP_ASKED and outcome.code in _OBEYED):
         return ""
     if cause in _OF_WORKERS and failure is not None:
         if failure.is_secondary:
@@ -196,7 +209,7 @@ def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> s
         is_plain = failure.is_plain or failure.rank < 0 or cause == Cause.HANG
         where = f" on {failure.host}" if failure.host else ""
         return failure.exception if is_plain else f"rank {failure.rank}{where}: {failure.exception}"
-    if cause == Cause.WORKER_CRASHED:
+    if cause in {Cause.WORKER_CRASHED, Cause.STOP_ASKED}:
         return silent_end(outcome.code, outcome.step_code)
     return {
         Cause.CANCELLED: "cancelled by the user",

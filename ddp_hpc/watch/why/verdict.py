@@ -40,7 +40,12 @@ _MOST_EVIDENCE = 5
 def verdict_of(facts: AttemptFacts) -> Verdict:
     """Return why an attempt ended."""
     attempt = facts.attempt
-    if attempt.cause in _NO_FAILURE or attempt.ending in {Ending.FINISHED, Ending.STOPPED, Ending.FENCED}:
+    has_failed = attempt.cause == Cause.STOP_ASKED and attempt.ending == Ending.FAILED  # as it saved, or before
+    if (attempt.cause in _NO_FAILURE and not has_failed) or attempt.ending in {
+        Ending.FINISHED,
+        Ending.STOPPED,
+        Ending.FENCED,
+    }:
         return Verdict(failure="", basis="record")
     findings = sorted(_findings(facts), key=lambda one: one.order)
     if attempt.ending is None and not facts.failures:
