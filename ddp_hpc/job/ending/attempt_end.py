@@ -107,12 +107,11 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     )
     decision = requeue.decide(situation, context.spec.restart)
     remarks = _remarks(context, attempt) if cause == Cause.FINISHED else _of_network(cause, outcome)
-    message = _short(outcome.reason or _message(cause, outcome, failure))
     conclusion = Conclusion(
         attempt=attempt,
         cause=cause,
         decision=decision,
-        reason="; ".join(filter(None, [message, *remarks, decision.why])),
+        reason="; ".join(filter(None, [_message(cause, outcome, failure), *remarks, decision.why])),
         last_step=newest_step,
         failed_nodes=failed_nodes,
         root=root,
@@ -150,8 +149,9 @@ def _of_network(cause: Cause, outcome: Outcome) -> Sequence[str]:
     return [outcome.network.words] if is_told and outcome.network is not None else []
 
 
-def _short(message: str) -> str:
-    """Return a message without the end of a very long one, as each command reads the ledger; error reports have all of it."""
+def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
+    """Return why an attempt ended, without the end of a very long text, as each command reads the ledger; error reports have all of it."""
+    message = outcome.reason or _words(cause, outcome, failure)
     left_out = len(message) - _MOST_CHARACTERS
     return message if left_out <= 0 else f"{message[:_MOST_CHARACTERS]} ... ({left_out} more characters)"
 
@@ -197,7 +197,7 @@ _OF_WORKERS = {
 """Causes that a worker's report explains best."""
 
 
-def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
+def _words(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
     if cause == Cause.FINISHED or (cause == Cause.STOP_ASKED and outcome.code in _OBEYED):
         return ""
     if cause in _OF_WORKERS and failure is not None:
