@@ -18,7 +18,7 @@ def private_cache() -> Path | None:
     enter, this process gets a directory of its own.
     """
     with suppress(OSError):
-        path = Path(tempfile.gettempdir(), f"ddp_hpc-cache-{os.getuid()}")
+        path = Path(tempfile.gettempdir()).resolve() / f"ddp_hpc-cache-{os.getuid()}"
         with suppress(FileExistsError):
             path.mkdir(mode=stat.S_IRWXU)
         found = path.lstat()

@@ -79,7 +79,8 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
     yield "others", _others(verdict)
     yield "means", about.means
     yield "to do", to_do(attempt, verdict, word=word)
-    then = _THEN[attempt.next] if attempt.ending is not None else ""
+    ended = f"{BY_NAME[verdict.end].title}; " if verdict.end else ""
+    then = ended + _THEN[attempt.next] if attempt.ending is not None else ""
     yield "then", f"{then}: {attempt.why_last}" if attempt.why_last else then
 
 

@@ -148,6 +148,28 @@ def test_the_status_of_a_failed_run_names_the_command(run: RunDir, capsys: pytes
     assert "why         `ddp-hpc why digits` explains it" in said(capsys, "status", "digits")
 
 
+def test_status_and_why_say_first_what_a_rank_said_before_the_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs")
+    record_start(run, attempt=0, job_id="1")
+    reason = "the job reached its time limit"
+    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason=reason, end=End(cause=Cause.TIME_LIMIT))
+
+    assert f"reason      {reason}\n" in said(capsys, "status", "digits")
+
+    add_log(run, TRACEBACK.replace("KeyError: 7", "OSError: AF_UNIX path too long"))
+    title = "a path is too long for a Unix socket"
+    both = f"{title}: OSError: AF_UNIX path too long; then: {reason}"
+    assert f"reason      {both}\n" in said(capsys, "status", "digits")
+    assert as_json(capsys, "status", "digits")["reason"] == both
+    out = said(capsys, "why", "digits")
+    assert f"why       {title}  [socket-path; from a text in a log]" in out
+    assert "time_limit_min" not in out
+    assert f"then      {reason}; the run ended with this attempt" in out
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

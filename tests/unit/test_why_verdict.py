@@ -223,6 +223,47 @@ def test_what_the_collectives_show_of_a_hang_counts_before_the_stacks(
     assert (found.failure, found.rank, found.detail) == (failure, None if rank < 0 else rank, "rank 1 is late")
 
 
+TOO_LONG = """Traceback (most recent call last):
+  File "/usr/lib/python3.11/multiprocessing/queues.py", line 244, in _feed
+    obj = _ForkingPickler.dumps(obj)
+OSError: AF_UNIX path too long
+"""
+STACKS = """Timeout (0:00:20)!
+Thread 0x00007f8d4b7fe6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+"""
+
+
+@pytest.mark.parametrize("cause", [Cause.TIME_LIMIT, Cause.HANG, Cause.CANCELLED])
+@pytest.mark.parametrize("words", [TOO_LONG, TOO_LONG + STACKS])
+def test_a_known_error_in_the_logs_counts_before_the_end_of_ranks_that_waited_in_vain(cause: Cause, words: str) -> None:
+    hang = [report(-1, "no rank made progress", is_hang=True)] if cause == Cause.HANG else []
+
+    found = verdict_of(facts(*hang, cause=cause, logs={0: words, 1: words}))
+
+    assert (found.failure, found.basis, found.rank, found.num_alike) == ("socket-path", "log", 0, 1)
+    assert found.end == {Cause.TIME_LIMIT: "time-limit", Cause.HANG: "hang", Cause.CANCELLED: "cancelled"}[cause]
+
+
+@pytest.mark.parametrize(
+    ("cause", "words", "failure"),
+    [
+        (Cause.PREEMPTED, TOO_LONG, "preempted"),
+        (Cause.NODE_FAILED, TOO_LONG, "node-failed"),
+        (Cause.SUSPENDED, TOO_LONG, "suspended"),
+        (Cause.TIME_LIMIT, TOO_LONG + "step 7", "time-limit"),
+        (Cause.TIME_LIMIT, USERS, "time-limit"),
+        (Cause.CANCELLED, USERS.replace("KeyError: 'no such key'", "KeyboardInterrupt"), "cancelled"),
+        (Cause.HANG, USERS, "hang"),
+        (Cause.HANG, USERS.replace("KeyError: 'no such key'", RESET), "hang"),
+    ],
+)
+def test_what_may_follow_from_the_end_does_not_count_before_it(cause: Cause, words: str, failure: str) -> None:
+    found = verdict_of(facts(cause=cause, logs={0: words, 1: words}))
+
+    assert (found.failure, found.end) == (failure, "")
+
+
 def test_an_exception_before_a_hang_is_its_root() -> None:
     hang = report(-1, "no rank made progress", is_hang=True, at=99.0)
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base.patience import known
@@ -14,6 +14,7 @@ from ddp_hpc.cli.formatting import as_json, duration
 from ddp_hpc.cli.goodput_text import as_line, as_record, goodput_of_run, interval_of_run
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker, word_for
 from ddp_hpc.cli.status_text import as_text
+from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged, newest_uses, read_uses, record_of
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus, read_status
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         watch(run_dir, sys.stdout, slurm_asker(environment))
         return 0
     status = read_status(run_dir, now=now, ask=slurm_asker(environment))
+    if status.state in {"failed", "cancelled"} and status.attempt is not None:
+        status = replace(status, reason=_reason(run_dir, status.attempt, status.reason))
     goodput = goodput_of_run(run_dir, status, now=now)
     interval = interval_of_run(run_dir, status, now=now)
     machines, in_words = _machines(run_dir, status, now)
@@ -62,6 +65,20 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     lines = {"node_time": as_line(goodput), "saves": saves, "machine": in_words, "profile": _in_words(profiles, word)}
     print(as_text(status, now=now, word=word, **lines))
     return 0
+
+
+def _reason(run_dir: RunDir, attempt: int, reason: str) -> str:
+    """Return the reason of an attempt's end, behind what its ranks said where the end only followed from that."""
+    from ddp_hpc.watch.why.reading import chosen_attempt, read_facts  # late: most runs have not failed
+    from ddp_hpc.watch.why.signatures import BY_NAME
+    from ddp_hpc.watch.why.verdict import MAY_FOLLOW, verdict_of
+
+    ledger = Ledger.read(run_dir)
+    ended = chosen_attempt(run_dir, ledger, attempt)
+    if ended.cause not in MAY_FOLLOW or ended.reason != reason:
+        return reason
+    verdict = verdict_of(read_facts(run_dir, ledger, ended))
+    return f"{BY_NAME[verdict.failure].title}: {verdict.detail}; then: {reason}" if verdict.end else reason
 
 
 def _profiles(run_dir: RunDir, status: RunStatus) -> Sequence[RankProfile]:

@@ -58,6 +58,7 @@ from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
     python_environ,
 )
+from ddp_hpc.job.node.short_tmpdir import shorten_tmpdir
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
 from ddp_hpc.job.workers import ask_by_file
@@ -156,6 +157,7 @@ class Agent:
         """Whether a stop signal came while no worker ran."""
         self._interruptions = processes.blocked_interruptions()
         self._probes = make_folder()
+        shorten_tmpdir(self._probes, os.environ, says=self._node_rank == 0)
 
     def serve(self) -> None:
         """Carry out the supervisor's orders until it closes the connection; then kill the workers that are left."""

@@ -40,6 +40,7 @@ from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
     python_environ,
 )
+from ddp_hpc.job.node.short_tmpdir import shorten_tmpdir
 from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
 from ddp_hpc.run.run_dir.failure_reports import report
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(worker_env.environ)
     # torchrun's node has made one for all its workers. What a killed task leaves, the next one removes.
     probes = None if PROBE_FOLDER in os.environ else make_folder()
+    shorten_tmpdir(probes, os.environ, says=rank == 0)
     os.environ.update(for_probe(probes.path if probes else None, is_alone=True))
     # torchrun's node samples for all its workers, and of srun's tasks on a node, the first one does.
     sampler = _sampler(run, arguments, {**os.environ, **python}) if meeting is not None else None

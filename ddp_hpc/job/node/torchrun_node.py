@@ -30,6 +30,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, for_probe, node_var
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.machine_use import MachineSampler
+from ddp_hpc.job.node.short_tmpdir import shorten_tmpdir
 from ddp_hpc.job.wire.endpoint import Meeting, own_address
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"--local-addr={own_address(address)}",
     ]
     probes = make_folder()
+    shorten_tmpdir(probes, os.environ, says=place.node_rank == 0)
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "ddp_hpc.train.torchrun", *rendezvous, *arguments.options],
         env={

@@ -20,9 +20,9 @@ _MOST_LINES_OF_MESSAGE = 12
 _NOISE = re.compile(
     r"$|\s|\^|GLHF|frame #\d+|Exception raised from|nccl\w+(?:Error|Usage)?: |Last error:|Cuda failure|CUDA kernel errors|For debugging|Compile with"
     r"|Device-side assert|If reserved but|Duplicate GPU|terminate called|  what\(\)|Fatal Python error|\[[WEI]\d*[ \]]|\[[WEI] |Error in sys.excepthook"
-    r"|/\S+: UserWarning|\S+\.py:\d+: \w*Warning: |\s+warnings\.warn|srun: |slurmstepd: |Exception ignored in|wandb: |note: |Aborted|Killed|.*\d%\|"
+    r"|/\S+: UserWarning|\S+\.py:\d+: \w*Warning: |\s+warnings\.warn|srun: |slurmstepd: |Exception ignored in|Timeout \(|(?:Current t|T)hread 0x|wandb: |note: |Aborted|Killed|.*\d%\|"
 )
-"""Lines that follow the last exception of a process although it has ended the process."""
+"""Lines that follow the last exception of a process although it has ended the process, or made it wait until a watchdog dumped its stacks."""
 _ADVICE_AT_EXIT = re.compile(r"HYDRA_FULL_ERROR=1|for a (?:complete|full) (?:stack ?trace|traceback)", re.IGNORECASE)
 """The last line of a framework that catches an exception, prints it, and exits."""
 _OF_LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "/ddp_hpc/")

@@ -64,6 +64,8 @@ class Verdict:
 
     failure: str
     """A name of the registry; empty where nothing failed."""
+    end: str = ""
+    """How the attempt ended then, a name of the registry, where that only followed from the failure."""
     basis: Basis = "none"
     rank: int | None = None
     """That failed first, where one is known."""

@@ -176,6 +176,13 @@ REGISTRY: Sequence[FailureClass] = (
         ],
     ),
     FailureClass(
+        name="socket-path",
+        title="a path is too long for a Unix socket",
+        means="Processes of one node, such as those of a DataLoader, meet at a socket in the directory for temporary files; its path may have 107 bytes.",
+        to_do="Set `env.TMPDIR=/tmp`, or another short path on the node's disk, and submit the run again; a script that sets TMPDIR itself needs the same.",
+        patterns=[_raised(_ERROR + r"AF_UNIX path too long", "OSError: AF_UNIX path too long")],
+    ),
+    FailureClass(
         name="download",
         title="a download failed",
         means="The code downloads a file, a data set or a model, and this node does not reach the server: compute nodes often have no internet.",

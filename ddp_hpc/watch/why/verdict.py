@@ -33,6 +33,25 @@ _BY_CAUSE: Mapping[Cause, str] = {
 }
 _WITHOUT_REPORT: Mapping[Cause, str] = {Cause.SUPERVISOR_DIED: "supervisor-died", Cause.NOT_SAVED: "not-saved"}
 """What the ledger says where no rank said more."""
+_OF_ANY_END = frozenset(
+    [
+        "killed",
+        "unknown",
+        "signal",
+        "exit-code",
+        "native-crash",
+        "user-exception",
+        "collective-timeout",
+        "ranks-missing",
+    ]
+)
+MAY_FOLLOW: Mapping[Cause, AbstractSet[str]] = {
+    Cause.HANG: {"killed", "unknown"},
+    Cause.TIME_LIMIT: _OF_ANY_END,
+    Cause.CANCELLED: _OF_ANY_END,
+}
+"""An end of ranks that may have waited in vain before -> what a rank reports that may follow from that end, which sends signals. All else
+that ranks said came first, and is the cause. The other ends have causes outside of the ranks: what these said follows from them."""
 _NO_FAILURE = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRIPT_ASKED, Cause.FENCED}
 _MOST_EVIDENCE = 5
 
@@ -50,15 +69,10 @@ def verdict_of(facts: AttemptFacts) -> Verdict:
     findings = sorted(_findings(facts), key=lambda one: one.order)
     if attempt.ending is None and not facts.failures:
         return _of_unended(findings)
-    recorded = _of_record(facts)
+    recorded = of_hang(facts) if attempt.cause == Cause.HANG else _of_record(facts)
     if recorded is not None and not (attempt.cause == Cause.DIVERGED and any(one.failure == "nan" for one in findings)):
-        return _with_others(recorded, findings, facts)
-    if attempt.cause == Cause.HANG:
-        hang = of_hang(facts)
-        earlier = next(
-            (one for one in findings if one.role == "root" and one.failure not in {"killed", "unknown"}), None
-        )
-        return _with_others(earlier or hang, findings, facts)
+        said = next((one for one in findings if _came_before(one, attempt.cause)), None)
+        return replace(_with_others(said or recorded, findings, facts), end=recorded.failure if said else "")
     first = next(iter(findings), None)
     if is_network_to_blame(facts, findings):
         return _with_others(of_network(facts), findings, facts)
@@ -81,6 +95,14 @@ def _of_unended(findings: Sequence[RankFinding]) -> Verdict:
     """Return the verdict on an attempt that may run: texts of its logs are shown, and prove nothing."""
     shown = [replace(line, role="either") for one in findings for line in one.evidence]
     return Verdict(failure="unknown", evidence=shown[:_MOST_EVIDENCE])
+
+
+def _came_before(finding: RankFinding, cause: Cause | None) -> bool:
+    """Tell whether a rank said it before its attempt ended in this way, and not because of that."""
+    if finding.role == "cascade" or not (finding.role == "root" or finding.is_of_silent):
+        return False
+    may_follow = MAY_FOLLOW.get(cause) if cause is not None else None
+    return may_follow is not None and finding.failure not in (_OF_ANY_END if finding.is_of_silent else may_follow)
 
 
 def _of_record(facts: AttemptFacts) -> RankFinding | None:
@@ -150,7 +172,10 @@ def _findings(facts: AttemptFacts) -> list[RankFinding]:
         if not (failure.is_hang or failure.ranks_differ)
     ]
     ranks = {failure.rank for failure in facts.failures}
-    silent = (of_log(facts, rank) for rank in facts.logs if rank not in ranks)
+    told = {
+        failure.rank for failure in facts.failures if not failure.is_hang
+    }  # of a hang, others have written the report
+    silent = (of_log(facts, rank) for rank in facts.logs if rank not in told)
     of_job = _of_console(facts)
     weaker = (_weaker(one) for one in silent if one is not None)
     return [*reported, *_of_signalled(facts, ranks), *weaker, *([of_job] if of_job is not None else [])]
