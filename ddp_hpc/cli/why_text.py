@@ -9,6 +9,7 @@ from typing import Any
 
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.why.advice import to_do
 from ddp_hpc.watch.why.findings import EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import number_of
 from ddp_hpc.watch.why.signatures import BY_NAME, Role
@@ -78,7 +79,7 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
     yield "evidence", "\n".join(_shown(run, one) for one in verdict.evidence)
     yield "others", _others(verdict)
     yield "means", about.means
-    yield "to do", to_do(attempt, verdict, word=word)
+    yield "to do", to_do(run, attempt, verdict, word=word)
     ended = f"{BY_NAME[verdict.end].title}; " if verdict.end else ""
     then = ended + _THEN[attempt.next] if attempt.ending is not None else ""
     yield "then", f"{then}: {attempt.why_last}" if attempt.why_last else then
@@ -100,12 +101,6 @@ def _alike(ledger: Ledger, attempt: Attempt) -> str:
     if not attempt.fingerprint or not others:
         return ""
     return f"{'attempt' if len(others) == 1 else 'attempts'} {', '.join(map(str, others))} failed in the same way"
-
-
-def to_do(attempt: Attempt, verdict: Verdict, *, word: str) -> str:
-    """Return what to do next, with commands that name this run."""
-    rank = 0 if verdict.rank is None else verdict.rank
-    return BY_NAME[verdict.failure].to_do.format(run=word, attempt=attempt.attempt, rank=rank)
 
 
 def _root(verdict: Verdict) -> str:
@@ -167,7 +162,7 @@ def as_record(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> 
         "fingerprint": attempt.fingerprint or verdict.fingerprint or None,
         "num_cascades": verdict.num_cascades,
         "num_alike": verdict.num_alike,
-        "to_do": to_do(attempt, verdict, word=word) if about else None,
+        "to_do": to_do(run, attempt, verdict, word=word) if about else None,
         "evidence": [
             {"role": one.role, "rank": one.rank, "place": place_of(run, one) or None, "text": one.text}
             for one in verdict.evidence

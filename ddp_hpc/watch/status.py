@@ -433,10 +433,15 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
 
 def _again(seen: Observation) -> str:
     """Return the advice to submit the run again, with the step from which it continues."""
-    is_script = seen.progress is not None and seen.progress.saves is not None
-    begin = "starts the script again" if is_script else "starts from the beginning"
-    then = f"continues from step {seen.committed[-1]}" if seen.committed else begin
-    return f"Submit the run again: it {then}"
+    return f"Submit the run again: {again(seen.committed, seen.progress)}"
+
+
+def again(committed: Sequence[int], progress: Progress | None) -> str:
+    """Return what a run does when it is submitted again."""
+    if committed:
+        return f"it continues from step {committed[-1]}"
+    is_script = progress is not None and progress.saves is not None
+    return "it starts the script again" if is_script else "it has no checkpoint, so it starts from the beginning"
 
 
 def _way_out(seen: Observation, queue_status: QueueStatus) -> str:

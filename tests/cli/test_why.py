@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
-from tests.made_run import add_attempt, add_failure, add_log, make_run
+from ddp_hpc.watch.why import advice
+from tests.made_run import add_attempt, add_checkpoint, add_failure, add_log, add_progress, make_run
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/model.py", line 31, in forward\n    x\nKeyError: 7\n'
 RESET = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
@@ -146,6 +148,28 @@ def test_lines_of_the_jobs_log_count_only_for_the_attempt_that_they_are_of(
 
 def test_the_status_of_a_failed_run_names_the_command(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert "why         `ddp-hpc why digits` explains it" in said(capsys, "status", "digits")
+
+
+def test_what_to_do_says_from_which_step_the_run_goes_on(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def to_do() -> str:
+        return str(as_json(capsys, "why", "digits")["to_do"])
+
+    assert to_do().endswith("submit the run again: it has no checkpoint, so it starts from the beginning.")
+
+    add_progress(run, saves=0)
+    assert to_do().endswith("submit the run again: it starts the script again.")
+
+    add_checkpoint(run, 20)
+    assert to_do().endswith("submit the run again: it continues from step 20.")
+
+    def fail(_: RunDir) -> list[int]:
+        raise UnreadableError("no answer")
+
+    monkeypatch.setattr(advice, "committed_steps", fail)
+    unknown = f"{run.checkpoints} cannot be read now, so from which step it goes on is not known."
+    assert to_do().endswith(f"submit the run again: {unknown}")
 
 
 def test_status_and_why_say_first_what_a_rank_said_before_the_time_limit(

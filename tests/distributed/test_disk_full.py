@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -15,7 +16,10 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.processes import host_name
 from ddp_hpc.launch.submission import local
+from ddp_hpc.launch.submission.run_dir_setup import make_run_dir
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.failure_reports import first_failure
 from ddp_hpc.run.run_dir.ledger import Ledger
@@ -72,10 +76,10 @@ def on_small_disk(workplace: Workplace) -> Iterator[Workplace]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def fill(workplace: Workplace) -> Path:
+def fill(workplace: Workplace, left_free: int = LEFT_FREE) -> Path:
     """Leave little free; return the file that takes the rest."""
     ballast = workplace.path / "runs" / "ballast"
-    ballast.write_bytes(bytes(shutil.disk_usage(ballast.parent).free - LEFT_FREE))
+    ballast.write_bytes(bytes(shutil.disk_usage(ballast.parent).free - left_free))
     return ballast
 
 
@@ -166,6 +170,84 @@ def test_a_last_save_that_fails_fails_the_run_and_names_the_cause(on_small_disk:
     assert half_made(run) == []
     assert again.returncode == 0, again.stderr
     assert committed_steps(run)[-1] == NUM_STEPS
+
+
+OVER_QUOTA = """
+import errno, os
+import trial_recipe
+from ddp_hpc.run.checkpoints import checkpoint_store
+
+def refuse(fd, view):
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+def build(**args):
+    if os.environ["RANK"] == "1":
+        checkpoint_store._write_all = refuse
+    return trial_recipe.build(**args)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("left_free", [LEFT_FREE, 16 << 10], ids=["reports fit", "no report fits"])
+def test_a_full_disk_is_named_with_what_to_do_and_the_run_goes_on_once_there_is_space(
+    left_free: int, on_small_disk: Workplace
+) -> None:
+    run = on_small_disk.run("full")
+    digest = on_small_disk.finish("full", "train.max_steps=4")
+    ballast = fill(on_small_disk, left_free)
+
+    failed = on_small_disk.submit("full", f"train.max_steps={NUM_STEPS}", "--wait")
+    why = json.loads(on_small_disk.command("why", "full", "--json").stdout)
+    status = on_small_disk.command("status", "full").stdout
+    kept = on_small_disk.digest("full")
+    verified = on_small_disk.command("checkpoints", "full", "--verify")
+    ballast.unlink()
+    again = on_small_disk.submit("full", f"train.max_steps={NUM_STEPS}", "--wait")
+
+    assert failed.returncode == 1
+    assert why["failure"] == "disk-full", why
+    assert "Free space" in why["to_do"]
+    assert "submit the run again: it continues from step 4." in why["to_do"]
+    assert FULL in status.partition("reason")[2].partition("\n")[0]
+    assert kept == digest
+    assert "damaged" not in verified.stdout
+    assert verified.returncode == 0
+    assert again.returncode == 0, again.stderr
+    assert Ledger.read(run).attempts[-1].first_step == 4
+    assert committed_steps(run)[-1] == NUM_STEPS
+
+
+@pytest.mark.long
+def test_a_quota_that_is_used_up_is_named_with_the_rank_that_met_it(workplace: Workplace) -> None:
+    digest = workplace.finish("quota", "train.max_steps=4")
+    (workplace.path / "over_quota.py").write_text(OVER_QUOTA)
+
+    failed = workplace.submit("quota", f"train.max_steps={NUM_STEPS}", "recipe.target=over_quota:build", "--wait")
+    why = json.loads(workplace.command("why", "quota", "--json").stdout)
+
+    assert failed.returncode == 1
+    assert (why["failure"], why["rank"], why["host"]) == ("quota", 1, host_name())
+    assert "shard-00001-of-00002" in why["detail"]
+    assert "submit the run again: it continues from step 4." in why["to_do"]
+    assert workplace.digest("quota") == digest
+    assert (
+        workplace.submit(
+            "quota", f"train.max_steps={NUM_STEPS}", "recipe.target=trial_recipe:build", "--wait"
+        ).returncode
+        == 0
+    )
+
+
+def test_a_run_that_exists_is_sent_to_no_other_directory_where_it_would_begin_anew(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+
+    with no_room_beyond(0), pytest.raises(ConfigError) as of_existing:
+        make_run_dir(run, "name: digits", is_new=False)
+    with no_room_beyond(0), pytest.raises(ConfigError) as of_new:
+        make_run_dir(RunDir(tmp_path / "new"), "name: new", is_new=True)
+
+    assert str(of_existing.value).endswith("File too large. Free space there, or make it writable; then submit again.")
+    assert "or choose another directory with `runs_dir=...`" in str(of_new.value)
 
 
 def test_a_log_that_cannot_be_written_costs_nothing(workplace: Workplace) -> None:

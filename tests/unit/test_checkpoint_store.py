@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ddp_hpc.base.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.checkpoints import shards
 from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import (
@@ -533,7 +534,7 @@ def test_a_save_that_fails_is_reported_and_leaves_nothing(rank: int, tmp_path: P
         checkpointer.wait()
 
     (result,) = results
-    assert str(result.error).startswith(f"rank {rank}: IsADirectoryError")
+    assert str(result.error).startswith(f"rank {rank} on {host_name()}: IsADirectoryError")
     assert [path.name for path in run.checkpoints.rglob("*")] == ["attempt-0.writing"]
 
 
@@ -548,7 +549,9 @@ def test_who_waits_for_a_save_that_fails_is_told_on_every_rank(rank: int, tmp_pa
         ends = [ranks.submit(one.save_and_wait, state) for one, state in zip(checkpointers, states, strict=True)]
 
     for end in ends:
-        with pytest.raises(CheckpointError, match=f"The checkpoint of step 3 could not be committed: rank {rank}: Is"):
+        with pytest.raises(
+            CheckpointError, match=f"The checkpoint of step 3 could not be committed: rank {rank} on [^:]+: Is"
+        ):
             end.result()
 
 

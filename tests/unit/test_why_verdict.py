@@ -264,6 +264,40 @@ def test_what_may_follow_from_the_end_does_not_count_before_it(cause: Cause, wor
     assert (found.failure, found.end) == (failure, "")
 
 
+NO_SPACE = """OSError: [Errno 28] No space left on device: '/runs/r/metrics.jsonl'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/ddp_hpc/base/patience.py", line 76, in patiently
+    raise UnreadableError(
+ddp_hpc.base.errors.UnreadableError: /runs/r/metrics.jsonl cannot be read: [Err"""
+FAILED_SAVE = "2026-06-18 13:05:36,123 WARNING the checkpoint of step 6 could not be written: rank 0 on node0: OSError: [Errno 28] No space"
+
+
+@pytest.mark.parametrize(
+    "log_of_rank_zero",
+    [USERS.replace("KeyError: 'no such key'\n", NO_SPACE), f"{FAILED_SAVE}\nTraceback (most recent"],
+)
+def test_where_a_full_disk_takes_no_report_the_last_lines_of_a_log_name_it(log_of_rank_zero: str) -> None:
+    found = verdict_of(facts(logs={0: log_of_rank_zero, 1: ""}))
+
+    assert (found.failure, found.basis, found.rank) == ("disk-full", "log", 0)
+
+
+def test_a_save_that_failed_before_a_rank_failed_for_another_reason_is_not_the_reason() -> None:
+    assert verdict_of(facts(raised(0), logs={0: FAILED_SAVE + "\n" + USERS})).failure == "user-exception"
+
+
+def test_a_checkpoint_that_was_not_committed_is_of_the_rank_that_could_not_write_its_part() -> None:
+    said = "The checkpoint of step 6 could not be committed: rank 1 on node1: OSError: [Errno 122] Disk quota exceeded"
+    reports = [report(rank, said, exception_type="CheckpointError") for rank in (0, 1, 2)]
+
+    found = verdict_of(facts(*reports))
+
+    assert (found.failure, found.rank, found.host) == ("quota", 1, "node1")
+
+
 def test_an_exception_before_a_hang_is_its_root() -> None:
     hang = report(-1, "no rank made progress", is_hang=True, at=99.0)
 

@@ -68,17 +68,19 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _reason(run_dir: RunDir, attempt: int, reason: str) -> str:
-    """Return the reason of an attempt's end, behind what its ranks said where the end only followed from that."""
+    """Return the reason of an attempt's end, behind what its ranks' logs say where no report does, or where the end followed from that."""
     from ddp_hpc.watch.why.reading import chosen_attempt, read_facts  # late: most runs have not failed
     from ddp_hpc.watch.why.signatures import BY_NAME
     from ddp_hpc.watch.why.verdict import MAY_FOLLOW, verdict_of
 
     ledger = Ledger.read(run_dir)
     ended = chosen_attempt(run_dir, ledger, attempt)
-    if ended.cause not in MAY_FOLLOW or ended.reason != reason:
+    is_of_report = bool(ended.fingerprint) and ended.cause not in MAY_FOLLOW
+    if is_of_report or ended.reason != reason:
         return reason
     verdict = verdict_of(read_facts(run_dir, ledger, ended))
-    return f"{BY_NAME[verdict.failure].title}: {verdict.detail}; then: {reason}" if verdict.end else reason
+    is_before = verdict.end or (verdict.basis == "log" and not ended.fingerprint)
+    return f"{BY_NAME[verdict.failure].title}: {verdict.detail}; then: {reason}" if is_before else reason
 
 
 def _profiles(run_dir: RunDir, status: RunStatus) -> Sequence[RankProfile]:

@@ -111,7 +111,7 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
             raise
         fsync_path(run.path.parent)
     except OSError as error:
-        raise _unwritable(run, error) from error
+        raise _unwritable(run, error, is_new=is_new) from error
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def _submission_lock(run: RunDir, patience_s: float) -> int:
     except FileNotFoundError as error:
         raise RunBusyError(_removed(run)) from error
     except OSError as error:
-        raise _unwritable(run, error) from error
+        raise _unwritable(run, error, is_new=False) from error
     if lock_fd is None:
         raise RunBusyError(
             f"Another process has been submitting {run.name} for {patience_s:.0f} s. Submit again when it is done."
@@ -177,10 +177,12 @@ def _removed(run: RunDir) -> str:
     )
 
 
-def _unwritable(run: RunDir, error: OSError) -> ConfigError:
+def _unwritable(run: RunDir, error: OSError, *, is_new: bool) -> ConfigError:
+    """Return the refusal; a run that exists would begin at step 0 in another directory."""
+    other = ", or choose another directory with `runs_dir=...`" if is_new else ""
     return ConfigError(
-        f"The run's directory {run.path} cannot be written: {error.strerror or error}. "
-        "Choose another directory with `runs_dir=...`, or make this one writable."
+        f"The run's directory {run.path} cannot be written: {error.strerror or error}. Free space there, or make it writable{other}; "
+        "then submit again."
     )
 
 

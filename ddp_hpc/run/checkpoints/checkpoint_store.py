@@ -28,6 +28,7 @@ from ddp_hpc.base.durable import (
     delete_directory,
     fsync_path,
     make_directory,
+    named,
     open_private,
     output_at,
     private_mode,
@@ -105,7 +106,7 @@ def write_shard(
     checksum = xxhash.xxh3_128()
     header_size = num_written = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, private_mode(path))
-    try:
+    with named(path), os.fdopen(fd, "wb", buffering=0):
         is_file = stat.S_ISREG(os.fstat(fd).st_mode)  # `export` may write to a pipe
         if is_file:
             _allocate(fd, size)
@@ -126,8 +127,6 @@ def write_shard(
             checksums.append(checksum.hexdigest())
         if is_file:
             os.fsync(fd)
-    finally:
-        os.close(fd)
     return ShardRecord(path.name, num_written, header_size, CHUNK_BYTES, tuple(checksums))
 
 

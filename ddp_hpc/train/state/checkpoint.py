@@ -31,6 +31,7 @@ from ddp_hpc.base.errors import (
     NotSavedError,
     UnreadableError,
 )
+from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store, shards
 from ddp_hpc.run.checkpoints.checkpoint_store import Manifest
 from ddp_hpc.run.checkpoints.shards import ShardRecord
@@ -353,7 +354,7 @@ class Checkpointer:
         except NotFiniteError as error:
             report = {"nonfinite": str(error)}
         except Exception as error:  # noqa: BLE001
-            report = {"error": f"rank {rank_info.rank}: {type(error).__name__}: {error}"}
+            report = {"error": f"rank {rank_info.rank} on {host_name()}: {type(error).__name__}: {error}"}
         if not rank_info.is_rank_zero:
             store.set(own_key, json.dumps(report))
             return

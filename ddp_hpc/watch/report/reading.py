@@ -27,6 +27,7 @@ from ddp_hpc.watch.report.data import HIDDEN, Against, RunData, RunFailure
 from ddp_hpc.watch.report.series import Series, finite, read_series
 from ddp_hpc.watch.save_interval import newest_interval
 from ddp_hpc.watch.status import read_status
+from ddp_hpc.watch.why.advice import to_do
 from ddp_hpc.watch.why.findings import Verdict
 from ddp_hpc.watch.why.reading import chosen_attempt, read_facts
 from ddp_hpc.watch.why.signatures import BY_NAME
@@ -165,11 +166,10 @@ def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> RunFailure 
     verdict: Verdict = verdict_of(read_facts(run, ledger, attempt))
     if not verdict.failure:
         return None
-    about = BY_NAME[verdict.failure]
     rank = "" if verdict.rank is None else f"rank {verdict.rank}"
     return RunFailure(
         attempt=attempt.attempt,
-        title=about.title,
+        title=BY_NAME[verdict.failure].title,
         root=" ".join(
             filter(
                 None,
@@ -182,7 +182,7 @@ def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> RunFailure 
         ),
         detail=masked(verdict.detail, secrets)[:400],
         place=verdict.place,
-        to_do=about.to_do.format(run=run.word, attempt=attempt.attempt, rank=verdict.rank or 0),
+        to_do=to_do(run, attempt, verdict, word=run.word),
     )
 
 

@@ -60,7 +60,13 @@ def of_report(facts: AttemptFacts, failure: WorkerFailure) -> RankFinding:
     if found is None:
         found = Match(_unmatched(failure), "root")
     finding = with_line(replace(finding, failure=found.name, role=found.role, place=_place(raised)), facts)
+    if of_save := _OF_SAVE.search(failure.exception):
+        finding = replace(finding, rank=int(of_save["rank"]), host=of_save["host"])
     return _of_killed_child(facts, finding)
+
+
+_OF_SAVE = re.compile(r"could not be committed: rank (?P<rank>\d+) on (?P<host>[\w.-]+): ")
+"""All ranks report that a checkpoint could not be committed; one of them could not write its part."""
 
 
 def _said(exception: str) -> str:
@@ -70,8 +76,10 @@ def _said(exception: str) -> str:
 
 
 def _of_earlier(found: Match | None, all_raised: Sequence[Raised]) -> Match | None:
-    """Return the class of the exception before, where the last one only says that a process is gone."""
-    if found is None or found.name != "unknown" or len(all_raised) < 2 or not all_raised[-2].is_linked:
+    """Return the class of the exception before, where the last one only says that a process is gone, or is ours and unknown."""
+    if len(all_raised) < 2 or not all_raised[-2].is_linked:
+        return found
+    if found.name != "unknown" if found else not all_raised[-1].text.startswith("ddp_hpc."):
         return found
     return match_exception(all_raised[-2].text) or found
 

@@ -17,7 +17,7 @@ def as_markdown(registry: Iterable[FailureClass] = REGISTRY) -> str:
 
 def _section(failure: FailureClass) -> list[str]:
     texts = [f"- `{_in_code(one.example)}`{_ROLES[one.role]}" for one in failure.patterns]
-    filled = failure.to_do.format(run="RUN", attempt="K", rank="N")
+    filled = failure.to_do.format(run="RUN", attempt="K", rank="N", again="it continues from step S")
     return [
         f"## {failure.title[0].upper()}{failure.title[1:]}",
         "",

@@ -39,7 +39,7 @@ class FailureClass:
     title: str
     means: str
     to_do: str
-    """With the exact key or command; {run}, {rank} and {attempt} are filled in."""
+    """With the exact key or command; {run}, {rank}, {attempt}, and {again}, what a new submission does, are filled in."""
     patterns: Sequence[Pattern] = ()
 
 
@@ -55,6 +55,8 @@ _ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
 """Any exception's type."""
 _SYSTEM = _ERROR + r".*\[Errno {0}\]|RuntimeError: .*{1}"
 """An error of the system: Python names its number, in every language; C++ its English text, in a RuntimeError."""
+_LOGGED = r"\d{4}-\d\d-\d\d \S+ (?:WARNING|ERROR) .*\[Errno {0}\]"
+"""What ddp-hpc goes on after, as a save that fails: the reason of an end only where nothing else says one, as a full disk takes no report."""
 _OF_LOADER = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: {0}"
 """A process of a DataLoader that a signal ended."""
 _GPU_FAULT = r"CUDA error: (?:uncorrectable (?:NVLink|ECC)|an illegal memory access|unspecified launch failure|misaligned address|unknown error)"
@@ -371,25 +373,35 @@ REGISTRY: Sequence[FailureClass] = (
         name="quota",
         title="quota exceeded",
         means="Your quota of bytes or files on that file system is used up.",
-        to_do="Delete what you do not need (`ddp-hpc delete OLD_RUN`; `checkpoint.keep_last` keeps fewer checkpoints), then submit again.",
+        to_do="Delete what you do not need (`ddp-hpc delete OLD_RUN`; `checkpoint.keep_last` keeps fewer checkpoints), and submit the run again: {again}.",
         patterns=[
             _raised(
                 _SYSTEM.format(122, "Disk quota exceeded"),
                 "OSError: [Errno 122] Disk quota exceeded: '/scratch/me/file'",
-            )
+            ),
+            _printed(
+                _LOGGED.replace("{0}", "122"),
+                "2026-06-18 13:05:36,123 WARNING the checkpoint of step 6 could not be written: rank 0 on node1: OSError: [Errno 122] Disk quota exceeded",
+                "either",
+            ),
         ],
     ),
     FailureClass(
         name="disk-full",
         title="the disk is full, or a file may not become larger",
         means="A write failed: the file system has no space left, or the limit for the size of a file is reached (`ulimit -f`).",
-        to_do="Compare `df -h` and `df -i` of that file system on the node, and `ulimit -f`; free space there. With another `runs_dir`, a run begins from step 0: move its whole directory there first.",
+        to_do="Free space on the file system that the evidence names (`df -h` and `df -i` there, on that node; `ulimit -f`), and submit the run again: {again}. To go on in another `runs_dir`, move the run's whole directory there first.",
         patterns=[
             _raised(
                 _SYSTEM.format(28, "No space left on device"),
                 "OSError: [Errno 28] No space left on device: '/tmp/cache.bin'",
             ),
             _raised(_SYSTEM.format(27, "File too large"), "OSError: [Errno 27] File too large"),
+            _printed(
+                _LOGGED.replace("{0}", "2[78]"),
+                "2026-06-18 13:05:36,123 WARNING the checkpoint of step 6 could not be written: rank 0 on node1: OSError: [Errno 28] No space left on device",
+                "either",
+            ),
         ],
     ),
     FailureClass(
@@ -424,7 +436,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="nan",
         title="the loss or a gradient is not finite (NaN)",
         means="The training has diverged: a value became infinite or NaN.",
-        to_do="Lower `train.lr`, or limit the gradients with `train.grad_clip_norm`; the run continues from its newest checkpoint.",
+        to_do="Lower `train.lr`, or limit the gradients with `train.grad_clip_norm`, and submit the run again: {again}.",
         patterns=[
             _raised(_ERROR + r".*NaN found in input tensor", "RuntimeError: NaN found in input tensor."),
             _raised(
@@ -441,7 +453,7 @@ REGISTRY: Sequence[FailureClass] = (
         title="the ranks do not have equal weights",
         means="All ranks of a training by DDP have the same weights, to the bit. Where they do not, a processor or its memory was wrong, or the "
         "code does not do the same on each rank.",
-        to_do="If a rank is named, the run has continued from its newest checkpoint, on another node if there was one: report the named node "
+        to_do="If a rank is named, the run was started again, on another node if there was one: report the named node "
         "to the site's administrators. Where the same difference came twice, see docs/integrity.md for what to look for in the code.",
         patterns=[
             _raised(
@@ -628,7 +640,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="preempted",
         title="Slurm preempted the job",
         means="A job of higher priority took the nodes.",
-        to_do="If the run was not started again, submit it: it continues from its newest checkpoint, or begins again where it has none.",
+        to_do="If the run was not started again, submit it: {again}.",
         patterns=[
             _printed(
                 _DAEMON + _STEPD + r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO PREEMPTION",
@@ -641,7 +653,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="time-limit",
         title="the job reached its time limit",
         means="Slurm ends a job at its limit; a checkpoint is written before that.",
-        to_do="Submit the run again: it continues from its newest checkpoint. Where it has none, it begins again, and needs a larger `resources.time_limit_min` or a smaller `checkpoint.every_steps`.",
+        to_do="Submit the run again: {again}. A job that ends before its first checkpoint needs a larger `resources.time_limit_min`, or a smaller `checkpoint.every_steps`.",
         patterns=[
             _printed(
                 _DAEMON + _STEPD + r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO TIME LIMIT",
@@ -675,7 +687,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="cancelled",
         title="the user cancelled the run",
         means="`ddp-hpc cancel` or `scancel` ended the run.",
-        to_do="Submit it again if it should continue.",
+        to_do="If the run should go on, submit it again: {again}.",
     ),
     FailureClass(
         name="hang-behind",
@@ -813,7 +825,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="user-exception",
         title="an exception in the user's code",
         means="The code of the model, the recipe or the script raised an exception that nothing caught.",
-        to_do="Correct the code at the line that the evidence names, and submit the run again: it continues from its newest checkpoint, or begins again where it has none.",
+        to_do="Correct the code at the line that the evidence names, and submit the run again: {again}.",
         patterns=[
             _raised(
                 r"(?:ConfigError: )?`[^`]+` was called with `recipe\.args` .* and raised ",
