@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ddp_hpc.base import processes
+from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.patience import known
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
@@ -433,11 +434,18 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
 
 def _again(seen: Observation) -> str:
     """Return the advice to submit the run again, with the step from which it continues."""
-    return f"Submit the run again: {again(seen.committed, seen.progress)}"
+    return f"Submit the run again: {_goes_on(seen.committed, seen.progress)}"
 
 
-def again(committed: Sequence[int], progress: Progress | None) -> str:
-    """Return what a run does when it is submitted again."""
+def goes_on(run: RunDir) -> str:
+    """Return what a run does when it is submitted again, by the checkpoints that it has now."""
+    try:
+        return _goes_on(committed_steps(run), read_progress(run))
+    except (OSError, UnreadableError):
+        return f"{run.checkpoints} cannot be read now, so from which step it goes on is not known"
+
+
+def _goes_on(committed: Sequence[int], progress: Progress | None) -> str:
     if committed:
         return f"it continues from step {committed[-1]}"
     is_script = progress is not None and progress.saves is not None

@@ -62,7 +62,7 @@ def test_the_error_of_an_unknown_key(folder: Path, capsys: pytest.CaptureFixture
         ),
         ("recipes.md", "the recipe did not return within "),
         ("tutorial.md", "training from the beginning, to step "),
-        ("tutorial.md", "was cancelled. Its checkpoints stay; submit it again to continue from the newest."),
+        ("tutorial.md", "was cancelled. Submit it again to go on: "),
         ("slurm.md", "Slurm refuses the job"),
         ("slurm.md", "the fastest network that all "),
     ],

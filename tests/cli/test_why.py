@@ -12,7 +12,7 @@ from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.watch.why import advice
+from ddp_hpc.watch import status
 from tests.made_run import add_attempt, add_checkpoint, add_failure, add_log, add_progress, make_run
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/model.py", line 31, in forward\n    x\nKeyError: 7\n'
@@ -167,7 +167,7 @@ def test_what_to_do_says_from_which_step_the_run_goes_on(
     def fail(_: RunDir) -> list[int]:
         raise UnreadableError("no answer")
 
-    monkeypatch.setattr(advice, "committed_steps", fail)
+    monkeypatch.setattr(status, "committed_steps", fail)
     unknown = f"{run.checkpoints} cannot be read now, so from which step it goes on is not known."
     assert to_do().endswith(f"submit the run again: {unknown}")
 

@@ -39,6 +39,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import after_stop, ask_to_stop, read_progress
 from ddp_hpc.run.spec import LaunchSpec
 from ddp_hpc.watch.failure import last_words
+from ddp_hpc.watch.status import goes_on
 
 NAME = "local"
 HAS_QUEUE = False
@@ -319,7 +320,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
 def _gone(run: RunDir, attempt: int) -> str:
     return (
         f"Attempt {attempt} of {run.name} has ended, and attempts.jsonl does not say how: the ddp-hpc processes that watched the "
-        f"workers were killed, or could not write that file. {last_words(run)}\nSubmit the run again; it resumes from its newest checkpoint."
+        f"workers were killed, or could not write that file. {last_words(run)}\nSubmit the run again: {goes_on(run)}."
     )
 
 
@@ -357,7 +358,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         time.sleep(_POLL_S)  # a supervisor that the guardian starts meanwhile sees what was written
     if not is_known:
         raise ConfigError(f"{run.name} is not running, so there is nothing to cancel. Start it with `ddp-hpc submit`.")
-    return f"{run.name} was cancelled. Its checkpoints stay; submit it again to continue from the newest."
+    return f"{run.name} was cancelled. Submit it again to go on: {goes_on(run)}."
 
 
 def _end_attempt(run: RunDir, attempt: Attempt) -> None:

@@ -388,7 +388,9 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
             record_end(run, attempt=number, ending=Ending.CANCELLED, exit_code=-9, reason=reason)
     except OSError as error:
         raise _unwritten(run, job, error) from error
-    return f"Job {job.job_id} of {run.name} was cancelled. Its checkpoints stay; submit it again to continue from the newest."
+    from ddp_hpc.watch.status import goes_on  # late: only this command needs it
+
+    return f"Job {job.job_id} of {run.name} was cancelled. Submit it again to go on: {goes_on(run)}."
 
 
 def _unwritten(run: RunDir, job: QueuedJob, error: OSError) -> DdpHpcError:
