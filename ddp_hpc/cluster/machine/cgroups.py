@@ -1,9 +1,10 @@
-"""How much memory and how many CPUs the cgroups of this process allow, of both versions."""
+"""How much memory and how many CPUs the cgroups of this process allow, and what the kernel killed in them, of both versions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 _MEMBER = re.compile(r"^\d+:([^:]*):(/.*)$", re.MULTILINE)
@@ -49,12 +50,49 @@ def memory_of(cgroups: Sequence[Path]) -> tuple[int, int] | None:
 
 def _memory(folder: Path) -> tuple[int, int] | None:
     for limit_file, used_file, freed, shared in _MEMORY:
-        limit, used = (_read(folder / name).strip() for name in (limit_file, used_file))
+        limit, used = (kernel_text(folder / name).strip() for name in (limit_file, used_file))
         if limit.isdecimal() and used.isdecimal() and int(limit) < _NO_LIMIT:
-            stat = {name: int(value) for name, value in _ROW.findall(_read(folder / "memory.stat"))}
+            stat = _rows(folder / "memory.stat")
             free = sum(stat.get(name, 0) for name in freed) - stat.get(shared, 0)
             return max(0, int(used) - free), int(limit)
     return None
+
+
+@dataclass(frozen=True)
+class MemoryKills:
+    """What the kernel has counted: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), memory.oom_control of version 1."""
+
+    num: int
+    """Processes that it has killed here because memory ran out."""
+    num_at_limits: int
+    """How often a limit that holds here was reached."""
+    sees_limits: bool
+    """Whether it shows all these limits: not in version 1, and not in a container."""
+
+
+def memory_kills(cgroups: Sequence[Path] | None = None) -> MemoryKills | None:
+    """Return what the kernel has counted in this process's cgroups; None where it keeps no count."""
+    folders = own_cgroups() if cgroups is None else cgroups
+    files = (folder / name for folder in folders for name in ("memory.oom_control", "memory.events"))
+    num = next((rows["oom_kill"] for file in files if "oom_kill" in (rows := _rows(file))), None)
+    at_limits = [_rows(folder / "memory.events.local").get("oom") for folder in folders]
+    # The root alone has no such file; a cgroup without the controller has no limit either.
+    sees_limits = any(one is not None for one in at_limits) and at_limits[-1] is None
+    return None if num is None else MemoryKills(num, sum(filter(None, at_limits)), sees_limits)
+
+
+def ran_out_since(before: MemoryKills | None, cgroups: Sequence[Path] | None = None) -> str:
+    """Return whose memory has run out since then, where the kernel killed a process for it; empty where it did not."""
+    now = memory_kills(cgroups)
+    if before is None or now is None or now.num <= before.num:
+        return ""
+    if now.num_at_limits > before.num_at_limits:
+        return "of its cgroup, by the limit of the job or of the container"
+    return "of the machine" if now.sees_limits else "of its cgroup or of the machine (it is not known which)"
+
+
+def _rows(path: Path) -> Mapping[str, int]:
+    return {name: int(value) for name, value in _ROW.findall(kernel_text(path))}
 
 
 def quota_of(cgroups: Sequence[Path]) -> float | None:
@@ -63,16 +101,17 @@ def quota_of(cgroups: Sequence[Path]) -> float | None:
 
 
 def _quota(folder: Path) -> float | None:
-    of_version_1 = " ".join(_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-    for text in (_read(folder / "cpu.max"), of_version_1):
+    of_version_1 = " ".join(kernel_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    for text in (kernel_text(folder / "cpu.max"), of_version_1):
         words = text.split()
         if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
             return int(words[0]) / int(words[1])
     return None
 
 
-def _read(path: Path) -> str:
+def kernel_text(path: Path) -> str:
+    """Return what the kernel says in a file; nothing where it is of another version, or this container does not show it."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
-    except OSError:  # the file is of another version, or this container does not show it
+    except OSError:
         return ""

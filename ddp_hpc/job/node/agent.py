@@ -30,7 +30,7 @@ from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, exit_code_of
-from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
+from ddp_hpc.cluster.machine.cgroups import MemoryKills, memory_kills, ran_out_since
 from ddp_hpc.cluster.rank_probe.beside import in_child, in_thread
 from ddp_hpc.cluster.rank_probe.deadlines import HangCollector
 from ddp_hpc.cluster.rank_probe.folder import make_folder
@@ -109,8 +109,8 @@ class WorkerGroup:
     """When the agent kills those that still run."""
     was_cut: bool = False
     """Whether it has killed them."""
-    num_memory_kills: int | None = field(default_factory=num_memory_kills)
-    """How often the kernel had killed in this cgroup when they were started."""
+    memory_kills: MemoryKills | None = field(default_factory=memory_kills)
+    """What the kernel had killed in this cgroup when they were started."""
     collector: HangCollector | None = None
     sampled_from: float = field(default_factory=lambda: time.monotonic() + BEGIN_S)
     """When the sampling of this node begins."""
@@ -483,7 +483,7 @@ def _note_exit(group: WorkerGroup, rank: int, code: int) -> None:
             node_workers.run.rank_log(node_workers.attempt, rank),
             node_workers.run.rank_error(node_workers.attempt, rank),
         )
-        report_killed(path, -code, rank=rank, log=log, memory_ran_out=has_killed(group.num_memory_kills))
+        report_killed(path, -code, rank=rank, log=log, memory_ran_out=ran_out_since(group.memory_kills))
     limit_s = node_workers.teardown_s if code in exit_codes.GOOD else GRACE_S
     if limit_s is not None:
         group.end_within(limit_s)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from ddp_hpc.cluster.machine.cgroups import kernel_text
 from ddp_hpc.cluster.rendezvous.worker_env import CPUS_BEFORE, Fact, threads
 from ddp_hpc.cluster.slurm.allocation import CpuGrant, cpu_grant, gpu_numbers
 
@@ -157,7 +158,7 @@ def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = RO
         names = list(numbers)
     known: dict[str, int] = {}
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
-        text = _read(folder / "information")
+        text = kernel_text(folder / "information")
         facts = dict(re.findall(r"^(GPU UUID|Device Minor):\s*(\S+)", text, re.MULTILINE))
         node = _number(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
         known |= dict.fromkeys(facts.values(), node)
@@ -167,12 +168,12 @@ def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = RO
 
 
 def _number(path: Path) -> int:
-    text = _read(path).strip()
+    text = kernel_text(path).strip()
     return int(text) if re.fullmatch(r"\d+", text) else _UNKNOWN
 
 
 def _list(path: Path) -> list[int]:
-    return _list_of(_read(path).strip())
+    return _list_of(kernel_text(path).strip())
 
 
 def _list_of(text: str) -> list[int]:
@@ -183,10 +184,3 @@ def _list_of(text: str) -> list[int]:
         with suppress(ValueError):
             found += range(int(first), int(last or first) + 1)
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:  # a kernel or a container that shows less
-        return ""

@@ -37,7 +37,7 @@ def report_exception(script_rank: ScriptRank, error: BaseException) -> None:
     )
 
 
-def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_ran_out: bool = False) -> None:
+def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_ran_out: str = "") -> None:
     """Write the error report of a script that has ended badly, if its own process has written none."""
     path = script_rank.run.rank_error(script_rank.attempt, script_rank.rank)
     if path.exists():

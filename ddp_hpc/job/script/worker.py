@@ -21,9 +21,9 @@ import psutil
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, NotCheckedError, exit_code_of
-from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
 from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.base.patience import patiently
+from ddp_hpc.cluster.machine.cgroups import memory_kills, ran_out_since
 from ddp_hpc.cluster.rank_probe.client import RankProbe
 from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
@@ -164,7 +164,7 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     if listen_fd is not None and not is_hosted:
         os.close(listen_fd)  # the script listens there itself
         listen_fd = None
-    memory_kills_before = num_memory_kills()
+    kills_before = memory_kills()
     pid = start(script_rank, environ, log_fd, listen_fd, is_hosted=is_hosted)
     os.close(log_fd)
     # After the fork, because the store has threads. The socket listens already: ranks that connect meanwhile wait.
@@ -186,7 +186,7 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
         # `attach` has ended the script, or it could not write: a newer attempt has the run.
         means = exit_codes.FENCED
     elif means == exit_codes.FAILED:
-        report_exit(script_rank, code, was_killed=watcher.has_killed, memory_ran_out=has_killed(memory_kills_before))
+        report_exit(script_rank, code, was_killed=watcher.has_killed, memory_ran_out=ran_out_since(kills_before))
     if code in script_rank.spec.script.resume_exit_codes and watcher.sent_signal is None:
         with suppress(OSError):  # without it, the supervisor takes the code for the answer to a signal
             script_rank.run.script_asked(script_rank.attempt, script_rank.rank).touch(mode=0o600)

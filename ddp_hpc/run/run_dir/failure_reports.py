@@ -60,8 +60,8 @@ class WorkerFailure:
     """Name of the exception's class, where one ended the process."""
     exit_code: int | None = None
     """What a user's script exited with, where no exception of it was seen."""
-    memory_ran_out: bool = False
-    """The kernel killed a process in this rank's cgroup, whose memory had run out, and SIGKILL ended this rank."""
+    memory_ran_out: str | bool = ""
+    """Whose, where the kernel killed a process in this rank's cgroup for it, and SIGKILL ended this rank; older versions wrote only that."""
     is_hang: bool = False
     """The supervisor's report of a hang; `rank` is the one that the others wait for."""
     entity: str = ""
@@ -188,10 +188,10 @@ def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
     write_failure(path, failure)
 
 
-def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_out: bool = False) -> None:
+def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_out: str = "") -> None:
     """Write that a signal ended a worker."""
     by_kernel = (
-        "memory ran out, of its cgroup or of the machine, and the kernel killed a process there: use fewer workers or loader processes; on Slurm, `resources.mem_gb` asks for more"
+        f"memory ran out, {memory_ran_out}, and the kernel killed a process there: use fewer workers or loader processes; on Slurm, `resources.mem_gb` asks for more"
         if memory_ran_out
         else "the kernel does that when memory runs out; on Slurm, `resources.mem_gb` asks for more"
     )
@@ -207,7 +207,7 @@ def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_o
         exception=f"killed by {name} ({hint})",
         log=str(log),
         signal=number,
-        memory_ran_out=memory_ran_out and number == signal.SIGKILL,
+        memory_ran_out=memory_ran_out if number == signal.SIGKILL else "",
         is_secondary=is_lost_connection(watchdogs),
         is_code_error=_is_of_code(watchdogs),
     )

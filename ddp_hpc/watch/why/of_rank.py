@@ -47,7 +47,11 @@ def of_report(facts: AttemptFacts, failure: WorkerFailure) -> RankFinding:
     if failure.is_diverged:
         return with_line(replace(finding, failure="nan"), facts)
     if failure.signal is not None:
-        return _by_memory(finding) if failure.memory_ran_out else by_signal(facts, finding, failure.signal)
+        return (
+            _by_memory(finding, failure.memory_ran_out)
+            if failure.memory_ran_out
+            else by_signal(facts, finding, failure.signal)
+        )
     if failure.exit_code is not None:
         return _by_exit_code(facts, finding, failure.exit_code)
     all_raised = tracebacks(failure.traceback.splitlines())
@@ -135,9 +139,12 @@ def _place(raised: Raised | None) -> str:
     return f"{frame.file}:{frame.line}{f' in {frame.function}' if frame.function else ''}" if frame else ""
 
 
-def _by_memory(finding: RankFinding) -> RankFinding:
+def _by_memory(finding: RankFinding, whose: str | bool) -> RankFinding:
     """Return the class of a rank that SIGKILL ended while the kernel counted a process that it killed for memory."""
-    detail = "killed by SIGKILL, and the kernel has killed a process of its cgroup because memory ran out, there or on the whole machine"
+    ran_out = (
+        f"the memory {whose} ran out" if isinstance(whose, str) else "memory ran out, there or on the whole machine"
+    )
+    detail = f"killed by SIGKILL, and the kernel has killed a process of its cgroup because {ran_out}"
     evidence = EvidenceLine(role="confirmation", rank=finding.rank, text=detail)
     return replace(finding, failure="host-memory", detail=detail, evidence=(evidence,))
 

@@ -128,7 +128,7 @@ REGISTRY: Sequence[FailureClass] = (
         name="host-memory",
         title="host or cgroup out of memory",
         means="A process asked for more memory than the node, or the job's limit, has.",
-        to_do="Use fewer workers or loader processes (`data.num_workers`); on Slurm, ask for more with `resources.mem_gb`.",
+        to_do="Use fewer workers or loader processes (`data.num_workers`); on Slurm, ask for more with `resources.mem_gb`. Where the machine's own memory ran out, `ps aux --sort -rss` on the node names what else uses it.",
         patterns=[
             _raised(r"(?:builtins\.)?MemoryError(?:: |$)", "MemoryError: Unable to allocate 8.00 GiB"),
             _raised(
