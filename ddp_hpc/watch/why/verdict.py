@@ -33,18 +33,8 @@ _BY_CAUSE: Mapping[Cause, str] = {
 }
 _WITHOUT_REPORT: Mapping[Cause, str] = {Cause.SUPERVISOR_DIED: "supervisor-died", Cause.NOT_SAVED: "not-saved"}
 """What the ledger says where no rank said more."""
-_OF_ANY_END = frozenset(
-    [
-        "killed",
-        "unknown",
-        "signal",
-        "exit-code",
-        "native-crash",
-        "user-exception",
-        "collective-timeout",
-        "ranks-missing",
-    ]
-)
+_OF_PEERS = frozenset({"collective-timeout", "ranks-missing", "peer-gone"})
+_OF_ANY_END = _OF_PEERS | {"killed", "unknown", "signal", "exit-code", "native-crash", "user-exception"}
 MAY_FOLLOW: Mapping[Cause, AbstractSet[str]] = {
     Cause.HANG: {"killed", "unknown"},
     Cause.TIME_LIMIT: _OF_ANY_END,
@@ -99,10 +89,9 @@ def _of_unended(findings: Sequence[RankFinding]) -> Verdict:
 
 def _came_before(finding: RankFinding, cause: Cause | None) -> bool:
     """Tell whether a rank said it before its attempt ended in this way, and not because of that."""
-    if finding.role == "cascade" or not (finding.role == "root" or finding.is_of_silent):
+    if cause is None or cause not in MAY_FOLLOW or not (finding.role == "root" or finding.is_of_silent):
         return False
-    may_follow = MAY_FOLLOW.get(cause) if cause is not None else None
-    return may_follow is not None and finding.failure not in (_OF_ANY_END if finding.is_of_silent else may_follow)
+    return finding.failure not in (_OF_ANY_END if finding.is_of_silent else MAY_FOLLOW[cause])
 
 
 def _of_record(facts: AttemptFacts) -> RankFinding | None:
@@ -172,9 +161,7 @@ def _findings(facts: AttemptFacts) -> list[RankFinding]:
         if not (failure.is_hang or failure.ranks_differ)
     ]
     ranks = {failure.rank for failure in facts.failures}
-    told = {
-        failure.rank for failure in facts.failures if not failure.is_hang
-    }  # of a hang, others have written the report
+    told = {failure.rank for failure in facts.failures if not failure.is_hang}  # others report a hang
     silent = (of_log(facts, rank) for rank in facts.logs if rank not in told)
     of_job = _of_console(facts)
     weaker = (_weaker(one) for one in silent if one is not None)
