@@ -197,9 +197,9 @@ def _of_console(facts: AttemptFacts) -> RankFinding | None:
     for line in facts.console:
         found = match_line(line.text)
         if found is not None and found.role == "root" and found.name in {"image", "launch-failed"}:
-            evidence = EvidenceLine(role="either", rank=None, text=line.text, line=line)
+            proof = (EvidenceLine(role="either", rank=None, text=line.text, line=line),)
             return RankFinding(
-                failure=found.name, role="either", basis="log", rank=None, detail=line.text, evidence=(evidence,)
+                failure=found.name, role="either", basis="log", rank=None, detail=line.text, evidence=proof
             )
     return None
 
@@ -211,15 +211,9 @@ def _of_silent_rank(facts: AttemptFacts, findings: Iterable[RankFinding]) -> Ran
         return None
     if ended := of_end(facts, silent[0]):
         return ended
-    said = next((one for one in findings if one.rank == silent[0]), None)
-    return RankFinding(
-        failure="unknown",
-        role="either",
-        basis="none",
-        rank=silent[0],
-        detail=f"rank {silent[0]} ended without an error report",
-        evidence=said.evidence if said else (),
-    )
+    proofs = next((one.evidence for one in findings if one.rank == silent[0]), ())
+    said = f"rank {silent[0]} ended without an error report"
+    return RankFinding(failure="unknown", role="either", basis="none", rank=silent[0], detail=said, evidence=proofs)
 
 
 def _of_lost_memory(facts: AttemptFacts) -> RankFinding | None:
@@ -228,17 +222,9 @@ def _of_lost_memory(facts: AttemptFacts) -> RankFinding | None:
     line = next((line for line, match in lines if match == NO_MEMORY), None)
     if line is None:
         return None
-    evidence = EvidenceLine(role="confirmation", rank=None, text=line.text, line=line)
-    host = node_of(line)
-    return RankFinding(
-        failure="host-memory",
-        role="either",
-        basis="log",
-        rank=None,
-        host=host,
-        detail=line.text,
-        evidence=(evidence,),
-    )
+    proof = (EvidenceLine(role="confirmation", rank=None, text=line.text, line=line),)
+    found = RankFinding(failure="host-memory", role="either", basis="log", rank=None, detail=line.text, evidence=proof)
+    return replace(found, host=node_of(line))
 
 
 def _with_others(first: RankFinding, findings: Sequence[RankFinding], facts: AttemptFacts) -> Verdict:
