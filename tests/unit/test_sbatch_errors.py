@@ -185,6 +185,16 @@ def test_the_key_that_asks_for_more_than_any_node_has_is_named(said: str, asked:
     assert "The run asks for" in explain(said, asked, CLUSTER)  # where Slurm does not say what nodes have
 
 
+def test_memory_that_is_asked_for_where_no_key_does_is_named_with_the_key_that_lowers_it() -> None:
+    small = replace(CLUSTER, shapes=[NodeShape(partition="batch", num_nodes=4, num_cpus=4, mem_mb=4000, num_gpus=0)])
+
+    told = explain(SIZE, spec(workers_per_node=2), small)
+
+    means = "`resources.mem_gb` is 4 for 2 workers, as it is not set, but a node of partition batch has at most 3 GiB. Lower it"
+    assert means in told
+    assert "mem_gb" not in explain(SIZE, spec(workers_per_node=2, slurm={"extra": {"mem_per_cpu": "1G"}}), small)
+
+
 def test_a_limit_on_the_number_of_jobs_is_no_question_of_size() -> None:
     told = explain(f"sbatch: error: AssocMaxSubmitJobLimit\n{POLICY}", spec(), CLUSTER)
 

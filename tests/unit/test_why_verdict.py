@@ -245,6 +245,17 @@ def test_a_known_error_in_the_logs_counts_before_the_end_of_ranks_that_waited_in
     assert found.end == {Cause.TIME_LIMIT: "time-limit", Cause.HANG: "hang", Cause.CANCELLED: "cancelled"}[cause]
 
 
+@pytest.mark.parametrize(("last_step", "failure"), [(0, "socket-path"), (None, "socket-path"), (7, "")])
+def test_an_attempt_that_saved_nothing_until_it_was_stopped_at_the_limit_has_failed(
+    last_step: int | None, failure: str
+) -> None:
+    """A script that waits in vain and does not handle the stop signal ends by it: the ledger calls that stopped."""
+    limit: dict[str, Any] = {"cause": Cause.TIME_LIMIT, "ending": Ending.STOPPED, "last_step": last_step}
+
+    assert verdict_of(facts(logs={0: TOO_LONG}, **limit)).failure == failure
+    assert not verdict_of(facts(logs={0: USERS}, **limit)).failure
+
+
 @pytest.mark.parametrize(
     ("cause", "words", "failure"),
     [

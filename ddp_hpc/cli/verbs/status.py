@@ -14,7 +14,7 @@ from ddp_hpc.cli.formatting import as_json, duration
 from ddp_hpc.cli.goodput_text import as_line, as_record, goodput_of_run, interval_of_run
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker, word_for
 from ddp_hpc.cli.status_text import as_text
-from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged, newest_uses, read_uses, record_of
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus, read_status
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         watch(run_dir, sys.stdout, slurm_asker(environment))
         return 0
     status = read_status(run_dir, now=now, ask=slurm_asker(environment))
-    if status.state in {"failed", "cancelled"} and status.attempt is not None:
+    if status.state in {"failed", "cancelled", "stopped"} and status.attempt is not None:
         status = replace(status, reason=_reason(run_dir, status.attempt, status.reason))
     goodput = goodput_of_run(run_dir, status, now=now)
     interval = interval_of_run(run_dir, status, now=now)
@@ -75,11 +75,11 @@ def _reason(run_dir: RunDir, attempt: int, reason: str) -> str:
 
     ledger = Ledger.read(run_dir)
     ended = chosen_attempt(run_dir, ledger, attempt)
-    is_of_report = bool(ended.fingerprint) and ended.cause not in MAY_FOLLOW
-    if is_of_report or ended.reason != reason:
+    has_no_report = ended.ending == Ending.FAILED and not ended.fingerprint
+    if ended.reason != reason or not (has_no_report or ended.cause in MAY_FOLLOW):
         return reason
     verdict = verdict_of(read_facts(run_dir, ledger, ended))
-    is_before = verdict.end or (verdict.basis == "log" and not ended.fingerprint)
+    is_before = verdict.end or (verdict.basis == "log" and has_no_report)
     return f"{BY_NAME[verdict.failure].title}: {verdict.detail}; then: {reason}" if is_before else reason
 
 

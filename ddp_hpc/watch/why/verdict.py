@@ -43,25 +43,23 @@ MAY_FOLLOW: Mapping[Cause, AbstractSet[str]] = {
 """An end of ranks that may have waited in vain before -> what a rank reports that may follow from that end, which sends signals. All else
 that ranks said came first, and is the cause. The other ends have causes outside of the ranks: what these said follows from them."""
 _NO_FAILURE = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRIPT_ASKED, Cause.FENCED}
+_GOOD_ENDS = {Ending.FINISHED, Ending.STOPPED, Ending.FENCED}
 _MOST_EVIDENCE = 5
 
 
 def verdict_of(facts: AttemptFacts) -> Verdict:
     """Return why an attempt ended."""
     attempt = facts.attempt
-    has_failed = attempt.cause == Cause.STOP_ASKED and attempt.ending == Ending.FAILED  # as it saved, or before
-    if (attempt.cause in _NO_FAILURE and not has_failed) or attempt.ending in {
-        Ending.FINISHED,
-        Ending.STOPPED,
-        Ending.FENCED,
-    }:
-        return Verdict(failure="", basis="record")
     findings = sorted(_findings(facts), key=lambda one: one.order)
+    said = next((one for one in findings if _came_before(one, attempt.cause)), None)
+    has_failed = (attempt.cause, attempt.ending) == (Cause.STOP_ASKED, Ending.FAILED)  # as it saved, or before
+    is_good = attempt.ending in _GOOD_ENDS or (attempt.cause in _NO_FAILURE and not has_failed)
+    if is_good and (said is None or (attempt.last_step or 0) > attempt.first_step):
+        return Verdict(failure="", basis="record")
     if attempt.ending is None and not facts.failures:
         return _of_unended(findings)
     recorded = of_hang(facts) if attempt.cause == Cause.HANG else _of_record(facts)
     if recorded is not None and not (attempt.cause == Cause.DIVERGED and any(one.failure == "nan" for one in findings)):
-        said = next((one for one in findings if _came_before(one, attempt.cause)), None)
         return replace(_with_others(said or recorded, findings, facts), end=recorded.failure if said else "")
     first = next(iter(findings), None)
     if is_network_to_blame(facts, findings):

@@ -84,8 +84,10 @@ def _causes(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
             f"`resources.workers_per_node` is {asks.local_world_size}, with {each} each (`resources.cpus_per_worker`), but a node "
             f"of {where} has at most {_counted(most_cpus, 'CPU')}."
         )
-    if (asks.mem_gb or 0) * 1024 > most_mb:
-        yield f"`resources.mem_gb` is {asks.mem_gb}, but a node of {where} has at most {most_mb // 1024} GiB."
+    is_of_extra = any(name.startswith("mem") for name in spec.slurm.extra)
+    if (spec.mem_gb or 0) * 1024 > most_mb and not is_of_extra:
+        unset = "" if asks.mem_gb else f" for {_counted(asks.local_world_size, 'worker')}, as it is not set"
+        yield f"`resources.mem_gb` is {spec.mem_gb}{unset}, but a node of {where} has at most {most_mb // 1024} GiB."
     if asks.num_gpus > most_gpus:
         yield f"`resources.gpus_per_node` is {asks.num_gpus}, but a node of {where} has at most {_counted(most_gpus, 'GPU')}."
     if asks.gpu_type and types and asks.gpu_type not in types:
