@@ -70,7 +70,7 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
         return
     about = BY_NAME[verdict.failure]
     yield "why", f"{about.title}  [{verdict.failure}; {_BASIS[verdict.basis]}]"
-    yield "root", _root(verdict)
+    yield "root", verdict.root or "no rank is known to have failed first"
     yield "detail", verdict.detail[:_LONGEST]
     yield "in short", verdict.in_short
     yield "at", verdict.place
@@ -101,13 +101,6 @@ def _alike(ledger: Ledger, attempt: Attempt) -> str:
     if not attempt.fingerprint or not others:
         return ""
     return f"{'attempt' if len(others) == 1 else 'attempts'} {', '.join(map(str, others))} failed in the same way"
-
-
-def _root(verdict: Verdict) -> str:
-    if verdict.rank is None:
-        return f"on {verdict.host}" if verdict.host else "no rank is known to have failed first"
-    host = f" on {verdict.host}" if verdict.host else ""
-    return f"rank {verdict.rank}{host}{f', at step {verdict.step}' if verdict.step else ''}"
 
 
 def _others(verdict: Verdict) -> str:

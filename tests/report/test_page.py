@@ -119,7 +119,7 @@ def test_a_run_that_died_before_its_first_step_says_why(tmp_path: Path) -> None:
     found = page(run)
 
     assert found.headings[0] == "Attempt 0 failed: an exception in the user's code"
-    assert "rank 1 on node1 at step 7: KeyError: 7" in found.text
+    assert "rank 1 on node1, at step 7: KeyError: 7" in found.text
     assert "No loss was logged" in found.text
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 _PREFIX = ".ddp-hpc-ranks-"
 _MARK = ".ddp-hpc-ranks"
 """A file that says who has made the directory: another's directory may have a name of this kind."""
-_TMP = "tmp"
-_OURS = re.compile(rf"{re.escape(_MARK)}|{_TMP}|rank-\d+(?:\.deadline)?")
+LINK = "tmp"
+"""Where it is needed, a short way to the directory for temporary files."""
+_OURS = re.compile(rf"{re.escape(_MARK)}|{LINK}|rank-\d+(?:\.deadline)?")
 """What is in such a directory; one with anything else stays as it is."""
 _PLACES = ("/tmp", "/dev/shm")  # noqa: S108  `mkdtemp` makes a name that nobody could have taken, for this user only
 """Disks of a node, with paths short enough for a socket: 107 bytes (unix(7)). TMPDIR may be on a shared file system."""
@@ -34,11 +35,6 @@ class ProbeFolder:
     path: Path
     lock_fd: int
     """Locked as long as the maker runs, or a process that it has forked: another one removes what is not locked."""
-
-    @property
-    def tmp(self) -> Path:
-        """Where a link to the directory for temporary files may be, which this path makes short."""
-        return self.path / _TMP
 
     def socket(self, rank: int) -> Path:
         """Return where this rank answers."""
@@ -111,9 +107,6 @@ def _remove(path: Path, fd: int) -> None:
 def _is_ours(name: str, fd: int) -> bool:
     """Tell whether it is the mark, the link, a rank's socket, or a rank's deadline."""
     found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-    is_kind = (
-        stat.S_ISSOCK(found.st_mode)
-        or stat.S_ISLNK(found.st_mode)
-        or (stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES)
-    )
+    is_small = stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES
+    is_kind = is_small or stat.S_IFMT(found.st_mode) in {stat.S_IFSOCK, stat.S_IFLNK}
     return _OURS.fullmatch(name) is not None and is_kind and found.st_uid == os.getuid()

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import MutableMapping
 
-from ddp_hpc.cluster.rank_probe.folder import ProbeFolder
+from ddp_hpc.cluster.rank_probe.folder import LINK, ProbeFolder
 from ddp_hpc.cluster.rendezvous.worker_env import giving
 
 _LONGEST = 107 - 40
@@ -19,10 +19,11 @@ def shorten_tmpdir(folder: ProbeFolder | None, environ: MutableMapping[str, str]
     users = tempfile.gettempdir()
     if folder is None or len(os.fsencode(users)) <= _LONGEST:
         return
-    folder.tmp.symlink_to(users)
-    tempfile.tempdir = str(folder.tmp)
+    link = folder.path / LINK
+    link.symlink_to(users)
+    tempfile.tempdir = str(link)
     environ.update(giving({"TMPDIR": tempfile.tempdir}, environ))
     if says:
         sys.stderr.write(
-            f"note: TMPDIR is {folder.tmp} in the workers, a link to {users}, whose path is too long for Unix sockets\n"
+            f"note: TMPDIR is {link} in the workers, a link to {users}, whose path is too long for Unix sockets\n"
         )

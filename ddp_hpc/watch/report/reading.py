@@ -166,20 +166,10 @@ def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> RunFailure 
     verdict: Verdict = verdict_of(read_facts(run, ledger, attempt))
     if not verdict.failure:
         return None
-    rank = "" if verdict.rank is None else f"rank {verdict.rank}"
     return RunFailure(
         attempt=attempt.attempt,
         title=BY_NAME[verdict.failure].title,
-        root=" ".join(
-            filter(
-                None,
-                [
-                    rank,
-                    f"on {verdict.host}" if rank and verdict.host else "",
-                    f"at step {verdict.step}" if verdict.step else "",
-                ],
-            )
-        ),
+        root=verdict.root,
         detail=masked(verdict.detail, secrets)[:400],
         place=verdict.place,
         to_do=to_do(run, attempt, verdict, word=run.word),

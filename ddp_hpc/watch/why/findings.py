@@ -86,6 +86,13 @@ class Verdict:
     num_alike: int = 0
     """Other ranks that failed in the same way."""
 
+    @property
+    def root(self) -> str:
+        """The rank that failed first, its host and its step, as far as they are known: `rank 1 on node1, at step 7`."""
+        rank = "" if self.rank is None else f"rank {self.rank}"
+        where = " ".join(filter(None, [rank, self.host and f"on {self.host}"]))
+        return f"{where}, at step {self.step}" if rank and self.step else where
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankFinding:
