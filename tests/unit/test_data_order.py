@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_hpc.train.data import sample_order
 from ddp_hpc.train.data.sample_order import (
     GlobalBatch,
     Position,
     RankSampler,
     SampleOrder,
     derive_seed,
-    global_batch_at,
+    global_batches,
     permutation,
 )
 
@@ -87,13 +91,23 @@ def test_parts_of_a_seed_do_not_run_into_each_other() -> None:
 
 
 def test_a_permutation_is_the_same_whatever_has_been_drawn_before() -> None:
-    first = permutation(50, 3, 1).clone()
-    permutation.cache_clear()
+    first = permutation(50, 3, 1)
     torch.rand(7)
 
     second = permutation(50, 3, 1)
 
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 2, 17, 20_003])
+def test_an_order_is_that_of_pytorch_in_64_bits(num_samples: int) -> None:
+    """Checkpoints of runs from before orders took 32 bits resume in the same order."""
+    generator = torch.Generator().manual_seed(derive_seed("order", 3, 1))
+
+    order = permutation(num_samples, 3, 1)
+
+    assert order.dtype is torch.int32
+    assert order.tolist() == torch.randperm(num_samples, generator=generator).tolist()
 
 
 @pytest.mark.parametrize("other", [(50, 3, 2), (50, 4, 1)], ids=["another epoch", "another seed"])
@@ -152,7 +166,7 @@ def test_a_rank_without_samples_has_one_of_the_windows_without_weight() -> None:
     short = Position(step=1, samples_in_epoch=24)
     of_window = permutation(41, 3, 0)[24:].tolist()
 
-    last = [global_batch_at(order, short, rank).micro_batches[-1] for rank in range(4)]
+    last = [next(global_batches(order, short, total_steps=2, rank=rank)).micro_batches[-1] for rank in range(4)]
 
     assert [batch.num_real for batch in last] == [1, 0, 0, 0]
     assert all(batch.indices[0] in of_window for batch in last)
@@ -221,3 +235,74 @@ def test_a_walk_ends_at_its_last_step_even_amid_an_epoch() -> None:
 
     assert ends[-1] == Position(step=3, epoch=1, samples_in_epoch=24)
     assert [window.after for window in windows] == ends  # and can be walked again
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Return what is noted of each order that is made, a large one as it were: in which thread, its epoch, how many whole ones are kept."""
+    noted: list[tuple[str, int, int]] = []
+    kept: list[weakref.ref[Any]] = []
+
+    def note(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
+        numbers = permutation(num_samples, seed, epoch).numpy().copy()  # as long as a tensor or a view of it lives
+        is_beside = threading.current_thread() is not threading.main_thread()
+        noted.append(("beside" if is_beside else "waited for", epoch, sum(one() is not None for one in kept)))
+        kept.append(weakref.ref(numbers))
+        return torch.from_numpy(numbers)
+
+    monkeypatch.setattr(sample_order, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(sample_order, "permutation", note)
+    return noted
+
+
+LARGE = {"num_samples": 24 * 40 + 5}
+
+
+def test_orders_are_made_beside_the_steps_and_one_is_kept(made: list[tuple[str, int, int]]) -> None:
+    walk(an_order(**LARGE), epochs=4)
+
+    assert made == [("waited for", 0, 0), ("beside", 1, 0), ("beside", 2, 0), ("beside", 3, 0)]
+
+
+@given(orders(), st.data())
+def test_a_walk_whose_orders_are_made_beside_it_is_the_same(order: SampleOrder, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, order.world_size - 1))
+    start = Position(samples_in_epoch=data.draw(st.integers(0, order.num_samples)))
+    plain = walk(order, epochs=3, rank=rank, start=start)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_order, "WORTH_A_THREAD", 1)
+        patch.setattr(sample_order, "NEAR_END", data.draw(st.integers(1, 8)))
+        assert walk(order, epochs=3, rank=rank, start=start) == plain
+
+
+@pytest.mark.parametrize("samples_in_epoch", [0, 24 * 38], ids=["from its beginning", "resumed near its end"])
+def test_no_order_is_made_of_an_epoch_after_the_last(made: list[tuple[str, int, int]], samples_in_epoch: int) -> None:
+    order = an_order(**LARGE)
+    start = Position(step=samples_in_epoch // 24, samples_in_epoch=samples_in_epoch)
+
+    walk(order, epochs=1, start=start)
+
+    assert [epoch for _, epoch, _ in made] == [0]
+
+
+def test_a_walk_that_begins_near_an_epochs_end_has_the_next_order_made_at_once(
+    made: list[tuple[str, int, int]],
+) -> None:
+    walk(an_order(**LARGE), epochs=2, start=Position(step=39, samples_in_epoch=24 * 39))
+
+    assert made == [("waited for", 0, 0), ("beside", 1, 0)]
+
+
+def test_a_walk_that_is_left_leaves_no_thread(made: list[tuple[str, int, int]]) -> None:
+    order, before = an_order(**LARGE), threading.active_count()
+    windows = iter(RankSampler(order=order, start=Position(), total_steps=99, rank=0))
+    for window in windows:
+        if window.after.step == 39:
+            break
+    during = threading.active_count()
+
+    del windows
+
+    assert (during, threading.active_count()) == (before + 1, before)
+    assert [epoch for _, epoch, _ in made] == [0, 1]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from torch.utils.data import Sampler
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.data.sample_order import Position, SampleOrder, global_batch_at
+from ddp_hpc.train.data.sample_order import Position, SampleOrder, global_batches
 
 
 class StepSampler(Sampler[list[int]]):
@@ -39,15 +39,11 @@ class StepSampler(Sampler[list[int]]):
         return self.order.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        begin, num_steps = self._next, self.order.steps_left(self._next)
-        self._next = self.order.position_after(begin, num_steps)  # now: a loader may read ahead, or not to the end
-        return self._batches(begin, num_steps)
-
-    def _batches(self, position: Position, num_steps: int) -> Iterator[list[int]]:
-        for _ in range(num_steps):
-            batch = global_batch_at(self.order, position, self._rank)
-            yield [index for micro_batch in batch.micro_batches for index in micro_batch.indices]
-            position = batch.after
+        begin = self._next
+        end = self._next = self.order.position_after(begin, self.order.steps_left(begin))
+        # `_next` is set now: a loader may read ahead, or not to the end.
+        batches = global_batches(self.order, begin, total_steps=end.step, rank=self._rank)
+        return ([index for one in batch.micro_batches for index in one.indices] for batch in batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next iteration be of this epoch, as `DistributedSampler` has it; of the first one, what is left of it."""

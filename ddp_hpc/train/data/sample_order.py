@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 _SEED_BITS = 63
+NEAR_END = 8
+"""The next order is made when this part of an epoch is left: an eighth."""
+WORTH_A_THREAD = 1 << 20
+"""The order of fewer samples takes less than 20 ms."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -113,31 +118,25 @@ class GlobalBatch(NamedTuple):
     """The position after this step."""
 
 
-@lru_cache(maxsize=2)
 def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of an epoch's samples, int64 of shape (num_samples,)."""
+    """Return the order of an epoch's samples, in 32 bits where they suffice: the order is the same."""
     generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
-    return torch.randperm(num_samples, generator=generator)
+    dtype = torch.int32 if num_samples <= torch.iinfo(torch.int32).max else torch.int64
+    return torch.randperm(num_samples, generator=generator, dtype=dtype)
 
 
-def global_batch_at(order: SampleOrder, position: Position, rank: int) -> GlobalBatch:
-    """Return the global batch that begins at `position`, as `rank` sees it."""
-    # None are left if the user changed the batch size or `drop_last` in the middle of the epoch: take the next epoch.
-    left = order.samples_left(position)
-    if not left:
-        position = Position(step=position.step, epoch=position.epoch + 1)
-        left = order.samples_left(position)
-    start, end_of_epoch = position.samples_in_epoch, position.samples_in_epoch + left
-    end = min(start + order.global_batch_size, end_of_epoch)
-    samples = permutation(order.num_samples, order.seed, position.epoch)[start:end].tolist()
+def _global_batch(
+    order: SampleOrder, position: Position, samples: list[int], rank: int, *, is_last: bool
+) -> GlobalBatch:
+    """Divide the samples of a global batch that begins at `position`, the last of its epoch or not, as `rank` sees it."""
     per_micro_step = order.micro_batch_size * order.world_size
     micro_batches = []
     for first in range(0, len(samples), per_micro_step):
         mine = tuple(samples[first + rank : first + per_micro_step : order.world_size])
         # A rank without a sample takes the first one, with weight zero: DDP's all-reduce needs every rank to go backward.
         micro_batches.append(MicroBatch(position.epoch, mine or (samples[0],), len(mine)))
-    is_last = end == end_of_epoch
-    after = Position(step=position.step + 1, epoch=position.epoch + is_last, samples_in_epoch=0 if is_last else end)
+    done = 0 if is_last else position.samples_in_epoch + len(samples)
+    after = Position(step=position.step + 1, epoch=position.epoch + is_last, samples_in_epoch=done)
     return GlobalBatch(len(samples), tuple(micro_batches), after)
 
 
@@ -155,9 +154,25 @@ class RankSampler:
 
 
 def global_batches(order: SampleOrder, start: Position, *, total_steps: int, rank: int) -> Iterator[GlobalBatch]:
-    """Yield every global batch from `start` up to `total_steps`, over as many epochs as that takes."""
-    position = start
-    while position.step < total_steps:
-        global_batch = global_batch_at(order, position, rank)
-        yield global_batch
-        position = global_batch.after
+    """Yield every global batch from `start` up to `total_steps`, over as many epochs as that takes.
+
+    The order of one epoch is kept. Near the epoch's end only what is left of it is, and a thread makes the next one.
+    """
+    position, shuffled = start, partial(permutation, order.num_samples, order.seed)
+    near_end = order.num_samples // NEAR_END if order.num_samples >= WORTH_A_THREAD else 0
+    coming: Future[torch.Tensor] | None = None
+    with ThreadPoolExecutor(1, "order of samples") as beside:
+        while position.step < total_steps:
+            # None are left if the user changed the batch size or `drop_last` in the middle of the epoch: take the next epoch.
+            if not order.samples_left(position):
+                position = Position(step=position.step, epoch=position.epoch + 1)
+            left = (coming.result() if coming else shuffled(position.epoch))[position.samples_in_epoch :]
+            left, coming = left[: order.samples_left(position)], None
+            while len(left) and position.step < total_steps:
+                if len(left) <= near_end and not coming and position.step + order.steps_left(position) < total_steps:
+                    left = left.clone()  # a view would keep the whole order
+                    coming = beside.submit(shuffled, position.epoch + 1)
+                samples, left = left[: order.global_batch_size].tolist(), left[order.global_batch_size :]
+                batch = _global_batch(order, position, samples, rank, is_last=not len(left))
+                yield batch
+                position = batch.after

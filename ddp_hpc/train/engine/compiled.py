@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hpc.train.data.sample_order import MicroBatch, Position, SampleOrder, global_batch_at
+from ddp_hpc.train.data.sample_order import MicroBatch, SampleOrder
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,9 @@ class CompiledPasses(PlainPasses):
     """Runs the passes on full micro batches compiled, and says after the first one what the compiler has made of the model."""
 
     def __init__(self, order: SampleOrder, rank: int) -> None:
-        self._size = len(global_batch_at(order, Position(), rank).micro_batches[0].indices)
+        self._size = (
+            len(range(rank, min(order.num_samples, order.micro_batch_size * order.world_size), order.world_size)) or 1
+        )
         self._graphs_before: int | None = None
         self._is_told = self._is_warming_up = False
 
