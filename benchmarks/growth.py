@@ -39,6 +39,8 @@ class Part:
     make: Callable[[Path, int], None]
     """Writes what it reads; not measured."""
     run: Callable[[Path, int], object]
+    work: Callable[[int], int] = int
+    """From a size to that of its work, where that grows faster."""
 
 
 def _run_at(folder: Path) -> Path:
@@ -101,6 +103,11 @@ def make_nothing(_folder: Path, _size: int) -> None:
     """Write nothing."""
 
 
+def import_torch(_folder: Path, _size: int) -> None:
+    """Import what takes as long at each size."""
+    from ddp_hpc.train.state import checkpoint  # noqa: F401  for `plan_save` and `walk_samples`
+
+
 def make_points(folder: Path, size: int) -> None:
     """Write a configuration, and a file of points."""
     (folder / "digits.yaml").write_text("train: {epochs: 1}\n")
@@ -120,15 +127,21 @@ def command(*words: str) -> Callable[[Path, int], None]:
     return run
 
 
+def pairs_of(num_nodes: int) -> list[tuple[int, int]]:
+    """Return the pairs of nodes whose links are probed."""
+    from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
+
+    return [pair for pairs in rounds_of(num_nodes) for pair in pairs]
+
+
 def judge_network(_folder: Path, size: int) -> None:
     """Judge what all nodes have seen of their partners, and name all nodes to srun."""
     from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS
-    from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
     from ddp_hpc.cluster.rendezvous.links.verdict import LinkAnswer, findings_of
     from ddp_hpc.cluster.slurm.hostlist import compress_hostlist, expand_hostlist
 
     others: dict[int, list[int]] = {node: [] for node in range(size)}
-    for low, high in (pair for pairs in rounds_of(size) for pair in pairs):
+    for low, high in pairs_of(size):
         others[low].append(high)
         others[high].append(low)
     answers = {
@@ -143,6 +156,48 @@ def judge_network(_folder: Path, size: int) -> None:
     names = [f"node{number}" for number in range(size)]
     findings_of(names, answers, address="10.0.0.1", at=0.0, seconds=1.0)
     expand_hostlist(compress_hostlist(names))
+
+
+def judge_nodes(_folder: Path, size: int) -> None:
+    """Judge what all nodes say before a training."""
+    from ddp_hpc.cluster.node_checks.answers import NodeAnswers
+    from ddp_hpc.cluster.node_checks.facts import NodeFacts, Shared, neighbours
+    from ddp_hpc.cluster.node_checks.verdict import findings_of
+    from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
+
+    names = [f"node{number}" for number in range(size)]
+    ways = [way for low, high in pairs_of(size) for way in ((low, high), (high, low))]
+    paces = [Pace(sender=names[one], receiver=names[to], mb_per_s=1e3, ahead_s=0.0, trip_s=1e-4) for one, to in ways]
+    network = NetworkFindings(
+        at=0.0, seconds=1.0, address="10.0.0.1", num_nodes=size, num_pairs=len(ways) // 2, paces=tuple(paces)
+    )
+    near = {node: neighbours(number, names) for number, node in enumerate(names)}
+    facts = {
+        node: NodeFacts(names=dict.fromkeys(others, ("10.0.0.1",)), shared=Shared(seen=(node, *others)))
+        for node, others in near.items()
+    }
+    findings_of(NodeAnswers(nodes=names, facts=facts, network=network))
+
+
+def plan_save(_folder: Path, size: int) -> None:
+    """Divide many tensors among 1,024 ranks, as each of them does at a save."""
+    import torch
+
+    from ddp_hpc.train.state.checkpoint import partition_tensors
+    from ddp_hpc.train.state.training_state import NamedTensor
+
+    one = torch.zeros(1)
+    partition_tensors([NamedTensor(f"layer.{number}", one, None) for number in range(size)], rank=0, world_size=1024)
+
+
+def walk_samples(_folder: Path, size: int) -> None:
+    """Take the end of an epoch, and the first step of the next one."""
+    from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
+
+    order = SampleOrder(num_samples=size, seed=0, global_batch_size=1 << 16, micro_batch_size=1 << 13, world_size=8)
+    start = Position(samples_in_epoch=size - size // 16)
+    for _ in RankSampler(order=order, start=start, total_steps=order.steps_left(start) + 1, rank=0):
+        pass
 
 
 def resume_metrics(folder: Path, size: int) -> None:
@@ -169,7 +224,14 @@ PARTS: Mapping[str, Part] = {
     "list --sort loss, by runs": Part(TEN_THOUSAND, make_runs, command("list", "--sort", "loss")),
     "list --sort train.lr, by runs": Part(TEN_THOUSAND, make_runs, command("list", "--sort", "train.lr")),
     "status, by attempts": Part(TEN_THOUSAND, make_attempts, command("status", "digits")),
-    "verdict on the network, by nodes": Part(TEN_THOUSAND, make_nothing, judge_network),
+    "verdict on the network, by pairs of nodes": Part(
+        TEN_THOUSAND, make_nothing, judge_network, lambda size: len(pairs_of(size))
+    ),
+    "verdict on the checks of nodes, by pairs": Part(
+        TEN_THOUSAND, make_nothing, judge_nodes, lambda size: len(pairs_of(size))
+    ),
+    "division of a save among ranks, by tensors": Part((10_000, 100_000), import_torch, plan_save),
+    "order of samples, by samples": Part((10_000_000, 100_000_000), import_torch, walk_samples),
     "resume, by lines of metrics": Part(A_MILLION, make_lines, resume_metrics),
     "charts of a report, by lines of metrics": Part(A_MILLION, make_lines, chart_metrics),
     "submit --points --dry-run, by points": Part(
@@ -216,7 +278,7 @@ def measure(rounds: int) -> Samples:
 def slope(samples: Samples, row: str) -> float:
     """Return the exponent by which the CPU time grows between the two sizes."""
     base, small, large = (min(samples.by_row[row][f"{label}_cpu_s"]) for label in ("one", SMALL, LARGE))
-    smaller, larger = PARTS[row].sizes
+    smaller, larger = map(PARTS[row].work, PARTS[row].sizes)
     return math.log(max(large - base, 1e-3) / max(small - base, 1e-3)) / math.log(larger / smaller)
 
 

@@ -165,6 +165,19 @@ def on_cpu(named: Sequence[NamedTensor]) -> list[Tensor]:
 ROOMS = {"room for all": AMPLE, "room for some": 8 * 256, "room for little": 8 * 40, "no room": 0}
 
 
+def test_each_tensor_goes_to_the_rank_with_the_least_to_write_the_lowest_of_equal_ones() -> None:
+    sizes = [int(size) for size in torch.randint(1, 9, (300,), generator=torch.Generator().manual_seed(1))]
+    named = [NamedTensor(f"t{number:03}", torch.zeros(size), None) for number, size in enumerate(sizes)]
+    loads, expected = [0] * 7, dict[str, int]()
+    for item in sorted(named, key=lambda one: -one.tensor.nbytes):
+        expected[item.name] = loads.index(min(loads))
+        loads[expected[item.name]] += item.tensor.nbytes
+
+    found = {one.name: rank for rank in range(7) for one in partition_tensors(named, rank=rank, world_size=7)}
+
+    assert found == expected
+
+
 @pytest.mark.parametrize("free", ROOMS.values(), ids=ROOMS)
 def test_every_kind_of_tensor_has_the_bytes_of_a_plain_copy(free: int) -> None:
     named = all_kinds()

@@ -82,11 +82,10 @@ THERE, MISSING, EMPTY = "there", "missing", "empty"
 """What is at a path. Any other text is the error with which it cannot be read."""
 
 
-def neighbours(own: str, nodes: Sequence[str]) -> list[str]:
-    """Return the nodes whose files a node checks: the next four on each side of a ring of all, so that no work grows with their number."""
-    at, count = nodes.index(own), len(nodes)
-    around = [nodes[(at + step) % count] for step in range(-_EACH_SIDE, _EACH_SIDE + 1)]
-    return [node for node in dict.fromkeys(around) if node != own]
+def neighbours(at: int, nodes: Sequence[str]) -> list[str]:
+    """Return the nodes whose names and files the node at this place checks: the next four on each side of a ring of all, so that no work grows with their number."""
+    around = [nodes[(at + step) % len(nodes)] for step in range(-_EACH_SIDE, _EACH_SIDE + 1)]
+    return [node for node in dict.fromkeys(around) if node != nodes[at]]
 
 
 _EACH_SIDE = 4

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
@@ -54,21 +54,23 @@ def gather(
     own: str, nodes: Sequence[str], *, folder: Path, paths: Sequence[str], environ: Mapping[str, str]
 ) -> NodeFacts:
     """Return what this node, called `own`, says of itself."""
+    near = neighbours(nodes.index(own), nodes)
+    asked = {nodes[0], *near}
     disks = {"temporary files": environ.get("TMPDIR") or "/tmp", "shared memory": "/dev/shm"}  # noqa: S108  where programs write
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "software": lambda: _software(environ),
-        "names": lambda: {"names": _names(nodes)},
+        "names": lambda: {"names": _names(asked)},
         "reverse DNS": lambda: {"reverse_s": _reverse_s(nodes)},
         "networks": lambda: {"networks": networks(local_interfaces())},
         "disks": lambda: {"disks": {label: disk(Path(path)) for label, path in disks.items()}},
-        "shared": lambda: {"shared": shared(folder, own, nodes)},
+        "shared": lambda: {"shared": shared(folder, own, near)},
         **{f"path {path}": lambda path=path: {f"path {path}": _looked_at(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
     }
     found, late = _in_time(parts)
     told = {path: found.pop(f"path {path}") for path in paths if f"path {path}" in found}
     names = found.get("names", {})
-    if "names" in found and len(names) < len({*nodes}):
-        late = [*late, f"{len({*nodes}) - len(names)} of {len({*nodes})} names"]
+    if "names" in found and len(names) < len(asked):
+        late = [*late, f"{len(asked) - len(names)} of {len(asked)} names"]
     mounts = {path: (mount.point, mount.fs_type, mount.source) for path, (_, mount) in told.items() if mount}
     states = {path: state for path, (state, _) in told.items()}
     # Of no thread: they are known also where none can be started.
@@ -166,7 +168,7 @@ def resolved(name: str) -> tuple[str, ...]:
     return ()
 
 
-def _names(nodes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _names(nodes: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Return what each name resolves to, of those that were answered in time."""
     return _side_by_side({name: partial(resolved, name) for name in nodes}, NAMES_S)
 
@@ -229,8 +231,8 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def shared(folder: Path, own: str, nodes: Sequence[str]) -> Shared:
-    """Write a file into a directory that all nodes share; wait until the files of the neighbours can be read here."""
+def shared(folder: Path, own: str, others: Sequence[str]) -> Shared:
+    """Write a file into a directory that all nodes share; wait until those of the others can be read here."""
     began = time.monotonic()
     large = folder / f".{own}"
     try:
@@ -241,7 +243,7 @@ def shared(folder: Path, own: str, nodes: Sequence[str]) -> Shared:
     except OSError as error:
         return Shared(error=error.strerror or str(error))
     wrote = time.monotonic()
-    unseen, seen = [own, *neighbours(own, nodes)], []
+    unseen, seen = [own, *others], []
     pause = _LOOK_S
     while unseen:
         found = [node for node in unseen if _is_of(folder / node, node)]

@@ -73,21 +73,23 @@ def _unseen(told: Mapping[str, Shared], nodes: Sequence[str]) -> list[str]:
     Of two nodes on one file system, the later one sees the file of the earlier one, however late it starts: only two of
     which neither sees the other's file are on two.
     """
-    pairs = [(one, other) for one in told for other in neighbours(one, nodes) if other in told]
-    apart = [(one, other) for one, other in pairs if other not in told[one].seen and one not in told[other].seen]
+    pairs = [
+        (one, other) for at, one in enumerate(nodes) if one in told for other in neighbours(at, nodes) if other in told
+    ]
+    apart = {(one, other) for one, other in pairs if other not in told[one].seen and one not in told[other].seen}
     group_of = {node: {node} for node in told}
     for one, other in pairs:
         if (one, other) not in apart and group_of[one] is not group_of[other]:
-            joined = group_of[one] | group_of[other]
-            group_of.update(dict.fromkeys(joined, joined))
+            smaller, larger = sorted((group_of[one], group_of[other]), key=len)
+            larger |= smaller
+            group_of.update(dict.fromkeys(smaller, larger))
     largest = max(group_of.values(), key=len, default=set())
     if not any(group_of[one] is not group_of[other] for one, other in apart):
         return []
     if len(largest) * 2 <= len(told):
         return list(told)
-    return [
-        node for node in told if node not in largest and any(one == node and other in largest for one, other in apart)
-    ]
+    beside_largest = {one for one, other in apart if other in largest}
+    return [node for node in told if node not in largest and node in beside_largest]
 
 
 def paths(answers: NodeAnswers) -> Iterator[Finding]:

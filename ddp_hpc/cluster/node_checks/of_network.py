@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from ddp_hpc.cluster.node_checks.answers import NodeAnswers, listed, odd_ones
 from ddp_hpc.cluster.rendezvous.choice import speed_order
@@ -99,15 +101,16 @@ def _clocks(network: NetworkFindings) -> Iterator[Finding]:
 
 def clocks_of(network: NetworkFindings) -> dict[str, float]:
     """Return by how many seconds each node's clock is ahead of the middle one."""
-    nodes = sorted({pace.sender for pace in network.paces} | {pace.receiver for pace in network.paces})
-    known = {nodes[0]: 0.0}
-    # Along the links, as not each pair may have measured.
-    for _ in nodes:
-        for pace in network.paces:
-            if pace.sender in known and pace.receiver not in known:
-                known[pace.receiver] = known[pace.sender] + pace.ahead_s
-            elif pace.receiver in known and pace.sender not in known:
-                known[pace.sender] = known[pace.receiver] - pace.ahead_s
+    ahead: dict[str, dict[str, float]] = defaultdict(dict)
+    for pace in network.paces:
+        ahead[pace.receiver][pace.sender] = -pace.ahead_s
+        ahead[pace.sender][pace.receiver] = pace.ahead_s
+    reached = [min(ahead)]
+    known = {reached[0]: 0.0}
+    for node in reached:  # along the links, as not each pair may have measured; the list grows meanwhile
+        new = {other: known[node] + seconds for other, seconds in ahead[node].items() if other not in known}
+        known |= new
+        reached += new
     middle = sorted(known.values())[(len(known) - 1) // 2]
     return {node: seconds - middle for node, seconds in known.items()}
 
@@ -142,12 +145,9 @@ def _speed(network: NetworkFindings) -> Iterator[Finding]:
 
 def slow_nodes(paces: Sequence[Pace], slow: Mapping[tuple[str, str], float]) -> list[str]:
     """Return the nodes of which all links are slow in one direction, where others are not: two slow links at least."""
-    ways = [(pace.sender, pace.receiver) for pace in paces]
-    bad = []
-    for node in sorted({node for way in slow for node in way}):
-        for end in (0, 1):
-            own = [way for way in ways if way[end] == node]
-            if len(own) > 1 and all(way in slow for way in own):
-                bad.append(node)
-                break
-    return bad
+    bad = set[str]()
+    for one_end in (attrgetter("sender"), attrgetter("receiver")):
+        num_ways = Counter(map(one_end, paces))
+        num_slow = Counter(one_end(pace) for pace in paces if (pace.sender, pace.receiver) in slow)
+        bad |= {node for node, num in num_slow.items() if num == num_ways[node] > 1}
+    return sorted(bad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 
@@ -181,12 +181,14 @@ def names(answers: NodeAnswers) -> Iterator[Finding]:
         )
         return
     is_good = True
-    for name in answers.nodes:
-        # To itself, a node's name may be the loopback: Debian's installer writes it so.
-        # Of a name that a node's name server has not answered, nothing is known there.
-        views = {
-            node: " ".join(_outside(names[name])) for node, names in told.items() if node != name and name in names
-        }
+    views_of: dict[str, dict[str, str]] = defaultdict(dict)
+    for node, found_there in told.items():
+        for name, addresses in found_there.items():
+            # To itself, a node's name may be the loopback: Debian's installer writes it so.
+            # Of a name that a node's name server has not answered, nothing is known there.
+            if name != node:
+                views_of[name][node] = " ".join(_outside(addresses))
+    for name, views in views_of.items():
         if not views or set.intersection(*(set(view.split()) for view in views.values())):
             continue  # a node may know one address more, such as an IPv6 one
         is_good = False

@@ -99,7 +99,8 @@ class NetworkFindings:
     @property
     def own_pairs(self) -> Sequence[PairFault]:
         """The pairs that do not carry and are not explained by a bad node."""
-        return [pair for pair in self.pairs if not {*pair.nodes} & {*self.bad_nodes}]
+        bad = {*self.bad_nodes}
+        return [pair for pair in self.pairs if bad.isdisjoint(pair.nodes)]
 
     @property
     def culprits(self) -> str:

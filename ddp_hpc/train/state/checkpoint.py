@@ -17,6 +17,7 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from heapq import heapreplace
 from typing import Any
 
 import torch
@@ -60,12 +61,12 @@ def partition_tensors(named: Sequence[NamedTensor], *, rank: int, world_size: in
 
     Every rank computes the same division, because the shared tensors come in the same order on all ranks.
     """
-    loads = [0] * world_size
+    loads = [(0, writer) for writer in range(world_size)]  # a heap: the least first
     mine = [item for item in named if item.owner == rank]
     shared = [item for item in named if item.owner is None]
     for item in sorted(shared, key=lambda item: -item.tensor.nbytes):
-        writer = loads.index(min(loads))
-        loads[writer] += item.tensor.nbytes
+        load, writer = loads[0]
+        heapreplace(loads, (load + item.tensor.nbytes, writer))
         if writer == rank:
             mine.append(item)
     return sorted(mine, key=lambda item: (-item.tensor.element_size(), item.name))

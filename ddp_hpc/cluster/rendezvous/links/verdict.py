@@ -49,14 +49,12 @@ def findings_of(
     off = off_network(answers, address)
     silent = {number for number in range(len(nodes)) if number not in off and not _is_whole(answers.get(number))}
     left_out = off | silent
-    pairs: dict[tuple[int, int], _PairVerdict] = {}
-    for low, high in (pair for pairs_of_round in rounds_of(len(nodes)) for pair in pairs_of_round):
-        if low not in left_out and high not in left_out:
-            pairs[low, high] = _found(nodes, answers, low, high)
-    bad = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault not in _HARMLESS}
-    unknown = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault == "no answer"}
-    lossy = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault == "little loss"}
-    known = pairs.keys() - unknown.keys()
+    pairs = {pair for pairs_of_round in rounds_of(len(nodes)) for pair in pairs_of_round if left_out.isdisjoint(pair)}
+    faulty = {pair: link for pair in pairs if (link := _found(nodes, answers, *pair)) is not None}
+    bad = {pair: link for pair, link in faulty.items() if link.fault.fault not in _HARMLESS}
+    unknown = {pair: link for pair, link in faulty.items() if link.fault.fault == "no answer"}
+    lossy = {pair: link for pair, link in faulty.items() if link.fault.fault == "little loss"}
+    known = pairs - unknown.keys()
     bad_nodes = off if len(off) < len(nodes) else set[int]()
     if len(bad) < len(known):  # where no pair carries, no node is the odd one
         bad_nodes = bad_nodes | _bad_nodes(known, {pair for pair, link in bad.items() if not link.carried})
@@ -154,14 +152,14 @@ class _Link:
 
 @dataclass(frozen=True, kw_only=True)
 class _PairVerdict:
-    """What is wrong between two nodes which both reported; None where the network carries."""
+    """What is wrong between two nodes which both reported."""
 
-    fault: PairFault | None
+    fault: PairFault
     carried: bool
     """Whether a connection passed all of its bytes, both ways."""
 
 
-def _found(nodes: Sequence[str], answers: Mapping[int, LinkAnswer], low: int, high: int) -> _PairVerdict:
+def _found(nodes: Sequence[str], answers: Mapping[int, LinkAnswer], low: int, high: int) -> _PairVerdict | None:
     ways = [(low, high), (high, low)]
     heard = {way: answers[way[1]].heard.get(way[0], (0, 0)) for way in ways}
     link = _Link(
@@ -173,7 +171,7 @@ def _found(nodes: Sequence[str], answers: Mapping[int, LinkAnswer], low: int, hi
     carried = link.of("good") is not None
     found = _of_working(link) if carried else _of_failed(link)
     if found is None:
-        return _PairVerdict(fault=None, carried=carried)
+        return None
     (one, other), fault = found
     loss = round(link.loss[one, other], 4)
     return _PairVerdict(fault=PairFault(nodes=(nodes[one], nodes[other]), fault=fault, loss=loss), carried=carried)
@@ -235,7 +233,7 @@ def _loss(heard: tuple[int, int], receiver: LinkAnswer, sender: int) -> float:
 
 
 def _in_order(found: Mapping[tuple[int, int], _PairVerdict]) -> tuple[PairFault, ...]:
-    return tuple(one.fault for _, one in sorted(found.items(), key=lambda item: item[0]) if one.fault is not None)
+    return tuple(one.fault for _, one in sorted(found.items(), key=lambda item: item[0]))
 
 
 def _bad_nodes(probed: Collection[tuple[int, int]], bad: Collection[tuple[int, int]]) -> set[int]:
