@@ -1,4 +1,4 @@
-"""How CPU time and memory grow with runs, attempts, nodes, points and logged lines; a slope above 1.2 grows faster than the work.
+"""How CPU time and memory grow with runs, attempts, nodes, points, logged lines, tensors and samples; a slope above 1.2 grows faster than the work.
 
 Each figure is of a process of its own. The slope is that of the CPU time between the two sizes, without what a size of one takes:
 1 for ten times the time at ten times the size, 2 for a hundred times.
@@ -210,6 +210,17 @@ def resume_metrics(folder: Path, size: int) -> None:
     file.close()
 
 
+def send_metrics(folder: Path, _size: int) -> None:
+    """Send all metrics to a recorder, as it is at a resume; the recorder does nothing with them."""
+    from unittest.mock import Mock
+
+    from ddp_hpc.run.run_dir.paths import RunDir
+    from ddp_hpc.train.recording.follower import follow
+
+    recorder = Mock(record=lambda _: None)
+    follow(RunDir(folder / "runs" / "digits"), lambda: recorder, await_ending=lambda _: "finished")
+
+
 def chart_metrics(folder: Path, _size: int) -> None:
     """Read the metrics for a report's charts."""
     from ddp_hpc.run.run_dir.paths import RunDir
@@ -233,6 +244,7 @@ PARTS: Mapping[str, Part] = {
     "division of a save among ranks, by tensors": Part((10_000, 100_000), import_torch, plan_save),
     "order of samples, by samples": Part((10_000_000, 100_000_000), import_torch, walk_samples),
     "resume, by lines of metrics": Part(A_MILLION, make_lines, resume_metrics),
+    "a recorder after a resume, by lines of metrics": Part(A_MILLION, make_lines, send_metrics),
     "charts of a report, by lines of metrics": Part(A_MILLION, make_lines, chart_metrics),
     "submit --points --dry-run, by points": Part(
         TEN_THOUSAND,

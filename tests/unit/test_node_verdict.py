@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -510,7 +511,7 @@ def test_a_clock_is_known_along_a_chain_of_links_in_whatever_order_they_were_mea
     links = [
         Pace(sender=one, receiver=to, mb_per_s=1e3, ahead_s=2.0, trip_s=0.0001) if at % 2
         else Pace(sender=to, receiver=one, mb_per_s=1e3, ahead_s=-2.0, trip_s=0.0001)
-        for at, (one, to) in enumerate(zip(nodes, nodes[1:], strict=False))
+        for at, (one, to) in enumerate(itertools.pairwise(nodes))
     ]  # fmt: skip
     random.Random(7).shuffle(links)
 

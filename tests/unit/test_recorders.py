@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast, get_args
+from unittest.mock import Mock
 
 import pytest
 
@@ -110,6 +111,19 @@ def test_a_recorder_gets_each_line_as_it_is_written_and_then_the_ending(tmp_path
     assert follow(run, lambda: recorder, wait)
     assert [row.step for row in recorder.rows] == [1, 2, 3]
     assert recorder.ending == "stopped"
+
+
+def test_the_lines_before_a_resume_are_not_all_objects_at_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    written(run, 0, range(1, 10_001))
+    recorder = Mock(record=lambda _: None)
+    tracemalloc.start()
+
+    follow(run, lambda: recorder, lambda _: "finished")
+
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6 * run.metrics.stat().st_size
 
 
 def test_a_recorder_is_not_opened_before_there_is_a_line(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -115,15 +115,15 @@ class Tail:
         self._last = b""
         """The last bytes before the offset."""
 
-    def new_lines(self) -> list[dict[str, Any]]:
-        """Return the objects in the lines added since the last call; all lines if the file was replaced or truncated.
+    def new_lines(self) -> Iterator[dict[str, Any]]:
+        """Return, one after the other, the objects in the lines added since the last call; all lines if the file was replaced or truncated.
 
         A line without its line break is left for the next call. Lines that are not JSON objects are skipped.
 
         Raises:
             OSError: if something else than a file is there, or the file system does not answer.
         """
-        return [record for line in self.new_raw_lines() if (record := json_line(line)) is not None]
+        return (record for line in self.new_raw_lines() if (record := json_line(line)) is not None)
 
     def new_raw_lines(self) -> list[bytes]:
         """Return these lines as they stand in the file, empty ones among them.

@@ -64,17 +64,16 @@ def follow(
     while True:
         if ending or clock() >= not_before:
             try:
-                lines = tail.new_lines()
-                if lines and recorder is None:
-                    recorder = open_recorder()
-                for row in filter(None, map(row_of, lines)):
-                    recorder.record(row)  # type: ignore[union-attr]  # it was opened at the first line
-                if lines and recorder is not None:
+                row = None
+                for row in filter(None, map(row_of, tail.new_lines())):
+                    recorder = recorder or open_recorder()
+                    recorder.record(row)
+                if row and recorder:
                     recorder.flush()
                     pause_s = _FIRST_PAUSE_S
+                if ending and recorder:
+                    recorder.close(ending)
                 if ending:
-                    if recorder is not None:
-                        recorder.close(ending)
                     return True
             except Exception as error:  # noqa: BLE001  a library may raise anything
                 log.warning("%s. The training goes on; trying again in %.0f s.", describe(error), pause_s)
