@@ -3,7 +3,7 @@
 make bench                          # commands, launch, loop, checkpoint and restore, about seven minutes
 make bench ARGS=survival            # on a Slurm cluster of its own, as root, a quarter of an hour
 make bench ARGS=sweep               # on a Slurm cluster of its own, as root, two minutes
-make bench ARGS=growth               # no peer: how costs grow with runs, attempts, nodes, points and lines, six minutes
+make bench ARGS=growth              # no peer: how costs grow with runs, attempts, nodes, lines, samples, ten minutes
 make bench ARGS="loop checkpoint"   # these
 make bench ARGS="loop --rounds 30"  # longer
 make bench ARGS=--tables            # only the tables of docs/performance.md, from the results there are

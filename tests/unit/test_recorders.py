@@ -115,7 +115,7 @@ def test_a_recorder_gets_each_line_as_it_is_written_and_then_the_ending(tmp_path
 
 def test_the_lines_before_a_resume_are_not_all_objects_at_once(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    written(run, 0, range(1, 10_001))
+    written(run, 0, range(1, 3001))
     recorder = Mock(record=lambda _: None)
     tracemalloc.start()
 
