@@ -184,10 +184,13 @@ def plan_save(_folder: Path, size: int) -> None:
     import torch
 
     from ddp_hpc.train.state.checkpoint import partition_tensors
+    from ddp_hpc.train.state.restore import without_garbage_collection
     from ddp_hpc.train.state.training_state import NamedTensor
 
     one = torch.zeros(1)
-    partition_tensors([NamedTensor(f"layer.{number}", one, None) for number in range(size)], rank=0, world_size=1024)
+    with without_garbage_collection():  # as a save does
+        named = [NamedTensor(f"layer.{number}", one, None) for number in range(size)]
+        partition_tensors(named, rank=0, world_size=1024)
 
 
 def walk_samples(_folder: Path, size: int) -> None:
