@@ -36,6 +36,8 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _CACHED = type(functools.cache(id))
 _WRAPPERS = (MethodType, BuiltinMethodType, staticmethod, classmethod, property, functools.partial)
+_RECORD = ("tqdm.", "rich.", "torchmetrics.", "torcheval.")
+"""Modules whose objects say how a training goes; they decide nothing of it."""
 _GLOBAL_GENERATORS = (torch.default_generator, random.getstate.__self__, np.random.mtrand._rand)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
@@ -96,9 +98,10 @@ class _Walk:
             if id(value) in self._seen and not isinstance(value, _NUMBERS_AND_TEXTS):
                 continue
             self._seen[id(value)] = value  # which also keeps its id
-            leaves = self.found.setdefault(place, [])
+            if not _is_librarys(type(value).__module__):  # with its place, what is new in it would count
+                self.found.setdefault(place, [])
             if (leaf := self._leaf(value)) is not None:
-                leaves.append(leaf)
+                self.found.setdefault(place, []).append(leaf)
             if not _is_flat(value):
                 waiting += [
                     (part, name if name[:1] not in (".", "") else place + name) for name, part in self._parts(value)
@@ -113,7 +116,8 @@ class _Walk:
         if type(value) is np.ndarray and not value.dtype.hasobject and value.nbytes <= _MOST_BYTES:
             return zlib.crc32(value.tobytes())
         if isinstance(value, GENERATORS):
-            return zlib.crc32(pickle.dumps(state_of(value)))
+            state = state_of(value)  # pickled, a tensor has other bytes each time
+            return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
         if isinstance(value, (_CACHED, itertools.count, ctypes._SimpleCData)):  # noqa: SLF001  a number shared by processes
             return hash(value.cache_info().currsize if isinstance(value, _CACHED) else repr(value))
         return None
@@ -144,17 +148,21 @@ class _Walk:
                 [("", type(value))],
             )
         is_opaque = isinstance(value, ModuleType) or is_constant(type(value)) or not hasattr(value, "__dict__")
-        return iter(()) if is_opaque else _in_object(value)
+        is_record = any(one.__module__.startswith(_RECORD) for one in type(value).__mro__)
+        return iter(()) if is_opaque or is_record else _in_object(value)
 
 
 def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
+    is_librarys = _is_librarys(type(value).__module__)
     for key, one in vars(value).items():
-        if key in _REGISTERED and isinstance(value, nn.Module):
-            yield from ((f".{name}", each) for name, each in one.items())
-        elif key != "training":
-            yield f".{key}", one
+        held = one if key in _REGISTERED and isinstance(value, nn.Module) else {key: one}
+        for name, each in held.items():
+            # A library fills its caches and flags when it is used; `state_dict` has what is more.
+            if name != "training" and not (is_librarys and _is_unset(each)):
+                yield f".{name}", each
     yield from ((f".{key}", getattr(value, key)) for key in _HOOKS if isinstance(value, Tensor) and hasattr(value, key))
-    yield "", type(value)
+    if not is_librarys:
+        yield "", type(value)
 
 
 def _in_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -204,7 +212,18 @@ def _is_flat(value: object) -> bool:
     return type(value) in _SEQUENCES and {*map(type, value)} <= _FLAT  # type: ignore[call-overload]  # fast, as it may be long
 
 
+def _is_unset(value: object) -> bool:
+    return value is None or value is False or (type(value) is dict and not value)
+
+
 @functools.cache
 def _is_users(module: str) -> bool:
     file = str(getattr(sys.modules.get(module), "__file__", None) or "")
     return bool(file) and not any(part in file for part in OTHERS_CODE)
+
+
+@functools.cache
+def _is_librarys(module: str) -> bool:
+    """Tell whether it is of an installed package; users put state into objects of PyTorch's and Python's own."""
+    file = str(getattr(sys.modules.get(module), "__file__", None) or "")
+    return any(part in file for part in OTHERS_CODE[:2]) and not module.startswith("torch.")

@@ -7,13 +7,17 @@ import functools
 import itertools
 import multiprocessing
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -177,6 +181,78 @@ def test_what_is_saved_constant_opened_late_or_a_global_generator_is_not_named(
     )
 
     assert "the first step changes" not in caplog.text
+
+
+LIBRARY = """
+import torch
+class Layer(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.scales, self.told, self.n, self.memory = None, {}, 0, []
+        self.register_buffer("late", None, persistent=False)
+    def forward(self, rows):
+        self.scales, self.has_hooks, self.told["once"], self.late = [1, 2], True, True, torch.ones(rows.shape[1])
+        return super().forward(rows)
+class Counts(Layer):
+    def forward(self, rows):
+        self.n += 1
+        return super().forward(rows)
+class Remembers(Layer):
+    def forward(self, rows):
+        self.memory.append(rows.detach())
+        return super().forward(rows)
+class Accuracy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros(())
+    def forward(self, rows):
+        self.seen += len(rows)
+"""
+"""As timm, transformers and torchvision (caches, flags and words said once), and torchmetrics are."""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Return a function that makes a library of a name."""
+
+    def made(name: str) -> ModuleType:
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / "site-packages" / f"{name}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(LIBRARY, vars(module))  # noqa: S102  the text above
+        return module
+
+    return made
+
+
+def _trained_and_told(model: nn.Module, folder: Path, caplog: pytest.LogCaptureFixture) -> str:
+    trained(folder / "run", Recipe(model=model, train_data=Rows(), loss=nn.CrossEntropyLoss()), train__max_steps=2)
+    return caplog.text
+
+
+def test_caches_and_flags_that_a_library_fills_are_not_named_but_its_counters_and_memories_are(
+    library: Callable[[str], ModuleType], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of = library("layers_of_a_library")
+    assert "the first step changes" not in _trained_and_told(of.Layer(), tmp_path / "1", caplog)
+    assert "the first step changes `model.n`, which" in _trained_and_told(of.Counts(), tmp_path / "2", caplog)
+    assert "the first step changes `model.memory`, which" in _trained_and_told(of.Remembers(), tmp_path / "3", caplog)
+
+
+def test_metrics_and_progress_bars_and_a_generator_that_draws_nothing_are_not_named(
+    library: Callable[[str], ModuleType], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OwnAccuracy(library("torchmetrics.some").Accuracy):  # type: ignore[misc]  # made above
+        pass
+
+    bar = Progress(console=Console(quiet=True))
+    kept = {"accuracy": OwnAccuracy(), "bar": bar, "task": bar.add_task("train"), "generator": torch.Generator()}
+
+    def measure(model: Any, rows: Tensor) -> None:
+        model.accuracy(rows)
+        model.bar.update(model.task, advance=1)
+
+    assert "the first step changes" not in _trained_and_told(Keeps(measure, **kept), tmp_path, caplog)
 
 
 class Reader:
