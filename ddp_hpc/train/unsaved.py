@@ -193,7 +193,7 @@ def _of_tensor(value: Tensor) -> int | None:
     )
     if value.numel() and value.untyped_storage().nbytes() < extent * value.element_size():
         return None  # somebody has freed its memory
-    if value.numel() * value.element_size() > _MOST_BYTES:
+    if value.nbytes > _MOST_BYTES and not value.is_inference():
         return value._version  # noqa: SLF001  # no copy of a large tensor
     return hash((value.dtype, tuple(value.shape), *digests.of_tensors({"": value.detach()}).values()))
 

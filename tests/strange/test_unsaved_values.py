@@ -255,6 +255,21 @@ def test_metrics_and_progress_bars_and_a_generator_that_draws_nothing_are_not_na
     assert "the first step changes" not in _trained_and_told(Keeps(measure, **kept), tmp_path, caplog)
 
 
+def test_a_large_tensor_is_not_named_for_the_trial_of_the_model_but_for_its_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.inference_mode():
+        features = torch.ones(512, 1024)
+    kept = {"mask": torch.ones(512, 1024), "features": features, "queue": torch.ones(512, 1024)}
+    model = Keeps(lambda model, rows: model.queue[0].copy_(rows.sum()), **kept)
+    recipe = Recipe(model=model, train_data=Rows(), loss=nn.CrossEntropyLoss())
+
+    trained(tmp_path / "run", recipe, train__max_steps=2, train__micro_batch_size=2)
+
+    assert "each attempt tries the model" not in caplog.text
+    assert "the first step changes `model.queue`, which" in caplog.text
+
+
 class Reader:
     """As an open file is, once it is there."""
 

@@ -78,7 +78,8 @@ def kept_tensor(value: Tensor, *, copies_on: torch.device | None = None) -> Rest
     def restore() -> None:
         if _memory(value) != before:
             value.data = whole
-        with torch.no_grad():
+        # Its version does not count the copy: `unsaved` takes that of a large tensor for the count of its changes.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(part):  # noqa: SLF001
             part.copy_(copied)
         if value.is_leaf and value.requires_grad != needs_gradient:
             value.requires_grad_(needs_gradient)
