@@ -11,7 +11,7 @@ import random
 import sys
 import zlib
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -46,26 +46,72 @@ def named(**roots: object) -> Iterator[None]:
     """Log what changes meanwhile."""
     before = unsaved(roots)
     yield
-    tell(before, unsaved(roots))
+    tell(changed(before, unsaved(roots)))
 
 
-def tell(before: Mapping[str, int], now: Mapping[str, int]) -> None:
-    """Log which of `unsaved` has changed. What an object made since has in it does not count: a file may be opened late."""
+class Watch:
+    """What no checkpoint holds of a model, its optimizer and functions, as it is before the first forward."""
+
+    def __init__(self, model: nn.Module, optimizer: object, **functions: object) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._roots = {"model": model, "optimizer": optimizer, **functions}
+        self._before, self._shapes = self._now(), self._shapes_of_buffers()
+        self._told = set[str]()
+
+    def _now(self) -> dict[str, int]:
+        saved = [one for one in self._model.state_dict().values() if isinstance(one, Tensor)]
+        return unsaved(self._roots, saved=saved, optimizer=self._optimizer)
+
+    def _shapes_of_buffers(self) -> dict[str, torch.Size]:
+        return {
+            ".".join(filter(None, (place, path, name))): one.shape
+            for place, root in self._roots.items()
+            for path, module in (root.named_modules() if isinstance(root, nn.Module) else ())
+            for name, one in module.named_buffers(recurse=False)
+            if _is_users(type(module).__module__)
+        }
+
+    def changed(self) -> list[str]:
+        """Return the places of what has changed, each once."""
+        found = [place for place in changed(self._before, self._now()) if place not in self._told]
+        self._told.update(found)
+        return found
+
+    def why_refused(self, changed: Iterable[str]) -> str:
+        """Say which buffer of a class of the user's has changed, but not its shape, as a cache does that grows; empty if none."""
+        now = self._shapes_of_buffers()
+        for place in changed:
+            if place in now and now[place] == self._shapes.get(place):
+                return (
+                    f"The first step changes the buffer `{place}`, which no checkpoint holds, so a resumed run would not give the same bits. Let the "
+                    "model's `state_dict` have it: leave out `persistent=False`, and make a loss part of the model (`model.criterion = loss`). If each "
+                    "forward sets it before it reads it, keep it in an attribute that is not a buffer."
+                )
+        return ""
+
+
+def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """Return which of `unsaved` has changed. What an object made since has in it does not count: a file may be opened late."""
     nothing = hash(())
     places = [*dict.fromkeys([*now, *before])]
     is_known = [place in before or place.rpartition(".")[0] in before for place in places]
-    changed = [
-        f"`{place}`"
+    return [
+        place
         for place, known in zip(places, is_known, strict=True)
         if known and now.get(place, nothing) not in (nothing, before.get(place, nothing))
     ]
-    if changed:
-        more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
+
+
+def tell(places: Sequence[str], what: str = "the first step") -> None:
+    """Log which places have changed."""
+    if places:
+        more = f" and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""
         log.warning(
-            "the first step changes %s%s, which no checkpoint holds: a resumed run begins with what the recipe gives it, and may not give the "
+            "%s changes %s%s, which no checkpoint holds: a resumed run begins with what the recipe gives it, and may not give the "
             "bits of an undisturbed one. You need do nothing if it is a cache whose content follows from the input alone; else make it a buffer "
             "of the model that its `state_dict` has (not `persistent=False`), or let it follow from the sample's index and the global generators.",
-            ", ".join(changed[:_MOST_NAMED]),
+            what,
+            ", ".join(f"`{place}`" for place in places[:_MOST_NAMED]),
             more,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import itertools
 import multiprocessing
@@ -21,6 +22,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train import unsaved
 from ddp_hpc.train.recipe import Recipe
 from tests.strange.one_process import trained
@@ -268,6 +270,59 @@ def test_a_large_tensor_is_not_named_for_the_trial_of_the_model_but_for_its_chan
 
     assert "each attempt tries the model" not in caplog.text
     assert "the first step changes `model.queue`, which" in caplog.text
+
+
+class Centre(nn.Module):
+    """Keeps a mean in a buffer; a `table` grows with the input, as one of positions does."""
+
+    mean: Tensor
+    table: Tensor
+
+    def __init__(self, *, persistent: bool, moves: bool = True) -> None:
+        super().__init__()
+        self.moves = moves
+        self.register_buffer("mean", torch.zeros(()), persistent=persistent)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        if self.moves:
+            self.mean = 0.9 * self.mean + 0.1 * outputs.detach().mean()
+        self.table = torch.arange(float(outputs.shape[1]))
+        shifted = outputs - self.mean
+        return shifted if targets is None else nn.functional.cross_entropy(shifted, targets)
+
+
+@pytest.mark.parametrize("place", ["model.1.mean", "loss.mean", ""])
+def test_a_buffer_that_changes_and_is_not_saved_is_refused_but_one_that_grows_or_is_saved_is_not(
+    place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), Centre(persistent=place != "model.1.mean"))
+    loss = Centre(persistent=True, moves=place == "loss.mean")
+    recipe = Recipe(model=model, train_data=Rows(), loss=loss)
+
+    if place:
+        with pytest.raises(ConfigError, match=f"The first step changes the buffer `{place}`, which no checkpoint"):
+            trained(tmp_path / "run", recipe, train__max_steps=2)
+    else:
+        trained(tmp_path / "run", recipe, train__max_steps=2)
+        assert "the first step changes `" in caplog.text
+        assert all(f"`{one}.table`" in caplog.text for one in ("loss", "model.1"))
+
+
+def test_a_teacher_that_begins_as_its_student_is_named_at_the_first_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def follow(model: Any, _rows: Tensor) -> None:
+        model.teacher[0].weight.data.lerp_(model.linear.weight.data, 0.1)
+
+    model: Any = Keeps(follow)
+    model.teacher = [copy.deepcopy(model.linear)]
+    recipe = Recipe(model=model, train_data=Rows(), loss=nn.CrossEntropyLoss())
+
+    trained(tmp_path / "run", recipe, train__max_steps=4, checkpoint__every_steps=2)
+
+    assert "the first step changes" not in caplog.text
+    assert caplog.text.count("the training changes `model.teacher.weight`, which") == 1
 
 
 class Reader:

@@ -126,9 +126,8 @@ class Checkpointer:
         self._made: dict[str, dict[str, SavedTensor]] | None = None
         """Names and shapes of what the model saves, as they were before any forward; None where that was not asked."""
         self._is_checked_again = False
-        self._unsaved: Callable[[], dict[str, int]] | None = None
-        """Returns a number for each value that no checkpoint holds; `_unsaved_before`: as they were before the first forward."""
-        self._unsaved_before: dict[str, int] = {}
+        self._watch: unsaved.Watch | None = None
+        """On rank zero, until the first save."""
         self.newest_losses: Callable[[], Sequence[Tensor]] = tuple
         """Returns the losses of the last step. If one is not finite, a periodic save is not committed: the weights may still be
         finite, but too large to continue from."""
@@ -153,21 +152,19 @@ class Checkpointer:
         """When this is called for the first time, do `check_again`, and have the writer's thread make the buffers; nothing later."""
         if self._is_checked_again:
             return
-        self.check_again(state, why=round_trip.why_not_restored(state, DTYPES))
+        changed = [] if self._watch is None else self._watch.changed()
+        lost = "" if self._watch is None else self._watch.why_refused(changed)
+        self.check_again(state, why=round_trip.why_not_restored(state, DTYPES) or lost)
         self._compare_between_ranks(state)
-        if self._unsaved is not None and self._group.rank_info.is_rank_zero:
-            unsaved.tell(self._unsaved_before, self._unsaved())
-        self._unsaved = None  # with the tensors that it has of the model
+        unsaved.tell(changed)
         if will_save:  # the optimizer has made its state in this step, so its size is known
             self.wait()
             self._writing = self._writer.submit(self._make_buffers, self._mine(state))
 
     def watch(self, state: TrainingState, **functions: object) -> None:
-        """Note, before the first forward, what no checkpoint holds of the model, the optimizer and these functions, to name it if the first step changes it."""
-        roots = {"model": state.model, "optimizer": state.optimizer, **functions}
-        saved = [one for one in state.model.state_dict().values() if isinstance(one, Tensor)]
-        self._unsaved = partial(unsaved.unsaved, roots, saved=saved, optimizer=state.optimizer)
-        self._unsaved_before = self._unsaved()
+        """Note, before the first forward, what no checkpoint holds of the model, the optimizer and these functions, to name it if the training changes it."""
+        if self._group.rank_info.is_rank_zero:
+            self._watch = unsaved.Watch(state.model, state.optimizer, **functions)
 
     def _compare_between_ranks(self, state: TrainingState) -> None:
         """Find out whether all ranks have what rank zero alone saves.
@@ -233,6 +230,9 @@ class Checkpointer:
         if step == self._last_saved:
             return
         self.wait()
+        if self._watch is not None:  # a teacher that begins as its student changes with the second step
+            unsaved.tell(self._watch.changed(), "the training")
+            self._watch = None
         rank_info = self._group.rank_info
         with without_garbage_collection():
             kept = state.kept_of_optimizer()
