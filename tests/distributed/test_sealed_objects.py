@@ -133,6 +133,29 @@ if __name__ == "__main__":
 """
 
 
+SPAWNS_BESIDE_OTHERS = """
+import os, sys
+import torch.multiprocessing as mp
+import says
+
+def work(rank, argv):
+    sys.argv = argv
+    says.work(rank, 2)
+
+if __name__ == "__main__":
+    sys.argv[1] = sys.argv[1 + int(os.environ["RANK"])]
+    mp.spawn(work, args=(sys.argv,), nprocs=2)
+os.environ.setdefault("MASTER_PORT", "29500")
+"""
+EARLY = """
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "1"
+from where import told
+import says
+says.work(int(os.environ["RANK"]), 2, "env://")
+"""
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
@@ -154,6 +177,25 @@ def test_a_script_may_say_itself_where_its_ranks_meet(how: str, settings: Sequen
         port = str(taken.getsockname()[1])
 
     done = place.submit(settings, "python", "says.py", port, how)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sum 2.0" in place.log("says")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["bash run.sh", "python early.py", "python spawns.py"])
+def test_a_shell_a_module_of_a_new_process_and_ranks_that_spawn_may_say_where_they_meet(
+    command: str, place: Place
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [str(taken.getsockname()[1]) for taken in (one, other)]
+    (place.path / "says.py").write_text(SAYS_WHERE)
+    (place.path / "spawns.py").write_text(SPAWNS_BESIDE_OTHERS)
+    (place.path / "early.py").write_text(EARLY)
+    (place.path / "where.py").write_text(f"import os\ntold = os.environ['MASTER_PORT'] = '{ports[0]}'\n")
+    (place.path / "run.sh").write_text(f"export MASTER_PORT={ports[0]}\npython says.py {ports[0]} ranks\n")
+
+    done = place.submit((*TWO, "name=says"), *command.split(), *ports)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sum 2.0" in place.log("says")

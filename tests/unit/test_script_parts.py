@@ -167,6 +167,35 @@ def test_a_script_that_says_where_its_ranks_meet_is_noticed(source: str, expecte
 
 
 @pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("bash -x run.sh", True),
+        ("./run.sh", True),
+        ("bash other.sh", False),
+        ("python -X dev uses.py", True),
+        ("python -X dev uses_package.py", True),
+        ("python uses.py", False),  # a fork sees what the module does when it meets the others
+        ("python -X dev other.py", False),
+    ],
+)
+def test_so_is_a_shell_and_a_module_that_a_new_process_imports(command: str, expected: bool, tmp_path: Path) -> None:
+    sets = "import os\nos.environ['MASTER_PORT'] = '1'\n"
+    files = {
+        "run.sh": "set -e\nexport MASTER_ADDR=$(hostname)\n", "other.sh": "# MASTER_ADDR=x\necho $MASTER_ADDR\n",
+        "where.py": sets, "uses.py": "import json\nfrom where import *\n", "pkg/where.py": sets,
+        "uses_package.py": "from pkg import where\n", "other.py": "import json, uses\n",
+    }  # fmt: skip
+    (tmp_path / "pkg").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    plan = plan_of(ScriptSpec(command=tuple(command.split())), None, {"PATH": os.environ["PATH"]}, tmp_path)
+
+    assert plan.sets_endpoint == expected
+
+
+@pytest.mark.parametrize(
     ("source", "expected"),
     [
         ("import torch, re\nre.compile('x')\nnet = torch.nn.Linear(1, 1)\n", False),

@@ -6,14 +6,15 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
-from ddp_hpc.job.script.source import may_compile, sets_endpoint, why_exec
+from ddp_hpc.job.script.source import imported, may_compile, sets_endpoint, why_exec
 from ddp_hpc.run.spec import Program, ScriptSpec
 
 _UNBUFFERED = "-u"
@@ -92,6 +93,9 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
             "script's file."
         )
     text = _read(source) if source is not None and source.is_file() else None
+    why = why or (why_exec(text) if text else "")
+    # Of a new process, nothing can be known later.
+    texts = [*([] if text is None else [text]), *(_texts_of_imports(text, Path(folder)) if text and why else [])]
     return ScriptPlan(
         program=program,
         path=path,
@@ -99,11 +103,19 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
         argv0=argv0,
         folder=folder,
         executable=executable,
-        why_exec=why or (why_exec(text) if text else ""),
+        why_exec=why,
         has_copy=code is not None,
         may_compile=text is None or may_compile(text),
-        sets_endpoint=text is not None and sets_endpoint(text),
+        sets_endpoint=any(map(sets_endpoint, texts)),
     )
+
+
+def _texts_of_imports(text: str, folder: Path) -> Iterator[str]:
+    """Yield the source of the modules beside a script that it imports itself."""
+    with suppress(SyntaxError, ValueError, RecursionError, OSError):  # Python itself reports it when the script starts
+        for name in imported(text):
+            if (file := _module_file(folder, name)) is not None:
+                yield file.read_text(encoding="utf-8", errors="replace")
 
 
 def _read(source: Path) -> str:
@@ -135,6 +147,7 @@ def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, st
     if found is None:
         beside = " For a file in this directory, write `python FILE` or `./FILE`." if (work_dir / word).exists() else ""
         raise ConfigError(f"`script.command` starts {word!r}, but PATH has no such program.{beside}")
+    shells = [work_dir / one for one in program.words if one.endswith(".sh") and (work_dir / one).is_file()]
     return ScriptPlan(
         program=replace(program),
         path=None,
@@ -143,6 +156,7 @@ def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, st
         folder="",
         executable=str(found),
         why_exec="`script.command` starts no Python script",
+        sets_endpoint=any(sets_endpoint(_read(one), is_shell=True) for one in shells),
     )
 
 

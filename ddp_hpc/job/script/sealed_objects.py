@@ -27,8 +27,10 @@ _NUM_SEAL_BYTES = hashlib.sha256().digest_size
 
 def seal_at_rendezvous(
     environ: Mapping[str, str], token: Callable[[], str], *, on_refusal: Callable[[], object] = lambda: None
-) -> None:
+) -> bool:
     """Seal this process's objects, and hide its keys, from the moment at which it meets the other ranks where `environ` says.
+
+    Return whether PyTorch asks here before it meets.
 
     A world that the script makes elsewhere has no seal, because programs without one may belong to it, and its rank zero hosts its store:
     PyTorch would take a MASTER_ADDR and MASTER_PORT that the script has set for ours, and wait for ever. `on_refusal` is called where
@@ -37,7 +39,7 @@ def seal_at_rendezvous(
     rendezvous, c10d = (sys.modules.get(f"torch.distributed.{name}") for name in ("rendezvous", "distributed_c10d"))
     handlers = getattr(rendezvous, "_rendezvous_handlers", None)
     if c10d is None or not isinstance(handlers, dict):
-        return
+        return False
 
     sealed: list[ModuleType] = []
 
@@ -59,6 +61,7 @@ def seal_at_rendezvous(
         return meet
 
     handlers.update({scheme: sealing(handler) for scheme, handler in handlers.items()})
+    return True
 
 
 def _is_endpoint_of(environ: Mapping[str, str], url: str) -> bool:

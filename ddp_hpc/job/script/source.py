@@ -21,6 +21,7 @@ _COMPILER = re.compile(
 _ENDPOINT = re.compile(
     r"""environ\s*\[\s*["']MASTER_(?:ADDR|PORT)["']\s*\]\s*=(?!=)|(?:setdefault|putenv|update)\([^)]*MASTER_(?:ADDR|PORT)\b"""
 )
+_ENDPOINT_OF_SHELL = re.compile(r"^[^#]*\bMASTER_(?:ADDR|PORT)=", re.MULTILINE)
 
 
 def why_exec(source: str) -> str:
@@ -44,9 +45,19 @@ def may_compile(source: str) -> bool:
     return _COMPILER.search(source) is not None
 
 
-def sets_endpoint(source: str) -> bool:
+def sets_endpoint(source: str, *, is_shell: bool = False) -> bool:
     """Tell whether a script sets MASTER_ADDR or MASTER_PORT itself, always or in some case."""
-    return _ENDPOINT.search(source) is not None
+    return (_ENDPOINT_OF_SHELL if is_shell else _ENDPOINT).search(source) is not None
+
+
+def imported(source: str) -> Iterator[str]:
+    """Yield the names of what a script imports, of which some may be no modules but what these hold."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (name.name for name in names)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield from (module, *(f"{module}.{name.name}" for name in names))
 
 
 def _imports_torch(node: ast.AST) -> bool:

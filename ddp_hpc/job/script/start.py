@@ -113,15 +113,18 @@ def _run_here(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
             num_ranks=int(environ.get("LOCAL_WORLD_SIZE", "1")),
             on_refusal=partial(_note, _NO_STACKS) if is_noted else lambda _: None,
         )
+    given = environ
     if environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items():
-        seal_at_rendezvous(
+        is_asked = seal_at_rendezvous(
             environ,
             lambda: read_rendezvous_token(script_rank.run.rendezvous_token(script_rank.attempt)),
             on_refusal=partial(_note, _NO_SEAL) if is_noted else lambda: None,
         )
+        if is_asked and script_rank.plan.sets_endpoint:  # processes that it spawns ask only their variables
+            given = {**environ, **dict.fromkeys(STORE_IS_HOSTED, "False")}
     return run_as_main(
         script_rank.plan,
-        environ,
+        given,
         users_python_path(environ, script_rank.run.copies),
         partial(report_exception, script_rank),
     )
