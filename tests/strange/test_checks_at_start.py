@@ -129,3 +129,13 @@ def test_layers_that_have_seen_an_input_are_trained(tmp_path: Path, kind: str) -
         model(torch.randn(4, 3))
 
     assert trained(tmp_path / "run", a_recipe(model=model)).state.position.step == 12
+
+
+def test_batch_norm_over_all_workers_is_refused_without_gpus_unless_it_is_frozen(tmp_path: Path) -> None:
+    synced = nn.Sequential(nn.Linear(3, 1), nn.SyncBatchNorm(1))
+
+    with pytest.raises(ConfigError, match=r"`Recipe\.model` has a `SyncBatchNorm`.*`train\.sync_batch_norm=true`"):
+        trained(tmp_path / "run", a_recipe(model=synced))
+
+    frozen = nn.Sequential(nn.Linear(3, 1), synced[1].eval().requires_grad_(False))
+    assert trained(tmp_path / "frozen", a_recipe(model=frozen)).state.position.step == 12

@@ -310,6 +310,12 @@ def _initial_state(
     if spec.train.sync_batch_norm and group.rank_info.world_size > 1:
         bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)
     bare = bare.to(group.device)
+    synced = [one for one in bare.modules() if isinstance(one, nn.SyncBatchNorm)]
+    if group.device.type == "cpu" and any(one.training or group.rank_info.world_size > 1 for one in synced):
+        raise ConfigError(
+            "`Recipe.model` has a `SyncBatchNorm`, which PyTorch computes on GPUs only, but this run has none. Leave batch norms unconverted in the "
+            "recipe, and set `train.sync_batch_norm=true` for runs on GPUs; or ask for GPUs (`resources.gpus_per_node`)."
+        )
     if spec.train.channels_last:
         bare = bare.to(memory_format=torch.channels_last)
     _move_loss(recipe, bare, group.device)
