@@ -39,7 +39,6 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import after_stop, ask_to_stop, read_progress
 from ddp_hpc.run.spec import LaunchSpec
 from ddp_hpc.watch.failure import last_words
-from ddp_hpc.watch.status import goes_on
 
 NAME = "local"
 HAS_QUEUE = False
@@ -318,6 +317,8 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
 
 
 def _gone(run: RunDir, attempt: int) -> str:
+    from ddp_hpc.watch.status import goes_on  # late: most submissions need no status
+
     return (
         f"Attempt {attempt} of {run.name} has ended, and attempts.jsonl does not say how: the ddp-hpc processes that watched the "
         f"workers were killed, or could not write that file. {last_words(run)}\nSubmit the run again: {goes_on(run)}."
@@ -358,6 +359,8 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         time.sleep(_POLL_S)  # a supervisor that the guardian starts meanwhile sees what was written
     if not is_known:
         raise ConfigError(f"{run.name} is not running, so there is nothing to cancel. Start it with `ddp-hpc submit`.")
+    from ddp_hpc.watch.status import goes_on  # late: as above
+
     return f"{run.name} was cancelled. Submit it again to go on: {goes_on(run)}."
 
 
