@@ -33,10 +33,6 @@ class ConfigError(DdpHpcError):
     exit_code = 2
 
 
-class NotCheckedError(ConfigError):
-    """This host cannot say whether something is wrong: in the job it may be right."""
-
-
 class RunNotFoundError(ConfigError):
     """No run of that name or directory."""
 

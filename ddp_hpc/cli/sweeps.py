@@ -78,15 +78,8 @@ def asked_points(args: argparse.Namespace) -> list[Point]:
 
 def start_points(args: argparse.Namespace, base: SubmitRequest, backend: Backend) -> int:
     """Start the sweep, on this machine until its points have ended; or with `--dry-run` print what would be started."""
-    from ddp_hpc.launch.submission.preflight.users_part import check_users_part
-    from ddp_hpc.launch.sweep.resolving import Points
-
     points, environment = asked_points(args), base.environ
     if args.dry_run:
-        if backend.HAS_QUEUE:
-            first = Points(base.resolved, environment).resolved(points[0]).spec
-            for note in check_users_part(first, base.import_paths, environment):
-                print(note, file=sys.stderr)
         print(_dry_run(base, points, backend, is_json=args.json), end="")
         return 0
     from ddp_hpc.base.leftovers import remove_leftovers
@@ -139,12 +132,12 @@ def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
 
 
 def _dry_run(base: SubmitRequest, points: Sequence[Point], backend: Backend, *, is_json: bool) -> str:
-    from ddp_hpc.launch.sweep.array import array_script
+    from ddp_hpc.launch.sweep.array import describe
     from ddp_hpc.launch.sweep.resolving import check_points
-    from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
     check_points(base.resolved, points, base.environ, is_array=backend.HAS_QUEUE)
-    script = array_script(base.spec, SweepDir(base.spec.path)) if backend.HAS_QUEUE else None
+    script, notes = describe(base, points) if backend.HAS_QUEUE else (None, [])
+    print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
     if is_json:
         listed = [{"name": point.name, "set": point.shown} for point in points]
         return as_json({"points": listed, **({} if script is None else {"script": script})}) + "\n"

@@ -11,7 +11,8 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import torch
 import xxhash
@@ -128,7 +129,13 @@ def nearest_names(name: object, known: Iterable[str]) -> str:
 def _module_meant(name: str) -> str:
     """Return the question whether a module of the working directory is meant; empty where that has one of this name."""
     here = [path.stem for path in Path.cwd().glob("*.py")]
-    return "" if name.partition(".")[0] in here else did_you_mean(name, here)
+    return "" if name in here else did_you_mean(name, here)
+
+
+def _function_meant(target: str) -> str:
+    """Return the right word for a function that is written as in Python, `module.function`; empty for another word."""
+    module, _, function = target.rpartition(".")
+    return f": `{module}:{function}`" if module else ""
 
 
 def load_builder(target: str) -> Callable[..., Recipe]:
@@ -141,7 +148,7 @@ def load_builder(target: str) -> Callable[..., Recipe]:
     if not function_name:
         raise ConfigError(
             f"`recipe.target` is {target!r}, but there is no built-in recipe of that name. {nearest_names(target, BUILT_IN)} "
-            "Name your own function as `module:function`."
+            f"Name your own function as `module:function`{_function_meant(target)}."
         )
     try:
         module = importlib.import_module(module_name)
@@ -205,7 +212,7 @@ def check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, A
     Raises:
         ConfigError: if the function does not accept them.
     """
-    signature = inspect.signature(builder)
+    signature = _signature(builder)
     try:
         signature.bind(**args)
     except TypeError as error:
@@ -214,6 +221,31 @@ def check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, A
             f"`recipe.args` is {dict(args)!r}, but `{target}` does not accept that: {error}. "
             f"{nearest_names(unknown[0] if unknown else '', signature.parameters)}"
         ) from error
+    for name, value in args.items():
+        wanted = signature.parameters[name].annotation if name in signature.parameters else Any
+        if not _may_be(value, wanted):
+            raise ConfigError(
+                f"`recipe.args.{name}` is {value!r}, but `{target}` takes {getattr(wanted, '__name__', wanted)} there. Correct the "
+                "value, or the function's annotation."
+            )
+
+
+def _signature(builder: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(builder, eval_str=True)
+    except Exception:  # noqa: BLE001  an annotation may be any text
+        return inspect.signature(builder)
+
+
+def _may_be(value: Any, wanted: Any) -> bool:
+    """Return False where a value is surely not what an annotation asks for: a text for a number, an unknown word."""
+    if get_origin(wanted) in (Union, UnionType):
+        return any(_may_be(value, one) for one in get_args(wanted))
+    if get_origin(wanted) is Literal:
+        return value is None or value in get_args(wanted)
+    if wanted in (int, float, bool, NoneType):
+        return not isinstance(value, str | list | dict)
+    return not (wanted is str and isinstance(value, list | dict))
 
 
 def imported_code(import_paths: Sequence[str]) -> dict[str, str]:

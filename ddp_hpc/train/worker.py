@@ -7,13 +7,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ddp_hpc.base.errors import ConfigError, NotCheckedError, exit_code_of
+from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.base.exit_codes import FINISHED, STOPPED
 from ddp_hpc.base.processes import host_name, unclaimed_stop_signals
 from ddp_hpc.cluster.rank_probe.client import RankProbe
@@ -78,13 +79,32 @@ def preload(run_path: str) -> str:
     return why_not_fork(spec.recipe.target)
 
 
-def check(spec: RunSpec, environ: Mapping[str, str]) -> None:
+def check(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """Check what needs neither data nor devices: the recipe's function and arguments, the first weights, the optimizer of a resume.
 
     Raises:
         ConfigError: where the job would refuse it.
-        NotCheckedError: where it might not.
     """
+    yield from _check_function(spec, environ)
+    yield from _paths_that_are_not_there(spec.recipe.args)
+    run = RunDir(spec.path)
+    steps = checkpoint_names.committed_steps(run)
+    if steps:
+        saved = checkpoint_store.read_manifest(checkpoint_names.checkpoint_path(run, steps[-1]))
+        if saved.made.get("has_recipes_optimizer") is False:
+            mine = build_optimizer(spec.optimizer, torch.nn.Linear(1, 1), spec.train.lr)
+            refuse_other_optimizer(type(mine).__name__, saved.state["optimizer"])
+        if spec.recipe != load_resolved(run.config).recipe:
+            yield f"`recipe` has changed since step {steps[-1]}, and only the job builds the model, so it may not fit the checkpoint"
+    elif spec.train.init_from is not None:
+        try:
+            find_weights(spec.train.init_from, runs_dir=spec.path.parent)
+            yield "only the job builds the model, so the weights of `train.init_from` may not fit it"
+        except ConfigError as error:
+            yield refuse_missing(error, spec.train.init_from, spec)
+
+
+def _check_function(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     target, other, is_users = spec.recipe.target, spec.own_environment, bool(environ.get(USERS_CODE))
     try:
         builder = load_builder(target)
@@ -92,21 +112,22 @@ def check(spec: RunSpec, environ: Mapping[str, str]) -> None:
     except ConfigError as error:
         is_unknown_import = error.__cause__ is not None and not isinstance(error.__cause__, _SAME_IN_EQUAL_PYTHONS)
         if is_unknown_import:
-            raise NotCheckedError(f"a node may have what this host lacks: {error}") from error
-        if other and not (is_users and isinstance(error.__cause__, TypeError | None)):
-            raise NotCheckedError(f"`{other}` may give the job another Python: {error}") from error
-        raise
-    steps = checkpoint_names.committed_steps(RunDir(spec.path))
-    if steps:
-        saved = checkpoint_store.read_manifest(checkpoint_names.checkpoint_path(RunDir(spec.path), steps[-1]))
-        if saved.made.get("has_recipes_optimizer") is False:
-            mine = build_optimizer(spec.optimizer, torch.nn.Linear(1, 1), spec.train.lr)
-            refuse_other_optimizer(type(mine).__name__, saved.state["optimizer"])
-    elif spec.train.init_from is not None:
-        try:
-            find_weights(spec.train.init_from, runs_dir=spec.path.parent)
-        except ConfigError as error:
-            refuse_missing(error, spec.train.init_from, spec)
+            yield f"a node may have what this host lacks: {error}"
+        elif other and not (is_users and isinstance(error.__cause__, TypeError | None)):
+            yield f"`{other}` may give the job another Python: {error}"
+        else:
+            raise
+
+
+def _paths_that_are_not_there(args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the job may fail of a recipe's argument that names a place on this host: nothing or no file is there."""
+    for name, value in args.items():
+        path = Path(value if isinstance(value, str) else "")
+        first = path.parts[0] if len(path.parts) > 1 else ""  # `org/model` is no path, unless there is such a directory
+        if first and (first in {"~", ".."} or os.path.exists(first)) and not os.path.exists(path):  # noqa: PTH110  for any text
+            yield f"`recipe.args.{name}` is {str(path)!r}, and this host has no such file or directory. Correct it, unless nodes have one"
+        elif value and os.path.isdir(path) and not os.listdir(path):  # noqa: PTH112, PTH208  the same
+            yield f"`recipe.args.{name}` is {str(path)!r}, and this host has no file in that directory. Correct it, unless nodes have one"
 
 
 def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None = None) -> int:

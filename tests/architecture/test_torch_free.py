@@ -160,13 +160,15 @@ def test_a_dry_run_imports_what_reads_a_configuration_and_nothing_else_slow(dire
 def test_a_sweep_for_slurm_imports_nothing_that_only_a_look_at_runs_or_another_back_end_needs(directory: Path) -> None:
     program = directory / "bin" / "sbatch"
     program.parent.mkdir()
-    program.symlink_to("/bin/true")
+    for name in ("sbatch", "scontrol"):
+        program.with_name(name).symlink_to("/bin/true")
     alone = THEN_SAY_WHAT_IS_LOADED.replace(
         "import sys\n", f"import os, sys\nos.environ['PATH'] = '{program.parent}'\n", 1
     )
 
     (directory / "train.py").touch()
-    loaded = loaded_by(alone, *OF_A_SWEEP, "--dry-run", "--", "python", "train.py", cwd=directory)
+    runs = "runs_dir=/home/nobody-here/runs"  # the test's own directory may be a node's own
+    loaded = loaded_by(alone, *OF_A_SWEEP, runs, "--dry-run", "--", "python", "train.py", cwd=directory)
 
     needless = {"concurrent", "ddp_hpc.launch.sweep.point_states", "ddp_hpc.launch.submission.local"}
     assert "ddp_hpc.launch.sweep.array" in loaded

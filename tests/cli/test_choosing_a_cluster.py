@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
+from ddp_hpc.launch.submission.preflight import capacity
 
 NO_CONFIG = "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1"
 DOWN = "echo 'Slurmctld(primary) at head is DOWN'; exit 1"
@@ -43,9 +44,14 @@ def test_slurm_without_sbatch_is_one_error_that_says_what_to_do(here: Path, caps
     ("scontrol", "goes_to_slurm"), [(UP, True), (DOWN, True), (NO_CONFIG, False)], ids=["up", "down", "no cluster"]
 )
 def test_auto_is_slurm_where_there_is_a_cluster_even_one_that_does_not_answer(
-    here: Path, capsys: pytest.CaptureFixture[str], scontrol: str, goes_to_slurm: bool
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    scontrol: str,
+    goes_to_slurm: bool,
 ) -> None:
-    install(here, sbatch="exit 1", scontrol=scontrol)
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+    install(here, sbatch="echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1", scontrol=scontrol)
 
     assert main(["submit", "run.yaml", "--dry-run"]) == 0
 

@@ -60,7 +60,11 @@ def add_job(run: RunDir, *, queued: str | None = None, had: str | None = None, c
         append_json_line(run.attempts, known)
 
 
-def test_a_dry_run_prints_the_script_alone_and_makes_nothing(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_script_alone_and_makes_nothing(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+    install(slurm, sbatch="exit 0")
     assert main(["submit", "run.yaml", "--dry-run", "slurm.account=lab"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
@@ -71,8 +75,11 @@ def test_a_dry_run_prints_the_script_alone_and_makes_nothing(slurm: Path, capsys
     assert sorted(path.name for path in slurm.iterdir()) == ["bin", "run.yaml", "tiny.py"]
 
 
-@pytest.mark.usefixtures("slurm")
-def test_a_dry_run_as_json_has_the_script_that_the_other_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_as_json_has_the_script_that_the_other_prints(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)
+    install(slurm, sbatch="exit 0")
     main(["submit", "run.yaml", "--dry-run"])
     printed = capsys.readouterr().out
     main(["submit", "run.yaml", "--dry-run", "--json"])

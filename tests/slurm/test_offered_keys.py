@@ -49,10 +49,28 @@ def test_one_run_by_all_keys_that_are_handed_on(cluster: Cluster, login: LoginNo
         cluster.run("scontrol", "update", "nodename=node2", "availablefeatures=", "activefeatures=", user="root")
 
 
-@pytest.mark.parametrize("word", ["slurm.constraint=none-has-it", "slurm.reservation=nobodys"])
-def test_what_the_cluster_does_not_have_is_refused_before_the_queue(word: str, login: LoginNode) -> None:
-    done = login.type("submit", "digits.yaml", "name=refused", "--cluster", "slurm", word)
+REFUSED = {
+    "slurm.constraint=none-has-it": "`slurm.constraint` is 'none-has-it', but no node has that",
+    "slurm.reservation=nobodys": "`slurm.reservation` is 'nobodys'",
+    "slurm.nodelist=nod1": "`slurm.nodelist` is 'nod1'",
+    "slurm.partition=bacth": "`slurm.partition` is 'bacth'; the cluster has batch (4 nodes)",
+    "slurm.qos=hihg": "`slurm.qos` 'hihg'; you may use lab (QOS high",
+    "slurm.account=nobodys": "`slurm.account` is 'nobodys'",
+    "slurm.extra.mem_per_cup=4G": "`slurm.extra` has mem_per_cup",
+    "resources.gpus_per_node=8": "`resources.gpus_per_node` is 8, but a node of partition batch has at most 4 GPUs",
+    "runs_dir=/root/runs": "The run's directory /root/runs/refused cannot be written: Permission denied",
+}
 
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert not login.run("refused").path.exists()
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_the_cluster_does_not_have_is_refused_before_the_queue(word: str, login: LoginNode) -> None:
+    (login.folder / "train.py").touch()
+    shape = [] if "gpus" in word else ["resources.workers_per_node=1"]
+    for how in (["--dry-run"], []):
+        words = ["submit", "name=refused", "--cluster", "slurm", *how, *shape, word, "--", "python", "train.py"]
+        done = login.type(*words)
+
+        assert (done.returncode, done.stdout) == (2, ""), how
+        assert done.stderr.startswith("error: ")
+        assert REFUSED[word] in done.stderr
+        assert not login.run("refused").path.exists()

@@ -190,10 +190,10 @@ def _refuse(resolved: Resolved) -> None:
 
 def _prepare(run_dir: RunDir, resolved: Resolved) -> bool:
     """Make the run's directory, or renew its configuration; return whether the run has finished already."""
-    from ddp_hpc.launch.submission.run_dir_setup import is_finished, make_run_dir, refuse_file_in_the_way
+    from ddp_hpc.launch.submission.run_dir_setup import is_finished, make_run_dir, refuse_unusable_place
     from ddp_hpc.run.config import render_resolved
 
-    refuse_file_in_the_way(run_dir)
+    refuse_unusable_place(run_dir)
     is_new = not run_dir.config.exists()
     if not is_new and is_finished(run_dir, resolved.spec):
         print(f"{run_dir.name} has finished already, so there is nothing to do", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Checks the user's part of a run before it is queued: `python -m ddp_hpc.job.node.check WORKER CONFIG ANSWER`.
+"""Checks the user's part of runs before they are queued: `python -m ddp_hpc.job.node.check WORKER ANSWER CONFIG ...`.
 
 It is a process of its own, because it imports the user's code, which may print, wait, crash or take memory.
 """
@@ -10,25 +10,24 @@ import os
 import sys
 from pathlib import Path
 
-from ddp_hpc.base.errors import ConfigError, NotCheckedError
+from ddp_hpc.base.errors import ConfigError, text_of
 from ddp_hpc.job.node.python_environ import leave_at_once, make_users_code_importable
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.workload.protocol import load_worker
 
 
-def main(worker: str, config: str, answer: str) -> None:
-    """Write to the file `answer` what is refused, or why this host cannot say."""
+def main(worker: str, answer: str, *configs: str) -> None:
+    """Write to the file `answer` what is refused, and what this host cannot say."""
     make_users_code_importable(os.environ)
-    told: dict[str, str] = {}
+    refused, unchecked = "", list[str]()
     try:
-        load_worker(worker).check(load_resolved(Path(config)), os.environ)
-    except NotCheckedError as error:
-        told = {"unchecked": str(error)}
+        for config in configs:
+            unchecked += load_worker(worker).check(load_resolved(Path(config)), os.environ)
     except ConfigError as error:
-        told = {"refused": str(error)}
+        refused = str(error)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything, and the job will say more
-        told = {"unchecked": f"{type(error).__name__}: {error}"}
-    Path(answer).write_text(json.dumps(told), encoding="utf-8")
+        unchecked.append(f"{type(error).__name__}: {text_of(error)}")
+    Path(answer).write_text(json.dumps([refused, list(dict.fromkeys(unchecked))]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -171,7 +171,9 @@ def _interpreter(word: str, environ: Mapping[str, str]) -> tuple[str, str]:
             return sys.executable, ""
         found = shutil.which(word, path=environ.get("PATH"))
         if found is None:
-            raise ConfigError(f"`script.command` starts {word!r}, but PATH has no such program.")
+            raise ConfigError(
+                f"`script.command` starts {word!r}, but PATH has no such program. Name `python`, which is {sys.executable}, or install it."
+            )
         return found, f"{found} is not the Python that ddp-hpc runs in, {sys.executable}"
     path = Path(os.path.abspath(word))  # noqa: PTH100  links stay: a virtual environment's Python is one
     if not os.access(path, os.X_OK):

@@ -40,6 +40,20 @@ def why_exec(source: str) -> str:
     return ""
 
 
+def imports(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each package that a script imports in any case, as it is not in an `if`, a `try` or a function.
+
+    Raises:
+        SyntaxError: where this Python cannot read the source.
+    """
+    for node in ast.parse(source).body:
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, one.name.partition(".")[0]) for one in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield node.lineno, module.partition(".")[0]
+
+
 def may_compile(source: str) -> bool:
     """Tell whether a script seems to use PyTorch's compiler, itself or through a library."""
     return _COMPILER.search(source) is not None

@@ -10,17 +10,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.base.errors import ConfigError, NotCheckedError, exit_code_of
+from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.cluster.machine.cgroups import memory_kills, ran_out_since
@@ -34,6 +35,7 @@ from ddp_hpc.job.script.output import Echo, open_log
 from ddp_hpc.job.script.plan import ScriptPlan, frozen_code, plan_of
 from ddp_hpc.job.script.report import remark, report_exit, what_was_short
 from ddp_hpc.job.script.script_rank import ScriptRank
+from ddp_hpc.job.script.source import imports
 from ddp_hpc.job.script.start import start
 from ddp_hpc.job.script.store import host_store, keep_while_used
 from ddp_hpc.job.script.watcher import Watcher
@@ -100,30 +102,89 @@ def _plan(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> ScriptPlan:
     return plan_of(spec.script, code, environ, Path.cwd())
 
 
-def check(spec: RunSpec, environ: Mapping[str, str]) -> None:
-    """Check that there is such a script, and that Python finds the modules that are named.
+def check(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
+    """Check that there is such a script that can start, and that Python finds the modules that are named.
 
     Raises:
         ConfigError: where the job would refuse it.
-        NotCheckedError: where it might not.
     """
     program = spec.script.program
     try:
         plan = plan_of(spec.script, None, environ, Path.cwd())
     except ConfigError as error:
         if program.script is None and (program.python is not None or "/" not in program.words[0]):
-            raise NotCheckedError(f"a node may have a program that this host lacks: {error}") from error
-        refuse_missing(error, program.script or program.words[0], spec)
-    sys.path.insert(0, plan.folder)
-    for name in filter(None, [program.module, *spec.script.preload]):
-        top = name.partition(".")[0]
-        if not plan.why_exec and find_spec(top) is None:
-            asks = "script.command" if name == program.module else "script.preload"
-            meant = did_you_mean(top, [path.stem for path in Path(plan.folder).glob("*.py")])
-            text = f"`{asks}` names the module {name!r}, but this Python has none of that name. {meant}Correct it, or install it."
-            if other := spec.own_environment:
-                raise NotCheckedError(f"`{other}` may give the job another Python: {text}")
+            yield f"a node may have a program that this host lacks: {error}"
+        else:
+            yield refuse_missing(error, program.script or program.words[0], spec)
+        return
+    for text in _refusals(spec, plan):
+        if not spec.own_environment:
             raise ConfigError(text)
+        yield f"`{spec.own_environment}` may give the job another Python: {text}"
+
+
+def _refusals(spec: RunSpec, plan: ScriptPlan) -> Iterator[str]:
+    """Yield why this host's Python, or its Linux, would not start the script."""
+    if plan.executable != sys.executable or {*plan.program.options} - {"-u"}:
+        if plan.program.python is None and "/" in plan.program.words[0]:
+            yield from _of_first_line(plan)
+        return
+    sys.path.insert(0, plan.folder)
+    if plan.path is not None and plan.path.is_file():
+        yield from _of_source(plan.path)
+    for key, name in [
+        ("script.command", plan.program.module),
+        *(("script.preload", one) for one in spec.script.preload),
+    ]:
+        if name is not None and not _has_module(name):
+            yield f"`{key}` names the module {name!r}, but this Python has none of that name. {_meant(name, plan.folder)}Correct it, or install it."
+
+
+def _of_first_line(plan: ScriptPlan) -> Iterator[str]:
+    if not os.access(plan.executable, os.R_OK):
+        return
+    with Path(plan.executable).open("rb") as file:
+        first = file.readline(256).decode(errors="replace")
+    named = first[2:].split()[0] if first.startswith("#!") else ""
+    what = f"`script.command` starts {plan.program.words[0]!r}, "
+    if named and first.endswith("\r\n"):
+        yield f"{what}whose lines end as on Windows, so Linux finds no program {first[2:-1]!r}. Convert it: `sed -i 's/\\r$//' FILE`."
+    elif named and not Path(named).exists():
+        yield f"{what}whose first line names the program {named!r}, which does not exist. Correct it, or name the program before the script."
+
+
+def _of_source(path: Path) -> Iterator[str]:
+    source = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        imported = [*imports(source)]
+    except SyntaxError as error:
+        yield f"`script.command` starts {path.name!r}, but Python cannot read its line {error.lineno}: {error.msg}. Correct it."
+        return
+    except (ValueError, RecursionError):
+        return
+    for line, name in imported:
+        if "sys.path" not in source and not _has_module(name):
+            yield (
+                f"`script.command` starts {path.name!r}, whose line {line} imports {name!r}, but this Python has no module of that name. "
+                f"{_meant(name, str(path.parent))}Correct it, or install it."
+            )
+
+
+def _meant(name: str, folder: str) -> str:
+    parent, _, _ = name.rpartition(".")
+    beside = [path.stem for path in Path(folder, *parent.split(".")).glob("*.py")]
+    return did_you_mean(name, [f"{parent}.{stem}" if parent else stem for stem in beside], cutoff=0.7)
+
+
+def _has_module(name: str) -> bool:
+    """Return whether Python finds a module, without an import of the packages that hold it."""
+    top, *parts = name.split(".")
+    with suppress(ValueError):  # a module of this process without a specification
+        spec = find_spec(top)
+        for part in parts:
+            spec = spec and PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations or [])
+        return spec is not None
+    return True
 
 
 def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None = None) -> int:

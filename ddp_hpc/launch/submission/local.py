@@ -25,10 +25,10 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     is_finished,
     make_run_dir,
     note_on_parents,
-    refuse_file_in_the_way,
     refuse_missing_nsys,
     refuse_missing_recorders,
     refuse_several_torchruns,
+    refuse_unusable_place,
     submitting_alone,
     unchanged_if_refused,
 )
@@ -119,7 +119,7 @@ def prepare(request: SubmitRequest) -> list[str]:
     Raises:
         ConfigError: where the input is invalid, or the directory cannot be made.
     """
-    refuse_file_in_the_way(request.run)
+    refuse_unusable_place(request.run)
     return _make(request, is_new=not request.run.config.exists())
 
 
@@ -138,7 +138,7 @@ def submit(request: SubmitRequest) -> Submission:
     """
     run = request.run
     refuse_too_much(request.spec)
-    refuse_file_in_the_way(run)
+    refuse_unusable_place(run)
     is_new = not run.config.exists()
     notes = _make(request, is_new=True) if is_new else []
     with submitting_alone(run, patience_s=2 * START_PATIENCE_S):

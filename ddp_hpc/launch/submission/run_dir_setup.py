@@ -28,8 +28,8 @@ def is_finished(run: RunDir, spec: RunSpec) -> bool:
     return is_done(run, workload_of(spec).goal)
 
 
-def refuse_file_in_the_way(run: RunDir) -> None:
-    """Refuse a run's directory that is a sweep's, or is a file, or would lie below one."""
+def refuse_unusable_place(run: RunDir) -> None:
+    """Refuse a run's directory that is a sweep's, or is a file, or would lie below one or where nothing may be written."""
     if holds_sweep(run.path):
         raise ConfigError(
             f"{run.name} is a sweep in {run.path}, so no run can have its name. To send the points that no job has: `ddp-hpc sweep "
@@ -47,6 +47,8 @@ def refuse_file_in_the_way(run: RunDir) -> None:
                 f"`runs_dir` and `name` put the run at {run.path}, but {place} is a file, not a directory. "
                 "Choose another directory with `runs_dir=...`."
             )
+        if place != run.path and not os.access(place, os.W_OK | os.X_OK):
+            raise _unwritable(run, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), is_new=True)
         return
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -32,9 +33,9 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     is_finished,
     make_run_dir,
     note_on_parents,
-    refuse_file_in_the_way,
     refuse_missing_recorders,
     refuse_several_torchruns,
+    refuse_unusable_place,
     submitting_alone,
     unchanged_if_refused,
 )
@@ -51,6 +52,7 @@ from ddp_hpc.run.run_dir.records import (
     write_awaited,
     write_queued_job,
 )
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.script_progress import folder_of, look
 from ddp_hpc.run.workload.table import workload_of
 
@@ -82,28 +84,71 @@ def describe(request: SubmitRequest) -> Description:
     Raises:
         ConfigError: where the run's image, or a path that it is to see, cannot be used, or the script cannot be made.
     """
-    would = _described(request)
-    return replace(would, notes=[*_note_on_own_job(request.environ), *would.notes])
+    refuse_unusable_place(request.run)
+    script, notes = _script(request)
+    return Description(
+        script=script,
+        notes=[*_note_on_own_job(request.environ), *check_dry(request, script), *notes],
+        command=["sbatch", str(request.run.job_script)],
+        import_paths=job_import_paths(request),
+    )
 
 
-def _described(request: SubmitRequest) -> Description:
-    run, spec, environ = request.run, request.spec, request.environ
-    paths = job_import_paths(request)
-    asked = JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=paths)
-    spared = spared_nodes(run, spec, environ, script := render(asked))
+def _script(request: SubmitRequest) -> tuple[str, list[str]]:
+    """Return the job script, which leaves out nodes on which the run failed, and notes on these."""
+    run, spec = request.run, request.spec
+    asked = JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=job_import_paths(request))
+    spared = spared_nodes(run, spec, request.environ, script := render(asked))
+    notes = [spared.detail] if spared.detail else []
     if spared.excluded:
         exclude = ",".join(filter(None, [spec.slurm.exclude, *spared.excluded]))
         script = render(replace(asked, spec=replace(spec, slurm=replace(spec.slurm, exclude=exclude))))
+        within = f"in the last {spec.restart.forget_h} h (`restart.forget_h`)"
+        notes.insert(0, f"the job excludes {', '.join(spared.excluded)}, where the run failed {within}")
+    return script, notes
+
+
+def refuse_private(path: Path) -> None:
+    """Refuse a run's directory, or a Python, that each node has for itself."""
+    capacity.refuse_private_directory(path)
+    capacity.refuse_private_python(path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
+
+
+def check(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
+    """Check what can be checked before anything is made, of a run or of some `points` of a sweep; return notes.
+
+    Raises:
+        ConfigError: where the image or the user's part cannot be used on the nodes.
+    """
+    spec, environ, path = request.spec, request.environ, request.run.path
     refuse_missing_recorders(spec)
     refuse_several_torchruns(spec)
-    notes = [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
-    notes += check_users_part(spec, request.import_paths, environ)
-    if spared.excluded:
-        notes.append(
-            f"the job excludes {', '.join(spared.excluded)}, where the run failed in the last {spec.restart.forget_h} h (`restart.forget_h`)"
+    notes = [*look_at_image(spec, request.run, job_import_paths(request), environ, is_for_slurm=True)]
+    notes += [*note_on_parents(path), *capacity.notes_on_setup(spec)]
+    return [*notes, *check_users_part(points or [spec], request.import_paths, environ)]
+
+
+def check_dry(request: SubmitRequest, script: str, points: Sequence[RunSpec] = ()) -> list[str]:
+    """Check the same, and ask Slurm whether it would take the script, which is in no file yet; return notes.
+
+    Raises:
+        ConfigError: where `submit` would refuse the run.
+    """
+    if not is_here(request.environ):
+        unasked = (
+            "note: not checked before the queue: this host has no Slurm, so nobody was asked whether it takes the job"
         )
-    notes += [spared.detail] if spared.detail else []
-    return Description(script=script, notes=notes, command=["sbatch", str(run.job_script)], import_paths=paths)
+        return [*check(request, points), unasked]
+    refuse_private(request.run.path)
+    with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
+        replace_text(Path(folder) / "job.sbatch", script)
+        questions = capacity.Questions(request.environ)
+        questions.ask_about(Path(folder) / "job.sbatch")
+        notes = check(request, points)
+        try:
+            return [*notes, *questions.notes(request.spec, request.run)]
+        except SlurmUnavailableError as error:
+            return [*notes, f"note: not checked before the queue: whether Slurm takes the job: {error}"]
 
 
 def _note_on_own_job(environ: Mapping[str, str]) -> Iterator[str]:
@@ -122,11 +167,11 @@ def prepare(request: SubmitRequest) -> list[str]:
         ConfigError: where it cannot be made; a run that was new leaves nothing behind.
     """
     run = request.run
-    refuse_file_in_the_way(run)
+    refuse_unusable_place(run)
     is_new = not run.config.exists()
-    made = _make(request, is_new=is_new)
+    script, notes = _make(request, is_new=is_new)
     try:
-        return [*made.notes, *_fill(request, made)]
+        return [*notes, *_fill(request, script)]
     except BaseException:
         if is_new:
             shutil.rmtree(run.path, ignore_errors=True)
@@ -142,7 +187,7 @@ def submit(request: SubmitRequest) -> Submission:
         SlurmUnavailableError: where Slurm does not answer.
     """
     run, spec, environ = request.run, request.spec, request.environ
-    refuse_file_in_the_way(run)
+    refuse_unusable_place(run)
     is_new = not run.config.exists()
     client.require("sbatch", environ)
     questions = capacity.Questions(environ)
@@ -156,8 +201,8 @@ def submit(request: SubmitRequest) -> Submission:
                 return there
             is_to_be_removed = is_new
             with contextlib.nullcontext() if is_new else unchanged_if_refused(run):
-                made = made or _make(request, is_new=False)
-                notes = [*_note_on_own_job(environ), *made.notes, *_fill(request, made)]
+                script, notes = made or _make(request, is_new=False)
+                notes = [*_note_on_own_job(environ), *notes, *_fill(request, script)]
                 questions.ask_about(run.job_script)
                 notes += questions.notes(spec, run)
                 attempt = ownership.next_attempt(run)
@@ -181,24 +226,23 @@ def submit(request: SubmitRequest) -> Submission:
     return Submission(run, NAME, "queued", attempt, is_new=is_new, job_id=job_id, notes=tuple(notes))
 
 
-def _make(request: SubmitRequest, *, is_new: bool) -> Description:
-    """Check what can be checked before anything is made; then make the run directory, or renew its configuration.
+def _make(request: SubmitRequest, *, is_new: bool) -> tuple[str, list[str]]:
+    """Check what can be checked; then make the run directory, or renew its configuration. Return the job script, and notes.
 
     Raises:
         ConfigError: where the run's directory, image or script cannot be used on the nodes.
     """
-    path = request.run.path
-    capacity.refuse_private_directory(path)
-    capacity.refuse_private_python(path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
-    would = _described(request)
+    refuse_private(request.run.path)
+    script, notes = _script(request)
+    notes = [*check(request), *notes]
     make_run_dir(request.run, render_resolved(request.resolved), is_new=is_new)
-    return would
+    return script, notes
 
 
-def _fill(request: SubmitRequest, made: Description) -> list[str]:
+def _fill(request: SubmitRequest, script: str) -> list[str]:
     """Put the frozen code and the job script into the run directory; return notes on the code."""
     notes = freeze_code(request, request.run)
-    replace_text(request.run.job_script, made.script or "")
+    replace_text(request.run.job_script, script)
     return notes
 
 

@@ -13,7 +13,6 @@ from ddp_hpc import __version__
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.base.patience import is_there, known
-from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.cluster.slurm.hostlist import as_ranges
@@ -22,11 +21,9 @@ from ddp_hpc.launch.render import render_template
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.submission.preflight import capacity
-from ddp_hpc.launch.submission.preflight.image import look_at_image
-from ddp_hpc.launch.submission.preflight.users_part import check_users_part
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.launch.submission.run_dir_setup import note_on_parents
-from ddp_hpc.launch.sweep.resolving import Points
+from ddp_hpc.launch.sweep.points import Point
+from ddp_hpc.launch.sweep.resolving import with_own_code
 from ddp_hpc.launch.sweep.states import points_in_queue
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sending,
@@ -98,6 +95,16 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     )
 
 
+def describe(base: SubmitRequest, points: Sequence[Point]) -> tuple[str, list[str]]:
+    """Return the script of the sweep's arrays, and what the user should know; make nothing.
+
+    Raises:
+        ConfigError: where `submit` would refuse the sweep.
+    """
+    script = array_script(base.spec, SweepDir(base.spec.path))
+    return script, slurm.check_dry(base, script, with_own_code(base.resolved, points, base.environ))
+
+
 def make_for_slurm(base: SubmitRequest, sweep: Sweep, questions: capacity.Questions, *, until_sent: ExitStack) -> Made:
     """Make the sweep's directory with all that its tasks need. Nothing is left where it fails.
 
@@ -107,11 +114,8 @@ def make_for_slurm(base: SubmitRequest, sweep: Sweep, questions: capacity.Questi
     client.require("sbatch", environ)
     refuse_existing(sweep_dir)
     script = array_script(spec, sweep_dir)
-    capacity.refuse_private_directory(sweep_dir.path)
-    capacity.refuse_private_python(sweep_dir.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
-    paths = tuple(slurm.job_import_paths(base))
-    notes = [*look_at_image(spec, sweep_dir.files, paths, environ, is_for_slurm=True), *note_on_parents(sweep_dir.path)]
-    notes += check_users_part(Points(base.resolved, environ).resolved(sweep.points[0]).spec, base.import_paths, environ)
+    slurm.refuse_private(sweep_dir.path)
+    notes = slurm.check(base, with_own_code(base.resolved, sweep.points, environ))
 
     def fill(beside: SweepDir) -> None:
         """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""
@@ -120,7 +124,7 @@ def make_for_slurm(base: SubmitRequest, sweep: Sweep, questions: capacity.Questi
         notes.extend(slurm.freeze_code(base, beside.files))
         notes.extend(questions.notes(spec, beside.files))
 
-    sweep = replace(sweep, import_paths=paths)
+    sweep = replace(sweep, import_paths=tuple(slurm.job_import_paths(base)))
     make_sweep(sweep_dir, base.resolved, sweep, fill, until_sent=until_sent)
     return Made(sweep_dir=sweep_dir, sweep=sweep, base=spec, cluster=questions.config(), notes=notes)
 

@@ -12,6 +12,7 @@ from ddp_hpc.launch.sweep.points import Point, as_set
 from ddp_hpc.run.config import Overlay, Resolved
 from ddp_hpc.run.config.keys import is_section, key_of, unknown_key
 from ddp_hpc.run.config.paths import literal
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.spec.launch import NAME_PATTERN
 
 POINT = "point"
@@ -24,6 +25,9 @@ _OF_THE_ARRAY = ("slurm", "resources", "container", "stage", "snapshot", "site",
 
 _NEVER = frozenset({"runs_dir", "resources.nodes"})
 """On one machine, too: it has one directory for the sweep, and one node."""
+_USERS_PART = ("recipe.", "script.", "optimizer.name", "train.init_from")
+_MOST_CHECKED = 32
+"""Each costs some milliseconds of the submission."""
 
 
 class Points:
@@ -93,6 +97,16 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
         if settings not in resolved or not _has_valid_words(point, base.spec.script.command):
             made.resolved(point)
         resolved.add(settings)
+
+
+def with_own_code(base: Resolved, points: Sequence[Point], environ: Mapping[str, str]) -> list[RunSpec]:
+    """Return the first point's spec, and those of some points that differ from it in what is checked of the user's part."""
+    in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
+    made, different = Points(base, environ), dict[Any, Point]()
+    for point in points:
+        own = {key: value for key, value in point.settings.items() if key.startswith(_USERS_PART) or key in in_braces}
+        different.setdefault(as_set(own), point)
+    return [made.resolved(point).spec for point in [*different.values()][:_MOST_CHECKED]]
 
 
 def _refusals(point: Point, seen: set[str], in_braces: set[str], *, is_array: bool) -> Iterator[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NoReturn
 
-from ddp_hpc.base.errors import ConfigError, NotCheckedError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.spec import LaunchSpec
 
 PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named to be refused
@@ -14,15 +13,14 @@ PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named
 _CHANGES_DIRECTORY = re.compile(r"(?:^|[\s;&])(?:cd|pushd)\s")
 
 
-def refuse_missing(error: ConfigError, named: str, spec: LaunchSpec) -> NoReturn:
-    """Refuse a file that is missing here, unless the job may find it.
+def refuse_missing(error: ConfigError, named: str, spec: LaunchSpec) -> str:
+    """Refuse a file that is missing here; return why not, where the job may find it.
 
     Raises:
         ConfigError: the error.
-        NotCheckedError: where the job may find the file.
     """
     if why := _why_there(Path(named), spec):
-        raise NotCheckedError(f"{why}: {error}") from error
+        return f"{why}: {error}"
     raise error
 
 

@@ -98,12 +98,11 @@ class WorkerModule(Protocol):
     It may set `OUTLIVED = True`: processes that a worker starts do not end with it, so the process that kills it has to kill them, too.
     """
 
-    def check(self, spec: RunSpec, environ: Mapping[str, str], /) -> None:
-        """Refuse, on the host that a run is submitted from, what `main` would refuse in the job; start and build nothing.
+    def check(self, spec: RunSpec, environ: Mapping[str, str], /) -> Iterator[str]:
+        """Yield what the host that a run is submitted from cannot say, and why; start and build nothing.
 
         Raises:
             ConfigError: where the job would refuse it.
-            NotCheckedError: where this host cannot say.
         """
 
     def preload(self, run_path: str, /) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +25,8 @@ from ddp_hpc.run.workload.only_in_job import PRIVATE_PLACES
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
+_SOURCED = re.compile(r"\s*(?:source|\.)\s+(~?/?[\w.+-]+(?:/[\w.+-]+)+)\s*$")
+"""A line of shell that reads one file, and fails without it."""
 _SOON_S = 60.0
 _NEVER_S = 180 * 86400.0
 """With jobs before it that may run for ever, Slurm's estimates are years ahead."""
@@ -131,6 +135,16 @@ class Questions:
         progress = read_progress(run)
         save_s = progress.save_s if progress else None
         return [*_costs(spec, answer.starts_at), *_misfits(spec, self.config(), partition, save_s)]
+
+
+def notes_on_setup(spec: RunSpec) -> Iterator[str]:
+    """Yield a note for each file that `slurm.setup` reads and this host does not have."""
+    for named in (match[1] for line in spec.slurm.setup if (match := _SOURCED.match(line))):
+        if not Path(os.path.expanduser(named)).exists():  # noqa: PTH111  a Path raises an error for `~nobody`
+            yield (
+                f"note: not checked before the queue: `slurm.setup` reads {named}, which this host does not have; where a node does not have it "
+                "either, the job ends at once. Correct the path, or make the file."
+            )
 
 
 def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:

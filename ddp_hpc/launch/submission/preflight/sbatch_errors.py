@@ -23,7 +23,9 @@ class Cluster:
 
 def explain(said: str, spec: RunSpec, cluster: Cluster) -> str:
     """Return what sbatch's refusal means for this spec."""
-    first = next((line for line in said.strip().splitlines() if "error" in line.lower()), said.strip())
+    first = next(
+        (line for line in said.strip().splitlines() if "error" in line.lower()), said.strip().partition("\n")[0]
+    )
     told = re.sub(r"^(sbatch|allocation failure)?:? ?(error: )?", "", first)
     for pattern, words in _WORDS.items():
         if re.search(pattern, said, flags=re.IGNORECASE):
@@ -134,6 +136,18 @@ _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
     ),
     r"accounting/QOS policy": _policy,  # it goes on: "(job submit limit, user's size and/or time limits)"
     r"time limit": _time,
+    r"feature specification": lambda spec, _: (
+        f"`slurm.constraint` is {spec.slurm.constraint!r}, but no node has that. Name features that `sinfo -o '%N %f'` lists."
+    ),
+    r"invalid node name": lambda spec, _: (
+        f"`slurm.nodelist` is {spec.slurm.nodelist!r} and `slurm.exclude` {spec.slurm.exclude!r}. Name nodes that `sinfo -N` lists."
+    ),
+    r"reservation": lambda spec, _: (
+        f"`slurm.reservation` is {spec.slurm.reservation!r}. Name one that `scontrol show reservation` lists for you."
+    ),
+    r"(unrecognized|invalid|ambiguous) option": lambda spec, _: (
+        f"`slurm.extra` has {', '.join(spec.slurm.extra)}. Name options that `sbatch --help` lists."
+    ),
     r"generic resource": _gpus,
     r"node configuration is not available|node count|more processors|memory (specification|required)|nodes? .*not available": _size,
     r"QOS|policy|limit": _policy,

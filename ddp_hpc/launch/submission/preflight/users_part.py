@@ -26,28 +26,36 @@ DEADLINE_S = 15.0
 """How long the check may take: a first import of PyTorch from a slow file system takes longer."""
 
 
-def check_users_part(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
-    """Return a line on what could not be checked on this host; none where all is right."""
-    workload = workload_of(spec)
+def check_users_part(specs: Sequence[RunSpec], import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
+    """Check a run, or the points of a sweep; return a line for each thing that could not be checked on this host."""
+    spec, workload = specs[0], workload_of(specs[0])
     code = workload.users_code(import_paths)
     paths = {} if code is None else {IMPORT_PATH: str(code.directory)}
     try:
         with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
-            told = _checked(
-                spec, workload.worker, Path(folder), {**SAFE_PATH, **NO_BYTECODE, **environ, **spec.environ, **paths}
+            refused, unchecked = _checked(
+                specs,
+                workload.worker,
+                Path(folder),
+                {**SAFE_PATH, **NO_BYTECODE, **environ, **spec.environ, **paths},
             )
     except OSError as error:  # such as a full /tmp, which says nothing of the run
-        told = {"unchecked": str(error)}
-    if "refused" in told:
-        raise ConfigError(told["refused"])
-    return [f"note: not checked before the queue: {' '.join(text.split())}" for text in told.values()]
+        refused, unchecked = "", [str(error)]
+    if refused:
+        raise ConfigError(refused)
+    return [f"note: not checked before the queue: {' '.join(text.split())}" for text in unchecked]
 
 
-def _checked(spec: RunSpec, worker: str, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    config, answer = folder / "config.yaml", folder / "answer.json"
-    replace_text(config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), DEFAULT.source))), is_secret=True)
-    ended = _run([sys.executable, "-m", "ddp_hpc.job.node.check", worker, str(config), str(answer)], environ)
-    return json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {"unchecked": ended}
+def _checked(
+    specs: Sequence[RunSpec], worker: str, folder: Path, environ: Mapping[str, str]
+) -> tuple[str, Sequence[str]]:
+    answer, configs = folder / "answer.json", [folder / f"{number}.yaml" for number in range(len(specs))]
+    for config, spec in zip(configs, specs, strict=True):
+        text = render_resolved(Resolved(spec, dict.fromkeys(flat(spec), DEFAULT.source)))
+        replace_text(config, text, is_secret=True)
+    argv = [sys.executable, "-m", "ddp_hpc.job.node.check", worker, str(answer), *map(str, configs)]
+    ended = _run(argv, environ)
+    return json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else ("", [ended])
 
 
 def _run(argv: Sequence[str], environ: Mapping[str, str]) -> str:
