@@ -18,7 +18,10 @@ from ddp_hpc.job import supervisor
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.run_dir_setup import make_run_dir, note_on_parents
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
+from ddp_hpc.run.run_dir import strangers
+from ddp_hpc.run.run_dir.inputs import AttemptInputs, write_inputs
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import write_rendezvous_token
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
 
@@ -202,6 +205,29 @@ def test_a_run_that_others_may_read_is_gone_on_with(mode: int, tmp_path: Path) -
 
     assert "seed" in run.config.read_text()
     assert stat.S_IMODE(run.config.stat().st_mode) == 0o600  # it may hold secrets
+
+
+def test_what_a_later_attempt_writes_of_secrets_is_private_in_a_shared_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for folder in (run.path, *(path for path in run.path.rglob("*") if path.is_dir())):
+        folder.chmod(0o755)
+
+    write_inputs(run, AttemptInputs(attempt=1, world_size=1, config="env: {HF_TOKEN: s3cr3t}"))
+    write_rendezvous_token(run.rendezvous_token(1))
+
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (run.inputs(1), run.rendezvous_token(1))]
+    assert modes == [0o600, 0o600]
+
+
+def test_where_a_file_system_knows_no_modes_nothing_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    run.path.chmod(0o777)
+    everything_open = os.stat_result((0o40777, 0, 0, 0, os.geteuid(), 0, 0, 0, 0, 0))
+    monkeypatch.setattr(strangers, "_probe", lambda _: everything_open)
+
+    make_run_dir(run, "name: digits\nseed: 1\n", is_new=False)
+
+    assert "seed" in run.config.read_text()
 
 
 def test_a_directory_of_runs_where_everybody_may_rename_them_is_told_of(tmp_path: Path) -> None:

@@ -411,6 +411,17 @@ def test_show_says_which_profile_counts_here_and_what_it_says(
     assert found["partitions"]["gpu"]["resources.gpus_per_node"] == 4
 
 
+def test_show_leaves_out_the_values_of_secrets(at_home: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    write_profile(at_home, "mine", "site: {hosts: ['*']}\nenv: {HF_TOKEN: hf_s3cr3t, NCCL_DEBUG: INFO}\n")
+
+    for more in ([], ["--json"]):
+        assert main(["site", "show", "mine", *more]) == 0
+        told = capsys.readouterr().out
+        assert "HF_TOKEN" in told
+        assert "INFO" in told
+        assert "s3cr3t" not in told
+
+
 def test_list_tells_examples_from_ones_own(at_home: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     write_profile(at_home, "mine", "site: {hosts: ['*']}")
 
