@@ -8,18 +8,21 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import psutil
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
+from ddp_hpc.job.script.source import imports
 from ddp_hpc.launch.submission import local
 from ddp_hpc.launch.submission.preflight import capacity, users_part
 from ddp_hpc.launch.submission.run_dir_setup import refuse_several_torchruns
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec
+from ddp_hpc.train.recipe import check_args
 from ddp_hpc.watch.status import read_status
 
 HOME_RUN = Path("/home/ada/runs/net")
@@ -416,3 +419,49 @@ def test_a_submission_from_within_a_job_says_how_to_use_that_job(
 def test_torchrun_as_one_worker_or_with_a_meeting_place_is_taken(workers: int, command: str) -> None:
     script = ScriptSpec(command=tuple(command.split()))
     refuse_several_torchruns(RunSpec(name="net", script=script, resources=ResourcesSpec(workers_per_node=workers)))
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        (b"\xef\xbb\xbfimport none_a\r\n", ["none_a"]),
+        (b"# -*- coding: latin-1 -*-\nname = '\xe9'\nfrom none_a.part import one\n", ["none_a"]),
+        (b'"""What."""\nfrom __future__ import annotations\nfrom . import one\nimport none_a as a, none_b\n', ["__future__", "none_a", "none_b"]),
+        (b"if True:\n    import none_a\ntry:\n    import none_b\nexcept ImportError:\n    none_b = None\n", []),
+        (b"import os\nos.system('pip install none_a')\nimport none_a\n", ["os"]),
+        (b"try:\n    import none_a\nexcept ImportError:\n    install()\nimport none_b\n", []),
+        (b"def main():\n    print(1)\n\nimport none_a\n", ["none_a"]),
+    ],
+)  # fmt: skip
+def test_of_a_script_the_imports_before_its_first_call_are_certain(source: bytes, names: list[str]) -> None:
+    assert [name for _, name in imports(source)] == names
+
+
+def annotated(
+    *,
+    number: int = 1,
+    rate: float = 1.0,
+    maybe: int | None = None,
+    text: str = "",
+    choice: Literal["a", "b"] = "a",
+    several: list[int] = [],  # noqa: B006
+    place: Path = HOME_RUN,
+    **others: object,
+) -> None:
+    del number, rate, maybe, text, choice, several, place, others
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_taken"),
+    [
+        *[("number", 3, True), ("number", 3.0, True), ("number", None, True), ("number", "3", False), ("number", [3], False)],
+        *[("rate", 1, True), ("rate", "1e-3", False), ("maybe", "x", False), ("maybe", None, True)],
+        *[("text", 3, True), ("text", ["x"], False), ("choice", "b", True), ("choice", "c", False)],
+        *[("several", "1", True), ("place", "/data", True), ("new", "x", True)],
+    ],
+)  # fmt: skip
+def test_an_argument_is_refused_where_it_is_surely_not_what_the_annotation_asks_for(
+    name: str, value: object, is_taken: bool
+) -> None:
+    with nullcontext() if is_taken else pytest.raises(ConfigError, match=rf"`recipe.args.{name}` is .*takes .* there"):
+        check_args("net:build", annotated, {name: value})  # type: ignore[arg-type]

@@ -40,13 +40,16 @@ def why_exec(source: str) -> str:
     return ""
 
 
-def imports(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each package that a script imports in any case, as it is not in an `if`, a `try` or a function.
+def imports(source: bytes) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each package that a script imports before it calls anything, which may install others.
 
     Raises:
         SyntaxError: where this Python cannot read the source.
     """
     for node in ast.parse(source).body:
+        is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if not is_definition and any(isinstance(part, ast.Call) for part in ast.walk(node)):
+            return
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, one.name.partition(".")[0]) for one in names)

@@ -154,7 +154,9 @@ def _of_first_line(plan: ScriptPlan) -> Iterator[str]:
 
 
 def _of_source(path: Path) -> Iterator[str]:
-    source = path.read_text(encoding="utf-8", errors="replace")
+    source = path.read_bytes()
+    if b"\0" in source:  # an archive, or compiled
+        return
     try:
         imported = [*imports(source)]
     except SyntaxError as error:
@@ -163,7 +165,7 @@ def _of_source(path: Path) -> Iterator[str]:
     except (ValueError, RecursionError):
         return
     for line, name in imported:
-        if "sys.path" not in source and not _has_module(name):
+        if b"sys.path" not in source and not _has_module(name):
             yield (
                 f"`script.command` starts {path.name!r}, whose line {line} imports {name!r}, but this Python has no module of that name. "
                 f"{_meant(name, str(path.parent))}Correct it, or install it."
