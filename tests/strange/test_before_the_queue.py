@@ -350,6 +350,8 @@ def test_a_refused_change_leaves_the_run_as_it_was_and_an_earlier_command_line_c
         assert read_status(run, now=time.time()).state == "finished"
     assert main([*submit[:2], "--cluster=slurm", "--dry-run", "train.epochs=3", "optimizer.name=adamw"]) == 2
     assert "The checkpoint's optimizer is SGD, but this run's is AdamW" in capsys.readouterr().err
+    assert main([*submit[:2], "--cluster=slurm", "--dry-run", "train.epochs=3", "recipe.args.width=3"]) == 0
+    assert f"{UNCHECKED}`recipe` has changed since step 2, and only the job builds the model" in capsys.readouterr().err
 
     assert main(submit) == 0
     said = capsys.readouterr()
