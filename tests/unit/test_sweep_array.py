@@ -169,6 +169,9 @@ def test_ctrl_c_amid_the_submission_of_a_sweep_says_what_slurm_may_have_and_how_
     assert "ddp-hpc sweep cancel grid" in said
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # it may come between `open` and its `with`
 def test_ctrl_c_before_a_sweep_has_its_directory_says_that_nothing_was_submitted_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
