@@ -101,7 +101,7 @@ def test_a_dry_run_for_this_machine_prints_no_script(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["slurm.extra.comment=a\nb"], "`slurm.comment` is 'a\\nb', but it must be one line"),
+        (["slurm.extra.comment=a\nb"], "`slurm.extra.comment` is 'a\\nb', but it must be one line"),
         (
             ["slurm.extra.nodes=3"],
             "`slurm.extra.nodes` sets `--nodes`, but another key sets that option already, to `2`",

@@ -215,7 +215,7 @@ def test_more_classes_than_the_data_has_are_allowed() -> None:
         ({"num_classes": 3}, "`recipe.args.num_classes` is 3, but 'digits' has 10 classes"),
         ({"num_samples": 3}, "`recipe.args.num_samples` is 3, but the size of 'digits' is fixed"),
         ({"dataset": "fake", "num_samples": 1.5}, "`recipe.args.num_samples` is 1.5"),
-        ({"augment": "yes"}, "`recipe.args.augment` is 'yes', but it must be true or false"),
+        ({"augment": "yes"}, r"`recipe.args.augment` is 'yes', but `image_classification` takes bool"),
         ({"data_dir": 3}, "`recipe.args.data_dir` is 3, but it must be the path of a directory"),
         ({"label_smoothing": 1}, "`recipe.args.label_smoothing` is 1, but"),
         ({"label_smoothing": "much"}, "`recipe.args.label_smoothing` is 'much', but"),

@@ -124,6 +124,7 @@ def test_a_new_submission_remembers_where_the_run_failed(
     slurm: FakeSlurm, tmp_path: Path, asked: SlurmSpec, directive: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_backend, "check_users_part", lambda *_: [])  # of the digits
+    monkeypatch.setattr("ddp_hpc.launch.submission.preflight.capacity.PRIVATE_PLACES", ())
     run = make_run(tmp_path)
     for attempt in (0, 1):
         record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1", "node2")))

@@ -232,8 +232,8 @@ def _make(request: SubmitRequest, *, is_new: bool) -> tuple[str, list[str]]:
     Raises:
         ConfigError: where the run's directory, image or script cannot be used on the nodes.
     """
-    refuse_private(request.run.path)
     script, notes = _script(request)
+    refuse_private(request.run.path)
     notes = [*check(request), *notes]
     make_run_dir(request.run, render_resolved(request.resolved), is_new=is_new)
     return script, notes
