@@ -130,7 +130,7 @@ def test_the_first_save_of_an_attempt_that_fails_is_told_once(run: RunDir) -> No
         of.look(attempt)
         of.look(attempt + 1)  # which has not reported yet
 
-    found = told(run, of)
+    found = sorted(told(run, of), key=lambda one: one["attempt"])  # the commands run beside each other
 
     assert [(one["event"], one["attempt"], one["step"]) for one in found] == [
         ("save_failed", "0", "5"),
