@@ -58,7 +58,7 @@ REFUSED = {
     "slurm.account=nobodys": "`slurm.account` is 'nobodys'",
     "slurm.extra.mem_per_cup=4G": "`slurm.extra` has mem_per_cup",
     "resources.gpus_per_node=8": "`resources.gpus_per_node` is 8, but a node of partition batch has at most 4 GPUs",
-    "runs_dir=/root/runs": "The run's directory /root/runs/refused cannot be written: Permission denied",
+    "runs_dir=/usr/runs": "The run's directory /usr/runs/refused cannot be written: Permission denied",
 }
 
 
