@@ -224,8 +224,9 @@ def check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, A
     for name, value in args.items():
         wanted = signature.parameters[name].annotation if name in signature.parameters else Any
         if not _may_be(value, wanted):
+            takes = wanted.__name__ if isinstance(wanted, type) else str(wanted).replace("typing.", "")
             raise ConfigError(
-                f"`recipe.args.{name}` is {value!r}, but `{target}` takes {getattr(wanted, '__name__', wanted)} there. Correct the "
+                f"`recipe.args.{name}` is {value!r}, but `{target}` takes {takes} there. Correct the "
                 "value, or the function's annotation."
             )
 
@@ -243,7 +244,7 @@ def _may_be(value: Any, wanted: Any) -> bool:
         return any(_may_be(value, one) for one in get_args(wanted))
     if get_origin(wanted) is Literal:
         return value is None or value in get_args(wanted)
-    if wanted in (int, float, bool, NoneType):
+    if isinstance(wanted, type) and wanted in (int, float, bool, NoneType):  # it may be any object, also an array
         return not isinstance(value, str | list | dict)
     return not (wanted is str and isinstance(value, list | dict))
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 import psutil
 import pytest
+import torch
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
@@ -467,3 +468,14 @@ def test_an_argument_is_refused_where_it_is_surely_not_what_the_annotation_asks_
 ) -> None:
     with nullcontext() if is_taken else pytest.raises(ConfigError, match=rf"`recipe.args.{name}` is .*takes .* there"):
         check_args("net:build", annotated, {name: value})  # type: ignore[arg-type]
+
+
+def test_an_annotation_may_be_any_object_and_a_choice_is_shown_with_its_words() -> None:
+    def build(shape: object = None, choice: Literal["a", "b"] = "a") -> None:
+        del shape, choice
+
+    build.__annotations__ = {"shape": torch.ones(2), "choice": Literal["a", "b"]}
+
+    check_args("net:build", build, {"shape": [1, 2]})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"is 'c', but `net:build` takes Literal\['a', 'b'\] there"):
+        check_args("net:build", build, {"choice": "c"})  # type: ignore[arg-type]
