@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the file of `--keep-failures` anew, in the one process that all reports come to."""
+    """Hide that the environment is activated, as it is not in CI; begin the file of `--keep-failures` anew, in one process."""
+    if sys.prefix != sys.base_prefix:
+        directories = os.environ["PATH"].split(os.pathsep)
+        os.environ["PATH"] = os.pathsep.join(one for one in directories if one != f"{sys.prefix}/bin")
     path = config.getoption("--keep-failures")
     if path is not None and not hasattr(config, "workerinput"):
         path.unlink(missing_ok=True)

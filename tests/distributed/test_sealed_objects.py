@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -193,7 +194,7 @@ def test_a_shell_a_module_of_a_new_process_and_ranks_that_spawn_may_say_where_th
     (place.path / "spawns.py").write_text(SPAWNS_BESIDE_OTHERS)
     (place.path / "early.py").write_text(EARLY)
     (place.path / "where.py").write_text(f"import os\ntold = os.environ['MASTER_PORT'] = '{ports[0]}'\n")
-    (place.path / "run.sh").write_text(f"export MASTER_PORT={ports[0]}\npython says.py {ports[0]} ranks\n")
+    (place.path / "run.sh").write_text(f"export MASTER_PORT={ports[0]}\n{sys.executable} says.py {ports[0]} ranks\n")
 
     done = place.submit((*TWO, "name=says"), *command.split(), *ports)
 
