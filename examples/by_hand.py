@@ -1,4 +1,4 @@
-"""DDP on Slurm with PyTorch, submitit and torch.distributed.checkpoint alone: docs/by-hand.md says when that suffices.
+"""DDP on Slurm with PyTorch, submitit and torch.distributed.checkpoint alone: docs/comparison.md says when that suffices.
 
 torchrun --nproc-per-node 2 by_hand.py              # on one machine
 python by_hand.py --submit --nodes 2 --workers 4    # on a login node; returns at once

@@ -1,4 +1,4 @@
-"""What docs/by-hand.md says of a training made of PyTorch, submitit and DCP alone."""
+"""What docs/comparison.md ("By hand") says of a training made of PyTorch, submitit and DCP alone."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_the_tutorials_commands_print_what_it_shows_and_its_three_runs_end_in_on
 
     typed = []
     for title, text in zip(parts[::2], parts[1::2], strict=True):
-        for shown in shown_in(text):
+        for shown in shown_in(text) if title in PARTS else ():
             reader.type(shown, PARTS[title])
             typed.append(shlex.split(shown.command)[:2])
 

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ddp_hpc.cli import VERBS
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("envs/*.md")})
 FENCE = re.compile(r"^ *(`{3,}).*?^ *\1", re.MULTILINE | re.DOTALL)
@@ -68,7 +70,7 @@ def test_a_link_to_a_page_or_heading_that_is_not_there_is_found(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name == "docs" or page.name == "README.md"], ids=name_of
+    "page", [page for page in PAGES if page.parent == ROOT / "docs" or page.name == "README.md"], ids=name_of
 )
 def test_the_documents_avoid_what_readers_stumbled_over(page: Path) -> None:
     """Name who does what, in the present tense: `Slurm signals the steps`, not `they are told`."""
@@ -96,6 +98,18 @@ def test_every_page_of_the_documents_is_in_the_navigation() -> None:
         "changelog.md",
         "adr",
     }
+
+
+def test_there_are_at_most_twenty_pages_beside_results_and_decisions() -> None:
+    assert len(list(ROOT.glob("docs/*.md"))) <= 20
+
+
+def test_each_command_has_one_row_that_says_how_stable_it_is() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+
+    rows = re.findall(r"^\| `([a-z]+)` \| (?:stable|new|trial)(?:;| \|)", page, flags=re.MULTILINE)
+
+    assert sorted(rows) == sorted(VERBS)
 
 
 def _leaves(nav: Any) -> list[str]:
@@ -192,7 +206,7 @@ def test_the_site_is_built_loads_nothing_from_elsewhere_and_refuses_broken_links
 
     (tmp_path / "docs" / "lost.md").write_text("# In no navigation\n")
     with (tmp_path / "README.md").open("a") as readme:
-        readme.write("\n[a](docs/quickstart.md#gone) [b](docs/gone.md) [c](ddp_hpc/gone.py)\n")
+        readme.write("\n[a](docs/tutorial.md#gone) [b](docs/gone.md) [c](ddp_hpc/gone.py)\n")
 
     broken = _build(docs_bin, tmp_path)
 

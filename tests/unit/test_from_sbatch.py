@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hpc.cli import main
 
-PAGE = (Path(__file__).parents[2] / "docs" / "from-sbatch.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "from-other-tools.md").read_text().partition("## From torchrun")[0]
 BEFORE = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)[0]
 AFTER = re.findall(r"```yaml\n(# resnet\.yaml\n.*?)```", PAGE, flags=re.DOTALL)[0]
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| `")]

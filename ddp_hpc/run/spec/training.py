@@ -279,7 +279,7 @@ class ProfileSpec(Checked, section="profile"):
 
     kind: Literal["off", "torch", "nsys"] = "off"
     """`torch`: record with PyTorch's profiler; each of the ranks writes a trace and a table of operators into `profile/`. `nsys`: run these ranks
-    under Nsight Systems, which writes its report there (docs/profile.md)."""
+    under Nsight Systems, which writes its report there (docs/slow.md)."""
     steps: tuple[int, int] = (11, 15)
     """The first and the last step to record, counted from 1. Steps that lie before a resume are not repeated for it."""
     ranks: tuple[int, ...] = (0,)
