@@ -1,4 +1,4 @@
-"""From figures to JSON, and from JSON to the tables in docs/performance.md, so that no number there is typed by hand."""
+"""From figures to JSON, and from JSON to the tables and bars in docs/performance.md, so that no number there is typed by hand."""
 
 from __future__ import annotations
 
@@ -9,12 +9,77 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chart import chart_of
 from benchmarks.rounds import MIN_ROUNDS, Benchmark, Samples
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
 _PLACE = re.compile(r"(<!-- figures: (?P<name>\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+PICTURES = ROOT / "docs" / "pictures"
+CHARTS = {
+    "launch": ("first all-reduce after, s",),
+    "loop": ("us a step",),
+    "checkpoint": ("stall, ms", "on the disk after, ms"),
+    "restore": ("restore, ms",),
+    "survival": ("next step after, s",),
+}
+"""Which columns of a result the document shows as bars, in the place of its table."""
+WITHOUT_TABLE = frozenset({*CHARTS, "growth", "loader"})
+"""Of these, the verdicts have every row; the file of the result has the rest."""
+SENTENCES = (
+    (
+        "launch",
+        "time of torchrun, by our agent's",
+        "To the first all-reduce of eight workers, torchrun takes {:.1f} times as long as our agent.",
+    ),
+    (
+        "launch",
+        "time of torchrun, by `ddp-hpc submit -- python`'s, of a training",
+        "For a script with DDP and an optimizer, it takes {:.1f} times as long as `submit -- python`.",
+    ),
+    (
+        "survival",
+        "a worker killed: torchrun's time, by our agent's",
+        "After a killed worker, torchrun takes {:.0f} times as long to the next step.",
+    ),
+    (
+        "survival",
+        "asked to requeue: submitit's time, by ours",
+        "Through Slurm's queue, submitit takes {:.1f} times as long.",
+    ),
+    (
+        "checkpoint",
+        "stall, by a copy's",
+        "A save stops training {:.2f} times as long as a copy of the state in memory would.",
+    ),
+    (
+        "checkpoint",
+        "bandwidth to the disk, by that of torch.save and fsync",
+        "It is written {:.1f} times as fast as by `torch.save`.",
+    ),
+    (
+        "restore",
+        "time, by DCP's, world of 8",
+        "Eight workers restore it in {:.2f} of DCP's time, and each verifies every byte.",
+    ),
+    (
+        "loop",
+        "added to a step by our loop",
+        "Our loop, with all its duties on, adds {:.0f} us to a step of a small network.",
+    ),
+    (
+        "loader",
+        "3 x 32 x 32, torchvision's crop and flip, batches of 256, 2 loader processes",
+        "As each sample has seeds of its own, our loader feeds {:.2f} times as many augmented images a second as PyTorch's.",
+    ),
+    (
+        "commands",
+        "ddp-hpc status, by Python's start",
+        "`ddp-hpc status` takes {:.0f} times as long as Python's own start.",
+    ),
+)
+"""What the document begins with: a result, its claim, and the sentence for the median."""
 NOTHING = "*Not measured yet.*"
 CHECKS = "gpu_check"
 _MET = {True: "yes", False: "**missed**", None: ""}
@@ -61,22 +126,43 @@ def _rounded(value: Any) -> Any:
 
 def text_of(content: Content) -> str:
     """Return a measurement as Markdown that is good to read on a terminal too: the table, the targets, where it was."""
-    table, verdicts = content["table"], content["verdicts"]
+    remarks = (content.get("remarks") or {}).items()
+    return "\n\n".join(
+        [
+            _figures_of(content),
+            _verdicts_of(content, content["verdicts"]),
+            *(markdown_table(["", heading], said.items()) for heading, said in remarks),
+            _where(content),
+        ]
+    )
+
+
+def shown(content: Content) -> str:
+    """Return what the document shows of a measurement: bars or the table, and the claims that have a target, if any has."""
+    with_target = [each for each in content["verdicts"] if each["target"]]
+    return "\n\n".join(
+        [
+            *([] if content["name"] in WITHOUT_TABLE else [_figures_of(content)]),
+            _verdicts_of(content, with_target or content["verdicts"]),
+            _where(content),
+        ]
+    )
+
+
+def _figures_of(content: Content) -> str:
+    table = content["table"]
     rows = [
         [name, *(_number(value, digits) for value, digits in zip(values, table["digits"], strict=True))]
         for name, values in table["rows"].items()
     ]
+    return markdown_table(["", *table["headings"]], rows)
+
+
+def _verdicts_of(content: Content, verdicts: Sequence[Content]) -> str:
     judged = [
         [each["claim"], each["target"] or "", _measured(each), _between(each), _MET[each["met"]]] for each in verdicts
     ]
-    return "\n\n".join(
-        [
-            markdown_table(["", *table["headings"]], rows),
-            markdown_table(["measured against", "target", "median", _spread(content["rounds"]), "met"], judged),
-            *(markdown_table(["", heading], said.items()) for heading, said in (content.get("remarks") or {}).items()),
-            _where(content),
-        ]
-    )
+    return markdown_table(["measured against", "target", "median", _spread(content["rounds"]), "met"], judged)
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -164,12 +250,30 @@ def _figures(figures: Content) -> Iterable[tuple[str, str]]:
 # --- the document ----------------------------------------------------------------------------------------------------
 
 
-def tables(results: Path = RESULTS) -> dict[str, str]:
-    """Return the text of every result there is, by name."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+def results_in(folder: Path = RESULTS) -> dict[str, Content]:
+    """Return every result there is, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def tables(found: Mapping[str, Content]) -> dict[str, str]:
+    """Return what the document shows of each result."""
     checks = [content for name, content in found.items() if name.startswith(CHECKS) and not content["tiny"]]
-    measured = {name: text_of(content) for name, content in found.items() if not name.startswith(CHECKS)}
-    return {**measured, CHECKS: text_of_checks(checks)}
+    measured = {name: shown(content) for name, content in found.items() if not name.startswith(CHECKS)}
+    return {**measured, CHECKS: text_of_checks(checks), "summary": summary(found)}
+
+
+def summary(found: Mapping[str, Content]) -> str:
+    """Return the ten sentences, of those results that there are."""
+    medians = {
+        (name, each["claim"]): each["measured"] for name, one in found.items() for each in one.get("verdicts", ())
+    }
+    said = (sentence.format(medians[name, claim]) for name, claim, sentence in SENTENCES if (name, claim) in medians)
+    return "\n".join(f"- {each}" for each in said)
+
+
+def charts(found: Mapping[str, Content]) -> dict[Path, str]:
+    """Return the pictures of the document, by their files."""
+    return {PICTURES / f"bench-{name}.svg": chart_of(found[name], CHARTS[name]) for name in CHARTS if name in found}
 
 
 def filled(document: str, texts: Mapping[str, str]) -> str:
@@ -177,6 +281,9 @@ def filled(document: str, texts: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda place: f"{place[1]}\n{texts.get(place['name'], NOTHING)}\n\n{place[3]}", document)
 
 
-def update(document: Path = DOCUMENT, results: Path = RESULTS) -> None:
-    """Fill the document from the results."""
-    document.write_text(filled(document.read_text(), tables(results)))
+def update() -> None:
+    """Fill the document from the results, and draw its pictures."""
+    found = results_in()
+    DOCUMENT.write_text(filled(DOCUMENT.read_text(), tables(found)))
+    for path, text in charts(found).items():
+        path.write_text(text)

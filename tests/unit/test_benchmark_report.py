@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import counters
-from benchmarks.report import tables
+from benchmarks.report import DOCUMENT, charts, filled, results_in, tables
 from benchmarks.rounds import MIN_ROUNDS, Samples, added, judge
 
 
@@ -19,11 +19,21 @@ def test_few_rounds_are_told_by_their_least_and_most(num_rounds: int, is_interva
 
 
 def test_the_heading_says_which_of_the_two_stands_below() -> None:
-    texts = tables()
+    texts = tables(results_in())
 
     assert "least and most" in texts["survival"]
     assert "95 %" not in texts["survival"]
     assert "95 % between" in texts["loop"]
+
+
+def test_the_pages_figures_and_bars_are_those_of_the_results() -> None:
+    """Else: `make bench ARGS=--tables`."""
+    found = results_in()
+
+    page = DOCUMENT.read_text()
+
+    assert page == filled(page, tables(found))
+    assert {path: path.read_text() for path in charts(found)} == charts(found)
 
 
 def test_events_are_counted_only_as_they_happen_and_where_the_machine_counts_them() -> None:
