@@ -29,7 +29,7 @@ one-at-a-time := $(if $(shell $(can-lock)),flock Makefile)
 pip-install = $(one-at-a-time) sh -c '{ [ -e $@ ] && [ -z "$$(find $^ -newer $@)" ]; } \
 	|| { $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt "$$@" && touch $@; }' pip
 
-.PHONY: help demo test test-long test-adapters test-all check format docs pictures bench campaign campaign-slurm \
+.PHONY: help demo test test-long test-adapters test-all check format dist docs pictures bench campaign campaign-slurm \
 	campaign-strangers campaign-storm campaign-pythons campaign-dockerfile clean distclean
 
 help: ## List the commands
@@ -70,6 +70,9 @@ check: .venv/.dev ## Format, lint, types, import contracts, shell scripts, Docke
 format: .venv/.dev ## Rewrite the code the way `check` wants it, where that is safe
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
+
+dist: .venv/.dev ## Build wheel and sdist into dist/, twice, and compare them to the byte
+	envs/make-dist $(BIN)/python dist
 
 docs: .venv-docs/.tools ## Build the site from docs/ into site/; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build $(ARGS) # without --quiet, which hides warnings from strict mode, too

@@ -14,7 +14,7 @@ from ddp_hpc.moved import Forward  # noqa: E402  after the line above
 
 sys.meta_path.insert(0, Forward)
 
-__version__ = "0.1.0"
+__version__ = "0.9.0"
 
 TYPE_CHECKING = False
 """Type checkers take it as true. `typing` is not imported for it: a command that is interrupted meanwhile would print a traceback."""

@@ -90,6 +90,27 @@ def test_the_wheel_says_its_version_and_licence(wheel: zipfile.ZipFile) -> None:
     assert "License-Expression: Apache-2.0" in lines
 
 
+def test_the_citation_has_the_version() -> None:
+    assert f"version: {ddp_hpc.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_metadata_name_no_address_but_those_of_the_readme(wheel: zipfile.ZipFile) -> None:
+    head, _, _ = metadata(wheel).partition("\n\n")
+
+    assert "://" not in head
+
+
+@pytest.mark.long
+def test_wheel_and_sdist_are_the_same_to_the_byte_from_another_directory(tmp_path: Path) -> None:
+    subprocess.run([ROOT / "envs" / "make-dist", sys.executable, tmp_path], cwd=ROOT, check=True)
+
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    listed = subprocess.run(["tar", "-tf", sdist], check=True, capture_output=True, text=True).stdout
+    names = {name.partition("/")[2] for name in listed.splitlines()}
+    assert {"pyproject.toml", "LICENSE", "NOTICE", "envs/constraints.txt", "tests/conftest.py"} <= names
+    assert not [name for name in names if name.startswith((".ci", ".git/", ".venv", "runs", "dist"))]
+
+
 def test_the_wheel_brings_the_command(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
 
@@ -132,6 +153,10 @@ def test_the_wheel_trains_in_an_environment_of_ones_own(wheel: zipfile.ZipFile, 
     (own / "below.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
 
     command = [tmp_path / "own" / "bin" / "ddp-hpc"]
+    version = subprocess.run([*command, "--version"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    checked = subprocess.run([python, "-m", "pip", "check"], check=False, capture_output=True, text=True)
+    assert version.stdout == f"ddp-hpc {ddp_hpc.__version__}\n"
+    assert [line for line in checked.stdout.splitlines() if line.startswith("ddp")] == []
     subprocess.run([*command, "init", "first"], cwd=tmp_path, check=True)
     subprocess.run(
         [*command, "submit", "my_run.yaml", "--wait", "--cluster", "local"], cwd=tmp_path / "first", check=True
