@@ -25,7 +25,7 @@ CHARTS = {
     "survival": ("next step after, s",),
 }
 """Which columns of a result the document shows as bars, in the place of its table."""
-WITHOUT_TABLE = frozenset({*CHARTS, "growth", "loader"})
+WITHOUT_TABLE = frozenset({*CHARTS, "commands", "growth", "loader"})
 """Of these, the verdicts have every row; the file of the result has the rest."""
 SENTENCES = (
     (
