@@ -100,6 +100,15 @@ def test_every_page_of_the_documents_is_in_the_navigation() -> None:
     }
 
 
+def test_each_page_that_a_message_of_the_package_names_exists() -> None:
+    texts = [path.read_text() for path in ROOT.glob("ddp_hpc/**/*.py")]
+
+    named = {name for text in texts for name in re.findall(r"(?<![/\w])docs/[\w-]+\.md", text)}
+
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_there_are_at_most_twenty_pages_beside_results_and_decisions() -> None:
     assert len(list(ROOT.glob("docs/*.md"))) <= 20
 
