@@ -12,8 +12,9 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from ddp_hpc.base.errors import ConfigError, NotARecordError
 
@@ -210,7 +211,7 @@ def append_json_line(path: Path, record: Mapping[str, Any], *, durable: bool = T
             os.fsync(file.fileno())
 
 
-def open_record(path: Path, *, most_bytes: int | None = None) -> BinaryIO:
+def open_record(path: Path, *, most_bytes: int | None = None) -> BufferedReader:
     """Open a file that a run has written, for reading. A pipe or a device in its place is refused, not waited for.
 
     Raises:

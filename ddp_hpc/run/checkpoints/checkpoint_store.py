@@ -4,6 +4,9 @@ A checkpoint is a directory `step-00001234` with one safetensors file for each r
 size and the checksums of every file, and a checksum of its own. It is written in a directory that only the attempt that owns
 the run may use (`ownership`), flushed, and published by one rename. So it is either committed or does not exist. A tensor is
 only bytes here, so readers need no torch.
+
+What reads raises a CorruptCheckpointError where a file is surely missing, or not what was written; an UnreadableError where the file
+system does not answer.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
-from io import FileIO
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from ddp_hpc.base.durable import (
     make_directory,
     named,
     open_private,
+    open_record,
     output_at,
     private_mode,
     record_bytes,
@@ -97,11 +101,7 @@ def write_shard(
     size: int,
     on_progress: Callable[[], object] = lambda: None,
 ) -> ShardRecord:
-    """Write a shard's header, which is the first of `parts`, and its tensors, `size` bytes in all, and flush them to the disk.
-
-    Returns:
-        The record that a reader compares with.
-    """
+    """Write and flush a shard's header, the first of `parts`, and its tensors, `size` bytes in all; return what a reader compares with."""
     checksums: list[str] = []
     checksum = xxhash.xxh3_128()
     header_size = num_written = 0
@@ -117,7 +117,8 @@ def write_shard(
                 some = rest[: CHUNK_BYTES - num_written % CHUNK_BYTES]
                 rest, num_written = rest[len(some) :], num_written + len(some)
                 checksum.update(some)
-                _write_all(fd, some)
+                while some:  # write(2) may write less than it was given: at a signal, on a disk that is almost full
+                    some = some[os.write(fd, some) :]
                 if num_written % CHUNK_BYTES == 0:
                     checksums.append(checksum.hexdigest())
                     checksum.reset()
@@ -128,11 +129,6 @@ def write_shard(
         if is_file:
             os.fsync(fd)
     return ShardRecord(path.name, num_written, header_size, CHUNK_BYTES, tuple(checksums))
-
-
-def _write_all(fd: int, view: memoryview) -> None:
-    while view:  # write(2) may write less than it was given, as at a signal or on a disk that is almost full
-        view = view[os.write(fd, view) :]
 
 
 def _allocate(fd: int, size: int) -> None:
@@ -160,19 +156,13 @@ def make_uncommitted(run: RunDir, step: int, attempt: int) -> Path:
         FencedError: if a newer attempt has claimed the run.
     """
     uncommitted = uncommitted_path(run, step, attempt)
-    try:
-        _make_uncommitted(uncommitted)
-    except (
-        FileNotFoundError
-    ):  # the attempt's directory, its claim, is gone: a newer attempt removed it, or a person did
-        claim_again(run, attempt)
-        _make_uncommitted(uncommitted)
-    return uncommitted
-
-
-def _make_uncommitted(uncommitted: Path) -> None:
     with suppress(FileExistsError):  # every rank calls this, and the first one makes it
-        make_directory(uncommitted)
+        try:
+            make_directory(uncommitted)
+        except FileNotFoundError:  # the attempt's claim is gone: a newer attempt removed it, or a person did
+            claim_again(run, attempt)
+            make_directory(uncommitted)
+    return uncommitted
 
 
 def commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
@@ -277,12 +267,7 @@ def _best_steps(run: RunDir, steps: Iterable[int], *, metric: str, lowest_is_bes
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at `path`.
-
-    Raises:
-        CorruptCheckpointError: if it is not, to the byte, what was written.
-        UnreadableError: if the file system does not answer.
-    """
+    """Read the manifest of the checkpoint at `path`."""
     try:
         raw = record_bytes(path / MANIFEST)
     except OSError as error:
@@ -296,12 +281,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
-    """Return the manifest that `raw` holds; `path` is the checkpoint's, for messages.
-
-    Raises:
-        CorruptCheckpointError: if the bytes are not what was written.
-        NewerFormatError: if a newer ddp_hpc wrote them, in a format that this one does not know.
-    """
+    """Return the manifest that `raw` holds; `path` is the checkpoint's, for messages. Of a newer format, it is a NewerFormatError."""
     try:
         content = dict(json.loads(raw)["content"])
         is_sound = _sealed(content) == raw
@@ -320,26 +300,21 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
 def read_tensors(
     path: Path, manifest: Manifest, *, on_progress: Callable[[], object] = lambda: None
 ) -> dict[str, RawTensor]:
-    """Read and verify all shards of the checkpoint at `path`.
-
-    Raises:
-        CorruptCheckpointError: if a shard is missing, truncated, or not what was written.
-        UnreadableError: if the file system does not answer.
-    """
-    contents = [_read_shard(path, shard, on_progress) for shard in manifest.shards]
-    headers = [shard_content[: header_length(shard_content)] for shard_content in contents]
+    """Read and verify all shards of the checkpoint at `path`."""
+    contents = [memoryview(bytearray(shard.size)) for shard in manifest.shards]
+    for shard, content in zip(manifest.shards, contents, strict=True):
+        with closing(ChunkReader(path / shard.file, shard, on_progress)) as reader:
+            for number in range(len(shard.chunks)):
+                begin = number * shard.chunk_bytes
+                reader.read(number, content[begin : begin + shard.chunk_bytes])
+    headers = [content[: header_length(content)] for content in contents]
     return {
         name: raw_tensor(stored, contents) for name, stored in stored_tensors(path, manifest.shards, headers).items()
     }
 
 
 def read_safetensors(path: Path) -> dict[str, RawTensor]:
-    """Read a safetensors file that any program may have written.
-
-    Raises:
-        CorruptCheckpointError: if it is not one.
-        OSError: if it cannot be read.
-    """
+    """Read a safetensors file that any program may have written."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         content = memoryview(bytearray(size))  # writable, as torch wants it
@@ -351,23 +326,22 @@ def read_safetensors(path: Path) -> dict[str, RawTensor]:
     return {entry.name: RawTensor(entry.dtype, entry.shape, content[entry.begin : entry.end]) for entry in entries}
 
 
-def _read_into(file: FileIO, rest: memoryview, path: Path) -> None:
-    while rest:  # a read returns 2 GB at most
-        count = file.readinto(rest)
+def _read_into(
+    file: RawIOBase, rest: memoryview, path: Path, on_read: Callable[[memoryview], object] = lambda _: None
+) -> None:
+    """Fill `rest` from a file; `on_read` is called with each part, in order."""
+    while rest:
+        count = file.readinto(rest[:_READ_BYTES])
         if not count:
             raise CorruptCheckpointError(
                 f"{path} became shorter while ddp-hpc read it. Perhaps another process writes to it."
             )
+        on_read(rest[:count])
         rest = rest[count:]
 
 
 def check_sizes(path: Path, manifest: Manifest, on_progress: Callable[[], object] = lambda: None) -> None:
-    """Compare the size of each shard with the manifest, so that a truncated one is found before anything is read.
-
-    Raises:
-        CorruptCheckpointError: if a shard is missing, or has another size.
-        UnreadableError: if the file system does not answer.
-    """
+    """Compare the size of each shard with the manifest, so that a truncated one is found before anything is read."""
     for shard in manifest.shards:
         try:
             _open_shard(path / shard.file, shard).close()
@@ -377,12 +351,7 @@ def check_sizes(path: Path, manifest: Manifest, on_progress: Callable[[], object
 
 
 def check_headers(path: Path, on_progress: Callable[[], object] = lambda: None) -> None:
-    """Read back which tensors a checkpoint has, as a restore would, but not the tensors; call it before older ones are deleted.
-
-    Raises:
-        CorruptCheckpointError: if a restore would call it damaged.
-        UnreadableError: if the file system does not answer.
-    """
+    """Read back which tensors a checkpoint has, as a restore would, but not the tensors; call it before older ones are deleted."""
     manifest, headers = read_manifest(path), []
     for shard in manifest.shards:
         try:
@@ -395,35 +364,25 @@ def check_headers(path: Path, on_progress: Callable[[], object] = lambda: None) 
     stored_tensors(path, manifest.shards, headers)
 
 
-def _open_shard(path: Path, record: ShardRecord) -> FileIO:
+def _open_shard(path: Path, record: ShardRecord) -> RawIOBase:
     # Open it and ask the open file, not `stat`: NFS may answer `stat` from a cache, but asks the server at each open
     # ("close-to-open consistency", https://man7.org/linux/man-pages/man5/nfs.5.html).
-    # Without waiting: a pipe in its place would wait for a writer.
-    file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-    status = os.fstat(file.fileno())
-    size = status.st_size
-    if not stat.S_ISREG(status.st_mode):
-        file.close()
-        raise CorruptCheckpointError(
-            f"{path} is damaged: it is a pipe or a device, but a file of {record.size} bytes was written."
-        )
-    if size != record.size:
+    file = open_record(path).detach()
+    if (size := os.fstat(file.fileno()).st_size) != record.size:
         file.close()
         raise CorruptCheckpointError(f"{path} is damaged: it has {size} bytes, but {record.size} were written.")
     return file
 
 
 def verify(path: Path, on_progress: Callable[[], object] = lambda: None) -> Manifest:
-    """Read every byte of the checkpoint at `path`; return its manifest if all is as written. Calls `on_progress` for each chunk.
-
-    Raises:
-        CorruptCheckpointError: if it is damaged.
-        UnreadableError: if the file system does not answer.
-    """
+    """Read every byte of the checkpoint at `path`; return its manifest if all is as written. Calls `on_progress` as it reads."""
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     for shard in manifest.shards:
-        _read_shard(path, shard, on_progress)
+        chunk = memoryview(bytearray(min(shard.size, shard.chunk_bytes)))  # a file may be larger than memory
+        with closing(ChunkReader(path / shard.file, shard, on_progress)) as reader:
+            for number in range(len(shard.chunks)):
+                reader.read(number, chunk[: shard.size - number * shard.chunk_bytes])
     return manifest
 
 
@@ -510,38 +469,26 @@ class ChunkReader:
         self._path = path
         self._record = record
         self._on_progress = on_progress
-        self._file: FileIO | None = None
+        self._file: RawIOBase | None = None
 
     def read(self, number: int, into: memoryview) -> None:
-        """Read a chunk into a buffer of its size.
+        """Read a chunk into a buffer of its size."""
+        checksum = xxhash.xxh3_128()
 
-        Raises:
-            CorruptCheckpointError: if it is not what was written.
-            UnreadableError: if the file system does not answer.
-        """
+        def take(some: memoryview) -> None:
+            checksum.update(some)
+            self._on_progress()
+
         try:
-            checksum = self._fill(number * self._record.chunk_bytes, into)
+            if self._file is None:
+                self._file = _open_shard(self._path, self._record)
+            self._file.seek(number * self._record.chunk_bytes)
+            _read_into(self._file, into, self._path, take)
         except OSError as error:
             self.close()  # on NFS, an open file may stay stale (ESTALE) for ever; the next try opens it again
             raise _why_unread(self._path, error) from error
-        if checksum != self._record.chunks[number]:
+        if checksum.hexdigest() != self._record.chunks[number]:
             raise CorruptCheckpointError(f"{self._path} is damaged: it does not match its checksum.")
-
-    def _fill(self, begin: int, rest: memoryview) -> str:
-        if self._file is None:
-            self._file = _open_shard(self._path, self._record)
-        self._file.seek(begin)
-        checksum = xxhash.xxh3_128()
-        while rest:
-            count = self._file.readinto(rest[:_READ_BYTES])
-            if not count:
-                raise CorruptCheckpointError(
-                    f"{self._path} is damaged: it became shorter while ddp-hpc read it. Perhaps another process writes to it."
-                )
-            checksum.update(rest[:count])
-            rest = rest[count:]
-            self._on_progress()
-        return checksum.hexdigest()
 
     def close(self) -> None:
         """Close the file, if it is open."""
@@ -549,17 +496,6 @@ class ChunkReader:
             with suppress(OSError):
                 self._file.close()
             self._file = None
-
-
-def _read_shard(path: Path, record: ShardRecord, on_progress: Callable[[], object] = lambda: None) -> memoryview:
-    content = memoryview(bytearray(record.size))
-    with closing(ChunkReader(path / record.file, record, on_progress)) as reader:
-        for number in range(
-            len(record.chunks) or 1
-        ):  # also for an empty file, so that it is opened and its size compared
-            begin = number * record.chunk_bytes
-            reader.read(number, content[begin : begin + record.chunk_bytes])
-    return content
 
 
 def _why_unread(path: Path, error: OSError) -> CorruptCheckpointError | UnreadableError:

@@ -13,7 +13,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -25,7 +25,6 @@ from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, 
 from ddp_hpc.run.checkpoints.checkpoint_store import (
     CHUNK_BYTES,
     FOREIGN,
-    ChunkReader,
     Manifest,
     check_sizes,
     commit,
@@ -33,6 +32,7 @@ from ddp_hpc.run.checkpoints.checkpoint_store import (
     parse_manifest,
     read_manifest,
     set_aside,
+    verify,
 )
 from ddp_hpc.run.checkpoints.shards import ShardRecord
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -101,30 +101,19 @@ def newest(run: RunDir, *, reads_all: bool, on_progress: Callable[[], object] = 
     """Return the newest step with a committed checkpoint that is whole; one that is not is renamed, and the one before counts.
 
     With `reads_all`, every byte is compared with its checksum, else only the files' sizes. `on_progress` is called for each chunk.
-
-    Raises:
-        UnreadableError: if the file system does not answer.
     """
     for step in reversed(committed_steps(run)):
         path = checkpoint_path(run, step)
         try:
-            manifest = read_manifest(path)
-            check_sizes(path, manifest)
-            for record in manifest.shards if reads_all else ():
-                _verify(path / record.file, record, on_progress)
+            if reads_all:
+                verify(path, on_progress)
+            else:
+                check_sizes(path, read_manifest(path))
         except CorruptCheckpointError:
             set_aside(path)
         else:
             return step
     return None
-
-
-def _verify(path: Path, record: ShardRecord, on_progress: Callable[[], object]) -> None:
-    """Compare a file, which may be larger than memory, with its checksums."""
-    buffer = memoryview(bytearray(min(record.size, record.chunk_bytes)))
-    with closing(ChunkReader(path, record, on_progress)) as reader:
-        for number in range(len(record.chunks)):
-            reader.read(number, buffer[: record.size - number * record.chunk_bytes])
 
 
 def _files(folder: Path) -> list[Path]:
@@ -181,19 +170,15 @@ def _copy_tree(folder: Path, uncommitted: Path) -> None:
             if path.is_dir():
                 make_directory(target)
             elif path.is_symlink():
-                _copy_link(path, target)
+                try:
+                    os.link(path, target, follow_symlinks=False)
+                except OSError:  # another file system, or one without links
+                    _copy_file(path, target)
             elif path.is_file():
                 _copy_file(path, target)
     except OSError as error:
         _raise_if_fenced(error, folder, uncommitted)
         raise
-
-
-def _copy_link(path: Path, target: Path) -> None:
-    try:
-        os.link(path, target, follow_symlinks=False)
-    except OSError:  # another file system, or one without links
-        _copy_file(path, target)
 
 
 def _copy_file(path: Path, target: Path) -> None:
