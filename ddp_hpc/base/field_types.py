@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
 
 _NAMES: Mapping[Any, tuple[str, str]] = {
     float: ("a number", "numbers"),
@@ -48,13 +49,6 @@ def is_union(annotation: Any) -> bool:
     return get_origin(annotation) in {Union, UnionType}
 
 
-@cache
-def _parts(annotation: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Return `tuple[str, ...] | None` without its None, and what it is made of."""
-    wanted = without_none(annotation)
-    return wanted, get_origin(wanted), get_args(wanted)
-
-
 def type_in_words(annotation: Any) -> str:
     """Return what a value must be: `a whole number, or null`."""
     if is_optional(annotation):
@@ -65,17 +59,12 @@ def type_in_words(annotation: Any) -> str:
     if origin is Literal:
         return arms[0] if len(arms) == 1 else f"one of {', '.join(arms)}"
     if origin is tuple:
-        return _list_in_words(arms)
+        count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
+        is_of_words = get_origin(arms[0]) is Literal
+        return f"a list of {count}{f'words, each {type_in_words(arms[0])}' if is_of_words else _NAMES[arms[0]][1]}"
     if is_dataclass(annotation):
         return f"a {getattr(annotation, '__name__', annotation)}"
     return "a mapping" if origin is Mapping else _NAMES[annotation][0]
-
-
-def _list_in_words(arms: tuple[Any, ...]) -> str:
-    count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
-    if get_origin(arms[0]) is Literal:
-        return f"a list of {count}words, each {type_in_words(arms[0])}"
-    return f"a list of {count}{_NAMES[arms[0]][1]}"
 
 
 def as_field(value: Any, annotation: Any) -> Any:
@@ -87,45 +76,22 @@ def as_field(value: Any, annotation: Any) -> Any:
     # The first is so nearly always, and a sweep of 1,000 points asks 50,000 times.
     if annotation is type(value) or annotation is Any or (value is None and is_optional(annotation)):
         return value
-    wanted, origin, arms = _parts(annotation)
-    if is_union(wanted):
-        return _as_member_of_union(value, arms)
-    if origin is tuple:
-        return _as_tuple(value, arms)
-    if origin is Literal:
-        return _require(value, isinstance(value, str) and value in arms)
-    if origin is Mapping or is_dataclass(wanted):
-        return _require(value, isinstance(value, origin or wanted))
-    return _as_plain(value, wanted)
+    kind = get_origin(annotation) or annotation
+    is_section = kind is Mapping or is_dataclass(kind)
+    try:
+        if isinstance(value, AbstractSet) or (is_section and not isinstance(value, kind)):
+            raise TypeError(repr(value))
+        return value if is_section else msgspec.convert(_plain(value), annotation)
+    except msgspec.ValidationError as error:
+        raise TypeError(repr(value)) from error
 
 
-def _as_member_of_union(value: Any, arms: tuple[Any, ...]) -> Any:
-    *firsts, last = arms
-    for arm in firsts:
-        with suppress(TypeError):
-            return as_field(value, arm)
-    return as_field(value, last)
-
-
-def _as_tuple(value: Any, arms: tuple[Any, ...]) -> tuple[Any, ...]:
-    _require(value, isinstance(value, (list, tuple)))
-    wanted = [arms[0]] * len(value) if arms[-1] is Ellipsis else arms
-    _require(value, len(value) == len(wanted))
-    return tuple(as_field(item, annotation) for item, annotation in zip(value, wanted, strict=True))
-
-
-def _as_plain(value: Any, wanted: Any) -> Any:
-    """Convert numbers of other libraries (`numpy.float32`) to Python's, which can be written to a file."""
-    if wanted is float:
-        return float(_require(value, isinstance(value, numbers.Real) and not isinstance(value, bool)))
-    if wanted is int:
-        return int(_require(value, isinstance(value, numbers.Integral) and not isinstance(value, bool)))
-    if wanted is str and isinstance(value, os.PathLike):
+def _plain(value: Any) -> Any:
+    """Return lists, paths, and numbers of other libraries (`numpy.float32`), as what can be written to a file."""
+    if isinstance(value, (list, tuple)):
+        return [*map(_plain, value)]
+    if isinstance(value, os.PathLike):
         return os.fsdecode(value)
-    return _require(value, isinstance(value, wanted))
-
-
-def _require(value: Any, condition: bool) -> Any:
-    if not condition:
-        raise TypeError(repr(value))
-    return value
+    if isinstance(value, (bool, str)) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
