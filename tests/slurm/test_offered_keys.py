@@ -27,7 +27,7 @@ def test_one_run_by_all_keys_that_are_handed_on(cluster: Cluster, login: LoginNo
         first = cluster.run("sbatch", "--parsable", "--hold", "--wrap=true").stdout.strip()
         login.submit(
             *["offered", *SMALL, *world(1, 1), "recipe.target=trial_recipe:build", "recipe.args={}"],
-            *["slurm.constraint=fast", "slurm.reservation=maint", f"slurm.dependency=afterany:{first}"],
+            *["slurm.constraint=fast", "slurm.extra.reservation=maint", f"slurm.dependency=afterany:{first}"],
             *["slurm.extra.mail_type=END", "slurm.extra.mail_user=ada@example.org", f"slurm.template={template}"],
             *["slurm.srun_args=[--job-name=my-step]", "resources.time_limit_min=10"],
         )
@@ -51,7 +51,7 @@ def test_one_run_by_all_keys_that_are_handed_on(cluster: Cluster, login: LoginNo
 
 REFUSED = {
     "slurm.constraint=none-has-it": "`slurm.constraint` is 'none-has-it', but no node has that",
-    "slurm.reservation=nobodys": "`slurm.reservation` is 'nobodys'",
+    "slurm.extra.reservation=nobodys": "`slurm.extra.reservation` is 'nobodys'",
     "slurm.nodelist=nod1": "`slurm.nodelist` is 'nod1'",
     "slurm.partition=bacth": "`slurm.partition` is 'bacth'; the cluster has batch (4 nodes)",
     "slurm.qos=hihg": "`slurm.qos` 'hihg'; you may use lab (QOS high",

@@ -66,7 +66,7 @@ def test_it_can_be_submitted_again_without_the_keys_that_are_gone_since(tmp_path
     again = resolve(run.config, [f"runs_dir={tmp_path}", "name=again"], NO_PROFILE).spec
 
     gone = {line.split("`")[1] for line in dropped_from(run.config)}
-    assert gone == {"log.tensorboard", "slurm.mail_type", "slurm.mail_user", "slurm.comment"}
+    assert gone == {"log.tensorboard", "slurm.mail_type", "slurm.mail_user", "slurm.comment", "slurm.reservation"}
 
     assert (again.name, again.train, again.resources) == (
         "again",

@@ -28,7 +28,7 @@ def script(spec: RunSpec) -> list[str]:
     ("word", "line"),
     [
         ("slurm.constraint=fast", "#SBATCH --constraint=fast"),
-        ("slurm.reservation=maint", "#SBATCH --reservation=maint"),
+        ("slurm.extra.reservation=maint", "#SBATCH --reservation=maint"),
         ("slurm.dependency=afterany:7", "#SBATCH --dependency=afterany:7"),
         ("slurm.extra.mail_type=END,FAIL", "#SBATCH --mail-type=END,FAIL"),
         ("slurm.extra.mail_user=ada@example.org", "#SBATCH --mail-user=ada@example.org"),

@@ -15,7 +15,7 @@ STOP_SIGNAL = "USR2"
 """The signal that Slurm sends before the time limit, and at preemption if the site sends the user's signal. NCCL uses
 USR1."""
 
-_NAMED = ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "dependency")
+_NAMED = ("partition", "account", "qos", "constraint", "nodelist", "exclude", "dependency")
 """Keys of the section `slurm` that are sbatch options of the same name."""
 _MEMORY_FLAGS = ("mem", "mem-per-cpu", "mem-per-gpu")
 _GPU_FLAG, _GRES_FLAG = re.compile(r"gpus(-per-(node|socket|task))?"), re.compile(r"gres|tres-per-\w+")

@@ -57,7 +57,7 @@ REMOVED: Mapping[str, Removed] = {
             default=None,
             instead=f"`slurm.extra.{flag}` takes the same value, as it does for each flag of sbatch that has no key.",
         )
-        for flag in ("mail_type", "mail_user", "comment")
+        for flag in ("mail_type", "mail_user", "comment", "reservation")
     },
     "log.tensorboard": Removed(
         since="2026-11-27", default=False, instead="`log.recorders=[tensorboard]` does the same."

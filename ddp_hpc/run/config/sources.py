@@ -19,8 +19,9 @@ ENVIRONMENT_PREFIX = "DDP_HPC__"
 _OF_SBATCH = {
     **{
         f"SBATCH_{name.upper()}": f"slurm.{name}"
-        for name in ("partition", "account", "qos", "constraint", "reservation")
+        for name in ("partition", "account", "qos", "constraint")
     },
+    "SBATCH_RESERVATION": "slurm.extra.reservation",
     "SBATCH_TIMELIMIT": "resources.time_limit_min",
 }
 """Variables by which a user's shell gives defaults to sbatch -> our keys."""

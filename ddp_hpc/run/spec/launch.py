@@ -117,8 +117,6 @@ class SlurmSpec(Checked, section="slurm"):
     """`--exclude`."""
     nodelist: str | None = None
     """`--nodelist`."""
-    reservation: str | None = None
-    """`--reservation`."""
     dependency: str | None = None
     """`--dependency`."""
     requeue: bool = True

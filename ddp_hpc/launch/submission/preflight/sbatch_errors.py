@@ -143,7 +143,7 @@ _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
         f"`slurm.nodelist` is {spec.slurm.nodelist!r} and `slurm.exclude` {spec.slurm.exclude!r}. Name nodes that `sinfo -N` lists."
     ),
     r"reservation": lambda spec, _: (
-        f"`slurm.reservation` is {spec.slurm.reservation!r}. Name one that `scontrol show reservation` lists for you."
+        f"`slurm.extra.reservation` is {spec.slurm.extra.get('reservation')!r}. Name one that `scontrol show reservation` lists for you."
     ),
     r"(unrecognized|invalid|ambiguous) option": lambda spec, _: (
         f"`slurm.extra` has {', '.join(spec.slurm.extra)}. Name options that `sbatch --help` lists."
