@@ -1,17 +1,18 @@
-"""Read from a shared file system that may fail for a while: tell a missing file from an unknown one, and try again.
+"""Use a shared file system that may fail for a while: tell a missing file from an unknown one, and try again.
 
 A network file system returns EIO, ESTALE, EACCES or ETIMEDOUT while a server restarts, a mount recovers, or a Kerberos
-ticket is renewed. Such an error says nothing about the file. Only "no such file" is an answer.
+ticket is renewed. Such an error says nothing about the file. Only "no such file" is an answer, and to a writer, a full disk.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ddp_hpc.base.errors import NotARecordError, UnreadableError
 
@@ -23,6 +24,8 @@ _CALL_INTERVAL_S = 1.0
 """How often `on_wait` is called at least during a pause."""
 _ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotARecordError)
 """Errors that are an answer: they say what exists at the path."""
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+"""What only writers meet, and no pause heals."""
 _warned: set[Path] = set()
 """Paths for which a warning was logged that they cannot be read; removed once they can be read again."""
 
@@ -52,13 +55,20 @@ def is_there(path: Path) -> bool:
 
 
 def patiently(
-    what: str, ask: Callable[[], T], *, patience_s: float | None = None, on_wait: Callable[[], object] = lambda: None
+    what: str,
+    ask: Callable[[], T],
+    *,
+    patience_s: float | None = None,
+    on_wait: Callable[[], object] = lambda: None,
+    done: Literal["read", "written"] = "read",
 ) -> T:
     """Return what `ask` returns; try again while the file system does not answer.
 
-    `on_wait` is called before each try, and once a second during a pause. An error that it raises ends the wait.
+    `on_wait` is called before each try, and once a second during a pause. An error that it raises ends the wait. `done` says in
+    messages what `ask` does.
 
     Raises:
+        OSError: if that is an answer: no file there, or no room on the disk.
         UnreadableError: if the file system does not answer for `patience_s`.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
@@ -69,27 +79,28 @@ def patiently(
             found = ask()
         except (OSError, UnreadableError) as error:
             detail = str(error).rstrip(".")
-            if isinstance(error, OSError) and is_answer(error):
+            if isinstance(error, OSError) and (is_answer(error) or error.errno in _NO_ROOM):
                 raise
             waited = time.monotonic() - began
             if waited + pause > patience_s:
                 raise UnreadableError(
-                    f"{what} cannot be read: {detail}. ddp-hpc tried for {waited:.0f} s, and changed nothing. Check that "
-                    "the file system answers and that you have permission to read there. Then run the command again, or "
-                    "submit the run again if it has stopped."
+                    f"{what} cannot be {done}: {detail}. ddp-hpc tried for {waited:.0f} s, and changed nothing. Check that "
+                    f"the file system answers and that you have permission to {'read' if done == 'read' else 'write'} there. Then "
+                    "run the command again, or submit the run again if it has stopped."
                 ) from error
             num_failures += 1
             if num_failures == 1:
                 logging.getLogger(__name__).warning(
-                    "%s cannot be read: %s. Trying again for %.0f s.", what, detail, patience_s
+                    "%s cannot be %s: %s. Trying again for %.0f s.", what, done, detail, patience_s
                 )
             _sleep(pause, on_wait)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
         else:
             if num_failures:
                 logging.getLogger(__name__).warning(
-                    "%s can be read again, after %.0f s and %d tries; ddp-hpc continues",
+                    "%s can be %s again, after %.0f s and %d tries; ddp-hpc continues",
                     what,
+                    done,
                     time.monotonic() - began,
                     num_failures + 1,
                 )

@@ -17,10 +17,7 @@ from ddp_hpc.run.config.values import parse_text
 
 ENVIRONMENT_PREFIX = "DDP_HPC__"
 _OF_SBATCH = {
-    **{
-        f"SBATCH_{name.upper()}": f"slurm.{name}"
-        for name in ("partition", "account", "qos", "constraint")
-    },
+    **{f"SBATCH_{name.upper()}": f"slurm.{name}" for name in ("partition", "account", "qos", "constraint")},
     "SBATCH_RESERVATION": "slurm.extra.reservation",
     "SBATCH_TIMELIMIT": "resources.time_limit_min",
 }

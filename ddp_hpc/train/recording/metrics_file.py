@@ -46,7 +46,7 @@ class MetricsFile:
             ownership.refuse_fenced(self._run, self._attempt)
             self._set_aside(after)
         # A new file also where the lines stay: an older attempt that still runs has the old one open, and writes there.
-        patiently(str(self._run.metrics), lambda: self._renew(end))
+        patiently(str(self._run.metrics), lambda: self._renew(end), done="written")
         self._file = open_private(self._run.metrics, "ab", buffering=0)
         return newest
 
