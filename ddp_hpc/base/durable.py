@@ -1,4 +1,8 @@
-"""Write files so that a reader sees either the whole old text or the whole new one, also after a crash."""
+"""Write files so that a reader sees either the whole old text or the whole new one, also after a crash.
+
+What fails is an OSError with the file's name. Where a run keeps a record, anything else than a file, or a file that is far too large,
+is a NotARecordError.
+"""
 
 from __future__ import annotations
 
@@ -110,9 +114,6 @@ def replace_text(
 
     With `durable`, wait until the text is on disk. With `is_secret`, only the owner may read it. The text is first written in
     the directory `by_way_of`, or else in that of `path`.
-
-    Raises:
-        OSError: if it cannot be written, with a `filename`.
     """
     # Write beside, then rename: rename(2) replaces the old file in one step, so a reader never sees half of the new text.
     # fsync before the rename, else a crash may leave an empty file under the new name; fsync of the directory after it,
@@ -155,10 +156,6 @@ def output_at(path: Path) -> Iterator[Path]:
     """Yield the path to write a user's output file to: a file beside `path`, which is renamed to it at the end.
 
     A device or pipe is written directly. Of a symbolic link, the target is replaced.
-
-    Raises:
-        ConfigError: if `path` is a directory, or its directory does not exist.
-        OSError: if it cannot be written, with `path` as its `filename`.
     """
     if not path.parent.is_dir():
         raise ConfigError(
@@ -193,11 +190,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Add one line in one write. With `durable`, wait until it is on disk.
-
-    Raises:
-        OSError: if it cannot be written, with a `filename`.
-    """
+    """Add one line in one write. With `durable`, wait until it is on disk."""
     # A writer that was killed may have left the last line incomplete. End it first, so that ours is a line of its own.
     line = json.dumps(record, separators=(",", ":")) + "\n"
     with named(path), open_private(path, "ab+") as file:
@@ -212,12 +205,7 @@ def append_json_line(path: Path, record: Mapping[str, Any], *, durable: bool = T
 
 
 def open_record(path: Path, *, most_bytes: int | None = None) -> BufferedReader:
-    """Open a file that a run has written, for reading. A pipe or a device in its place is refused, not waited for.
-
-    Raises:
-        NotARecordError: if something else than a file is there, or a file with more than `most_bytes`.
-        OSError: if there is none, or the file system does not answer.
-    """
+    """Open a file that a run has written, for reading. A pipe or a device in its place is refused, not waited for."""
     # Without O_NONBLOCK, open(2) of a pipe waits until somebody opens its other end. For files it changes nothing.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -250,12 +238,7 @@ def _not_a_record(path: Path, what: str) -> NotARecordError:
 
 
 def record_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return all that is in a file that a run has written.
-
-    Raises:
-        NotARecordError: if something else than a file is there, or a file with more than `most_bytes`.
-        OSError: if there is none, or the file system does not answer.
-    """
+    """Return all that is in a file that a run has written."""
     try:
         return _content(path, most_bytes)
     except OSError as error:
@@ -277,12 +260,7 @@ def record_text(path: Path) -> str:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that a run has written, with their ends, but empty ones; none if the file does not exist.
-
-    Raises:
-        NotARecordError: if something else than a file is there, or a file that is far too large.
-        OSError: if the file system does not answer.
-    """
+    """Yield the lines of a file that a run has written, with their ends, but empty ones; none if the file does not exist."""
     try:
         file = open_record(path, most_bytes=MOST_BYTES_OF_LINES)
     except FileNotFoundError:
@@ -325,12 +303,7 @@ def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: N
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object at `path`, or None if there is none yet.
-
-    Raises:
-        NotARecordError: if something else than a file is there, or a file that is far too large.
-        OSError: if the file system does not answer.
-    """
+    """Return the JSON object at `path`, or None if there is none yet."""
     try:
         return json_object(record_bytes(path).decode("utf-8"))
     except (FileNotFoundError, UnicodeDecodeError):

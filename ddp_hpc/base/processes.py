@@ -52,11 +52,7 @@ def open_files_of(num_ranks: int) -> int:
 
 
 def allow_open_files(num_ranks: int = 0) -> None:
-    """Raise the soft limit of open files to the hard one, for this process and those that it starts.
-
-    Raises:
-        ConfigError: where the hard limit is too low for a world of so many ranks.
-    """
+    """Raise the soft limit of open files to the hard one, for this process and those that it starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Some programs close all numbers up to the limit when they start, and containers have limits of 10^9.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MANY_OPEN_FILES)), hard))

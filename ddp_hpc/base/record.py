@@ -1,7 +1,7 @@
 """Records: dataclasses that are kept as JSON objects, in a file of their own or one a line.
 
 What is read has the types that its class names. Keys that the class does not have are left out, since another version may have
-written them; None stands for a missing file, for damage, and for a record of another kind.
+written them; None stands for a missing file, for damage, and for a record of another kind. Errors are those of `durable`.
 """
 
 from __future__ import annotations
@@ -26,31 +26,18 @@ _LONG_NUMBER = re.compile(rb"\d{19}")
 def write_record(
     path: Path, record: Any, *, durable: bool = True, is_secret: bool = False, indent: int | None = None
 ) -> None:
-    """Replace the record at a path; a reader sees the old or the new one, whole.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Replace the record at a path; a reader sees the old or the new one, whole."""
     make_directories(path.parent)
     replace_text(path, json.dumps(asdict(record), indent=indent), durable=durable, is_secret=is_secret)
 
 
 def append_record(path: Path, record: Any, *, durable: bool = True) -> None:
-    """Add one record as a line.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Add one record as a line."""
     append_json_line(path, asdict(record), durable=durable)
 
 
 def read_record(path: Path, kind: type[T], *, may_have_nan: bool = False) -> T | None:
-    """Return the record at a path.
-
-    Raises:
-        NotARecordError: if something else than a file is there, or a file that is far too large.
-        OSError: if the file system does not answer.
-    """
+    """Return the record at a path."""
     try:
         return record_in(record_bytes(path), kind, may_have_nan=may_have_nan)
     except FileNotFoundError:
@@ -63,12 +50,7 @@ def known_record(path: Path, kind: type[T], *, may_have_nan: bool = False) -> T 
 
 
 def read_records(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield the records in the lines of a file; none without one. A line that is half written is skipped.
-
-    Raises:
-        NotARecordError: if something else than a file is there, or a file that is far too large.
-        OSError: if the file system does not answer.
-    """
+    """Yield the records in the lines of a file; none without one. A line that is half written is skipped."""
     for line in lines_of(path):
         if (record := record_in(line, kind)) is not None:
             yield record

@@ -409,9 +409,6 @@ def export_weights(path: Path, output: Path, *, ema: bool | None = None) -> tupl
 
     `ema`: whether to write their moving average; unset: where there is one, since that was evaluated. Names are the model's own,
     without `module.`.
-
-    Raises:
-        ConfigError: if the checkpoint has no such weights, or the file cannot be written there.
     """
     with output_at(output) as file:
         entries, parts, is_average = _weights(path, ema)

@@ -61,10 +61,6 @@ def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what t
     """Publish a directory's files as the checkpoint of `step`; return the new directory.
 
     The files move there, or with `keeps_folder` are copied there. A checkpoint of the same step is replaced.
-
-    Raises:
-        ConfigError: where there is nothing to commit, it lies on another file system, or has a `manifest.json` that is not ours.
-        FencedError: if another attempt has claimed the run.
     """
     _files(folder)
     _refuse_other_manifest(folder)

@@ -75,11 +75,7 @@ class Past:
 
 
 def read_past(run: RunDir, *, before: int | None, num_nodes: int) -> Past:
-    """Return what the attempts before `before` say; None: all attempts.
-
-    Raises:
-        OSError: if the file system does not answer.
-    """
+    """Return what the attempts before `before` say; None: all attempts."""
     attempts = [one for one in Ledger.read(run).attempts if before is None or one.attempt < before]
     return past_of(attempts, read_marks(run), num_nodes=num_nodes)
 

@@ -1,7 +1,7 @@
 """Headers of a checkpoint's shards: which tensors the checkpoint holds, in which pieces, and at which bytes.
 
 A shard is a safetensors file (https://github.com/huggingface/safetensors#format). This module reads no disk, and a tensor is
-only bytes to it.
+only bytes to it. A header that is damaged raises a CorruptCheckpointError.
 """
 
 from __future__ import annotations
@@ -164,9 +164,6 @@ def parse_header(path: Path, header: memoryview | bytes, size: int) -> list[Tens
     """Return the entries in the header of a safetensors file of `size` bytes; offsets count from the file's beginning.
 
     Every entry is safe to use: its dtype is known, and its bytes are in the file and as many as its shape needs.
-
-    Raises:
-        CorruptCheckpointError: if it is not such a header.
     """
     length = 8 + int.from_bytes(header[:8], "little")
     if size < 8 or length > size:  # bytes that are not a header say some absurd length
@@ -214,11 +211,7 @@ def _parse_entry(name: str, fields: Mapping[str, Any], place: str | None, first:
 def stored_tensors(
     path: Path, shards: Sequence[ShardRecord], headers: Sequence[memoryview | bytes]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors that the checkpoint at `path` holds, by name, from the headers of its shards.
-
-    Raises:
-        CorruptCheckpointError: if a header is damaged, or the pieces of a tensor do not make up the tensor.
-    """
+    """Return the tensors that the checkpoint at `path` holds, by name, from the headers of its shards."""
     found: dict[str, StoredTensor] = {}
     for number, (shard, header) in enumerate(zip(shards, headers, strict=True)):
         for entry in parse_header(path / shard.file, header, shard.size):

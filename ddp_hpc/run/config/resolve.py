@@ -91,9 +91,6 @@ def load_resolved(path: Path, *, is_patient: bool = False, patience_s: float | N
 
     `is_patient` is for processes of the run: the file exists, so they wait for a file system that does not show it yet,
     for `patience_s`, or as long as `patience` says.
-
-    Raises:
-        UnreadableError: if the file system does not answer for a long time.
     """
     return patiently(str(path), lambda: _load(path, is_known=not is_patient), patience_s=patience_s)
 

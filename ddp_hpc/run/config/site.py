@@ -83,9 +83,6 @@ def find_profile(
     """Return the profile with this name, or else the one for this host, or else the one for all hosts; None without any.
 
     Without `fill`, variables in its paths stay as they are written.
-
-    Raises:
-        ConfigError: if the named profile does not exist, several are for this host, or it cannot be read.
     """
     found = _find(environ, named, host)
     return None if found is None else read_profile(*found, environ if fill else None)
@@ -158,9 +155,6 @@ def read_profile(path: Path, why: str, environ: Mapping[str, str] | None) -> Pro
     """Read one profile: keys as in every configuration, and the sections `site` and `partitions`.
 
     Without `environ`, variables in its paths stay as they are written.
-
-    Raises:
-        ConfigError: if it cannot be read, or a value is invalid.
     """
     content = read_mapping(path)
     lines = getattr(content, "lines", {})
@@ -231,11 +225,7 @@ def _fill(setting: Setting, environ: Mapping[str, str] | None) -> Setting:
 
 
 def refuse_unwelcome(path: Path, profile: Profile | None) -> None:
-    """Refuse a run's directory in one of the directories `site.no_write`.
-
-    Raises:
-        ConfigError: if it is in one of them.
-    """
+    """Refuse a run's directory in one of the directories `site.no_write`."""
     if profile is None:
         return
     for refused in profile.site.no_write:

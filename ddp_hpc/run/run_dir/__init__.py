@@ -1,1 +1,4 @@
-"""What a run directory holds: its paths, ledger and records, who may write them, and how they are polled."""
+"""What a run directory holds: its paths, ledger and records, who may write them, and how they are polled.
+
+A function that reads or writes raises the OSError of a file system that does not answer, unless it says what it returns then.
+"""

@@ -253,11 +253,7 @@ def is_same_again(before: Difference, newest: Difference) -> bool:
 
 
 def write_difference(run: RunDir, difference: Difference) -> None:
-    """Write or replace the record of an attempt.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Write or replace the record of an attempt."""
     write_record(run.difference(difference.attempt), difference, indent=1)
 
 

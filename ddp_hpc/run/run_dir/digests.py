@@ -28,21 +28,13 @@ class StateDigest:
 
 
 def record_digest(run: RunDir, *, attempt: int, step: int, world_size: int, digest: str) -> None:
-    """Add a line to the record; for rank zero.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Add a line to the record; for rank zero."""
     line = StateDigest(attempt=attempt, step=step, world_size=world_size, digest=digest, at=time.time())
     append_record(run.digests, line, durable=False)
 
 
 def read_digests(run: RunDir) -> dict[int, StateDigest]:
-    """Return what counts of the record, by step: where an attempt begins, it replaces what earlier ones wrote from there on.
-
-    Raises:
-        OSError: if the file cannot be read.
-    """
+    """Return what counts of the record, by step: where an attempt begins, it replaces what earlier ones wrote from there on."""
     counted: list[StateDigest] = []
     for line in read_records(run.digests, StateDigest):
         while counted and counted[-1].step >= line.step:

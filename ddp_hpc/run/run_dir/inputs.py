@@ -38,9 +38,5 @@ def write_inputs(run: RunDir, inputs: AttemptInputs) -> None:
 
 
 def read_inputs(run: RunDir, attempt: int) -> AttemptInputs | None:
-    """Return what an attempt computed with; None if that was not recorded, as by older versions.
-
-    Raises:
-        OSError: if the record exists, and may not be read.
-    """
+    """Return what an attempt computed with; None if that was not recorded, as by older versions."""
     return read_record(run.inputs(attempt), AttemptInputs)

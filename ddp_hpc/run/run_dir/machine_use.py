@@ -56,11 +56,7 @@ class MachineUse:
 
 
 def append_use(run: RunDir, attempt: int, use: MachineUse) -> None:
-    """Add a record to a node's file.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Add a record to a node's file."""
     record = {
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in asdict(use).items()
@@ -70,21 +66,13 @@ def append_use(run: RunDir, attempt: int, use: MachineUse) -> None:
 
 
 def read_uses(run: RunDir, attempt: int, *, most_bytes: int = _MOST_BYTES) -> list[MachineUse]:
-    """Return the newest records of all nodes, node by node, oldest first: all of them, but for a long attempt on many nodes.
-
-    Raises:
-        OSError: if the file system does not answer.
-    """
+    """Return the newest records of all nodes, node by node, oldest first: all of them, but for a long attempt on many nodes."""
     paths = run.machine_uses(attempt)
     return [use for path in paths for use in _newest(path, max(_TAIL_BYTES, most_bytes // len(paths)))]
 
 
 def newest_uses(run: RunDir, attempt: int) -> list[MachineUse]:
-    """Return the newest record of each node.
-
-    Raises:
-        OSError: if the file system does not answer.
-    """
+    """Return the newest record of each node."""
     return [*{use.node_rank: use for use in read_uses(run, attempt, most_bytes=0)}.values()]
 
 

@@ -19,11 +19,7 @@ class MeetingRecord:
 
 
 def write_meeting(run: RunDir, attempt: int, endpoint: str, why: str) -> None:
-    """Record where the ranks of an attempt meet.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Record where the ranks of an attempt meet."""
     write_record(run.meeting(attempt), MeetingRecord(endpoint, why), durable=False)
 
 

@@ -47,11 +47,7 @@ def note_profile(  # noqa: PLR0913  the fields of a note
 
 
 def read_profiles(run: RunDir, *, is_alive: bool) -> list[RankProfile]:
-    """Return the profile of each rank that was to record one, by rank; none where no rank was.
-
-    Raises:
-        OSError: if the file system does not answer.
-    """
+    """Return the profile of each rank that was to record one, by rank; none where no rank was."""
     newest: dict[int, RankProfile] = {}
     try:
         names = sorted(path.name for path in run.profile.iterdir())

@@ -178,11 +178,7 @@ def write_rendezvous_token(path: Path) -> None:
 
 
 def read_rendezvous_token(path: Path) -> str:
-    """Return the secret that the supervisor has written for an attempt; wait for a file system that does not show it yet.
-
-    Raises:
-        UnreadableError: where the file does not appear.
-    """
+    """Return the secret that the supervisor has written for an attempt; wait for a file system that does not show it yet."""
     # An NFS client keeps what it knows of a directory for some seconds, so a file that another node has just made may be
     # missing here (nfs(5), "acdirmin" and "lookupcache", https://man7.org/linux/man-pages/man5/nfs.5.html).
 

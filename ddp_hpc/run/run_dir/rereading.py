@@ -36,11 +36,7 @@ T = TypeVar("T")
 
 
 def mark(path: Path) -> Mark | None:
-    """Return what changes if a file is written or replaced, or a directory's entries change; None if it does not exist.
-
-    Raises:
-        OSError: if the file system does not answer.
-    """
+    """Return what changes if a file is written or replaced, or a directory's entries change; None if it does not exist."""
     # Open it first: NFS asks its server at open(2), but may answer stat(2) alone from a cache that is up to a minute old
     # (nfs(5), "close-to-open cache consistency").
     try:
@@ -94,11 +90,7 @@ class LastRead:
 
 
 def newest_attempt(run: RunDir, files: LastRead) -> Attempt | None:
-    """Return the newest attempt of a run, or None before the first; the ledger is read only if it changed.
-
-    Raises:
-        UnreadableError: if the file system does not answer for a long time.
-    """
+    """Return the newest attempt of a run, or None before the first; the ledger is read only if it changed."""
     return patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: Ledger.read(run))).newest
 
 
@@ -119,18 +111,11 @@ class Tail:
         """Return, one after the other, the objects in the lines added since the last call; all lines if the file was replaced or truncated.
 
         A line without its line break is left for the next call. Lines that are not JSON objects are skipped.
-
-        Raises:
-            OSError: if something else than a file is there, or the file system does not answer.
         """
         return (record for line in self.new_raw_lines() if (record := json_line(line)) is not None)
 
     def new_raw_lines(self) -> list[bytes]:
-        """Return these lines as they stand in the file, empty ones among them.
-
-        Raises:
-            OSError: if something else than a file is there, or the file system does not answer.
-        """
+        """Return these lines as they stand in the file, empty ones among them."""
         try:
             stream = open_record(self._path)
         except FileNotFoundError:

@@ -67,9 +67,6 @@ def read_marks(run: RunDir) -> list[Mark]:
     """Return what rank zero has noted, oldest first; empty for a script, and for a run of an older version.
 
     A line that is half written, or not ours, is skipped.
-
-    Raises:
-        OSError: if the file system does not answer.
     """
     return [*read_records(run.timeline, Mark)]
 
@@ -78,9 +75,6 @@ def read_looks(run: RunDir) -> list[Look]:
     """Return the comparisons of all ranks, oldest first; empty where none was made. Of very many, some are left out.
 
     A line that is half written, or not ours, is skipped.
-
-    Raises:
-        OSError: if something else than a file is there, or the file system does not answer.
     """
     every = 1 + sum(1 for _ in lines_of(run.waits)) // MOST_LOOKS
     chosen = (line for number, line in enumerate(lines_of(run.waits)) if number % every == 0 or _OF_FIRST in line)
@@ -88,10 +82,6 @@ def read_looks(run: RunDir) -> list[Look]:
 
 
 def read_nodes(run: RunDir, attempt: int) -> Mapping[int, str]:
-    """Return the node of each rank of an attempt, as its first comparison of all ranks has it; empty before that.
-
-    Raises:
-        OSError: if something else than a file is there, or the file system does not answer.
-    """
+    """Return the node of each rank of an attempt, as its first comparison of all ranks has it; empty before that."""
     firsts = (record_in(line, Look) for line in lines_of(run.waits) if _OF_FIRST in line)
     return next((one.nodes for one in firsts if one is not None and one.attempt == attempt), {})

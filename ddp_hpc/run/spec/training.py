@@ -201,11 +201,7 @@ class LogSpec(Checked, section="log"):
         require_positive("log", every_steps=self.every_steps)
 
     def require_recorders(self) -> None:
-        """Check that this Python has what the recorders need; nothing is imported.
-
-        Raises:
-            ConfigError: for the first that it lacks.
-        """
+        """Check that this Python has what the recorders need; nothing is imported."""
         for name in self.recorders:
             if find_spec(name) is None:
                 raise ConfigError(

@@ -14,11 +14,7 @@ _CHANGES_DIRECTORY = re.compile(r"(?:^|[\s;&])(?:cd|pushd)\s")
 
 
 def refuse_missing(error: ConfigError, named: str, spec: LaunchSpec) -> str:
-    """Refuse a file that is missing here; return why not, where the job may find it.
-
-    Raises:
-        ConfigError: the error.
-    """
+    """Refuse a file that is missing here; return why not, where the job may find it."""
     if why := _why_there(Path(named), spec):
         return f"{why}: {error}"
     raise error

@@ -99,11 +99,7 @@ class WorkerModule(Protocol):
     """
 
     def check(self, spec: RunSpec, environ: Mapping[str, str], /) -> Iterator[str]:
-        """Yield what the host that a run is submitted from cannot say, and why; start and build nothing.
-
-        Raises:
-            ConfigError: where the job would refuse it.
-        """
+        """Yield what the host that a run is submitted from cannot say, and why; start and build nothing."""
 
     def preload(self, run_path: str, /) -> str:
         """Import what every worker needs; return why workers must not be forked from this process, or an empty text.

@@ -31,11 +31,7 @@ class SeenFiles:
 
 
 def look(pattern: str, work_dir: Path) -> Files:
-    """Return the files that a pattern matches now, and those in directories that it matches; not those of writers (`*.tmp`).
-
-    Raises:
-        OSError: if the file system does not answer.
-    """
+    """Return the files that a pattern matches now, and those in directories that it matches; not those of writers (`*.tmp`)."""
     found: dict[str, tuple[int, int]] = {}
     for name in glob.iglob(_absolute(pattern, work_dir), recursive=True):  # noqa: PTH207  text, with `**`
         paths = Path(name).rglob("*") if Path(name).is_dir() else iter([Path(name)])

@@ -36,10 +36,6 @@ def workload_of(spec: RunSpec) -> Workload:
 
 
 def progress_without_spec(run: RunDir, ledger: Ledger) -> int:
-    """Return the progress of a run whose spec cannot be read: what the workload says that every spec asks for.
-
-    Raises:
-        UnreadableError: where that cannot be read either.
-    """
+    """Return the progress of a run whose spec cannot be read: what the workload says that every spec asks for."""
     last = list(WORKLOADS.values())[-1]
     return cast("int", import_module(last.module).progress(run, ledger))
