@@ -5,38 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_HARMLESS = (
-    *(
-        "CUBLAS_",
-        "CUDA_",
-        "CUDNN_",
-        "FI_",
-        "GLOO_",
-        "GOMP_",
-        "HIP_",
-        "HSA_",
-        "KMP_",
-        "LC_",
-        "MASTER_",
-        "MIOPEN_",
-        "MKL_",
-    ),
-    *(
-        "NCCL_",
-        "NUMEXPR_",
-        "OFI_",
-        "OMP_",
-        "OPENBLAS_",
-        "PYTORCH_",
-        "RCCL_",
-        "RDMAV_",
-        "ROCR_",
-        "TORCH_",
-        "TORCHDYNAMO_",
-    ),
-    *("TORCHINDUCTOR_", "UCX_", "XLA_"),
+_HARMLESS = re.compile(
+    r"(?:CUBLAS|CUDA|CUDNN|FI|GLOO|GOMP|HIP|HSA|KMP|LC|MASTER|MIOPEN|MKL|NCCL|NUMEXPR|OFI|OMP|OPENBLAS|PYTORCH|RCCL|RDMAV|ROCR"
+    r"|TORCH|TORCHDYNAMO|TORCHINDUCTOR|UCX|XLA)_"
 )
-"""Prefixes of variables that configure libraries and hold no secrets."""
+"""How variables begin that configure libraries and hold no secrets."""
 _HARMLESS_NAMES = frozenset({"LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONHASHSEED", "PYTHONPATH", "TMPDIR", "TZ"})
 _SECRET = re.compile(
     r"(?:^|[_.-])(?:api_?key|key|tokens?|secrets?|pass|passwd|password|passphrase|credentials?|auth|cookie)$",
@@ -47,7 +20,7 @@ _SECRET = re.compile(
 
 def is_shown(variable: str) -> bool:
     """Tell whether logs and displays may show the value of an environment variable."""
-    return (variable.startswith(_HARMLESS) or variable in _HARMLESS_NAMES) and not _SECRET.search(variable)
+    return bool(_HARMLESS.match(variable) or variable in _HARMLESS_NAMES) and not _SECRET.search(variable)
 
 
 def is_key_shown(key: str, value: Any) -> bool:

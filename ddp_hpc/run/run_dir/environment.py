@@ -17,22 +17,8 @@ from ddp_hpc.base.durable import make_directories, record_bytes, replace_text
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.run_dir.paths import RunDir
 
-_RECORDED = (
-    "NCCL_",
-    "FI_",
-    "UCX_",
-    "GLOO_",
-    "TORCH_",
-    "CUDA_",
-    "CUBLAS_",
-    "HSA_",
-    "OMP_",
-    "MKL_",
-    "RDMAV_",
-    "OFI_",
-    "PYTHONHASHSEED",
-)
-"""Prefixes of variables that change results or speed."""
+_RECORDED = re.compile(r"(?:NCCL|FI|UCX|GLOO|TORCH|CUDA|CUBLAS|HSA|OMP|MKL|RDMAV|OFI)_|PYTHONHASHSEED")
+"""How variables begin that change results or speed."""
 _DIFFERENT_EACH_TIME = frozenset(
     {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 )
@@ -84,7 +70,7 @@ def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Enviro
         variables={
             name: value
             for name, value in sorted(environ.items())
-            if name.startswith(_RECORDED) and name not in _DIFFERENT_EACH_TIME and is_shown(name)
+            if _RECORDED.match(name) and name not in _DIFFERENT_EACH_TIME and is_shown(name)
         },
         packages=packages,
     )

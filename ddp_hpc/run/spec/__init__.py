@@ -4,8 +4,8 @@ Every field is a key of the configuration (`train.lr` is `RunSpec.train.lr`); th
 `ddp-hpc config` prints about it. Values that follow from others are properties.
 """
 
-from ddp_hpc.run.spec.container import ContainerSpec
 from ddp_hpc.run.spec.launch import (
+    ContainerSpec,
     DebugSpec,
     LaunchSpec,
     NetworkSpec,

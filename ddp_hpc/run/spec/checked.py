@@ -45,6 +45,20 @@ def require_positive(section: str, **values: float | None) -> None:
         )
 
 
+def require_not_negative(section: str, **values: float) -> None:
+    """Refuse values below zero."""
+    for key, value in values.items():
+        require(value >= 0, f"`{section}.{key}` is {value!r}, but it must not be negative.")
+
+
+def require_command(section: str, command: tuple[str, ...]) -> None:
+    """Refuse a command that no system can start."""
+    require(
+        not any("\0" in word for word in command) and (not command or bool(command[0])),
+        f"`{section}.command` is {list(command)!r}, but its first word must name a program, and no word may have a NUL character.",
+    )
+
+
 def require_one_line(section: str, **values: object) -> None:
     """Refuse texts with a line break, which would start a new line in the job script."""
     for key, value in values.items():

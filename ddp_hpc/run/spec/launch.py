@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_hpc.run.run_dir.paths import DEFAULT_RUNS_DIR
-from ddp_hpc.run.spec.checked import Checked, require, require_one_line, require_positive
-from ddp_hpc.run.spec.container import ContainerSpec
+from ddp_hpc.run.spec.checked import (
+    Checked,
+    require,
+    require_command,
+    require_not_negative,
+    require_one_line,
+    require_positive,
+)
 from ddp_hpc.run.world import World
 
 _CPU_WORKER_GB = 2
@@ -65,10 +71,7 @@ class ResourcesSpec(Checked, section="resources"):
             time_limit_min=self.time_limit_min,
         )
         require_one_line("resources", gpu_type=self.gpu_type)
-        require(
-            self.num_gpus >= 0,
-            f"`resources.gpus_per_node` is {self.gpus_per_node!r}, but it must not be negative.",
-        )
+        require_not_negative("resources", gpus_per_node=self.num_gpus)
         require(
             self.gpu_type is None or self.num_gpus > 0,
             f"`resources.gpu_type` is {self.gpu_type!r}, but `resources.gpus_per_node` is {self.num_gpus}, so no GPU is asked for. "
@@ -173,10 +176,7 @@ class TorchrunSpec(Checked, section="torchrun"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.max_restarts >= 0,
-            f"`torchrun.max_restarts` is {self.max_restarts!r}, but it must not be negative.",
-        )
+        require_not_negative("torchrun", max_restarts=self.max_restarts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +229,28 @@ class SnapshotSpec(Checked, section="snapshot"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContainerSpec(Checked, section="container"):
+    """The container image that the workers run in."""
+
+    image: str | None = None
+    """Image file or directory; for pyxis also an image address; for Docker an image name. Unset: no container."""
+    runtime: Literal["auto", "apptainer", "singularity", "pyxis", "docker"] = "auto"
+    """The container runtime. `auto`: Apptainer, or else Singularity, from the job's PATH. Docker works without Slurm only."""
+    python: str = "python3"
+    """Name or path of Python in the image. It must have PyTorch and the packages that ddp_hpc needs."""
+    binds: tuple[str, ...] = ()
+    """More paths to mount in the container, `SOURCE[:TARGET[:ro]]`."""
+    gpus: Literal["auto", "nvidia", "rocm", "none"] = "auto"
+    """Whose GPU driver the container gets (`--nv`, `--rocm`). `auto`: NVIDIA's, if the run asks for GPUs."""
+    options: tuple[str, ...] = ()
+    """More options for the runtime, one for each item (`--fakeroot`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_line("container", **vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageSpec(Checked, section="stage"):
     """What to copy to each node's local disk before the workers start, on Slurm."""
 
@@ -271,10 +293,7 @@ class NotifySpec(Checked, section="notify"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not any("\0" in word for word in self.command) and (not self.command or bool(self.command[0])),
-            f"`notify.command` is {list(self.command)!r}, but its first word must name a program, and no word may have a NUL character.",
-        )
+        require_command("notify", self.command)
 
 
 @dataclass(frozen=True, kw_only=True)

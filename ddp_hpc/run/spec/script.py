@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
 
-from ddp_hpc.run.spec.checked import Checked, require, require_positive
+from ddp_hpc.run.spec.checked import Checked, require, require_command, require_positive
 
 _PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?")
 _CLUSTER = re.compile(r"-(?P<flags>[^-cmWX][^cmWX]*)?(?P<last>[cmWX])(?P<value>.*)", re.DOTALL)
@@ -98,10 +98,7 @@ class ScriptSpec(Checked, section="script"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("script", stop_within_s=self.stop_within_s)
-        require(
-            not any("\0" in word for word in self.command) and (not self.command or bool(self.command[0])),
-            f"`script.command` is {list(self.command)!r}, but its first word must name a program, and no word may have a NUL character.",
-        )
+        require_command("script", self.command)
         for code in self.resume_exit_codes:
             require(
                 1 <= code <= _MOST_EXIT_CODE,

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.spec.checked import Checked, require, require_positive
+from ddp_hpc.run.spec.checked import Checked, require, require_not_negative, require_positive
 
 OnNonfinite = Literal["stop", "skip", "ignore"]
 RecorderName = Literal["tensorboard", "wandb", "mlflow"]
@@ -122,10 +122,7 @@ class OptimizerSpec(Checked, section="optimizer"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.weight_decay >= 0,
-            f"`optimizer.weight_decay` is {self.weight_decay!r}, but it must not be negative.",
-        )
+        require_not_negative("optimizer", weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +142,7 @@ class LrScheduleSpec(Checked, section="lr_schedule"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.warmup_steps >= 0,
-            f"`lr_schedule.warmup_steps` is {self.warmup_steps!r}, but it must not be negative.",
-        )
+        require_not_negative("lr_schedule", warmup_steps=self.warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +158,7 @@ class DataSpec(Checked, section="data"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.num_workers >= 0,
-            f"`data.num_workers` is {self.num_workers!r}, but it must not be negative.",
-        )
+        require_not_negative("data", num_workers=self.num_workers)
         require_positive("data", prefetch_factor=self.prefetch_factor)
 
 
@@ -245,10 +236,7 @@ class CheckpointSpec(Checked, section="checkpoint"):
             f"`checkpoint.min_interval_s` is {self.min_interval_s}, but `checkpoint.max_interval_s` is {self.max_interval_s}: the "
             "shortest interval must not be longer than the longest. Change one of them.",
         )
-        require(
-            self.keep_best >= 0,
-            f"`checkpoint.keep_best` is {self.keep_best!r}, but it must not be negative.",
-        )
+        require_not_negative("checkpoint", keep_best=self.keep_best)
         require(
             self.keep_best == 0 or self.best_metric == "loss" or self.best_is is not None,
             f"`checkpoint.best_metric` is {self.best_metric!r}, but `checkpoint.best_is` is not set. "
