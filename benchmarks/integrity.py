@@ -19,8 +19,8 @@ from torch import nn
 
 from benchmarks import loop
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_rounds, shown
-from ddp_hpc.run.run_dir.digests import record_digest
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.replays import record_digest
 from ddp_hpc.run.spec import IntegritySpec
 from ddp_hpc.train.state import digests
 from ddp_hpc.train.state.training_state import TrainingState

@@ -15,7 +15,7 @@ from ddp_hpc.cluster.slow_ranks.summary import Summary, read_summary, remove_sum
 from ddp_hpc.cluster.slow_ranks.verdict import judge
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
-from ddp_hpc.run.run_dir.slow_ranks import Alarm, record
+from ddp_hpc.run.run_dir.timeline import Alarm, record
 
 POLL_S = 1.0
 """How often to look whether rank zero has reported again."""

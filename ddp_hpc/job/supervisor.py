@@ -50,9 +50,9 @@ from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.run.config import dropped_from, load_resolved
 from ddp_hpc.run.requeue import TABLE
+from ddp_hpc.run.run_dir.joining import write_meeting
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
 from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses
-from ddp_hpc.run.run_dir.meeting import write_meeting
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
     QueuedJob,

@@ -28,10 +28,10 @@ from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, failure_of, is_lost_connection, write_failure
-from ddp_hpc.run.run_dir.inputs import AttemptInputs, write_inputs
 from ddp_hpc.run.run_dir.joining import forget_missing, write_missing
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
+from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.only_in_job import refuse_missing
 from ddp_hpc.train import process_group

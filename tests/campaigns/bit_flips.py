@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc.run.run_dir.digests import read_digests
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.replays import read_digests
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from tests.campaigns.command_line import parser_of

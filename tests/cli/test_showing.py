@@ -15,7 +15,7 @@ from ddp_hpc.cli.live import draw
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.cli.summary import cause, exit_code, headline, next_steps
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.slow_ranks import Alarm
+from ddp_hpc.run.run_dir.timeline import Alarm
 from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.report.screen import RunScreen, screen
 from ddp_hpc.watch.status import RunStatus, State

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from ddp_hpc.base.errors import DivergedError, RanksDifferError
 from ddp_hpc.run.run_dir.differences import read_difference
-from ddp_hpc.run.run_dir.inputs import AttemptInputs, write_inputs
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.process_group import Group

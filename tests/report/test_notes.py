@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run.run_dir.slow_ranks import Alarm, read_alarms, record
+from ddp_hpc.run.run_dir.timeline import Alarm, read_alarms, record
 from ddp_hpc.watch.report.notes import MOST_NOTES, NOTHING, RULES, NoteFacts, NoteRule, facts_of, notes_of
 from ddp_hpc.watch.report.reading import read_run
 from tests.report.made import BEGIN, Plan, large_run, line_of, made_run

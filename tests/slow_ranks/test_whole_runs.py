@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run.run_dir.slow_ranks import read_alarms
+from ddp_hpc.run.run_dir.timeline import read_alarms
 from tests.slow_ranks.cases import Case, train
 
 

@@ -17,9 +17,9 @@ from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import DdpHpcError, DivergedError
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.run.run_dir.differences import read_difference
-from ddp_hpc.run.run_dir.inputs import AttemptInputs, write_inputs
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.engine import divergence
 from ddp_hpc.train.engine.divergence import LossWatch

@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 
 from ddp_hpc.cli import main
+from ddp_hpc.run.run_dir.failure_reports import write_rank_end
 from ddp_hpc.run.run_dir.hang_records import HangRecord, write_hang_record
-from ddp_hpc.run.run_dir.joining import write_missing
+from ddp_hpc.run.run_dir.joining import write_meeting, write_missing
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Next, Root, record_end, record_start
-from ddp_hpc.run.run_dir.meeting import write_meeting
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault, write_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight, write_preflight
-from ddp_hpc.run.run_dir.rank_ends import write_rank_end
 from ddp_hpc.run.run_dir.records import Awaited, QueuedJob, ask_to_stop, write_awaited, write_queued_job, write_report
-from ddp_hpc.run.run_dir.slow_ranks import Alarm, record
-from ddp_hpc.run.run_dir.timeline import Look, Mark, encode
+from ddp_hpc.run.run_dir.timeline import Alarm, Look, Mark, encode, record
 from tests.made_run import add_failure, add_log, add_metrics, add_progress, make_run
 
 ODD: Sequence[Any] = (None, True, -1, 1.5, 10**400, "text", "", [], [1], {}, {"a": 1}, [[{}]], float("nan"))

@@ -19,9 +19,9 @@ from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.run_dir_setup import make_run_dir, note_on_parents
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 from ddp_hpc.run.run_dir import strangers
-from ddp_hpc.run.run_dir.inputs import AttemptInputs, write_inputs
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rendezvous_token
+from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
 

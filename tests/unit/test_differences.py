@@ -21,9 +21,9 @@ from ddp_hpc.run.run_dir.differences import (
     read_differences,
     write_difference,
 )
-from ddp_hpc.run.run_dir.inputs import AttemptInputs
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.replays import AttemptInputs
 from ddp_hpc.train.comparable import what_differs
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddp_hpc.run.run_dir.digests import read_digests, record_digest
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.replays import read_digests, record_digest
 
 
 def write(run: RunDir, *lines: tuple[int, int, str]) -> None:

@@ -32,10 +32,16 @@ from ddp_hpc.prove.replay.private_run import Wanted, _run_supervised, compute_ag
 from ddp_hpc.prove.replay.record import Record, State
 from ddp_hpc.prove.replay.replaying import ReplayOrder, ReplayReport, check_range
 from ddp_hpc.run.run_dir.environment import capture, write_environment
-from ddp_hpc.run.run_dir.inputs import AttemptInputs, read_inputs, write_inputs
 from ddp_hpc.run.run_dir.ledger import Ending, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.replay_request import ReplayRequest, read_request, write_request
+from ddp_hpc.run.run_dir.replays import (
+    AttemptInputs,
+    ReplayRequest,
+    read_inputs,
+    read_request,
+    write_inputs,
+    write_request,
+)
 from ddp_hpc.run.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.engine.replayed import follow_request

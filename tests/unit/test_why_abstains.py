@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_hpc.run.run_dir.affected import entity
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.fingerprint import entity
 from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.run.run_dir.failure_reports import RankEnd, read_rank_ends, write_rank_end
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.rank_ends import RankEnd, read_rank_ends, write_rank_end
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of
 from tests.unit.test_why_verdict import OOM_KILL, facts, reset

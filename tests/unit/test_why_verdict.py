@@ -14,13 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_hpc.run.run_dir.affected import entity, fingerprint, mechanism
 from ddp_hpc.run.run_dir.differences import FINITE, NOT_FINITE, Difference
-from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.fingerprint import entity, fingerprint, mechanism
+from ddp_hpc.run.run_dir.failure_reports import RankEnd, WorkerFailure
 from ddp_hpc.run.run_dir.joining import MissingRanks
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault
-from ddp_hpc.run.run_dir.rank_ends import RankEnd
 from ddp_hpc.watch.why.exceptions import tracebacks, uncaught
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.lines import LogLine, clean, number_of, tail

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 
 from ddp_hpc.cluster.slow_ranks.verdict import SlowRank, SlowRankVerdict
-from ddp_hpc.run.run_dir.slow_ranks import Alarm
+from ddp_hpc.run.run_dir.timeline import Alarm
 
 LOOKS_TO_BEGIN = LOOKS_TO_END = 2
 """How many looks in a row must find a rank slow, or as fast as the others. In between, nothing changes."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_hpc.run.run_dir.affected import fingerprint
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.fingerprint import fingerprint
 from ddp_hpc.run.run_dir.ledger import Cause, Root
 
 

@@ -62,9 +62,8 @@ from ddp_hpc.job.node.short_tmpdir import shorten_tmpdir
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
 from ddp_hpc.job.workers import ask_by_file
-from ddp_hpc.run.run_dir.failure_reports import report, report_killed
+from ddp_hpc.run.run_dir.failure_reports import report, report_killed, write_rank_end
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.rank_ends import write_rank_end
 from ddp_hpc.run.workload.protocol import WorkerModule, load_worker
 
 GRACE_S = 1.0

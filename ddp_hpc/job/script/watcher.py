@@ -22,8 +22,7 @@ from ddp_hpc.job.script.hang_watch import HangWatch
 from ddp_hpc.job.script.life import Life
 from ddp_hpc.job.script.output import Echo
 from ddp_hpc.job.script.script_rank import ScriptRank
-from ddp_hpc.run.run_dir.failure_reports import read_failures
-from ddp_hpc.run.run_dir.rank_ends import write_rank_end
+from ddp_hpc.run.run_dir.failure_reports import read_failures, write_rank_end
 from ddp_hpc.run.run_dir.records import Progress, with_report, write_progress
 from ddp_hpc.run.workload.script_progress import SeenFiles, look, record_changes
 

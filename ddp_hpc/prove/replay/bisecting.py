@@ -21,7 +21,7 @@ from ddp_hpc.prove.replay.known_states import Known, read_known
 from ddp_hpc.prove.replay.private_run import Replayed, Wanted, compute_again
 from ddp_hpc.prove.replay.record import Record, record_of, state_of_checkpoint
 from ddp_hpc.prove.replay.replaying import computed_record
-from ddp_hpc.run.run_dir.replay_request import ReplayRequest, read_trace
+from ddp_hpc.run.run_dir.replays import ReplayRequest, read_trace
 
 MOST_TRACED = 64
 """Of how many steps each tensor is written down at once; of more, first one hash a step."""

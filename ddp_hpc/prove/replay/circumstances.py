@@ -13,7 +13,7 @@ import xxhash
 from ddp_hpc.prove.replay.history import History, environment_of
 from ddp_hpc.run.config import changes, load_resolved
 from ddp_hpc.run.run_dir.environment import differences
-from ddp_hpc.run.run_dir.inputs import CHANGES_NO_NUMBER, AttemptInputs
+from ddp_hpc.run.run_dir.replays import CHANGES_NO_NUMBER, AttemptInputs
 from ddp_hpc.run.spec import RunSpec
 
 _MOST_LINES = 20

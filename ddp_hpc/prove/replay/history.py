@@ -15,10 +15,10 @@ from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.environment import Environment, read_environment
-from ddp_hpc.run.run_dir.inputs import AttemptInputs, read_inputs
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
+from ddp_hpc.run.run_dir.replays import AttemptInputs, read_inputs
 
 _NUMERIC = ("OMP_", "MKL_", "CUBLAS_", "PYTHONHASHSEED")
 """Prefixes of variables that decide in which order numbers are added or sets are gone through; the replay gets those of the run."""

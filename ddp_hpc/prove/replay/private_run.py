@@ -26,7 +26,7 @@ from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.config import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.replay_request import ReplayRequest, write_request
+from ddp_hpc.run.run_dir.replays import ReplayRequest, write_request
 from ddp_hpc.run.spec import RunSpec
 
 _GONE = "The checkpoint of step {step} of {run} was deleted meanwhile: a training run keeps only its newest checkpoints. Give the same command again."

@@ -12,9 +12,8 @@ import xxhash
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
-from ddp_hpc.run.run_dir.digests import read_digests
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.replay_request import read_trace
+from ddp_hpc.run.run_dir.replays import read_digests, read_trace
 from ddp_hpc.watch.samples import read_steps_taken
 
 _NUMBERS = ("position", "loss_steps", "optimizer", "scaler", "ema_updates", "ema_warms_up")

@@ -15,7 +15,7 @@ from ddp_hpc.prove.replay.history import History, environment_of
 from ddp_hpc.prove.replay.private_run import Replayed, Wanted, compute_again
 from ddp_hpc.prove.replay.record import Record, digests_of_replay, record_of, state_of_checkpoint, states_of_replay
 from ddp_hpc.run.run_dir.environment import capture, differences
-from ddp_hpc.run.run_dir.replay_request import ReplayRequest
+from ddp_hpc.run.run_dir.replays import ReplayRequest
 
 _MOST_CHANGES = 5
 OTHER_WORLD_TOLERANCE = 1e-3

@@ -1,4 +1,4 @@
-"""The record of ranks that the others wait for while an attempt begins."""
+"""How the ranks of an attempt meet: where, and for which of them the others wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ddp_hpc.base.patience import known
-from ddp_hpc.base.record import known_record, write_record
+from ddp_hpc.base.record import known_record, read_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _LOG = re.compile(r"rank-(\d+)\.log")
@@ -64,3 +64,23 @@ def started_ranks(run: RunDir, attempt: int) -> set[int] | None:
 
     listed: list[str] | None = known(folder, names, unknown=None)
     return None if listed is None else {int(found[1]) for name in listed if (found := _LOG.fullmatch(name))}
+
+
+@dataclass(frozen=True)
+class MeetingRecord:
+    """What was chosen."""
+
+    endpoint: str
+    """`ADDRESS:PORT`; an IPv6 address stands in brackets."""
+    why: str
+    """The network, and the rule that chose it."""
+
+
+def write_meeting(run: RunDir, attempt: int, endpoint: str, why: str) -> None:
+    """Record where the ranks of an attempt meet."""
+    write_record(run.meeting(attempt), MeetingRecord(endpoint, why), durable=False)
+
+
+def read_meeting(run: RunDir, attempt: int) -> MeetingRecord | None:
+    """Return where the ranks of an attempt meet; None on one machine, or where it is not recorded."""
+    return read_record(run.meeting(attempt), MeetingRecord)

@@ -142,7 +142,7 @@ class RunDir:
     script_ended = _RankPath("logs/attempt-{}/rank-{}.ended")
     """There when this rank's script has ended, so that it needs the store at rank zero no more."""
     rank_end = _RankPath("logs/attempt-{}/rank-{}.end.json")
-    """How this rank's process ended, where it ended badly (`rank_ends`)."""
+    """How this rank's process ended, where it ended badly (`failure_reports.RankEnd`)."""
     torch_error = _RankPath("logs/attempt-{}/rank-{}.error.json")
     """Where `torch.distributed.elastic` writes the exception of a script (TORCHELASTIC_ERROR_FILE)."""
     environment = _AttemptPath("logs/attempt-{}/environment.json")

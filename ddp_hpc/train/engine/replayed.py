@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddp_hpc.base.durable import make_directories, open_private
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.run_dir.replay_request import ReplayRequest, read_request
+from ddp_hpc.run.run_dir.replays import ReplayRequest, read_request
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.data.sample_records import SampleRecorder
 from ddp_hpc.train.engine.training import Training

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.run.run_dir.environment import Environment
+from ddp_hpc.run.run_dir.joining import MeetingRecord
 from ddp_hpc.run.run_dir.machine_use import MachineUse
-from ddp_hpc.run.run_dir.meeting import MeetingRecord
-from ddp_hpc.run.run_dir.slow_ranks import Alarm
-from ddp_hpc.run.run_dir.timeline import Look, Mark
+from ddp_hpc.run.run_dir.timeline import Alarm, Look, Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
 from ddp_hpc.watch.checkpoints import CheckpointInfo
 from ddp_hpc.watch.goodput import CheckpointCost, Goodput

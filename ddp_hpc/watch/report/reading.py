@@ -12,13 +12,12 @@ from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.shown_text import masked, secret_values
 from ddp_hpc.run.run_dir.environment import Environment, differences, read_environment
+from ddp_hpc.run.run_dir.joining import read_meeting
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import read_uses
-from ddp_hpc.run.run_dir.meeting import read_meeting
 from ddp_hpc.run.run_dir.network import read_network
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.slow_ranks import read_alarms
-from ddp_hpc.run.run_dir.timeline import Look, Mark, read_looks, read_marks
+from ddp_hpc.run.run_dir.timeline import Look, Mark, read_alarms, read_looks, read_marks
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys

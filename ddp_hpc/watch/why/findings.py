@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddp_hpc.run.run_dir.differences import Difference
-from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.failure_reports import RankEnd, WorkerFailure
 from ddp_hpc.run.run_dir.joining import MissingRanks
 from ddp_hpc.run.run_dir.ledger import Attempt
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.preflight import Preflight
-from ddp_hpc.run.run_dir.rank_ends import RankEnd
 from ddp_hpc.watch.why.lines import LogLine
 from ddp_hpc.watch.why.signatures import Role
 

@@ -10,13 +10,12 @@ from ddp_hpc.base.durable import record_text
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known
 from ddp_hpc.run.run_dir.differences import read_difference
-from ddp_hpc.run.run_dir.failure_reports import read_failures
+from ddp_hpc.run.run_dir.failure_reports import read_failures, read_rank_ends
 from ddp_hpc.run.run_dir.joining import read_missing
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.network import read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import read_preflight
-from ddp_hpc.run.run_dir.rank_ends import read_rank_ends
 from ddp_hpc.watch.failure import last_words
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.lines import LogLine, tail

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from ddp_hpc.run.run_dir.affected import entity, fingerprint
 from ddp_hpc.run.run_dir.differences import Difference
-from ddp_hpc.run.run_dir.fingerprint import entity, fingerprint
 from ddp_hpc.run.run_dir.ledger import Cause, Ending
 from ddp_hpc.watch.why.ends import signalled
 from ddp_hpc.watch.why.findings import ANY_NUMBER, AttemptFacts, EvidenceLine, RankFinding, Verdict
