@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,19 +35,16 @@ def mount_of(path: Path, *, mountinfo: Path = MOUNTINFO) -> Mount | None:
 def _covering(path: str, text: str) -> Mount | None:
     """Return the last mount of the longest of the points above a path: a later one covers an earlier one."""
     found: Mount | None = None
-    for mount in _mounts(text):
+    for line in text.splitlines():
+        front, separator, back = line.partition(" - ")
+        before, after = front.split(), back.split()
+        if not separator or len(before) < 5 or len(after) < 2:
+            continue
+        mount = Mount(point=_plain(before[4]), fs_type=after[0], source=_plain(after[1]))
         is_above = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
         if is_above and (found is None or len(mount.point) >= len(found.point)):
             found = mount
     return found
-
-
-def _mounts(text: str) -> Iterator[Mount]:
-    for line in text.splitlines():
-        front, separator, back = line.partition(" - ")
-        before, after = front.split(), back.split()
-        if separator and len(before) >= 5 and len(after) >= 2:
-            yield Mount(point=_plain(before[4]), fs_type=after[0], source=_plain(after[1]))
 
 
 def _plain(text: str) -> str:

@@ -94,7 +94,8 @@ def summary(
     past: Sequence[PastAttempt], *, stalls_s: Sequence[float], writes_s: Sequence[float], num_nodes: int
 ) -> Past:
     """Return what attempts, oldest first, say together; with the stalls and the times of writing of their saves."""
-    counted = _newest(past)
+    failed = [number for number, one in enumerate(past) if one.is_sudden]
+    counted = past[failed[-NEWEST] :] if len(failed) >= NEWEST else past
     restarts = sorted(one.started_s for one in past)
     return Past(
         num_failures=sum(one.is_sudden for one in counted),
@@ -123,11 +124,6 @@ def _attempt(one: Attempt, marks: Sequence[Mark]) -> PastAttempt | None:
         started_s=max(0.0, begin.at - one.started_at),
         num_nodes=len(one.nodes) or 1,
     )
-
-
-def _newest(past: Sequence[PastAttempt]) -> Sequence[PastAttempt]:
-    failed = [number for number, one in enumerate(past) if one.is_sudden]
-    return past[failed[-NEWEST] :] if len(failed) >= NEWEST else past
 
 
 def first_within_s(past: Sequence[PastAttempt], *, needed_s: float) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -38,13 +38,15 @@ class Overlay:
             values[setting.key] = convert(key, setting.value, source)
             sources[setting.key] = source
         try:
-            spec = self._with(self._base.spec, "", values, _and_above(setting.key for setting in given))
+            parts = [setting.key.split(".") for setting in given]
+            changed = {".".join(some[: depth + 1]) for some in parts for depth in range(len(some))}
+            spec = self._with(self._base.spec, "", values, changed)
         except ConfigError as error:
             raise type(error)(f"{error} (From {source}.)") from error
         return Resolved(spec, sources, self._base.profile)
 
     def _with(self, section: Any, prefix: str, values: Mapping[str, Any], changed: set[str]) -> Any:
-        """Return a section of the spec with the keys of `changed`; parts without one stay the objects that they are."""
+        """Return a section of the spec with the keys and sections of `changed`; parts without one stay the objects that they are."""
         made: dict[str, Any] = {}
         for field in fields(section):
             name = prefix + field.name
@@ -60,8 +62,3 @@ class Overlay:
             else:
                 made[field.name] = values[name] if name in values else unflatten(name, values)
         return replace(section, **made)
-
-
-def _and_above(keys: Iterable[str]) -> set[str]:
-    """Return the keys and the sections in which they stand: `train.lr`, `train`."""
-    return {".".join(key.split(".")[: depth + 1]) for key in keys for depth in range(key.count(".") + 1)}

@@ -83,12 +83,10 @@ def _meanings(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
 def _texts_of_module(module: str) -> dict[str, dict[str, str]]:
     """Return class -> field -> the docstring below the field in the module's source."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {section.name: dict(_texts_below(section)) for section in tree.body if isinstance(section, ast.ClassDef)}
-
-
-def _texts_below(section: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for field, text in pairwise(section.body):
-        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-            continue
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-            yield field.target.id, " ".join(text.value.value.split())
+    found: dict[str, dict[str, str]] = {}
+    for section in [one for one in tree.body if isinstance(one, ast.ClassDef)]:
+        for field, text in pairwise(section.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    found.setdefault(section.name, {})[name] = " ".join(words.split())
+    return found

@@ -66,7 +66,13 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     """
     profile = find_profile(environ, site)
     stem = path.stem if path is not None else program_of(command).name if command else ""
-    asked = [*([] if path is None else from_file(path, is_of_run=_is_of_run(path))), *from_environment(environ)]
+    asked: list[Setting] = []
+    if path is not None:
+        run = RunDir(
+            path.parent
+        )  # a run keeps its configuration, with a value for every key of the version that wrote it
+        asked += from_file(path, is_of_run=path == run.config and run.attempts.exists())
+    asked += from_environment(environ)
     if isinstance(overrides, Mapping):
         asked += settings_in(overrides, Origin("Python", "Python"))
     else:
@@ -102,12 +108,6 @@ def _load(path: Path, *, is_known: bool) -> RunSpec:
         if is_known or not isinstance(error.__cause__, OSError):
             raise
         raise UnreadableError(str(error)) from error
-
-
-def _is_of_run(path: Path) -> bool:
-    """Tell whether a file is the configuration that a run keeps, with a value for every key of the version that wrote it."""
-    run = RunDir(path.parent)
-    return path.name == run.config.name and run.attempts.exists()
 
 
 def dropped_from(path: Path) -> list[str]:

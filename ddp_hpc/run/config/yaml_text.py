@@ -21,7 +21,6 @@ except ImportError:  # PyYAML was built without its C parser
 
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
-_INFINITIES = {"+": float("inf"), "-": float("-inf")}
 
 
 class DictWithLines(dict[Any, Any]):
@@ -30,28 +29,21 @@ class DictWithLines(dict[Any, Any]):
     lines: dict[Any, int]
 
 
-def _int(text: str) -> int:
-    bases = {"0o": 8, "0x": 16}
-    return int(text[2:], bases[text[:2]]) if text[:2] in bases else int(text)
-
-
-def _float(text: str) -> float:
-    if text[-1] in "fF":
-        return _INFINITIES["-" if text[0] == "-" else "+"]
-    return float("nan") if text[-1] in "nN" else float(text)
-
-
 _SCALARS: dict[str, tuple[re.Pattern[str], str, Callable[[str], Any]]] = {
     "null": (re.compile(r"(?:~|null|Null|NULL|)$"), "~nN", lambda _: None),
     "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), "tTfF", lambda text: text[0] in "tT"),
-    "int": (re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"), "-+0123456789", _int),
+    "int": (
+        re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+        "-+0123456789",
+        lambda text: int(text, 0 if text[:2] in {"0o", "0x"} else 10),
+    ),
     "float": (
         re.compile(
             r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
             r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
         ),
         "-+.0123456789",
-        _float,
+        lambda text: float(re.sub(r"\.(?=[iInN])", "", text)),  # `.inf`, which Python writes `inf`
     ),
 }
 """Tag -> pattern of such a scalar, characters with which it may begin, and conversion to its value."""

@@ -192,16 +192,15 @@ def by_repetition(difference: Difference, found: Repetition) -> Difference:
     other attempt found. Soon after the fault, the values of the other ranks are near. Many steps later, or where the fault was small, any rank may
     be the nearest by chance, so one that is not clearly near or far leaves it undecided. Then a vote stands.
     """
-    odd = () if found.not_comparable else _odd_by_digest(difference, found) or _odd_by_values(difference, found)
+    odd = tuple(rank for rank, digest in enumerate(difference.digests) if digest != found.digest)
+    if found.not_comparable:
+        odd = ()
+    elif len(odd) == len(difference.digests):
+        odd = _odd_by_values(difference, found)
     repeated = replace(difference, repeated_in=found.attempt, not_comparable=found.not_comparable)
     if odd:
         return replace(repeated, odd_ranks=odd, told_by="repetition", told_in=found.attempt)
     return repeated if difference.told_by == "vote" else replace(repeated, told_by="undecided", told_in=found.attempt)
-
-
-def _odd_by_digest(difference: Difference, found: Repetition) -> tuple[int, ...]:
-    odd = tuple(rank for rank, digest in enumerate(difference.digests) if digest != found.digest)
-    return odd if len(odd) < len(difference.digests) else ()
 
 
 def _odd_by_values(difference: Difference, found: Repetition) -> tuple[int, ...]:
@@ -210,7 +209,8 @@ def _odd_by_values(difference: Difference, found: Repetition) -> tuple[int, ...]
         for sample in difference.samples
         for values, value in zip(zip(*sample.values, strict=True), found.values.get(sample.tensor, ()), strict=False)
     ]
-    by_rank = [_kind_of_most(of_rank) for of_rank in zip(*kinds, strict=True)]
+    counts = [Counter(of_rank).most_common(1)[0] for of_rank in zip(*kinds, strict=True)]
+    by_rank = [kind if count >= _MOST * len(kinds) else "" for kind, count in counts]
     return tuple(rank for rank, kind in enumerate(by_rank) if kind == "far") if set(by_rank) == {"near", "far"} else ()
 
 
@@ -237,11 +237,6 @@ def _kinds(values: Sequence[float], found: float) -> list[_Kind]:
 
 def _kind(distance: float, spread: float) -> _Kind:
     return "near" if distance <= _NEAR * spread else "far" if distance >= _FAR * spread else ""
-
-
-def _kind_of_most(kinds: Sequence[_Kind]) -> _Kind:
-    kind, count = Counter(kinds).most_common(1)[0]
-    return kind if count >= _MOST * len(kinds) else ""
 
 
 def is_same_again(before: Difference, newest: Difference) -> bool:

@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 from ddp_hpc.base.discretion import is_shown
-from ddp_hpc.base.durable import make_directories, record_bytes, replace_text
+from ddp_hpc.base.durable import record_bytes
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.record import write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _RECORDED = re.compile(r"(?:NCCL|FI|UCX|GLOO|TORCH|CUDA|CUBLAS|HSA|OMP|MKL|RDMAV|OFI)_|PYTHONHASHSEED")
@@ -118,9 +119,7 @@ def _first(path: Path, pattern: str) -> str:
 
 def write_environment(run: RunDir, attempt: int, environment: Environment) -> None:
     """Write the environment of an attempt into the run directory."""
-    path = run.environment(attempt)
-    make_directories(path.parent)
-    replace_text(path, msgspec.json.format(msgspec.json.encode(environment), indent=1).decode() + "\n")
+    write_record(run.environment(attempt), environment, indent=1)
 
 
 def newest_environment(run: RunDir, *, before: int | None = None) -> tuple[int, Environment] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ddp_hpc.base.durable import make_directories, open_record, record_text
+from ddp_hpc.base.durable import open_record, record_text
 from ddp_hpc.base.errors import ConfigError, DivergedError, RanksDifferError, text_of
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.record import known_record, write_record
@@ -177,7 +177,6 @@ def write_failure(path: Path, failure: WorkerFailure) -> None:
     Where the disk does not take it, the process ends with its own exit code all the same.
     """
     with suppress(OSError):
-        make_directories(path.parent)
         write_record(path, failure, indent=1)
 
 

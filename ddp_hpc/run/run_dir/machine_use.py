@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.durable import append_json_line, open_record
@@ -67,21 +66,18 @@ def append_use(run: RunDir, attempt: int, use: MachineUse) -> None:
 
 def read_uses(run: RunDir, attempt: int, *, most_bytes: int = _MOST_BYTES) -> list[MachineUse]:
     """Return the newest records of all nodes, node by node, oldest first: all of them, but for a long attempt on many nodes."""
-    paths = run.machine_uses(attempt)
-    return [use for path in paths for use in _newest(path, max(_TAIL_BYTES, most_bytes // len(paths)))]
+    paths, lines = run.machine_uses(attempt), list[bytes]()
+    for path in paths:
+        with open_record(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - max(_TAIL_BYTES, most_bytes // len(paths))))
+            lines += file.read().split(b"\n")
+    uses = (record_in(line, MachineUse) for line in lines)  # the first one of a node may have been cut
+    return [use for use in uses if use is not None and use.seconds > 0]
 
 
 def newest_uses(run: RunDir, attempt: int) -> list[MachineUse]:
     """Return the newest record of each node."""
     return [*{use.node_rank: use for use in read_uses(run, attempt, most_bytes=0)}.values()]
-
-
-def _newest(path: Path, most_bytes: int) -> list[MachineUse]:
-    with open_record(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
-        lines = file.read(most_bytes).split(b"\n")
-    uses = (record_in(line, MachineUse) for line in lines)  # the first one may have been cut
-    return [use for use in uses if use is not None and use.seconds > 0]
 
 
 def merged(uses: Sequence[MachineUse]) -> MachineUse | None:

@@ -127,15 +127,12 @@ def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
 
     A file with other content is a request, too: a user has made it by hand. A file that cannot be read does not count.
     """
-    record = known(run.stop_request, lambda: _stop_request(run), unknown=None)
-    if record is None or record.get("by", "user") != "user":
+    path = run.stop_request
+    nothing: tuple[dict[str, Any], bool] = ({}, False)
+    record, is_there = known(path, lambda: (read_json(path) or {}, path.exists()), unknown=nothing)
+    if not is_there or record.get("by", "user") != "user":
         return None
     return "requeue" if record.get("then") == "requeue" else "end"
-
-
-def _stop_request(run: RunDir) -> dict[str, Any] | None:
-    record = read_json(run.stop_request) or {}
-    return record if run.stop_request.exists() else None
 
 
 def write_rank_zero_exit(run: RunDir, attempt: int, exit_code: int) -> None:

@@ -6,7 +6,6 @@ import os
 import pwd
 import shlex
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,37 +21,27 @@ def refuse_strangers(path: Path) -> None:
 
     Or name jobs and processes of yours in it, which a command would then end.
     """
-    found = path.stat()
-    if found.st_uid != os.geteuid() and found.st_uid != _owner_of_new(path.parent):
+    run, found = RunDir(path), path.stat()
+    # File systems may map users (NFS), or know only one (SMB, FUSE): then what this process makes has another owner, too.
+    if found.st_uid != os.geteuid() and ((own := _probe(path.parent)) is None or own.st_uid != found.st_uid):
+        try:
+            owner = pwd.getpwuid(found.st_uid).pw_name
+        except KeyError:
+            owner = f"user {found.st_uid}"
         raise ConfigError(
-            f"The run's directory {path} belongs to {_user(found.st_uid)}, and its owner could change the code that you "
+            f"The run's directory {path} belongs to {owner}, and its owner could change the code that you "
             "would run, and the jobs and processes that you would end. Start a run of your own with `name=...` or `runs_dir=...`."
         )
-    places = [path, *_inner(path)] if found.st_mode & 0o011 else [path]  # else no other user can enter the directory
+    places = [path]
+    if found.st_mode & 0o011:  # else no other user can enter the directory; these determine which code runs
+        places += [place for place in (run.config, run.job_script, run.snapshots, run.checkpoints) if place.exists()]
     open_ones = [place for place in places if place.lstat().st_mode & _WRITABLE and not place.is_symlink()]
-    if open_ones and not _knows_no_modes(path.parent):
+    # A file system without modes shows a private directory, too, as one that others may write to.
+    if open_ones and ((own := _probe(path.parent)) is None or not own.st_mode & _WRITABLE):
         raise ConfigError(
             f"Other users may write to {', '.join(map(str, open_ones))}, and could change the code that you would run. "
             f"Remove their write permission with `chmod -R go-w {shlex.quote(str(path))}`, and try again."
         )
-
-
-def _inner(path: Path) -> Iterator[Path]:
-    """Yield the files and directories of a run that determine which code runs."""
-    run = RunDir(path)
-    yield from (place for place in (run.config, run.job_script, run.snapshots, run.checkpoints) if place.exists())
-
-
-def _owner_of_new(folder: Path) -> int | None:
-    """Return the owner of a file that this process makes in a directory: file systems may map users (NFS), or know only one (SMB, FUSE)."""
-    probe = _probe(folder)
-    return probe and probe.st_uid
-
-
-def _knows_no_modes(folder: Path) -> bool:
-    """Return whether others may write to a private file that this process makes here, as on file systems without modes."""
-    probe = _probe(folder)
-    return probe is not None and bool(probe.st_mode & _WRITABLE)
 
 
 def _probe(folder: Path) -> os.stat_result | None:
@@ -60,10 +49,3 @@ def _probe(folder: Path) -> os.stat_result | None:
     with suppress(OSError), tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=folder) as made:
         return Path(made).stat()
     return None
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
