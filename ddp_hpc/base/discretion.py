@@ -1,8 +1,9 @@
-"""Decide which values logs and displays may show, and which are hidden because they may be secrets."""
+"""Decide what logs and displays may show of values and texts: secrets are hidden or masked, control characters can be seen."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _HARMLESS = re.compile(
@@ -11,10 +12,8 @@ _HARMLESS = re.compile(
 )
 """How variables begin that configure libraries and hold no secrets."""
 _HARMLESS_NAMES = frozenset({"LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONHASHSEED", "PYTHONPATH", "TMPDIR", "TZ"})
-_SECRET = re.compile(
-    r"(?:^|[_.-])(?:api_?key|key|tokens?|secrets?|pass|passwd|password|passphrase|credentials?|auth|cookie)$",
-    re.IGNORECASE,
-)
+_NAMES = r"api_?key|token|secret|password|passwd|passphrase|credentials?|auth|cookie"
+_SECRET = re.compile(rf"(?:^|[_.-])(?:{_NAMES}|key|pass)s?$", re.IGNORECASE)
 """Names whose values are secrets, by their ending: `HF_TOKEN`, but not `num_tokens_seen` or `key_size`."""
 
 
@@ -29,3 +28,55 @@ def is_key_shown(key: str, value: Any) -> bool:
     if section == "env" and name:
         return value is None or is_shown(name)
     return not isinstance(value, str) or not value or not _SECRET.search(key)
+
+
+MASK = "***"
+_LEAST_SECRET = 6
+"""Characters; a shorter value is not looked for, as it may be part of any word."""
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Control characters (C0 without tab and line feed, and C1), and characters that change the direction of text."""
+_SECRETS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(?P<before>://[^\s/:@]*:)[^\s/@]+(?=@)",
+        rf"(?P<before>(?:{_NAMES})[\"']?\s*=\s*[\"']?)[^\s\"'&,;)]+",
+        rf"(?P<before>[\"'][\w.-]*(?:{_NAMES})[\"']\s*:\s*[\"'])[^\"']+",
+        r"(?P<before>[?&](?:key|sig|signature|code)=)[^\s\"'&]+",
+        r"(?P<before>\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}",
+        r"(?P<before>\b)(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|AKIA)[\w-]{12,}",
+    )
+)
+"""Passwords in addresses, values of names such as `token`, and tokens that are known by how they begin."""
+
+
+def visible(text: str) -> str:
+    r"""Return text without colours, and with every other control character as `\x1b`."""
+    return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], _COLOURS.sub("", text))
+
+
+def secret_values(values: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
+    """Return values of a configuration, and of variables, that may be secrets; the longest first."""
+    of_keys = {value for key, value in values.items() if isinstance(value, str) and not is_key_shown(key, value)}
+    of_variables = {value for name, value in environ.items() if _SECRET.search(name) and not is_shown(name)}
+    return sorted(
+        (one for one in of_keys | of_variables if len(one) >= _LEAST_SECRET), key=lambda one: (-len(one), one)
+    )
+
+
+def masked(text: str, secrets: Iterable[str] = ()) -> str:
+    """Return text without these values, and without what looks like a secret. A secret in other words is not found."""
+    for one in secrets:
+        text = text.replace(one, MASK)
+    for pattern in _SECRETS:
+        text = pattern.sub(rf"\g<before>{MASK}", text)
+    return text
+
+
+def masked_record(record: Any, secrets: Iterable[str]) -> Any:
+    """Return a value of JSON with all its texts masked, but not its keys."""
+    if isinstance(record, str):
+        return masked(record, secrets)
+    if isinstance(record, Mapping):
+        return {key: masked_record(value, secrets) for key, value in record.items()}
+    return [masked_record(one, secrets) for one in record] if isinstance(record, (list, tuple)) else record

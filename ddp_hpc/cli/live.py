@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ddp_hpc.base.discretion import visible
 from ddp_hpc.base.patience import patiently
-from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli.terminal import unguarded
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import await_news

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.discretion import visible
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import slurm_asker
 from ddp_hpc.cli.status_text import steps

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from ddp_hpc.base.shown_text import visible
+from ddp_hpc.base.discretion import visible
 
 
 class Terminal(io.TextIOWrapper):

@@ -12,7 +12,7 @@ from statistics import median
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.cluster.slow_ranks.summary import Phases
-from ddp_hpc.run.checkpoints import interval_text
+from ddp_hpc.run.checkpoints import save_interval
 from ddp_hpc.run.checkpoints.failure_rate import between_failures_s
 from ddp_hpc.run.checkpoints.past_saves import Past, read_past
 from ddp_hpc.run.checkpoints.save_interval import (
@@ -169,10 +169,10 @@ class AutoInterval:
                 "expected_cost": round(costs.share(seconds), 6),
             },
         )
-        why = interval_text.reason(
+        why = save_interval.reason(
             costs, interval, num_failures=self._job.past.num_failures, is_measured=bool(self._stalls)
         )
-        log.info("the run saves %s: %s", interval_text.every(self._every, seconds), why)
+        log.info("the run saves %s: %s", save_interval.every(self._every, seconds), why)
 
 
 def read_job(run: RunDir, attempt: int, num_nodes: int) -> IntervalFacts:

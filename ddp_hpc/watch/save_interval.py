@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_hpc.run.checkpoints import save_interval
 from ddp_hpc.run.checkpoints.save_interval import SaveCosts
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, read_marks
@@ -31,11 +32,9 @@ class SaveInterval:
 
     def sentence(self) -> str:
         """Return `every 340 steps (about 9 min): saves and failures take 1.2% of the time by estimate, and have taken 0.9%; ...`."""
-        from ddp_hpc.run.checkpoints import interval_text  # late: most runs that `status` shows have none
-
         so_far = "" if self.measured_cost is None else f", and have taken {self.measured_cost:.1%}"
-        numbers = interval_text.numbers(self.costs, num_failures=self.num_failures, is_measured=self.is_measured)
-        often = interval_text.every(self.every_steps, self.seconds)
+        numbers = save_interval.numbers(self.costs, num_failures=self.num_failures, is_measured=self.is_measured)
+        often = save_interval.every(self.every_steps, self.seconds)
         return f"{often}: saves and failures take {self.expected_cost:.1%} of the time by estimate{so_far}; {numbers}"
 
 

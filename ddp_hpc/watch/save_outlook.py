@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from ddp_hpc.run.checkpoints import interval_text
+from ddp_hpc.run.checkpoints import save_interval
 from ddp_hpc.run.checkpoints.failure_rate import between_failures_s
 from ddp_hpc.run.checkpoints.past_saves import read_past
 from ddp_hpc.run.checkpoints.save_interval import ASSUMED_STALL_S, Bounds, SaveCosts, choose
@@ -30,10 +30,10 @@ def outlook(run: RunDir, bounds: Bounds, *, num_nodes: int, now: float) -> str:
         ),
     )
     chosen = choose(costs, bounds, is_measured=is_measured, first_within_s=past.first_within_s)
-    why = interval_text.reason(costs, chosen, num_failures=past.num_failures, is_measured=is_measured)
+    why = save_interval.reason(costs, chosen, num_failures=past.num_failures, is_measured=is_measured)
     cost = measured_cost(read_times(run, now=now, is_alive=False))
     so_far = "" if cost is None else f", and have taken {cost:.1%} so far"
-    often, expected = interval_text.roughly(chosen.seconds), costs.share(chosen.seconds)
+    often, expected = save_interval.roughly(chosen.seconds), costs.share(chosen.seconds)
     return (
         f"about every {often} at first: saves and failures take {expected:.1%} of the time by estimate{so_far}; {why}"
     )

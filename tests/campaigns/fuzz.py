@@ -27,7 +27,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ddp_hpc.base import shown_text
+from ddp_hpc.base import discretion
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.mounts import Mount
 from ddp_hpc.base.slurm_times import minutes, moment, seconds
@@ -115,7 +115,7 @@ def in_log(text: str) -> object:
     path = Path("odd.log")
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     found = lines.tail(path)
-    shown_text.visible(shown_text.masked(text))
+    discretion.visible(discretion.masked(text))
     return of_rank.matches_in(found), exceptions.tracebacks([line.text for line in found])
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.base.shown_text import visible
+from ddp_hpc.base.discretion import visible
 from ddp_hpc.cli import main
 from ddp_hpc.cli.live import draw
 from ddp_hpc.watch.report.looking import Looker

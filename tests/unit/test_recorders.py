@@ -20,10 +20,10 @@ from unittest.mock import Mock
 import pytest
 
 from ddp_hpc.base import processes
+from ddp_hpc.base.discretion import secret_values
 from ddp_hpc.base.durable import json_line
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import STOPPED
-from ddp_hpc.base.shown_text import secret_values
 from ddp_hpc.launch.submission.run_dir_setup import refuse_missing_recorders
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import LogSpec, RunSpec, SlurmSpec

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 
 from ddp_hpc.run.checkpoints.failure_rate import DAY, NODE_RATE, between_failures_s
-from ddp_hpc.run.checkpoints.interval_text import every, reason, roughly
 from ddp_hpc.run.checkpoints.save_interval import (
     FIRST_S,
     Bounds,
@@ -17,7 +16,10 @@ from ddp_hpc.run.checkpoints.save_interval import (
     SaveCosts,
     best_interval_s,
     choose,
+    every,
     is_worth_changing,
+    reason,
+    roughly,
 )
 
 HOUR = 3600.0

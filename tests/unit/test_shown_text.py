@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ddp_hpc.base.shown_text import masked, secret_values
+from ddp_hpc.base.discretion import masked, secret_values
 from ddp_hpc.watch.why.lines import clean
 
 

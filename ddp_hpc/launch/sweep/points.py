@@ -16,8 +16,7 @@ from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.launch.sweep.values import MOST_POINTS, Axis
 from ddp_hpc.run.config import HIDDEN
-from ddp_hpc.run.config.keys import is_section, key_of
-from ddp_hpc.run.config.values import parse_text
+from ddp_hpc.run.config.keys import is_section, key_of, parse_text
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_VALUE = 24

@@ -1,4 +1,4 @@
-"""How often to save: the interval that costs the least time, and what one costs. Pure."""
+"""How often to save: the interval that costs the least time, what one costs, and how to say it. Pure."""
 
 from __future__ import annotations
 
@@ -110,3 +110,42 @@ def within(seconds: float, best: Interval, bounds: Bounds) -> float:
 def is_worth_changing(now: float, best: float) -> bool:
     """Tell whether an interval is so far from the best one that it is changed."""
     return not now / CHANGE < best < now * CHANGE
+
+
+_UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+def roughly(seconds: float) -> str:
+    """Return `40 ms`, `1.2 s`, `9 min`, `11 h` or `154 d`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    unit, name = next((unit, name) for unit, name in _UNITS if seconds >= (1.5 * unit if unit > 1 else unit))
+    count = seconds / unit
+    return f"{count:.1f} {name}" if count < 9.95 and name != "min" else f"{count:.0f} {name}"
+
+
+def every(steps: int, seconds: float) -> str:
+    """Return `every 340 steps (about 9 min)`."""
+    return f"every {'step' if steps == 1 else f'{steps} steps'} (about {roughly(seconds)})"
+
+
+def numbers(costs: SaveCosts, *, num_failures: int, is_measured: bool = True) -> str:
+    """Return the numbers that an interval follows from."""
+    often = roughly(costs.between_failures_s)
+    failures = f"one failure every {often} is expected ({num_failures} so far)"
+    if num_failures == 0:
+        failures = f"no failure so far, one every {often} is assumed"
+    start = f"a start takes {roughly(costs.restart_s)}, " if costs.restart_s else ""
+    return f"a save {'stops' if is_measured else 'is assumed to stop'} training for {roughly(costs.stall_s)}, {start}{failures}"
+
+
+def reason(costs: SaveCosts, interval: Interval, *, num_failures: int, is_measured: bool = True) -> str:
+    """Return why the interval is as long as it is."""
+    if interval.why == "failed before":
+        return "the attempt before failed before its first save, so the first save comes early"
+    limit = {
+        "shortest": "; not more often, because of `checkpoint.min_interval_s`",
+        "longest": "; not less often, because of `checkpoint.max_interval_s`",
+        "written": f"; not more often, because a save takes {roughly(costs.write_s)} to be written",
+    }
+    return numbers(costs, num_failures=num_failures, is_measured=is_measured) + limit.get(interval.why, "")

@@ -12,7 +12,7 @@ from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.field_types import annotations_of
 from ddp_hpc.base.patience import patiently
-from ddp_hpc.run.config.keys import all_keys, key_of
+from ddp_hpc.run.config.keys import all_keys, convert, key_of
 from ddp_hpc.run.config.paths import filled
 from ddp_hpc.run.config.removed import REMOVED, drop_removed
 from ddp_hpc.run.config.site import Profile, find_profile, refuse_unwelcome
@@ -30,7 +30,6 @@ from ddp_hpc.run.config.sources import (
     read_mapping,
     settings_in,
 )
-from ddp_hpc.run.config.values import convert
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec, program_of
 

@@ -11,9 +11,8 @@ from typing import Any
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.slurm_times import seconds
 from ddp_hpc.run.config.foreign import ours_for
-from ddp_hpc.run.config.keys import all_keys, is_free, is_section, key_of, unknown_key
+from ddp_hpc.run.config.keys import all_keys, is_free, is_section, key_of, parse_text, unknown_key
 from ddp_hpc.run.config.removed import drop_removed
-from ddp_hpc.run.config.values import parse_text
 
 ENVIRONMENT_PREFIX = "DDP_HPC__"
 _OF_SBATCH = {

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ddp_hpc.base import processes
-from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.discretion import is_key_shown, masked, masked_record, secret_values
 from ddp_hpc.base.durable import make_directories, readers
-from ddp_hpc.base.shown_text import masked, masked_record, secret_values
 from ddp_hpc.run.config import flat, load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import Tail

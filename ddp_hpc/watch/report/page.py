@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc import __version__
-from ddp_hpc.base.shown_text import masked, visible
+from ddp_hpc.base.discretion import masked, visible
 from ddp_hpc.run.run_dir.environment import Environment, differences
 from ddp_hpc.run.run_dir.joining import MeetingRecord
 from ddp_hpc.watch.attempt_times import KINDS

@@ -8,9 +8,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.discretion import is_key_shown, masked, secret_values
 from ddp_hpc.base.errors import DdpHpcError
-from ddp_hpc.base.shown_text import masked, secret_values
 from ddp_hpc.run.run_dir.environment import Environment, differences, read_environment
 from ddp_hpc.run.run_dir.joining import read_meeting
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
