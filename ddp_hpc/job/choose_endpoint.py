@@ -9,12 +9,12 @@ from __future__ import annotations
 import ipaddress
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 
-from ddp_hpc.base.errors import ConfigError, WorkerError
-from ddp_hpc.cluster.rendezvous.address import addresses_of, this_host
-from ddp_hpc.cluster.rendezvous.choice import LOOPBACK, ONE_NODE, Choice, choose_fabric, refusal
-from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces, parse_interfaces
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.rendezvous.address import find_address, this_host
+from ddp_hpc.cluster.rendezvous.interfaces import Interface, parse_interfaces
 from ddp_hpc.cluster.rendezvous.ports import candidate_ports, is_free
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.wire.endpoint import Meeting
@@ -43,15 +43,19 @@ def meetings(
 
 def address_of(allocation: Allocation, *, environ: Mapping[str, str], preferred: Sequence[str] = ()) -> tuple[str, str]:
     """Return the address of rank zero's node at which the ranks meet, and why it is this one; raise as `meetings` does."""
-    given = environ.get("MASTER_ADDR")
+    host, given = this_host(), environ.get("MASTER_ADDR")
+    if not given:
+        found = find_address(allocation, host, preferred=preferred, ask=partial(_ask_all, allocation, environ))
+        refused = "; ".join(f"not {one.name}: {one.why}" for one in found.refused)
+        return str(found.value), f"{found.rule}{refused and f' ({refused})'}"
     is_one_node = len(allocation.node_names) == 1
-    if given:
-        return _numeric(given, is_one_node=is_one_node), "from MASTER_ADDR in the environment"
-    if is_one_node and not preferred:
-        return LOOPBACK, ONE_NODE
-    choice = _choice(allocation, environ, preferred)
-    refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
-    return choice.address, f"{choice.interface}, {choice.rule}{refused and f' ({refused})'}"
+    address = host.numeric(given, may_be_loopback=is_one_node)
+    if address is None or (ipaddress.ip_address(address).is_loopback and not is_one_node):
+        raise ConfigError(
+            f"MASTER_ADDR is {given!r} in the environment, but this node resolves it to no address that other nodes can "
+            "reach. Set it to an IP address of the first node, or unset it to have one chosen."
+        )
+    return address, "from MASTER_ADDR in the environment"
 
 
 def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[int]:
@@ -65,31 +69,6 @@ def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[
     return iter([int(given)])
 
 
-def _numeric(text: str, *, is_one_node: bool) -> str:
-    """Return an address of that host that all nodes reach: a node may resolve its own name to 127.0.1.1 (/etc/hosts)."""
-    addresses = addresses_of(text)
-    others_reach = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
-    for address in others_reach or (addresses if is_one_node else []):
-        return address
-    raise ConfigError(
-        f"MASTER_ADDR is {text!r} in the environment, but this node resolves it to no address that other nodes can "
-        "reach. Set it to an IP address of the first node, or unset it to have one chosen."
-    )
-
-
-def _choice(allocation: Allocation, environ: Mapping[str, str], preferred: Sequence[str]) -> Choice:
-    """Choose among the networks of rank zero's node; ask all nodes where that can change the choice."""
-    here = local_interfaces()
-    first, *others = allocation.node_names
-    is_plain = not others or sum(refusal(interface) is None for interface in here) == 1
-    if allocation.is_on_first_node and is_plain:
-        return choose_fabric({first: here}, [first], preferred)
-    facts = _ask_all(allocation, environ)
-    if allocation.is_on_first_node:
-        facts = {**facts, first: here}
-    return choose_fabric(facts, allocation.node_names, preferred) if first in facts else _by_name(first)
-
-
 def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str, Sequence[Interface]]:
     """Return the interfaces of every node that answers; log which do not, as the choice is made without them."""
     command = [sys.executable, "-m", "ddp_hpc.cluster.rendezvous.interfaces"]
@@ -101,15 +80,3 @@ def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str,
             "zero without them. If the ranks then cannot connect, set MASTER_ADDR.\n"
         )
     return {node: parse_interfaces(plain) for node, plain in answers.by_node.items()}
-
-
-def _by_name(first: str) -> Choice:
-    """Resolve the name of rank zero's node, where the node itself did not answer."""
-    address = this_host().address_of(first)
-    if address is not None:
-        rule = "the address that this host resolves its name to, because the node did not answer"
-        return Choice(interface=first, address=address, rule=rule)
-    raise WorkerError(
-        f"{first}, the node of rank zero, did not answer which networks it has, and this host resolves its name to no address "
-        f"that other nodes can reach. Set MASTER_ADDR to an IP address of {first}, or submit again."
-    )

@@ -94,8 +94,8 @@ def test_a_batch_script_exports_only_what_holds_for_every_task() -> None:
 def test_a_batch_script_takes_the_fastest_network_and_says_what_it_did_not_take() -> None:
     address = row(batch(), lab(1), "MASTER_ADDR")
 
-    assert (address.value, address.source) == ("10.78.0.11", "this node's ib0")
-    assert "the only node whose networks are known" in address.rule
+    assert (address.value, address.source) == ("10.78.0.11", "network interfaces")
+    assert address.rule.startswith("ib0, the fastest network of node1, the only node whose networks are known")
     assert Refused("docker0", "Docker's bridge") in address.refused
 
 
@@ -202,7 +202,7 @@ def test_loopback_is_never_rank_zeros_address() -> None:
     address = row(task(4, 1, 0, on="node2"), confused, "MASTER_ADDR")
 
     assert address.value is None
-    assert "set MASTER_ADDR with `export` in the job script" in address.rule
+    assert "Set MASTER_ADDR to an IP address of node1 (in a job script: with `export`)" in address.rule
 
 
 def test_of_several_addresses_the_one_on_the_fastest_network_is_taken_by_all() -> None:

@@ -1,8 +1,10 @@
-"""Find rank zero's address where neither the user nor a launcher set it. Each process searches alone; all must agree.
+"""Find rank zero's address where the user has not set it: for a run's supervisor, for a shell of a job, and for a task of a plain `srun`.
 
-The tasks of a plain `srun` share only Slurm's variables and the name service. Two other sources are not used, although all tasks of a step would read the same from them. The address of the host that
-srun runs on may be a login node's, or loopback. The address in `scontrol show node` costs one request to the controller
-for each task, and often is the node's name again.
+Whoever decides for all ranks takes the fastest network of rank zero's node. A supervisor asks the other nodes first, where that
+can change the choice; a shell does not. The tasks of a plain `srun` share only Slurm's variables and the name service: each
+searches alone, and all must agree. Two other sources are not used, although all tasks of a step would read the same from them.
+The address of the host that srun runs on may be a login node's, or loopback. The address in `scontrol show node` costs one
+request to the controller for each task, and often is the node's name again.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.cluster.rendezvous.choice import (
     LOOPBACK,
     ONE_NODE,
@@ -21,13 +23,16 @@ from ddp_hpc.cluster.rendezvous.choice import (
     choose_fabric,
     holder,
     is_routable,
+    refusal,
     source_address,
 )
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.rendezvous.ports import is_free
-from ddp_hpc.cluster.rendezvous.worker_env import OURS, Fact
+from ddp_hpc.cluster.rendezvous.worker_env import OURS, USERS, Fact
 from ddp_hpc.cluster.slurm.allocation import Allocation
 
+Ask = Callable[[], Mapping[str, Sequence[Interface]]]
+"""Asks the nodes of the job for their interfaces; a node that does not answer is left out."""
 _MOST_NEIGHBOURS = 3
 """How many names rank zero's node tries to resolve: each may take ten seconds if the name service is broken."""
 
@@ -66,6 +71,19 @@ class Host:
         best = min(routes, key=lambda ip: (by_speed(routes[ip]), ipaddress.get_mixed_type_key(ip)), default=None)
         return None if best is None else str(best)
 
+    def numeric(self, name: str, *, may_be_loopback: bool) -> str | None:
+        """Return an address of a name that other nodes reach: a node may resolve its own name to 127.0.1.1 (/etc/hosts).
+
+        An address is returned as it is. With `may_be_loopback`, an address on loopback is better than none.
+        """
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            found = self.resolve(name)
+            others = [text for text in found if not ipaddress.ip_address(text.partition("%")[0]).is_loopback]
+            return next(iter(others or (found if may_be_loopback else ())), None)
+        return name
+
     def interface_towards(self, address: str) -> Fact:
         """Return the name of this node's interface on the route to rank zero."""
         interface = self.leads_to(address)
@@ -80,48 +98,74 @@ def this_host() -> Host:
     return Host(interfaces=local_interfaces(), num_cpus=len(os.sched_getaffinity(0)))
 
 
-def find_address(allocation: Allocation, host: Host) -> Fact:
-    """Return the address at which this process should connect to rank zero."""
-    step = allocation.step
+def address_for_task(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:
+    """Return rank zero's address: the user's, or else the one that this process finds; without a value where it finds none."""
+    if users := environ.get("MASTER_ADDR"):
+        return Fact(value=users, source=USERS, rule="already set in the environment, so not changed")
+    if allocation is None:
+        return Fact(value=LOOPBACK, source=OURS, rule="a single process, no Slurm job")
+    try:
+        return find_address(allocation, host)
+    except DdpHpcError as error:
+        return Fact(rule=str(error))
+
+
+def find_address(allocation: Allocation, host: Host, *, preferred: Sequence[str] = (), ask: Ask | None = None) -> Fact:
+    """Return the address at which this process should connect to rank zero.
+
+    A supervisor passes `ask`, and the interfaces that the user prefers; it decides for all nodes of the job.
+
+    Raises:
+        ConfigError: where rank zero's node has no network, or a hostfile puts rank zero on any node.
+        WorkerError: where this host knows no address of rank zero's node.
+    """
+    step = allocation.step if ask is None else None
     nodes = step.node_names if step else allocation.node_names
-    zero = step.rank_zero_node if step else nodes[0]
-    here = nodes[step.node_rank] if step else allocation.node_name
+    zero, here = (step.rank_zero_node, nodes[step.node_rank]) if step else (nodes[0], allocation.node_name)
     if zero is None:
-        return Fact(
-            rule="a hostfile (`--distribution=arbitrary`) may put rank zero on any node: set MASTER_ADDR yourself"
+        raise ConfigError(
+            "a hostfile (`--distribution=arbitrary`) may put rank zero on any node: set MASTER_ADDR yourself"
         )
     others = [node for node in nodes if node != zero]
-    if not others:
+    if not others and not preferred:
         return Fact(value=LOOPBACK, source=OURS, rule=ONE_NODE)
-    # A shell (batch script, salloc) passes its answer on to all tasks with `export`, so it may take the fastest network.
-    if here == zero and step is None:
-        return _fastest([zero, *others], host)
-    # Rank zero's node must not resolve its own name: on Debian, /etc/hosts maps it to 127.0.1.1
-    # (https://www.debian.org/doc/manuals/debian-reference/ch05.en.html). So it resolves another node's name, and takes the
-    # local address from which the kernel would send to that node. If all names of nodes belong to one network, as Slurm
-    # needs it, this is the address that the others found. If it is not, it is still an address of rank zero's node, and the
-    # store of rank zero listens on all addresses.
-    asked = others[:_MOST_NEIGHBOURS] if here == zero else [zero]
-    for name in asked:
-        address = host.address_of(name)
-        if address is None:
-            continue
-        if here == zero:
-            address = host.source_address(address)
+    if step is None:
+        own = {zero: host.interfaces} if here == zero else {}
+        has_choice = not own or sum(refusal(interface) is None for interface in host.interfaces) != 1
+        facts = {**ask(), **own} if ask is not None and others and has_choice else own
+        if zero in facts:
+            choice = choose_fabric(facts, nodes, preferred)
+            rule = f"{choice.interface}, {choice.rule}"
+            return Fact(value=choice.address, source="network interfaces", rule=rule, refused=choice.refused)
+    return _towards_others(zero, others[:_MOST_NEIGHBOURS], host) if step and here == zero else _by_name(zero, host)
+
+
+def _towards_others(zero: str, others: Sequence[str], host: Host) -> Fact:
+    """Return the address of this node, which is rank zero's, from which it would send to another one.
+
+    It does not resolve its own name: on Debian, /etc/hosts maps it to 127.0.1.1
+    (https://www.debian.org/doc/manuals/debian-reference/ch05.en.html). If all names of nodes belong to one network, as Slurm
+    needs it, this is the address that the others find. If not, it is still an address of this node, and rank zero's store
+    listens on all addresses.
+    """
+    for name in others:
+        if (theirs := host.address_of(name)) is not None:
             rule = f"{name} reaches this node at this address; this node's own name is not used, as it may mean 127.0.1.1 on this node itself"
-            return Fact(value=address, source="routing table", rule=rule)
-        rule = f"{zero} resolves to this address on this host; other nodes look {zero} up too, and {zero} itself uses its routing table"
-        return Fact(value=address, source="name service", rule=rule)
-    return Fact(
-        rule=f"this host cannot resolve {', '.join(asked)} to an address that it can reach: set MASTER_ADDR with `export` in the job script"
+            return Fact(value=host.source_address(theirs), source="routing table", rule=rule)
+    raise _unknown(zero, others)
+
+
+def _by_name(zero: str, host: Host) -> Fact:
+    """Return the address to which this host resolves the name of rank zero's node."""
+    address = host.address_of(zero)
+    if address is None:
+        raise _unknown(zero, [zero])
+    rule = f"this host resolves {zero} to this address; other nodes resolve it, too, and {zero} itself uses its routing table"
+    return Fact(value=address, source="name service", rule=rule)
+
+
+def _unknown(zero: str, asked: Sequence[str]) -> WorkerError:
+    return WorkerError(
+        f"this host cannot resolve {', '.join(asked)} to an address that it can reach, and knows no network of {zero}, the node of rank "
+        f"zero. Set MASTER_ADDR to an IP address of {zero} (in a job script: with `export`), or submit again."
     )
-
-
-def _fastest(nodes: Sequence[str], host: Host) -> Fact:
-    """Return the address of the fastest network of this host, which is the first of these nodes."""
-    try:
-        choice = choose_fabric({nodes[0]: host.interfaces}, nodes)
-    except ConfigError as error:
-        return Fact(rule=str(error))
-    source = f"this node's {choice.interface}"
-    return Fact(value=choice.address, source=source, rule=choice.rule, refused=choice.refused)

@@ -7,17 +7,15 @@ nodes, where the name may differ.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from itertools import islice
 
-from ddp_hpc.cluster.rendezvous.address import Host, find_address
-from ddp_hpc.cluster.rendezvous.choice import LOOPBACK, Refused, is_routable
+from ddp_hpc.cluster.rendezvous.address import Host, address_for_task
+from ddp_hpc.cluster.rendezvous.choice import Refused
 from ddp_hpc.cluster.rendezvous.ports import MOST_TRIES, candidate_ports
 from ddp_hpc.cluster.rendezvous.worker_env import (
     COMPILER_CACHE,
     OURS,
-    USERS,
     Fact,
     WorkerEnv,
     endpoint,
@@ -33,7 +31,7 @@ from ddp_hpc.cluster.slurm.allocation import Allocation, cpu_grant
 
 def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> WorkerEnv:
     """Return every variable, for a process with this environment on this host."""
-    address = _address(environ, allocation, host)
+    address = address_for_task(environ, allocation, host)
     if allocation is None:
         ranks = ranks_by_shape(node_rank=0, num_nodes=1, num_workers=1, local_rank=0)
     elif allocation.step is None:
@@ -59,16 +57,6 @@ def _process(allocation: Allocation | None) -> str:
         return f"task {step.rank} of {step.world_size} in step {allocation.job_id}.{step.step_id}, {where}"
     where = "a node" if allocation.process_kind == "shell on a node" else "a host that is not in the job"
     return f"shell of job {allocation.job_id}, on {where}: every task inherits what this shell exports"
-
-
-def _address(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:
-    """Return rank zero's address: the one that the user set, or else the one that this process finds."""
-    users = environ.get("MASTER_ADDR")
-    if users:
-        return Fact(value=users, source=USERS, rule="already set in the environment, so not changed")
-    if allocation is None:
-        return Fact(value=LOOPBACK, source=OURS, rule="a single process, no Slurm job")
-    return find_address(allocation, host)
 
 
 def _port(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
@@ -97,18 +85,9 @@ def _interface(address: Fact, allocation: Allocation | None, host: Host) -> Fact
         return Fact(rule="interface names may differ between nodes: each task finds its own")
     if address.value is None:
         return Fact(rule="rank zero's address is not known; see MASTER_ADDR")
-    numeric = address.value
-    try:
-        ipaddress.ip_address(numeric)
-    except ValueError:
-        # The user has set a name. On rank zero's node, /etc/hosts may map it to 127.0.1.1, too: skip that.
-        resolved = host.resolve(address.value)
-        known = [text for text in resolved if is_routable(ipaddress.ip_address(text.partition("%")[0]))]
-        if not known:
-            return Fact(
-                rule=f"this host cannot resolve {address.value} to an address: set MASTER_ADDR to a numeric one"
-            )
-        numeric = known[0]
+    numeric = host.numeric(address.value, may_be_loopback=False)
+    if numeric is None:
+        return Fact(rule=f"this host cannot resolve {address.value} to an address: set MASTER_ADDR to a numeric one")
     return host.interface_towards(numeric)
 
 

@@ -7,7 +7,6 @@ this process itself stands above what has started that.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.rendezvous.address import Host, find_address
+from ddp_hpc.cluster.rendezvous.address import Host, address_for_task
 from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
 from ddp_hpc.cluster.rendezvous.ports import LOWEST, candidate_ports
 from ddp_hpc.cluster.rendezvous.worker_env import (
     OURS,
-    USERS,
     Fact,
     WorkerEnv,
     endpoint,
@@ -228,8 +226,6 @@ def _of_srun(environ: Mapping[str, str], allocation: Allocation, host: Host) -> 
     _require_even("srun", step.tasks_per_node)
     local_world_size = step.local_world_size
     _require_block("srun", step.rank, step.local_rank, local_world_size)
-    users = environ.get("MASTER_ADDR")
-    address = Fact(value=users, source=USERS, rule="already set") if users else find_address(allocation, host)
     return RankPlace(
         launcher=SRUN.name,
         scope="worker",
@@ -239,7 +235,7 @@ def _of_srun(environ: Mapping[str, str], allocation: Allocation, host: Host) -> 
         local_world_size=local_world_size,
         node_rank=step.node_rank,
         num_nodes=step.num_nodes,
-        address=address,
+        address=address_for_task(environ, allocation, host),
         port=_port(environ, "MASTER_PORT", f"{allocation.job_id}", allocation.restart_count + step.step_id),
         sources=dict.fromkeys(("rank", "local_rank", "world_size", "local_world_size"), "Slurm"),
     )
@@ -423,21 +419,15 @@ def numeric_address(place: RankPlace, host: Host) -> str:
     name = place.address.value
     if name is None:
         raise ConfigError(f"The address of rank zero's node is not known: {place.address.rule}.")
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        found = [*host.resolve(name)]
-        others = [text for text in found if not ipaddress.ip_address(text.partition("%")[0]).is_loopback]
-        if not (found if place.num_nodes == 1 else others):
-            # Debian's /etc/hosts has 127.0.1.1 for a node's own name. To torchrun's store, torchrun itself has connected by the name.
-            if found and (place.node_rank == 0 or place.is_store_hosted or name == "localhost"):
-                return found[0]
-            raise ConfigError(
-                f"This host cannot resolve {name!r} ({place.address.source}), the node of rank zero, to an address that it can reach. "
-                "Set MASTER_ADDR to an IP address of that node."
-            ) from None
-        return (others or found)[0]
-    return name
+    # To torchrun's store, torchrun itself has connected by the name. Debian's /etc/hosts has 127.0.1.1 for a node's own name.
+    may_be_loopback = place.num_nodes == 1 or place.node_rank == 0 or place.is_store_hosted or name == "localhost"
+    address = host.numeric(name, may_be_loopback=may_be_loopback)
+    if address is None:
+        raise ConfigError(
+            f"This host cannot resolve {name!r} ({place.address.source}), the node of rank zero, to an address that it can reach. "
+            "Set MASTER_ADDR to an IP address of that node."
+        )
+    return address
 
 
 def variables_of(
