@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.rank_probe.collect import keep_hang_records
-from ddp_hpc.cluster.rank_probe.compare import HangVerdict, Kind, verdict_of
+from ddp_hpc.cluster.rank_probe.compare import ComparedRanks, compare
 from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder
 from ddp_hpc.cluster.rank_probe.server import serve
+from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.processes import has_record_of_gloo
@@ -58,7 +59,7 @@ def on_rank_two(work: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-HANGS: Mapping[str, tuple[Callable[[], None], Kind, Sequence[int], str]] = {
+HANGS: Mapping[str, tuple[Callable[[], None], HangKind, Sequence[int], str]] = {
     "sleeps in Python": (on_rank_two(sleep_in_python), "behind", [2], "in sleep_in_python: it has launched 2 collectives"),
     "holds the interpreter": (on_rank_two(lambda: ctypes.PyDLL(None).sleep(600)), "behind", [2], "interpreter (GIL)"),
     "is stopped": (on_rank_two(lambda: os.kill(os.getpid(), signal.SIGSTOP)), "behind", [2], "is stopped (SIGSTOP)"),
@@ -97,7 +98,7 @@ def ranks_of(work: Callable[[], None], folder: ProbeFolder, path: Path) -> Itera
             os.waitpid(pid, 0)
 
 
-def verdict_in_time(run: RunDir, folder: ProbeFolder, said: str) -> tuple[HangVerdict, Sequence[HangRecord]]:
+def verdict_in_time(run: RunDir, folder: ProbeFolder, said: str) -> tuple[ComparedRanks, Sequence[HangRecord]]:
     """Ask until the ranks stand where they hang: they need time to get there."""
     ends_at = time.monotonic() + 60
     while True:
@@ -106,7 +107,7 @@ def verdict_in_time(run: RunDir, folder: ProbeFolder, said: str) -> tuple[HangVe
             if entries and not entries[-1]["retired"]:
                 keep_hang_records(run, 0, {rank: folder.socket(rank) for rank in range(WORLD_SIZE)}, answer_s=2.0)
                 records = read_hang_records(run, 0)
-                if said in (verdict := verdict_of(records, WORLD_SIZE)).how or time.monotonic() > ends_at:
+                if said in (verdict := compare(records, WORLD_SIZE)).how or time.monotonic() > ends_at:
                     return verdict, records
         assert time.monotonic() < ends_at
         time.sleep(0.1)

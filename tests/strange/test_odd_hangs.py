@@ -16,7 +16,7 @@ import pytest
 from ddp_hpc.base.processes import kill
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.rank_probe.collect import process_state
-from ddp_hpc.cluster.rank_probe.compare import verdict_of
+from ddp_hpc.cluster.rank_probe.compare import compare
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.job.script.life import cpu_seconds
 from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, read_hang_records, write_hang_record
@@ -126,7 +126,7 @@ def test_a_rank_whose_core_file_is_still_being_written_has_crashed_and_does_not_
         core.unlink()
     assert DUMPING in states
 
-    verdict = verdict_of([rank(0, OPEN), rank(1, flight_record=None, stacks=None, answers=False, state=DUMPING)], 2)
+    verdict = compare([rank(0, OPEN), rank(1, flight_record=None, stacks=None, answers=False, state=DUMPING)], 2)
 
     assert (verdict.kind, verdict.ranks) == ("crashed", [1])
     assert "core file" in verdict.how
@@ -143,7 +143,7 @@ def test_five_hundred_ranks_are_compared_at_once_and_the_one_that_is_late_is_nam
 
     records = [rank(number, *entries(number), **({"frames": LOADS} if number == late else {})) for number in range(512)]
 
-    found = verdict_of(records, 512)
+    found = compare(records, 512)
 
     assert (found.kind, list(found.ranks)) == ("behind", [late])
     assert "others wait in number 91" in found.how
@@ -152,7 +152,7 @@ def test_five_hundred_ranks_are_compared_at_once_and_the_one_that_is_late_is_nam
 def test_ranks_that_launch_ahead_without_waiting_are_not_mixed_up() -> None:
     ahead = [launched(number, done=False) for number in range(4, 40)]
 
-    found = verdict_of([rank(0, *ahead), rank(1, *ahead[:30]), rank(2, launched(3), frames=LOADS)], 3)
+    found = compare([rank(0, *ahead), rank(1, *ahead[:30]), rank(2, launched(3), frames=LOADS)], 3)
 
     assert (found.kind, list(found.ranks)) == ("behind", [2])
 
@@ -160,10 +160,10 @@ def test_ranks_that_launch_ahead_without_waiting_are_not_mixed_up() -> None:
 def test_scripts_that_start_as_new_processes_give_no_verdict_but_a_stopped_one_is_named() -> None:
     unknown: dict[str, Any] = {"flight_record": None, "stacks": None, "answers": False, "state": "sleeping"}
 
-    assert verdict_of([rank(0, **unknown), rank(1, **unknown)], 2).kind == ""
-    held = verdict_of([rank(0, **unknown), rank(1, **{**unknown, "state": "stopped"})], 2)
+    assert compare([rank(0, **unknown), rank(1, **unknown)], 2).kind == ""
+    held = compare([rank(0, **unknown), rank(1, **{**unknown, "state": "stopped"})], 2)
     assert (held.kind, list(held.ranks), held.how) == ("behind", [1], "is stopped (SIGSTOP)")
-    stopped = verdict_of([rank(0, OPEN), rank(1, **{**unknown, "state": "stopped by a debugger"})], 2)
+    stopped = compare([rank(0, OPEN), rank(1, **{**unknown, "state": "stopped by a debugger"})], 2)
     assert (stopped.kind, stopped.how) == ("behind", "is stopped by a debugger")
 
 
@@ -174,7 +174,7 @@ def test_a_group_name_of_a_user_is_shown_and_one_of_two_backends_is_not_mixed_wi
         rank(1, {**launched(1), **named}, {**launched(2), **named, "profiling_name": "gloo:broadcast"}, frames=LOADS),
     ]
 
-    found = verdict_of(records, 2)
+    found = compare(records, 2)
 
     assert (found.kind, list(found.ranks)) == ("behind", [1])
     assert "1 collectives of group 7 (tensor parallel)" in found.how

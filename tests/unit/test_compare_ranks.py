@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.cluster.rank_probe.compare import Kind, main_frames, verdict_of
+from ddp_hpc.cluster.rank_probe.compare import compare, main_frames
+from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import HangRecord
 
 WAITS = ("/v/torch/distributed/distributed_c10d.py:9 in all_reduce", "/home/u/train.py:12 in step")
@@ -88,10 +89,10 @@ OTHER_GROUP = launched(1, done=False, group="7")
         pytest.param([rank(0, {"collective_seq_id": "?"}, OPEN), rank(1, OPEN, flight_record={"entries": [7, OPEN], "pg_config": 3})], "network", [0, 1], "", id="an entry is damaged"),
     ],
 )  # fmt: skip
-def test_records_say_who_hangs(records: Sequence[HangRecord], kind: Kind, ranks: Sequence[int], said: str) -> None:
+def test_records_say_who_hangs(records: Sequence[HangRecord], kind: HangKind, ranks: Sequence[int], said: str) -> None:
     world_size = 1 + max(1, *(record.rank for record in records))
 
-    found = verdict_of(records, world_size)
+    found = compare(records, world_size)
 
     assert (found.kind, list(found.ranks)) == (kind, ranks)
     assert said in found.how
@@ -109,9 +110,9 @@ def test_a_group_whose_ranks_are_listed_counts_a_rank_that_has_not_used_it() -> 
         with_config(rank(2, BEFORE, frames=LOADS)),
     ]
 
-    assert (verdict_of(records, 3).kind, verdict_of(records, 3).ranks) == ("behind", [2])
+    assert (compare(records, 3).kind, compare(records, 3).ranks) == ("behind", [2])
 
 
 def test_a_run_of_one_rank_waits_for_nobody() -> None:
-    assert verdict_of([rank(0, OPEN)], 1).kind == ""
+    assert compare([rank(0, OPEN)], 1).kind == ""
     assert main_frames("") == []

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.job.ending.stacks import RankStack, has_stacks, read_rank_stacks, straggler
+from ddp_hpc.cluster.rank_probe.hang_verdict import straggler
+from ddp_hpc.job.ending.stacks import has_stacks, read_rank_stacks
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_log, make_run
 
@@ -195,68 +196,3 @@ def test_stacks_are_those_of_their_attempt(run: RunDir) -> None:
     bitten(MAIN + "in_main()", add_log(run, "", attempt=1, rank=2))
 
     assert [has_stacks(run, attempt, 3) for attempt in range(3)] == [False, True, False]
-
-
-# --- who it is -------------------------------------------------------------------------------------------------------
-
-WAITS = ("/torch/distributed/distributed_c10d.py:2501 in all_reduce", "loop.py:30 in train")
-WORKS = ("/data/photos.py:12 in __getitem__", "loop.py:20 in train")
-IN_C: tuple[str, ...] = ()
-
-
-@pytest.mark.parametrize(
-    ("places", "world_size", "found"),
-    [
-        ([WAITS, WORKS, WAITS], 3, (1, "is in /data/photos.py:12 in __getitem__")),
-        ([WAITS, None, WAITS], 3, (1, "did not print its stack: the process is stopped, or its node has no network")),
-        ([WORKS, None, WAITS], 3, (1, "did not print its stack: the process is stopped, or its node has no network")),
-        ([WAITS, IN_C], 2, (1, "is in code without a Python frame")),
-        ([WAITS, WAITS], 2, None),
-        ([WORKS, WORKS], 2, None),
-        ([None, None, WAITS], 3, None),
-        ([None, None, WORKS, WAITS], 4, (2, "is in /data/photos.py:12 in __getitem__")),
-        ([WORKS], 1, (0, "is in /data/photos.py:12 in __getitem__")),
-        ([WAITS], 1, (0, f"is in {WAITS[0]}")),
-        ([None], 1, (0, "did not print its stack: the process is stopped, or its node has no network")),
-    ],
-    ids=[
-        "one works, the others wait",
-        "one says nothing",
-        "one says nothing, another works",
-        "one stands in C",
-        "all wait for each other",
-        "all work",
-        "several say nothing, one waits",
-        "several say nothing, one works",
-        "alone",
-        "alone in a collective",
-        "alone and silent",
-    ],
-)
-def test_the_laggard_is_who_does_not_wait_or_the_only_one_that_is_silent(
-    places: list[tuple[str, ...] | None], world_size: int, found: tuple[int, str] | None
-) -> None:
-    stands = [RankStack(rank, place, "") for rank, place in enumerate(places) if place is not None]
-
-    assert straggler(stands, world_size) == found
-
-
-def test_who_lost_the_connection_to_one_that_was_bitten_before_is_not_the_silent_one() -> None:
-    stands = [RankStack(1, WORKS, "")]
-
-    assert straggler(stands, 2) == (0, "did not print its stack: the process is stopped, or its node has no network")
-    assert straggler(stands, 2, lost_peer={0}) == (1, f"is in {WORKS[0]}")
-
-
-def test_a_call_that_is_made_from_within_torch_far_up_the_stack_is_no_waiting() -> None:
-    """A hook of the user's is called by the backward: he works, though the backward is below him."""
-    frames = [f"/home/me/hook.py:{line} in compress" for line in range(4)]
-
-    assert not RankStack(0, [*frames, "/torch/autograd/graph.py:7 in backward"], "").waits_for_others
-
-
-def test_a_rank_that_waits_in_the_store_for_others_is_not_taken_for_the_one_they_wait_for() -> None:
-    waits = ["/lib/ddp_hpc/train/sealed_store.py:40 in get", "/lib/ddp_hpc/train/state/restore.py:90 in restore"]
-    stands = [RankStack(0, waits, ""), RankStack(1, ["/lib/ddp_hpc/checkpoint_store.py:9 in read"], "")]
-
-    assert straggler(stands, 2) == (1, "is in /lib/ddp_hpc/checkpoint_store.py:9 in read")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ddp_hpc.run.run_dir.affected import entity, fingerprint, mechanism
 from ddp_hpc.run.run_dir.differences import FINITE, NOT_FINITE, Difference
-from ddp_hpc.run.run_dir.failure_reports import RankEnd, WorkerFailure
+from ddp_hpc.run.run_dir.failure_reports import HangKind, RankEnd, WorkerFailure
 from ddp_hpc.run.run_dir.joining import MissingRanks
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault
@@ -63,7 +63,6 @@ def facts(
     logs: Mapping[int, str] | None = None,
     console: str = "",
     cause: Cause | None = Cause.WORKER_CRASHED,
-    places: Mapping[int, str] | None = None,
     ends: Mapping[int, RankEnd] | None = None,
     **more: Any,
 ) -> AttemptFacts:
@@ -73,7 +72,6 @@ def facts(
         failures=failures,
         logs=lines,
         console=log(console),
-        places=places or {},
         ends=ends or {},
     )
 
@@ -183,41 +181,19 @@ def test_only_lost_connections_name_no_root_but_the_one_rank_without_a_report() 
 
 
 @pytest.mark.parametrize(
-    ("places", "rank", "failure", "named"),
-    [
-        ({0: "d.py:9 in all_reduce", 1: "data.py:3 in load"}, 1, "hang-behind", 1),
-        ({0: "d.py:9 in all_reduce"}, 1, "hang-behind", 1),
-        ({0: "d.py:9 in all_reduce", 1: "d.py:7 in all_reduce"}, -1, "hang-nobody", None),
-        ({0: "d.py:9 in all_reduce", 1: "d.py:5 in broadcast"}, -1, "hang-mismatch", None),
-        ({}, -1, "hang", None),
-    ],
-)
-def test_a_hang_is_told_by_where_the_ranks_were(
-    places: Mapping[int, str], rank: int, failure: str, named: int | None
-) -> None:
-    hang = report(rank, "no rank made progress", is_hang=True)
-
-    found = verdict_of(facts(hang, cause=Cause.HANG, places=places, logs={0: "", 1: ""}))
-
-    assert (found.failure, found.rank) == (failure, named)
-
-
-@pytest.mark.parametrize(
     ("kind", "rank", "failure"),
     [
         ("behind", 1, "hang-behind"),
         ("different", -1, "hang-mismatch"),
         ("network", -1, "hang-nobody"),
         ("crashed", 1, "native-crash"),
+        ("", -1, "hang"),
     ],
 )
-def test_what_the_collectives_show_of_a_hang_counts_before_the_stacks(
-    kind: Literal["behind", "different", "network", "crashed"], rank: int, failure: str
-) -> None:
+def test_a_hang_is_what_the_supervisor_has_found(kind: HangKind, rank: int, failure: str) -> None:
     hang = report(rank, "no rank made progress; and so on", is_hang=True, hang_kind=kind, hang_detail="rank 1 is late")
-    places = {0: "d.py:9 in all_reduce", 1: "d.py:5 in broadcast"}
 
-    found = verdict_of(facts(hang, cause=Cause.HANG, places=places, logs={0: "", 1: ""}))
+    found = verdict_of(facts(hang, cause=Cause.HANG, logs={0: "", 1: ""}))
 
     assert (found.failure, found.rank, found.detail) == (failure, None if rank < 0 else rank, "rank 1 is late")
 
@@ -642,12 +618,10 @@ FAULTY = NetworkFindings(
 )
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_hang_over_a_network_that_does_not_carry_names_the_pair(rank: int) -> None:
-    hang = report(rank, "no rank made progress", is_hang=True, host="node3")  # rank 2 has left no stack
-    places = {0: "d.py:9 in all_reduce", 1: "d.py:9 in all_reduce"}
+def test_a_hang_over_a_network_that_does_not_carry_names_the_pair() -> None:
+    hang = report(-1, "no rank made progress", is_hang=True, hang_kind="link")
 
-    verdict = verdict_of(replace(facts(hang, cause=Cause.HANG, places=places), network=FAULTY))
+    verdict = verdict_of(replace(facts(hang, cause=Cause.HANG), network=FAULTY))
 
     assert (verdict.failure, verdict.basis, verdict.rank, verdict.host) == (
         "hang-network",
@@ -659,22 +633,12 @@ def test_a_hang_over_a_network_that_does_not_carry_names_the_pair(rank: int) -> 
     assert verdict.evidence[0].line is None
 
 
-def test_a_rank_without_a_stack_is_named_before_a_pair_that_its_node_is_no_part_of() -> None:
-    hang = report(3, "no rank made progress", is_hang=True, host="node4")
-    places = {0: "d.py:9 in all_reduce", 1: "d.py:9 in all_reduce"}
+def test_a_rank_that_the_others_wait_for_is_named_before_the_network() -> None:
+    hang = report(3, "no rank made progress", is_hang=True, host="node4", hang_kind="behind")
 
-    verdict = verdict_of(replace(facts(hang, cause=Cause.HANG, places=places), network=FAULTY))
+    verdict = verdict_of(replace(facts(hang, cause=Cause.HANG), network=FAULTY))
 
     assert (verdict.failure, verdict.rank, verdict.host) == ("hang-behind", 3, "node4")
-
-
-def test_a_rank_that_is_elsewhere_is_named_before_the_network() -> None:
-    hang = report(1, "no rank made progress", is_hang=True)
-    places = {0: "d.py:9 in all_reduce", 1: "data.py:3 in read"}
-
-    verdict = verdict_of(replace(facts(hang, cause=Cause.HANG, places=places), network=FAULTY))
-
-    assert (verdict.failure, verdict.rank) == ("hang-behind", 1)
 
 
 def test_lost_connections_are_explained_by_a_network_that_does_not_carry_but_an_exception_is_not() -> None:

@@ -10,12 +10,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord
 
-Kind = Literal["", "behind", "different", "network", "crashed"]
-"""Empty where the records do not say it."""
 _SAME_SIZE = frozenset({"all_reduce", "allreduce", "broadcast", "allreduce_coalesced"})
 """Operations to which every rank gives as many elements of the same type. To a gather or a scatter, ranks may give different ones."""
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*?:\n((?:  .*\n?)*)", re.MULTILINE)
@@ -65,10 +64,11 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HangVerdict:
-    """Who hangs."""
+class ComparedRanks:
+    """Who hangs, as far as records of collectives and the states of processes show it."""
 
-    kind: Kind = ""
+    kind: HangKind = ""
+    """Empty where the records do not say it."""
     ranks: Sequence[int] = ()
     """Those that are behind, or call different operations; of `network`, those that wait; without a kind, those that may be behind."""
     how: str = ""
@@ -91,15 +91,15 @@ class _RankCollectives:
         return [one for one in self.by_number.values() if not one.is_over]
 
 
-def verdict_of(records: Sequence[HangRecord], world_size: int) -> HangVerdict:
+def compare(records: Sequence[HangRecord], world_size: int) -> ComparedRanks:
     """Compare the records of one hang. A rank that has crashed explains it alone."""
     by_rank = {record.rank: record for record in records}
     if crashed := [rank for rank, record in sorted(by_rank.items()) if record.state == DUMPING]:
-        return HangVerdict(kind="crashed", ranks=crashed, how=_doing(by_rank[crashed[0]]))
+        return ComparedRanks(kind="crashed", ranks=crashed, how=_doing(by_rank[crashed[0]]))
     return _by_collectives(by_rank, world_size)
 
 
-def _by_collectives(by_rank: Mapping[int, HangRecord], world_size: int) -> HangVerdict:
+def _by_collectives(by_rank: Mapping[int, HangRecord], world_size: int) -> ComparedRanks:
     # A flight record without entries is of a rank that has not launched a collective.
     ranks = {
         rank: _read(record.flight_record)
@@ -108,9 +108,9 @@ def _by_collectives(by_rank: Mapping[int, HangRecord], world_size: int) -> HangV
     }
     waiting = {rank: one.waits_in for rank, one in ranks.items() if one.waits_in}
     held = [rank for rank, record in sorted(by_rank.items()) if rank not in ranks and _is_held(record)]
-    by_kernel = HangVerdict(kind="behind", ranks=held, how=_doing(by_rank[held[0]])) if held else HangVerdict()
+    by_kernel = ComparedRanks(kind="behind", ranks=held, how=_doing(by_rank[held[0]])) if held else ComparedRanks()
     if not waiting or world_size == 1:
-        return by_kernel if len(held) < len(by_rank) == world_size else HangVerdict()
+        return by_kernel if len(held) < len(by_rank) == world_size else ComparedRanks()
     if (different := _different(ranks, waiting, by_rank)) is not None:
         return different
     missing = _missing(ranks, waiting)
@@ -123,7 +123,7 @@ def _by_collectives(by_rank: Mapping[int, HangRecord], world_size: int) -> HangV
     if held or late:
         return by_kernel if held else _undecided(late, by_rank)
     if len(ranks) < world_size or free:
-        return HangVerdict()  # somebody is not known, so that nobody may be called behind, and nobody is cleared
+        return ComparedRanks()  # somebody is not known, so that nobody may be called behind, and nobody is cleared
     return _nobody(ranks, waiting, missing, by_rank)
 
 
@@ -132,7 +132,7 @@ def _nobody(
     waiting: Mapping[int, Sequence[Collective]],
     missing: Mapping[int, Collection[int]],
     by_rank: Mapping[int, HangRecord],
-) -> HangVerdict:
+) -> ComparedRanks:
     """Return what all ranks do that wait for each other."""
     complete = [rank for rank in sorted(waiting) if not missing[rank]]
     if not complete:
@@ -140,17 +140,17 @@ def _nobody(
         how = (
             f"ranks wait for each other in different groups: {named}. All ranks must use their groups in the same order"
         )
-        return HangVerdict(kind="different", ranks=sorted(waiting), how=how)
+        return ComparedRanks(kind="different", ranks=sorted(waiting), how=how)
     one = waiting[complete[0]][0]
     how = f"no rank is behind: all have launched the same collectives, up to {_name(one)}, which does not end"
-    return HangVerdict(kind="network", ranks=sorted(ranks), how=how)
+    return ComparedRanks(kind="network", ranks=sorted(ranks), how=how)
 
 
 def _different(
     ranks: Mapping[int, _RankCollectives],
     waiting: Mapping[int, Sequence[Collective]],
     by_rank: Mapping[int, HangRecord],
-) -> HangVerdict | None:
+) -> ComparedRanks | None:
     """Return the first collective that is not the same on all ranks, among those that are not over."""
     open_ = sorted({(one.number, one.group) for several in waiting.values() for one in several})
     for number, group in open_:
@@ -161,7 +161,7 @@ def _different(
             continue
         said = [f"rank {rank} calls {there[rank].words}{_at(by_rank[rank])}" for rank in (first, other)]
         how = f"{', '.join(said)}; collective {number} of {_group(there[first])} must be the same on all its ranks"
-        return HangVerdict(kind="different", ranks=[first, other], how=how)
+        return ComparedRanks(kind="different", ranks=[first, other], how=how)
     return None
 
 
@@ -195,7 +195,7 @@ def _behind(
     ranks: Mapping[int, _RankCollectives],
     waiting: Mapping[int, Sequence[Collective]],
     by_rank: Mapping[int, HangRecord],
-) -> HangVerdict:
+) -> ComparedRanks:
     first = behind[0]
     awaited = next(
         (one for several in waiting.values() for one in several if ranks[first].newest.get(one.group, 0) < one.number),
@@ -208,14 +208,14 @@ def _behind(
     if len(behind) > 1:
         more = ", ".join(map(str, behind[1:_MOST_NAMED])) + (" and more" if len(behind) > _MOST_NAMED else "")
         how += f" (so do ranks {more})" if len(behind) > 2 else f" (so does rank {more})"
-    return HangVerdict(kind="behind", ranks=behind, how=how)
+    return ComparedRanks(kind="behind", ranks=behind, how=how)
 
 
-def _undecided(late: Sequence[int], by_rank: Mapping[int, HangRecord]) -> HangVerdict:
+def _undecided(late: Sequence[int], by_rank: Mapping[int, HangRecord]) -> ComparedRanks:
     named = "; ".join(f"rank {rank} {_doing(by_rank[rank])}" for rank in late[:_MOST_NAMED])
     more = f"; and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
     how = f"others wait for what these have not launched, but these may wait for a rank themselves: {named}{more}"
-    return HangVerdict(ranks=late, how=how)
+    return ComparedRanks(ranks=late, how=how)
 
 
 def _doing(record: HangRecord) -> str:

@@ -1,6 +1,6 @@
 """Find rank zero's address where the user has not set it: for a run's supervisor, for a shell of a job, and for a task of a plain `srun`.
 
-Whoever decides for all ranks takes the fastest network of rank zero's node. A supervisor asks the other nodes first, where that
+A process that decides for all ranks takes the fastest network of rank zero's node. A supervisor asks the other nodes first, where that
 can change the choice; a shell does not. The tasks of a plain `srun` share only Slurm's variables and the name service: each
 searches alone, and all must agree. Two other sources are not used, although all tasks of a step would read the same from them.
 The address of the host that srun runs on may be a login node's, or loopback. The address in `scontrol show node` costs one

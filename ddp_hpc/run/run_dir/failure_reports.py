@@ -25,6 +25,11 @@ Phase = Literal["", "starting", "joining", "building", "training"]
 restoring, training and saving."""
 
 
+HangKind = Literal["", "behind", "different", "network", "link", "crashed"]
+"""Of a hang: the ranks wait for one of them (or for one that has crashed), are in different calls, or wait in the same one; `link`:
+the network between nodes is proved not to carry. Empty where nothing shows it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
     """Why a process failed, written by that process, its agent or the supervisor."""
@@ -72,8 +77,7 @@ class WorkerFailure:
     """Whether another attempt may get past it; false only where that process has proved the opposite."""
     place: str = ""
     """`file.py in function`, where the exception was raised."""
-    hang_kind: Literal["", "behind", "different", "network", "crashed"] = ""
-    """Of a hang, what the ranks' collectives show, or that a rank has crashed; empty where nothing shows it."""
+    hang_kind: HangKind = ""
     hang_detail: str = ""
     """The same as a sentence, with ranks, collectives and lines of code."""
 

@@ -43,8 +43,6 @@ class AttemptFacts:
     """The end of each rank's log."""
     console: Sequence[LogLine] = ()
     """What the job's log says of this attempt."""
-    places: Mapping[int, str] = field(default_factory=dict)
-    """Where each rank was when the attempt hung: `file:line in function`."""
     missing: MissingRanks | None = None
     """Which ranks the others waited for at the beginning; None where nobody waited for long, or all have joined."""
     network: NetworkFindings | None = None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.watch.why.findings import ANY_NUMBER, AttemptFacts, EvidenceLine, RankFinding
+from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, RankFinding
 
 _HANGS: Mapping[str, str] = {
     "behind": "hang-behind",
@@ -14,45 +13,26 @@ _HANGS: Mapping[str, str] = {
     "network": "hang-nobody",
     "crashed": "native-crash",
 }
-"""What the ranks' collectives, or their states, show (`WorkerFailure.hang_kind`) -> class."""
+"""The supervisor's verdict (`WorkerFailure.hang_kind`) -> class."""
 
 
 def of_hang(facts: AttemptFacts) -> RankFinding:
-    """Return what a hang was: by the probe of the network, the ranks' collectives, or their stacks."""
+    """Return what a hang was, by the verdict in the supervisor's report."""
     failure = next((one for one in facts.failures if one.is_hang), None)
-    is_found = failure is not None and (
-        failure.rank in facts.places or failure.hang_kind in {"behind", "different", "crashed"}
-    )
-    if facts.network is not None and facts.network.is_faulty and not is_found:
-        # A rank without a stack is the one that the others wait for, unless its own node's links explain it.
-        is_elsewhere = failure is not None and failure.host and not facts.network.is_at_fault(failure.host)
-        if failure is None or failure.rank < 0 or not is_elsewhere:
-            return of_network(facts)
+    is_faulty = facts.network is not None and facts.network.is_faulty
+    if is_faulty and (failure is None or failure.hang_kind == "link"):
+        return of_network(facts)
+    finding = RankFinding(failure="hang", role="either", basis="record", rank=None)
     if failure is None:
-        return RankFinding(failure="hang", role="either", basis="record", rank=None)
-    finding = RankFinding(failure="hang", role="either", basis="record", rank=None, at=failure.at)
-    if failure.hang_kind not in _HANGS:
-        return _by_stacks(finding, failure, facts)
-    rank = failure.rank if failure.rank >= 0 else None
-    name = _HANGS[failure.hang_kind]
-    return replace(finding, failure=name, rank=rank, host=failure.host, detail=failure.hang_detail)
-
-
-def _by_stacks(finding: RankFinding, failure: WorkerFailure, facts: AttemptFacts) -> RankFinding:
-    """Return what a hang was, as far as the places show it at which the ranks were."""
-    if failure.rank >= 0 and facts.places:
-        place = facts.places.get(failure.rank, "")
-        name = "hang-behind" if len(facts.places) > 1 or len(facts.logs) > 1 else "hang"
-        return replace(
-            finding, failure=name, rank=failure.rank, host=failure.host, detail=place and f"it was in {place}"
-        )
-    if failure.rank >= 0 and len(facts.logs) > 1:
-        return replace(finding, failure="hang-behind", rank=failure.rank, host=failure.host)
-    if len(facts.places) < 2:
         return finding
-    calls = {ANY_NUMBER.sub("", place) for place in facts.places.values()}
-    detail = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(facts.places.items())[:4])
-    return replace(finding, failure="hang-nobody" if len(calls) == 1 else "hang-mismatch", detail=detail)
+    return replace(
+        finding,
+        failure=_HANGS.get(failure.hang_kind, "hang"),
+        rank=failure.rank if failure.rank >= 0 else None,
+        host=failure.host,
+        at=failure.at,
+        detail=failure.hang_detail,
+    )
 
 
 def is_network_to_blame(facts: AttemptFacts, findings: Sequence[RankFinding]) -> bool:

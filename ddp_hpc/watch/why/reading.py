@@ -1,12 +1,11 @@
-"""Reads what a run directory holds on one attempt: ledger, error reports, logs and stacks. Slurm is not asked."""
+"""Reads what a run directory holds on one attempt: ledger, error reports and logs. Slurm is not asked."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from ddp_hpc.base.durable import record_text
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known
 from ddp_hpc.run.run_dir.differences import read_difference
@@ -23,7 +22,6 @@ from ddp_hpc.watch.why.lines import LogLine, tail
 MOST_LOGS = 256
 """Of more ranks, only the logs of those that have an error report, and of the first, are read."""
 _RANK_LOG = re.compile(r"rank-(\d+)\.log")
-_STAND = re.compile(r"^=== rank (\d+) on [^\n]*?: (\S[^\n]*)$", re.MULTILINE)
 _ENDED = "ended: "
 """What the supervisor prints at the end of each attempt."""
 
@@ -60,7 +58,6 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> AttemptFacts:
         failures=failures,
         logs={rank: tail(run.rank_log(number, rank)) for rank in sorted(ranks)},
         console=_of_attempt(tail(run.console), ledger, attempt),
-        places=_places(run, number),
         missing=read_missing(run, number),
         network=read_network(run, number),
         difference=read_difference(run, number),
@@ -86,9 +83,3 @@ def _of_attempt(lines: Sequence[LogLine], ledger: Ledger, attempt: Attempt) -> S
     if attempt.attempt == ledger.attempts[-1].attempt:
         return [*(whole[-1] if whole and attempt.ending is not None else []), *rest]
     return whole[ended.index(attempt.attempt)] if attempt.attempt in ended and len(whole) == len(ended) else []
-
-
-def _places(run: RunDir, attempt: int) -> Mapping[int, str]:
-    path = run.stacks(attempt)
-    text = known(path, lambda: record_text(path) if path.exists() else "", unknown="")
-    return {int(found[1]): found[2] for found in _STAND.finditer(text)}
