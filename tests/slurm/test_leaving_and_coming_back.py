@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from ddp_hpc.cluster.slurm.queries import JobRecord, parse_job, update_argv
+from ddp_hpc.cluster.slurm.queries import JobRecord, parse_job
 from ddp_hpc.launch.submission.release_hold import hastening
 from ddp_hpc.run.run_dir.records import QueuedJob
 from tests.slurm.cluster import Cluster
@@ -271,7 +271,10 @@ def test_a_requeued_job_that_is_hastened_at_once_begins_every_time(cluster: Clus
     def is_hastened() -> bool:
         change = hastening(queued, job(), time.time())
         # Slurm refuses it where the job began in between, by itself.
-        return bool(change) and cluster.run(*update_argv(number, **change), check=False).returncode == 0
+        words = [f"{name}={value}" for name, value in change.items()]
+        return (
+            bool(change) and cluster.run("scontrol", "update", f"JobId={number}", *words, check=False).returncode == 0
+        )
 
     for restarts in range(1, 4):
         cluster.wait_for(lambda: job().state == "RUNNING", 60)

@@ -183,3 +183,35 @@ def test_a_refused_cancel_is_told(slurm: Slurm) -> None:
         client.cancel("7", environ)
 
     assert (refused.value.code, refused.value.exit_code) == ("ESLURM_ACCESS_DENIED", 2)
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (lambda environ: client.requeue("8_3", environ), "scontrol requeue 8_3"),
+        (lambda environ: client.release("7", environ), "scontrol release 7"),
+        (lambda environ: client.update("7", environ, StartTime="now"), "scontrol update JobId=7 StartTime=now"),
+        (
+            lambda environ: client.update("7", environ, ExcNodeList="node[1-2],node4"),
+            "scontrol update JobId=7 ExcNodeList=node[1-2],node4",
+        ),
+        (lambda environ: client.cancel("7", environ), "scancel 7"),
+        (lambda environ: client.cancel_pending("7", environ), "scancel --state=PENDING 7"),
+        (lambda environ: client.signal("7", "USR2", environ), "scancel --signal=USR2 7"),
+        (lambda environ: client.signal("7", "TERM", environ, batch_only=True), "scancel --signal=TERM --batch 7"),
+        (lambda environ: client.test_only(Path("/a/job.sh"), environ), "sbatch --test-only /a/job.sh"),
+        (lambda environ: client.submit(Path("/a/job.sh"), environ), "sbatch --parsable /a/job.sh"),
+        (
+            lambda environ: client.submit(Path("job.sh"), environ, ["--dependency=afterany:7", "--exclude=node1"]),
+            "sbatch --parsable --dependency=afterany:7 --exclude=node1 job.sh",
+        ),
+    ],
+)
+def test_orders_are_in_slurms_words(
+    slurm: Slurm, tmp_path: Path, order: Callable[[Mapping[str, str]], object], words: str
+) -> None:
+    said = f'echo "${{0##*/}} $*" >{tmp_path}/order; echo 12'
+
+    order(slurm(scontrol=said, scancel=said, sbatch=said))
+
+    assert (tmp_path / "order").read_text() == f"{words}\n"

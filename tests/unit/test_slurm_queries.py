@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,10 +256,6 @@ def test_an_answer_without_an_estimate_is_no_refusal() -> None:
     assert queries.parse_test_only(0, "sbatch: fine\n") == queries.TestOnly()
 
 
-def test_a_script_is_tried_without_submitting() -> None:
-    assert queries.test_only_argv(Path("/runs/a/job.sh")) == ["sbatch", "--test-only", "/runs/a/job.sh"]
-
-
 def test_the_configuration_is_understood() -> None:
     assert queries.parse_config(CONFIG) == queries.ClusterConfig(
         version="22.05.8",
@@ -424,24 +419,11 @@ def test_a_job_tells_when_it_is_preempted_and_which_nodes_it_avoids(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (queries.requeue_argv("8_3"), "scontrol requeue 8_3"),
-        (queries.update_argv("7", StartTime="now"), "scontrol update JobId=7 StartTime=now"),
-        (
-            queries.update_argv("7", ExcNodeList="node[1-2],node4"),
-            "scontrol update JobId=7 ExcNodeList=node[1-2],node4",
-        ),
-        (queries.signal_argv("7", "USR2"), "scancel --signal=USR2 7"),
-        (queries.signal_argv("7", "TERM", batch_only=True), "scancel --signal=TERM --batch 7"),
-        (queries.submit_argv(Path("/runs/a/job.sbatch")), "sbatch --parsable /runs/a/job.sbatch"),
-        (
-            queries.submit_argv(Path("job.sbatch"), ["--dependency=afterany:7", "--exclude=node1"]),
-            "sbatch --parsable --dependency=afterany:7 --exclude=node1 job.sbatch",
-        ),
         (queries.nodes_argv(["node1", "node2"]), "sinfo --Node --noheader --nodes=node1,node2 --format=%N\x1f%T\x1e"),
         (queries.nodes_argv(partition="gpu"), "sinfo --Node --noheader --partition=gpu --format=%N\x1f%T\x1e"),
     ],
 )
-def test_orders_and_questions_are_in_slurms_words(argv: list[str], words: str) -> None:
+def test_questions_are_in_slurms_words(argv: list[str], words: str) -> None:
     assert argv == words.split(" ")
 
 

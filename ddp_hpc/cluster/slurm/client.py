@@ -90,10 +90,9 @@ def is_here(environ: Mapping[str, str]) -> bool:
     if shutil.which("scontrol", path=path) is None:
         return True  # an incomplete installation: the next command that needs it says what is missing
     try:
-        answer = _run(queries.ping_argv(), environ, timeout_s=TIMEOUT_S)
+        return controller(environ) != "none"
     except SlurmUnavailableError:
         return True
-    return _NO_CLUSTER.search(answer.stderr) is None
 
 
 def is_no_answer(text: str) -> bool:
@@ -104,7 +103,7 @@ def is_no_answer(text: str) -> bool:
 def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S, stdin: str = "") -> Answer:
     """Run a command of Slurm and return its answer, which the caller checks; a nonzero exit code does not raise."""
     require(argv[0], environ)
-    answer = _run(argv, environ, timeout_s=timeout_s, stdin=stdin)
+    answer = _run(argv, clean_environ(environ), timeout_s=timeout_s, stdin=stdin)
     if answer.returncode != 0 and _NO_CLUSTER.search(answer.stderr):
         raise ConfigError(
             f"ddp-hpc needs Slurm, but `{argv[0]}` finds no cluster on this host: {_line(answer, _NO_CLUSTER)}. Go to a login "
@@ -127,11 +126,14 @@ def _stdout(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float
     return answer.stdout
 
 
-def _run(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float, stdin: str = "") -> Answer:
+def _run(
+    argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float, stdin: str = "", late: str = ""
+) -> Answer:
+    """Run a command; `late` is the message of the error where it does not end in time."""
     try:
         done = subprocess.run(
             argv,
-            env=clean_environ(environ),
+            env=environ,
             input=stdin,
             capture_output=True,
             text=True,
@@ -147,9 +149,8 @@ def _run(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float, s
                 f"Slurm accepts no job at the moment: `{argv[0]}` prints {_line(printed, _BUSY)!r}, and did not end within "
                 f"{timeout_s:.0f} s. Try again later."
             ) from error
-        raise SlurmUnavailableError(
-            f"Slurm does not answer: `{argv[0]}` did not end within {timeout_s:.0f} s. Try again later."
-        ) from error
+        late = late or f"Slurm does not answer: `{argv[0]}` did not end within {timeout_s:.0f} s. Try again later."
+        raise SlurmUnavailableError(late) from error
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
@@ -215,7 +216,8 @@ def test_only(
 ) -> queries.TestOnly:
     """Ask Slurm when it would start a job script (its path or its text), or why it would refuse it; options win over its lines."""
     text, path = ("", script) if isinstance(script, Path) else (script, None)
-    answer = ask(queries.test_only_argv(path, options), environ, timeout_s=timeout_s, stdin=text)
+    argv = ["sbatch", "--test-only", *options, *([str(path)] if path else [])]
+    answer = ask(argv, environ, timeout_s=timeout_s, stdin=text)
     return queries.parse_test_only(answer.returncode, answer.stderr)
 
 
@@ -246,23 +248,18 @@ def accounts(environ: Mapping[str, str]) -> list[str]:
 
 
 def cancel(job_id: str, environ: Mapping[str, str]) -> None:
-    """Cancel a job."""
-    _succeed(queries.cancel_argv(job_id), environ, f"to cancel job {job_id}")
+    """Cancel a pending or running job. scancel does not fail for a job that has ended."""
+    _succeed(["scancel", job_id], environ, f"to cancel job {job_id}")
 
 
 def cancel_pending(job_id: str, environ: Mapping[str, str]) -> None:
     """Cancel the tasks of a job array that still wait; those that run go on."""
-    _succeed(queries.cancel_pending_argv(job_id), environ, f"to cancel the waiting tasks of job {job_id}")
+    _succeed(["scancel", "--state=PENDING", job_id], environ, f"to cancel the waiting tasks of job {job_id}")
 
 
 def release(job_id: str, environ: Mapping[str, str]) -> None:
-    """Release a held job, so that Slurm may start it.
-
-    Raises:
-        SlurmRefusalError: if Slurm refuses; its code is ESLURM_ACCESS_DENIED if an administrator holds the job.
-        SlurmUnavailableError: if Slurm does not answer.
-    """
-    _succeed(queries.release_argv(job_id), environ, f"to release job {job_id}")
+    """Release a held job; the code of Slurm's refusal is ESLURM_ACCESS_DENIED if an administrator holds the job."""
+    _succeed(["scontrol", "release", job_id], environ, f"to release job {job_id}")
 
 
 def steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
@@ -271,37 +268,40 @@ def steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def requeue(job_id: str, environ: Mapping[str, str]) -> None:
-    """Put a job back into the queue, under the same job id."""
+    """Put a job back into the queue, under the same job id; Slurm ends its processes."""
     # A race: Slurm also requeues a job that was cancelled while its processes are still ending (measured: 22.05), and so
     # undoes the user's scancel. Callers ask for the job's state first.
-    _succeed(queries.requeue_argv(job_id), environ, f"to requeue job {job_id}")
+    _succeed(["scontrol", "requeue", job_id], environ, f"to requeue job {job_id}")
 
 
 def update(job_id: str, environ: Mapping[str, str], **values: str) -> None:
-    """Change fields of a job.
-
-    Raises:
-        ConfigError: if Slurm refuses; it never changes the nodes of a running job.
-        SlurmUnavailableError: if Slurm does not answer.
-    """
-    _succeed(queries.update_argv(job_id, **values), environ, f"to change job {job_id}")
+    """Change fields of a job, by scontrol's names (`StartTime="now"`). Slurm never changes the nodes of a running job."""
+    changes = [f"{key}={value}" for key, value in values.items()]
+    _succeed(["scontrol", "update", f"JobId={job_id}", *changes], environ, f"to change job {job_id}")
 
 
 def signal(job_id: str, signal_name: str, environ: Mapping[str, str], *, batch_only: bool = False) -> None:
     """Send a signal to all steps of a job, or to its batch shell alone."""
-    argv = queries.signal_argv(job_id, signal_name, batch_only=batch_only)
+    argv = ["scancel", f"--signal={signal_name}", *(["--batch"] if batch_only else []), job_id]
     _succeed(argv, environ, f"to signal job {job_id}")
 
 
 def run_in_job(job_id: str, node: str, command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run a command on a node of a running job, in a step of its own; return what it printed."""
-    argv = queries.run_in_job_argv(job_id, node, command)
+    """Run a command on a node of a running job, in a step that shares the resources of its other steps; return what it printed."""
+    # Without --overlap, the step would wait until the training's step ends, which has all CPUs of the job:
+    # https://slurm.schedmd.com/srun.html#OPT_overlap
+    where = [f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
+    argv = ["srun", *where, "--overlap", "--quiet", "--input=none", *command]
     return _succeed(argv, environ, f"to run `{command[0]}` in job {job_id} on {node}")
 
 
 def submit(script: Path, environ: Mapping[str, str], options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
-    """Submit a script with sbatch, as a job does for its successor, and a sweep for its arrays; return the job id."""
-    return queries.parse_submitted(_succeed(queries.submit_argv(script, options, arguments), environ, "the job"))
+    """Submit a script with its arguments, as a job does for its successor, and a sweep for its arrays; return the job id.
+
+    Options win over the script's `#SBATCH` lines.
+    """
+    argv = ["sbatch", "--parsable", *options, str(script), *arguments]
+    return queries.parse_submitted(_succeed(argv, environ, "the job"))
 
 
 def node_states(
@@ -336,7 +336,7 @@ def qos(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[que
 def controller(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Literal["up", "down", "none", "unclear"]:
     """Tell whether a controller answers; `none` where this host belongs to no cluster, `unclear` where Slurm's words do not say."""
     require("scontrol", environ)
-    answer = _run(queries.ping_argv(), environ, timeout_s=timeout_s)
+    answer = _run(["scontrol", "ping"], clean_environ(environ), timeout_s=timeout_s)
     if _NO_CLUSTER.search(answer.stderr):
         return "none"
     is_up = queries.parse_ping(answer.stdout)
@@ -348,19 +348,15 @@ def run_in_allocation(
 ) -> Answer:
     """Run a command on this host inside of a new job, which ends with it; return what it printed.
 
-    Raises:
-        ConfigError: if there is no salloc on PATH.
-        SlurmBusyError: if the job did not start and end in time; it is cancelled then.
+    A job that has not started and ended in time is cancelled. salloc prints its own messages on standard error.
     """
     require("salloc", environ)
-    argv = queries.allocate_argv(options, command)
-    pipe = subprocess.PIPE
     process = subprocess.Popen(
-        argv,
+        ["salloc", "--quiet", *options, *command],
         env=clean_environ(environ),
         stdin=subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
     )
@@ -383,22 +379,8 @@ def run_in_allocation(
 
 def run_beside(command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:
     """Run a command on this host that asks Slurm about the job which this process is in: it keeps the job's variables."""
-    try:
-        done = subprocess.run(
-            command,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SlurmUnavailableError(
-            f"The check of the nodes did not end within {timeout_s:.0f} s. Try again."
-        ) from error
-    return Answer(done.returncode, done.stdout, done.stderr)
+    late = f"The check of the nodes did not end within {timeout_s:.0f} s. Try again."
+    return _run(command, environ, timeout_s=timeout_s, late=late)
 
 
 def _succeed(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:

@@ -1,4 +1,4 @@
-"""Slurm's commands in pairs: a function that returns the command line, and one that parses the output. Pure.
+"""Slurm's questions in pairs: a function that returns the command line, and one that parses the output. Pure.
 
 Checked on Slurm 22.05, 24.11 and 26.05, which print the same. What is not of Slurm's format is left out: a site's wrapper prints it. sacct of 22.05 has no field `Restarts`.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.slurm_times import minutes, moment, seconds
@@ -237,13 +236,6 @@ class TestOnly:
     __test__ = False  # pytest collects by name
 
 
-def test_only_argv(script: Path | None, options: Sequence[str] = ()) -> list[str]:  # noqa: PT028  no test
-    """Ask Slurm when it would start a script, that of standard input if None. sbatch prints the answer on standard error."""
-    return ["sbatch", "--test-only", *options, *([str(script)] if script else [])]
-
-
-test_only_argv.__test__ = False  # type: ignore[attr-defined]  # pytest collects by name
-
 _ESTIMATE = re.compile(
     r"to start at (?P<start>\S+)"
     r"(?: using (?P<cpus>\d+) processors)?(?: on nodes (?P<nodes>\S+))?(?: in partition (?P<partition>\S+))?"
@@ -281,11 +273,6 @@ class ClusterConfig:
     max_array_size: int | None = None
     kill_wait_s: int | None = None
     has_accounting: bool = False
-
-
-def ping_argv() -> list[str]:
-    """Ask whether a controller answers."""
-    return ["scontrol", "ping"]
 
 
 def parse_ping(text: str) -> bool | None:
@@ -346,7 +333,9 @@ def partitions_argv() -> list[str]:
 
 def parse_partitions(text: str) -> list[Partition]:
     """Return the partitions, as listed."""
-    rows = (_fields(line) for line in text.splitlines() if line.startswith("PartitionName="))
+    rows = [_fields(line) for line in text.splitlines() if line.startswith("PartitionName=")]
+    # `gres/gpu=8`; if Slurm counts types only (`gres/gpu:a100=4`), their sum.
+    gpus = [dict(re.findall(r"(?:^|,)gres/gpu(:[^=,]+|)=(\d{1,9})", row.get("TRES", ""))) for row in rows]
     return [
         Partition(
             name=row["PartitionName"],
@@ -359,9 +348,9 @@ def parse_partitions(text: str) -> list[Partition]:
             preempt_mode=_or_empty(row.get("PreemptMode", "")),
             grace_time_s=_integer(row.get("GraceTime", "")) or 0,
             priority_tier=_integer(row.get("PriorityTier", "1")) or 0,
-            num_gpus=_num_gpus(row.get("TRES", "")),
+            num_gpus=int(of_type[""]) if "" in of_type else sum(map(int, of_type.values())),
         )
-        for row in rows
+        for row, of_type in zip(rows, gpus, strict=True)
     ]
 
 
@@ -472,40 +461,8 @@ def parse_qos(text: str) -> list[Qos]:
     ]
 
 
-def requeue_argv(job_id: str) -> list[str]:
-    """Put a job back into the queue, under the same job id; Slurm ends its processes."""
-    return ["scontrol", "requeue", job_id]
-
-
-def update_argv(job_id: str, **values: str) -> list[str]:
-    """Change fields of a job; the names are those of scontrol (`StartTime="now"`)."""
-    return ["scontrol", "update", f"JobId={job_id}", *(f"{key}={value}" for key, value in values.items())]
-
-
-def signal_argv(job_id: str, signal_name: str, *, batch_only: bool = False) -> list[str]:
-    """Send a signal to all steps of a job, or to its batch shell alone."""
-    return ["scancel", f"--signal={signal_name}", *(["--batch"] if batch_only else []), job_id]
-
-
-def run_in_job_argv(job_id: str, node: str, command: Sequence[str]) -> list[str]:
-    """Run a command on a node of a job, in a step that shares the resources of the job's other steps."""
-    # Without --overlap, the step would wait until the training's step ends, which has all CPUs of the job:
-    # https://slurm.schedmd.com/srun.html#OPT_overlap
-    where = [f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
-    return ["srun", *where, "--overlap", "--quiet", "--input=none", *command]
-
-
-def submit_argv(script: Path, options: Sequence[str] = (), arguments: Sequence[str] = ()) -> list[str]:
-    """Submit a script with its arguments; options win over its `#SBATCH` lines. sbatch prints the job id alone."""
-    return ["sbatch", "--parsable", *options, str(script), *arguments]
-
-
 def parse_submitted(text: str) -> str:
-    """Return the job id from what sbatch has printed; a site's wrapper may print text around it, and on the same line.
-
-    Raises:
-        ConfigError: where it holds no job's number.
-    """
+    """Return the job id from what sbatch has printed; a site's wrapper may print text around it, and on the same line."""
     for pattern in (r"^\s*(\d+)(?:;.*)?\s*$", r"^Submitted batch job (\d+)", r"^(\d+) "):
         if found := re.findall(pattern, text, re.MULTILINE | re.ASCII):
             return str(found[-1])
@@ -554,11 +511,6 @@ def parse_node_reasons(text: str) -> list[NodeState]:
     ]
 
 
-def allocate_argv(options: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Run a command on this host inside of a new job, which ends with it. salloc prints its own messages on standard error."""
-    return ["salloc", "--quiet", *options, *command]
-
-
 def is_lost(node_state: str) -> bool:
     """Tell whether a node in this state cannot run jobs: it is down, or does not answer."""
     state = node_state.lower()
@@ -580,16 +532,6 @@ def refusal_code(text: str) -> str:
     return next((code for words, code in _REFUSALS.items() if words in text.lower()), "")
 
 
-def release_argv(job_id: str) -> list[str]:
-    """Release a held job, so that Slurm may start it."""
-    return ["scontrol", "release", job_id]
-
-
-def cancel_pending_argv(job_id: str) -> list[str]:
-    """Cancel what still waits of a job, or of a job array."""
-    return ["scancel", "--state=PENDING", job_id]
-
-
 def steps_argv(job_id: str) -> list[str]:
     """List the running steps of a job."""
     return ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]
@@ -598,11 +540,6 @@ def steps_argv(job_id: str) -> list[str]:
 def parse_steps(text: str) -> list[str]:
     """Return the ids of the steps that srun started (`12.0`), without the batch, interactive and extern steps."""
     return re.findall(r"^\s*([\d_+]+\.\d+)\s*$", text, re.MULTILINE | re.ASCII)
-
-
-def cancel_argv(job_id: str) -> list[str]:
-    """Cancel a pending or running job. scancel does not fail for a job that has ended."""
-    return ["scancel", job_id]
 
 
 def _fields(line: str) -> Mapping[str, str]:
@@ -617,9 +554,3 @@ def _or_empty(text: str) -> str:
 
 def _integer(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 19 else None
-
-
-def _num_gpus(tres: str) -> int:
-    """Return the 8 of `gres/gpu=8`; if Slurm counts types only (`gres/gpu:a100=4`), their sum."""
-    counts = [found.groups() for found in re.finditer(r"(?:^|,)gres/gpu(:[^=,]+)?=(\d{1,9})", tres)]
-    return next((int(count) for kind, count in counts if not kind), sum(int(count) for _, count in counts))
