@@ -11,7 +11,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -150,18 +150,14 @@ def _binds(spec: LaunchSpec, run: RunDir, paths: HostPaths) -> Iterator[Bind]:
     yield Bind(str(PACKAGE_DIR), str(INSIDE / PACKAGE_DIR.name), is_read_only=True)
     yield from asked
     seen = [Path(bind.target) for bind in asked]
-    inputs = filter(_is_mountable, paths.inputs)
+    # Not `Path.exists`, which raises an error for a name that the file system refuses.
+    there = [path for path in paths.inputs if os.path.exists(path)]  # noqa: PTH110
+    inputs = [path for path in there if not any(path.is_relative_to(other) for other in _HOST_DIRECTORIES)]
     wanted = [run.path, paths.work_dir, *paths.import_paths, *inputs]
     for path in sorted(dict.fromkeys(wanted), key=lambda path: len(path.parts)):
         if not any(path.is_relative_to(other) for other in seen) and path != Path("/"):
             seen.append(path)
             yield Bind(str(path), str(path))
-
-
-def _is_mountable(path: Path) -> bool:
-    """Tell whether a path exists on this host, in none of the directories that the image has itself."""
-    # Not `Path.exists`, which raises an error for a name that the file system refuses.
-    return os.path.exists(path) and not any(path.is_relative_to(other) for other in _HOST_DIRECTORIES)  # noqa: PTH110
 
 
 def refuse_misplaced(spec: LaunchSpec, *, is_for_slurm: bool) -> None:
@@ -272,7 +268,11 @@ def find_runtime(spec: LaunchSpec, environ: Mapping[str, str]) -> RuntimeName:
 
 def command_wrapper(inside: ContainerSetup, runtime: RuntimeName, python: str) -> CommandWrapper:
     """Return how the runtime starts a Python command in the container."""
-    return _RUNTIMES[runtime](inside, python)
+    if runtime == "pyxis":
+        return _pyxis(inside, python)
+    if runtime == "docker":
+        return _docker(inside, python)
+    return _apptainer(inside, python, program=runtime)
 
 
 def _apptainer(inside: ContainerSetup, python: str, *, program: RuntimeName) -> CommandWrapper:
@@ -374,11 +374,3 @@ def _setting(inside: ContainerSetup) -> list[str]:
     elif carriers:
         lines.append(f"unset {' '.join(carriers)}")
     return ["sh", "-c", "; ".join([*lines, " ".join(["exec", *by_env, '"$@"'])]), "sh"]
-
-
-_RUNTIMES: Mapping[RuntimeName, Callable[[ContainerSetup, str], CommandWrapper]] = {
-    "apptainer": lambda inside, python: _apptainer(inside, python, program="apptainer"),
-    "singularity": lambda inside, python: _apptainer(inside, python, program="singularity"),
-    "pyxis": _pyxis,
-    "docker": _docker,
-}

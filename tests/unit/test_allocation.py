@@ -33,7 +33,7 @@ def test_outside_of_jobs_there_is_none() -> None:
 def test_a_batch_script_is_no_task_though_it_has_a_rank() -> None:
     found = allocation(batch(SLURM_CPUS_PER_TASK="2", SLURM_JOB_END_TIME="1763700000"))
 
-    assert (found.is_step, found.process_kind, found.is_on_first_node) == (False, "shell on a node", True)
+    assert (found.step is not None, found.process_kind, found.is_on_first_node) == (False, "shell on a node", True)
     assert found.node_names == ("node1", "node2", "node3")
     assert found.tasks_per_node == (4, 1, 1)
     assert (found.cpus_per_task, found.end_time) == (2, 1763700000)
@@ -43,7 +43,7 @@ def test_a_batch_script_is_no_task_though_it_has_a_rank() -> None:
 def test_the_shell_of_salloc_is_on_no_node() -> None:
     found = allocation(shell())
 
-    assert (found.is_step, found.process_kind, found.is_on_first_node) == (False, "shell outside", False)
+    assert (found.step is not None, found.process_kind, found.is_on_first_node) == (False, "shell outside", False)
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,7 @@ def test_a_node_says_what_it_has_without_importing_torch(tmp_path: Path) -> None
     code = (
         "import os, sys; from pathlib import Path; from ddp_hpc.cluster.node_checks.node import gather;"
         "found = gather('a', ['a'], folder=Path(sys.argv[1]), paths=[sys.argv[1]], environ=os.environ);"
-        "import json; print(json.dumps(found.as_record)); assert 'torch' not in sys.modules"
+        "import json; from dataclasses import asdict; print(json.dumps(asdict(found))); assert 'torch' not in sys.modules"
     )
 
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)

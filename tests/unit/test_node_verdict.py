@@ -8,7 +8,7 @@ import json
 import os
 import random
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -466,7 +466,7 @@ def test_the_odd_one_needs_a_majority_against_it(values: dict[str, int], common:
 
 
 def test_an_answer_survives_the_way_through_json() -> None:
-    assert facts_of(json.loads(json.dumps(GOOD.as_record))) == GOOD
+    assert facts_of(json.loads(json.dumps(asdict(GOOD)))) == GOOD
 
 
 @pytest.mark.parametrize("plain", [None, [], "text", {"names": 3}, {"disks": {"tmp": {"colour": "red"}}}])

@@ -66,7 +66,8 @@ class Sampler:
             gpus or [], key=lambda gpu: (gpu.memory_gib or 0.0) / (gpu.total_gib or 1.0), default=Gpu(name="")
         )
         busy = [gpu.busy for gpu in gpus or [] if gpu.busy is not None]
-        used, limit = memory_of(self.cgroups) or _memory_of_node()
+        memory = psutil.virtual_memory()
+        used, limit = memory_of(self.cgroups) or (memory.total - memory.available, memory.total)
         return MachineUse(
             node_rank=self.node_rank,
             node=self.node,
@@ -104,22 +105,19 @@ def cpus_of(found: Iterable[psutil.Process]) -> tuple[float, set[int]]:
     return seconds, set[int]().union(*(cpus[1:] or cpus))
 
 
-def _memory_of_node() -> tuple[int, int]:
-    node = psutil.virtual_memory()
-    return node.total - node.available, node.total
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Sample until the standard input is closed."""
     arguments = _parse(argv)
     processes.die_after(arguments.parent)
     processes.ignore_stop_signals()
-    grant = cpu_grant(os.environ)
+    grant, root = cpu_grant(os.environ), None
+    with suppress(psutil.Error):
+        root = None if arguments.root is None else psutil.Process(arguments.root)
     sampler = Sampler(
         node_rank=arguments.node_rank,
         node=node_name(os.environ),
         gpus=GpuReader(os.environ.get("CUDA_VISIBLE_DEVICES"), arguments.gpus) if arguments.gpus else None,
-        root=_process(arguments.root),
+        root=root,
         granted=grant.num_of_job if grant else None,
         cgroups=own_cgroups(),
     )
@@ -138,12 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     append_use(RunDir(arguments.run), arguments.attempt, use)
             looks = []
     return 0
-
-
-def _process(pid: int | None) -> psutil.Process | None:
-    with suppress(psutil.Error):
-        return None if pid is None else psutil.Process(pid)
-    return None
 
 
 def warning_of(use: MachineUse) -> str:

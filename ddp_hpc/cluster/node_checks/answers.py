@@ -57,7 +57,7 @@ def odd_ones(values: Mapping[str, T]) -> tuple[T | None, list[str]]:
 def difference(check: str, values: Mapping[str, str], *, level: Level, to_do: str) -> Finding:
     """Return whether all nodes that answered have the same."""
     if not values:
-        return Finding(check=check, level="unknown", found="no node answered this in time")
+        return unknown(check, "no node answered this in time")
     if len({*values.values()}) == 1:
         return Finding(check=check, level="ok", found=f"the same on all nodes: {next(iter(values.values())) or 'none'}")
     common, odd = odd_ones(values)
@@ -65,6 +65,11 @@ def difference(check: str, values: Mapping[str, str], *, level: Level, to_do: st
     found = ", ".join(f"{node} has {values[node] or 'none'}" for node in told)
     others = f"; the other nodes have {common or 'none'}" if odd else ""
     return Finding(check=check, level=level, found=found + others, to_do=to_do, nodes=tuple(odd))
+
+
+def unknown(check: str, found: str, to_do: str = "") -> Finding:
+    """Return that nothing is known."""
+    return Finding(check=check, level="unknown", found=found, to_do=to_do)
 
 
 def judged(  # noqa: PLR0913  the fields of a finding

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 SOFTWARE = ("python", "torch", "cuda", "hip", "nccl", "driver", "ddp_hpc", "machine")
 """Names of what is compared between nodes, in the order of the findings."""
@@ -69,13 +71,8 @@ class NodeFacts:
     """Path that the run reads -> where its file system begins, its type, and its source."""
     granted_gpus: int | None = None
     """GPUs of this node that Slurm has given to the job; None where it does not say."""
-    late: tuple[str, ...] = field(default=())
+    late: tuple[str, ...] = ()
     """Names of the parts that took too long."""
-
-    @property
-    def as_record(self) -> dict[str, Any]:
-        """This answer as JSON takes it."""
-        return asdict(self)
 
 
 THERE, MISSING, EMPTY = "there", "missing", "empty"
@@ -91,26 +88,9 @@ def neighbours(at: int, nodes: Sequence[str]) -> list[str]:
 _EACH_SIDE = 4
 
 
-def _three(texts: Any) -> tuple[str, str, str]:
-    point, fs_type, source = map(str, texts)
-    return point, fs_type, source
-
-
 def facts_of(plain: Any) -> NodeFacts | None:
     """Return a node's answer from JSON; None for anything else, such as the answer of another version of ddp-hpc."""
     try:
-        known = {name: plain[name] for name in NodeFacts.__dataclass_fields__ if plain.get(name) is not None}
-        for name in ("gpus", "late"):
-            if name in known:
-                known[name] = tuple(map(str, known[name]))
-        if "names" in known:
-            known["names"] = {str(name): tuple(map(str, found)) for name, found in known["names"].items()}
-        if "mounts" in known:
-            known["mounts"] = {str(path): _three(mount) for path, mount in known["mounts"].items()}
-        if "disks" in known:
-            known["disks"] = {str(label): Disk(**disk) for label, disk in known["disks"].items()}
-        if "shared" in known:
-            known["shared"] = Shared(**{**known["shared"], "seen": tuple(map(str, known["shared"]["seen"]))})
-        return NodeFacts(**known)
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return msgspec.convert(plain, NodeFacts)
+    except msgspec.ValidationError:
         return None

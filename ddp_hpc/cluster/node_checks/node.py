@@ -15,9 +15,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,7 +60,7 @@ def gather(
     disks = {"temporary files": environ.get("TMPDIR") or "/tmp", "shared memory": "/dev/shm"}  # noqa: S108  where programs write
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "software": lambda: _software(environ),
-        "names": lambda: {"names": _names(asked)},
+        "names": lambda: {"names": _side_by_side({name: partial(resolved, name) for name in asked}, NAMES_S)},
         "reverse DNS": lambda: {"reverse_s": _reverse_s(nodes)},
         "networks": lambda: {"networks": networks(local_interfaces())},
         "disks": lambda: {"disks": {label: disk(Path(path)) for label, path in disks.items()}},
@@ -74,7 +75,8 @@ def gather(
     mounts = {path: (mount.point, mount.fs_type, mount.source) for path, (_, mount) in told.items() if mount}
     states = {path: state for path, (state, _) in told.items()}
     # Of no thread: they are known also where none can be started.
-    found |= {"limits": limits(), "num_cpus": len(os.sched_getaffinity(0)), "has_rdma": _has_rdma()}
+    has_rdma = any(Path("/sys/class/infiniband").glob("*"))
+    found |= {"limits": limits(), "num_cpus": len(os.sched_getaffinity(0)), "has_rdma": has_rdma}
     return NodeFacts(**found, paths=states, mounts=mounts, late=tuple(late))
 
 
@@ -112,11 +114,8 @@ def _in_time(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[st
 def _software(environ: Mapping[str, str]) -> dict[str, Any]:
     here = capture(environ)
     versions = {name: getattr(here, name) for name in ("python", "torch", "cuda", "hip", "nccl", "driver", "machine")}
-    return {"software": {**versions, "ddp_hpc": __version__}, "gpus": here.gpus, **_gpus(environ, here.gpus)}
-
-
-def _gpus(environ: Mapping[str, str], models: Sequence[str]) -> dict[str, int | None]:
-    return {"num_gpus": num_gpus(environ, models), "granted_gpus": num_granted_gpus(environ)}
+    numbers = {"num_gpus": num_gpus(environ, here.gpus), "granted_gpus": num_granted_gpus(environ)}
+    return {"software": {**versions, "ddp_hpc": __version__}, "gpus": here.gpus, **numbers}
 
 
 def num_gpus(
@@ -155,22 +154,11 @@ def networks(interfaces: Sequence[Interface]) -> dict[str, int]:
 _OF_NO_NETWORK = frozenset({"loopback", "virtual bridge", "overlay", "tunnel"})
 
 
-def _has_rdma() -> bool:
-    with suppress(OSError):
-        return any(Path("/sys/class/infiniband").iterdir())
-    return False
-
-
 def resolved(name: str) -> tuple[str, ...]:
     """Return the addresses that this node finds for a name, in order; none where it does not resolve."""
     with suppress(OSError):
         return tuple(sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}))
     return ()
-
-
-def _names(nodes: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return what each name resolves to, of those that were answered in time."""
-    return _side_by_side({name: partial(resolved, name) for name in nodes}, NAMES_S)
 
 
 def _side_by_side(questions: Mapping[str, Callable[[], T]], seconds: float) -> dict[str, T]:
@@ -290,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     own = node_name(os.environ)
     facts = gather(own, arguments.node, folder=arguments.folder, paths=arguments.path, environ=os.environ)
-    sys.stdout.write(framed(facts.as_record, node=own, mark=arguments.mark))
+    sys.stdout.write(framed(asdict(facts), node=own, mark=arguments.mark))
     sys.stdout.flush()
     os._exit(0)  # a thread that waits for a file system would hold a plain exit
 

@@ -8,33 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ddp_hpc.base.mounts import AUTOMOUNT
-from ddp_hpc.cluster.node_checks.answers import NodeAnswers, judged, listed, odd_ones
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, judged, listed, odd_ones, unknown
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, Shared, neighbours
 from ddp_hpc.run.run_dir.preflight import Finding
 
 FULL_BYTES, TIGHT_BYTES = 64 << 20, 1 << 30
-
-
 FEW_FILES = 1000
-
-
 SLOW_WRITE_S = 2.0
-
-
 _OF_ALL = {
     os.strerror(errno.EDQUOT): "free space of your quota, in bytes and files: `quota -s`, `lfs quota -h -u $USER DIR`",
     os.strerror(errno.ENOSPC): "remove files: the file system is full (on Lustre, one of its parts: `lfs df -h DIR`)",
 }
 """Why a file cannot be written -> what to do, where it is the same for all nodes, though some of them have still written theirs."""
+_STALE, _DENIED = os.strerror(errno.ESTALE), os.strerror(errno.EACCES)
 _OF_NODE = {
-    os.strerror(
-        errno.ESTALE
-    ): "the file system has to be mounted again on the node (stale mount); tell your cluster's support",
+    _STALE: "the file system has to be mounted again on the node (stale mount); tell your cluster's support",
     os.strerror(errno.EIO): "the file system fails on this node (`dmesg`); tell your cluster's support",
     os.strerror(errno.EROFS): "the file system is mounted read-only on the node; tell your cluster's support",
-    os.strerror(
-        errno.EACCES
-    ): "compare `ls -ld DIR` and `id` on the node and on another one: permissions, or your groups, differ",
+    _DENIED: "compare `ls -ld DIR` and `id` on the node and on another one: permissions, or your groups, differ",
 }
 _UNMOUNTED = "compare `findmnt --target DIR` on the nodes; if a mount is missing on one, tell your cluster's support"
 
@@ -60,11 +51,7 @@ def shared(answers: NodeAnswers) -> Iterator[Finding]:
         found = f"each node sees the others' files; writing 1 MiB takes {write_s:.2f} s at most, and other nodes see it {seen_s:.2f} s later"
         yield Finding(check="run directory", level="warn" if write_s > SLOW_WRITE_S else "ok", found=found)
     if not told:
-        yield Finding(
-            check="run directory",
-            level="unknown",
-            found="no node answered in time whether it can write into the run directory",
-        )
+        yield unknown("run directory", "no node answered in time whether it can write into the run directory")
 
 
 def _unseen(told: Mapping[str, Shared], nodes: Sequence[str]) -> list[str]:
@@ -113,14 +100,11 @@ def paths(answers: NodeAnswers) -> Iterator[Finding]:
             continue
         # What few nodes have may be an output, or a cache that a former run left on its own disk.
         is_of_most = len(bad) * 2 < len(states) and local.isdisjoint({path, *map(str, PurePosixPath(path).parents)})
-        yield _of_path(path, states, bad, _mounts(answers, path), is_of_most=is_of_most)
+        there = answers.of(lambda facts: facts.mounts)
+        mounts = {node: of_node[path] for node, of_node in there.items() if path in of_node}
+        yield _of_path(path, states, bad, mounts, is_of_most=is_of_most)
     if good:
         yield Finding(check="data", level="ok", found=f"all nodes have: {', '.join(good)}")
-
-
-def _mounts(answers: NodeAnswers, path: str) -> dict[str, tuple[str, str, str]]:
-    told = answers.of(lambda facts: facts.mounts)
-    return {node: mounts[path] for node, mounts in told.items() if path in mounts}
 
 
 def _of_path(
@@ -195,4 +179,4 @@ def disks(answers: NodeAnswers) -> Iterator[Finding]:
     if is_good:
         yield Finding(check="disk", level="ok", found="space for temporary files and shared memory on all nodes")
     if not told:
-        yield Finding(check="disk", level="unknown", found="no node answered in time how full its disks are")
+        yield unknown("disk", "no node answered in time how full its disks are")

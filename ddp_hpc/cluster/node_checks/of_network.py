@@ -6,19 +6,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
-from ddp_hpc.cluster.node_checks.answers import NodeAnswers, listed, odd_ones
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, listed, odd_ones, unknown
 from ddp_hpc.cluster.rendezvous.choice import speed_order
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 
 CLOCK_S = 1.0
 """Clocks that differ by more make log lines and the times of files misleading; NTP keeps them within some ms."""
-
-
 CLOCK_FAIL_S = 30.0
 """Tickets and tokens (Kerberos, munge) are refused beyond some minutes; such a node has no working time service."""
-
-
 SLOW_SHARE = 1 / 8
 """A link is slow that has less than this share of the speed of the middle one."""
 
@@ -28,7 +24,7 @@ def network(answers: NodeAnswers) -> Iterator[Finding]:
     network = answers.network
     if network is None:
         if len(answers.nodes) > 1:
-            yield Finding(check="network", level="unknown", found="the network between the nodes was not probed")
+            yield unknown("network", "the network between the nodes was not probed")
         return
     nodes = network.bad_nodes
     to_do = "leave the node out, and tell your cluster's support" if nodes else "tell your cluster's support"
@@ -38,7 +34,7 @@ def network(answers: NodeAnswers) -> Iterator[Finding]:
         level: Level = "warn" if network.lossy else "ok"
         yield Finding(check="network", level=level, found=network.words)
     else:
-        yield Finding(check="network", level="unknown", found=network.words)
+        yield unknown("network", network.words)
     yield from _clocks(network)
     yield from _speed(network)
 
@@ -48,7 +44,7 @@ def interfaces(answers: NodeAnswers) -> Iterator[Finding]:
     told = answers.of(lambda facts: facts.networks)
     kinds = sorted({kind for networks in told.values() for kind in networks}, key=speed_order)
     if not told:
-        yield Finding(check="interfaces", level="unknown", found="no node answered in time which networks it has")
+        yield unknown("interfaces", "no node answered in time which networks it has")
         return
     is_good = True
     for kind in kinds:
@@ -74,17 +70,13 @@ def interfaces(answers: NodeAnswers) -> Iterator[Finding]:
 
 def _clocks(network: NetworkFindings) -> Iterator[Finding]:
     if not network.paces:
-        yield Finding(
-            check="clocks", level="unknown", found="the clocks were not compared, as no two nodes could connect"
-        )
+        yield unknown("clocks", "the clocks were not compared, as no two nodes could connect")
         return
     ahead = clocks_of(network)
     off = {node: seconds for node, seconds in ahead.items() if abs(seconds) > CLOCK_S}
     if not off:
-        largest = max(map(abs, ahead.values()))
-        yield Finding(
-            check="clocks", level="ok", found=f"each clock is at most {largest * 1000:.0f} ms off the median of all"
-        )
+        found = f"each clock is at most {max(map(abs, ahead.values())) * 1000:.0f} ms off the median of all"
+        yield Finding(check="clocks", level="ok", found=found)
         return
     found = ", ".join(
         f"{node}'s clock is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} the others"
@@ -124,7 +116,7 @@ def slow_ways(paces: Sequence[Pace]) -> dict[tuple[str, str], float]:
 
 def _speed(network: NetworkFindings) -> Iterator[Finding]:
     if not network.paces:
-        yield Finding(check="speed", level="unknown", found="no link was measured, as no two nodes could connect")
+        yield unknown("speed", "no link was measured, as no two nodes could connect")
         return
     rates = sorted(pace.mb_per_s for pace in network.paces)
     middle, slow = rates[len(rates) // 2], slow_ways(network.paces)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 
-from ddp_hpc.cluster.node_checks.answers import NodeAnswers, difference, judged, listed, odd_ones
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, difference, judged, listed, odd_ones, unknown
 from ddp_hpc.cluster.node_checks.facts import SOFTWARE, UNLIMITED
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 
 FEW_OPEN_FILES = 1024
 """Loader processes pass tensors by file descriptors, and each rank holds connections to others."""
-
-
 FEW_PROCESSES = 256
 """Each worker has tens of threads, and loader processes; all of a user on the node count, in all jobs."""
-
-
 SLOW_LOOKUP_S = 1.0
-
-
 MUST_AGREE: Mapping[str, Level] = {
     "python": "fail",
     "torch": "fail",
@@ -40,7 +34,7 @@ def answered(answers: NodeAnswers) -> Iterator[Finding]:
     if not answers.facts and not answers.unstarted:
         found = f"no node answered{answers.problem and f': {answers.problem}'}"
         to_do = "run `srun --overlap hostname` in the job, which shows why"
-        yield Finding(check="nodes", level="unknown", found=found, to_do=to_do)
+        yield unknown("nodes", found, to_do)
     elif silent:
         why = answers.problem and f" ({answers.problem})"
         if answers.unstarted:  # srun has then ended it on the others
@@ -136,26 +130,22 @@ def gpus(answers: NodeAnswers) -> Iterator[Finding]:
         return
     needed = {node: max(asked, granted.get(node, 0)) for node in answers.facts}
     few = [node for node, count in counts.items() if count < needed[node]]
-    unknown = [node for node in answers.facts if node not in counts and needed[node]]
-    if few or not unknown:
-        found = "; ".join(f"{node} shows {counts[node]} of {_wanted(asked, granted.get(node, 0))}" for node in few)
+    unseen = [node for node in answers.facts if node not in counts and needed[node]]
+    if few or not unseen:
+        by_slurm = {node: number for node, number in granted.items() if number >= asked}
+        wanted = {
+            node: f"{by_slurm[node]} GPUs that Slurm gave the job"
+            if node in by_slurm
+            else f"{asked} GPUs that the run asks for"
+            for node in few
+        }
+        found = "; ".join(f"{node} shows {counts[node]} of the {wanted[node]}" for node in few)
         good = f"each node shows as many as the job has on it: {min(needed.values())} or more"
         to_do = "compare `nvidia-smi -L` there with `scontrol show job -d`: if `nvidia-smi` lists fewer GPUs, the node has lost one: leave the node out (`slurm.exclude`)"
         yield judged("GPUs", few, answers, found, good, to_do=to_do)
-    if unknown:
-        found = f"nothing on {listed(unknown)} shows whether there are GPUs: no device of NVIDIA's or AMD's driver, and no variable of the job"
-        yield Finding(
-            check="GPUs",
-            level="unknown",
-            found=found,
-            to_do="check `nvidia-smi` (AMD: `rocm-smi`) on the node, and the job's `--gres`",
-        )
-
-
-def _wanted(asked: int, granted: int) -> str:
-    if granted >= asked:
-        return f"the {granted} GPUs that Slurm gave the job"
-    return f"the {asked} GPUs that the run asks for"
+    if unseen:
+        found = f"nothing on {listed(unseen)} shows whether there are GPUs: no device of NVIDIA's or AMD's driver, and no variable of the job"
+        yield unknown("GPUs", found, "check `nvidia-smi` (AMD: `rocm-smi`) on the node, and the job's `--gres`")
 
 
 def cpus(answers: NodeAnswers) -> Iterator[Finding]:
@@ -174,11 +164,7 @@ def names(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes that resolve the name of another one to other addresses than most."""
     told = answers.of(lambda facts: facts.names)
     if not told:
-        yield Finding(
-            check="names",
-            level="unknown",
-            found="no node answered in time to which addresses it resolves the nodes' names",
-        )
+        yield unknown("names", "no node answered in time to which addresses it resolves the nodes' names")
         return
     is_good = True
     views_of: dict[str, dict[str, str]] = defaultdict(dict)
@@ -187,7 +173,8 @@ def names(answers: NodeAnswers) -> Iterator[Finding]:
             # To itself, a node's name may be the loopback: Debian's installer writes it so.
             # Of a name that a node's name server has not answered, nothing is known there.
             if name != node:
-                views_of[name][node] = " ".join(_outside(addresses))
+                outside = (text for text in addresses if not ip_address(text.partition("%")[0]).is_loopback)
+                views_of[name][node] = " ".join(outside)
     for name, views in views_of.items():
         if not views or set.intersection(*(set(view.split()) for view in views.values())):
             continue  # a node may know one address more, such as an IPv6 one
@@ -200,9 +187,8 @@ def names(answers: NodeAnswers) -> Iterator[Finding]:
         others = f", the others to {common}" if common and odd else ""
         yield Finding(check="names", level="warn", found=f"{name}: {seen}{others}", to_do=to_do, nodes=blamed)
     if is_good:
-        yield Finding(
-            check="names", level="ok", found="each node resolves the names of the others to the same addresses"
-        )
+        found = "each node resolves the names of the others to the same addresses"
+        yield Finding(check="names", level="ok", found=found)
     slow = {
         node: seconds for node, seconds in answers.of(lambda facts: facts.reverse_s).items() if seconds > SLOW_LOOKUP_S
     }
@@ -211,10 +197,6 @@ def names(answers: NodeAnswers) -> Iterator[Finding]:
         found = f"looking up the name of an address takes {slow[worst]:.1f} s on {worst}, and more than {SLOW_LOOKUP_S:.0f} s on {listed([*slow])}"
         to_do = "each rank waits for this once for each peer; tell your cluster's support that the reverse DNS does not answer"
         yield Finding(check="reverse DNS", level="warn", found=found, to_do=to_do, nodes=())
-
-
-def _outside(addresses: Sequence[str]) -> list[str]:
-    return [text for text in addresses if not ip_address(text.partition("%")[0]).is_loopback]
 
 
 def limits(answers: NodeAnswers) -> Iterator[Finding]:
@@ -239,14 +221,7 @@ def limits(answers: NodeAnswers) -> Iterator[Finding]:
     locked = [node for node in rdma if told.get(node, {}).get("memlock", UNLIMITED) != UNLIMITED]
     if locked:
         found = f"the memory that a process may lock is limited on {listed(locked)}, but InfiniBand needs it unlimited"
-        yield judged(
-            "limits",
-            locked,
-            answers,
-            found,
-            "",
-            level="warn",
-            to_do="raise the limit: `slurm.setup=['ulimit -l unlimited']`",
-        )
+        to_do = "raise the limit: `slurm.setup=['ulimit -l unlimited']`"
+        yield judged("limits", locked, answers, found, "", level="warn", to_do=to_do)
     if told and not few and not crowded and not locked:
         yield Finding(check="limits", level="ok", found="open files, processes and locked memory suffice on all nodes")

@@ -18,6 +18,7 @@ NCCL_ANSWER_S = 1.0
 MOST_BYTES = 16 << 20
 """The largest answer that is read; a flight record of 2,000 entries has about 1 MB."""
 _CHUNK = 1 << 16
+_CREDENTIALS = struct.Struct("3i")
 
 
 class NoAnswerError(Exception):
@@ -95,7 +96,9 @@ class RankProbe:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(self.answer_s)
                 connection.connect(str(self.path))
-                pid, uid = _peer(connection)
+                # Of the process that listens: SO_PEERCRED, unix(7).
+                packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                pid, uid, _ = _CREDENTIALS.unpack(packed)
                 if uid != os.getuid():
                     raise NoAnswerError(f"{self.path} belongs to another user (user id {uid})")
                 return pid, self._read(connection, handler, ends_at)
@@ -125,10 +128,3 @@ class RankProbe:
         if response.status != http.HTTPStatus.OK:
             raise ValueError(f"status {response.status}")
         return b"".join(parts)
-
-
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Return process id and user id of the process that listens (SO_PEERCRED, unix(7))."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", packed)
-    return pid, uid

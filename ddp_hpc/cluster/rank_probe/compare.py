@@ -121,7 +121,7 @@ def _by_collectives(by_rank: Mapping[int, HangRecord], world_size: int) -> Compa
     if behind := working if len(late or free) == 1 else [rank for rank in working if not _is_unclear(by_rank[rank])]:
         return _behind(behind, ranks, waiting, by_rank)
     if held or late:
-        return by_kernel if held else _undecided(late, by_rank)
+        return by_kernel if held else ComparedRanks(ranks=late, how=_undecided(late, by_rank))
     if len(ranks) < world_size or free:
         return ComparedRanks()  # somebody is not known, so that nobody may be called behind, and nobody is cleared
     return _nobody(ranks, waiting, missing, by_rank)
@@ -136,7 +136,8 @@ def _nobody(
     """Return what all ranks do that wait for each other."""
     complete = [rank for rank in sorted(waiting) if not missing[rank]]
     if not complete:
-        named = "; ".join(f"rank {rank} waits in {_where(waiting[rank][0], by_rank[rank])}" for rank in _few(waiting))
+        first = [(rank, waiting[rank][0]) for rank in sorted(waiting)[:_MOST_NAMED]]
+        named = "; ".join(f"rank {rank} waits in {_name(one)}{_at(by_rank[rank])}" for rank, one in first)
         how = (
             f"ranks wait for each other in different groups: {named}. All ranks must use their groups in the same order"
         )
@@ -211,11 +212,10 @@ def _behind(
     return ComparedRanks(kind="behind", ranks=behind, how=how)
 
 
-def _undecided(late: Sequence[int], by_rank: Mapping[int, HangRecord]) -> ComparedRanks:
+def _undecided(late: Sequence[int], by_rank: Mapping[int, HangRecord]) -> str:
     named = "; ".join(f"rank {rank} {_doing(by_rank[rank])}" for rank in late[:_MOST_NAMED])
     more = f"; and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
-    how = f"others wait for what these have not launched, but these may wait for a rank themselves: {named}{more}"
-    return ComparedRanks(ranks=late, how=how)
+    return f"others wait for what these have not launched, but these may wait for a rank themselves: {named}{more}"
 
 
 def _doing(record: HangRecord) -> str:
@@ -280,10 +280,6 @@ def main_frames(stacks: str) -> list[str]:
     return []
 
 
-def _where(one: Collective, record: HangRecord) -> str:
-    return f"{_name(one)}{_at(record)}"
-
-
 def _at(record: HangRecord) -> str:
     return f" at {place(record)}" if place(record) else ""
 
@@ -296,10 +292,6 @@ def _group(one: Collective) -> str:
     return f"group {one.group.name}{f' ({one.title})' if one.title not in ('', 'undefined') else ''}"
 
 
-def _few(ranks: Mapping[int, object]) -> Sequence[int]:
-    return sorted(ranks)[:_MOST_NAMED]
-
-
 # --- flight records ----------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +302,14 @@ def _read(flight_record: Mapping[str, Any]) -> _RankCollectives:
     for one in _collectives(flight_record.get("entries")):
         newest[one.group] = max(newest.get(one.group, 0), one.number)
         by_number[one.group, one.number] = one
-    return _RankCollectives(newest=newest, by_number=by_number, members=dict(_listed(flight_record.get("pg_config"))))
+    config = flight_record.get("pg_config")
+    groups = config.items() if isinstance(config, dict) else ()
+    texts = {name: group.get("ranks") for name, group in groups if name and isinstance(group, dict)}
+    members = {
+        str(name): [*map(int, re.findall(r"\d+", text))] for name, text in texts.items() if isinstance(text, str)
+    }
+    listed = {name: ranks for name, ranks in members.items() if ranks}
+    return _RankCollectives(newest=newest, by_number=by_number, members=listed)
 
 
 def _collectives(entries: object) -> Iterator[Collective]:
@@ -324,31 +323,21 @@ def _collectives(entries: object) -> Iterator[Collective]:
                 **rest,
             }:
                 backend, _, operation = called.partition(":")
+                sizes, dtypes = (
+                    value if isinstance(value := rest.get(name), list) else []
+                    for name in ("input_sizes", "input_dtypes")
+                )
                 yield Collective(
                     group=GroupId(name, backend),
                     title=title,
                     number=number,
                     operation=operation or called,
-                    elements=_elements(rest.get("input_sizes")),
-                    dtypes=_texts(rest.get("input_dtypes")),
+                    # [2, 4] and [8] may be one collective.
+                    elements=tuple(
+                        prod(one)
+                        for one in sizes
+                        if isinstance(one, list) and all(isinstance(size, int) for size in one)
+                    ),
+                    dtypes=tuple(map(str, dtypes)),
                     is_over=bool(rest.get("retired")) or rest.get("state") == "completed",
                 )
-
-
-def _elements(sizes: object) -> tuple[int, ...]:
-    """Return the numbers of elements: [2, 4] and [8] may be one collective."""
-    if not isinstance(sizes, list):
-        return ()
-    return tuple(prod(one) for one in sizes if isinstance(one, list) and all(isinstance(size, int) for size in one))
-
-
-def _texts(values: object) -> tuple[str, ...]:
-    return tuple(str(value) for value in values) if isinstance(values, list) else ()
-
-
-def _listed(config: object) -> Iterator[tuple[str, Collection[int]]]:
-    for name, group in config.items() if isinstance(config, dict) else ():
-        ranks = group.get("ranks") if isinstance(group, dict) else None
-        numbers = re.findall(r"\d+", ranks) if isinstance(ranks, str) else []
-        if name and numbers:
-            yield str(name), [int(number) for number in numbers]

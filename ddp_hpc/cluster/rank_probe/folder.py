@@ -56,7 +56,10 @@ def socket_of(folder: Path, rank: int) -> Path:
 def make_folder(places: Sequence[str] = _PLACES) -> ProbeFolder | None:
     """Make a directory for the sockets of this node's ranks; None where no disk of this node can be written."""
     for place in places:
-        _remove_leftovers(Path(place))
+        with suppress(OSError):
+            for left in Path(place).glob(f"{_PREFIX}*"):
+                with suppress(OSError):
+                    _remove_if_left(left)
         with suppress(OSError):
             path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))  # with mode 0700
             # systemd-tmpfiles(8) does not clean a directory that is locked, either.
@@ -69,15 +72,8 @@ def make_folder(places: Sequence[str] = _PLACES) -> ProbeFolder | None:
     return None
 
 
-def _remove_leftovers(place: Path) -> None:
-    """Remove the directories of processes that were killed; those of other users stay."""
-    with suppress(OSError):
-        for path in place.glob(f"{_PREFIX}*"):
-            with suppress(OSError):
-                _remove_if_left(path)
-
-
 def _remove_if_left(path: Path) -> None:
+    """Remove the directory of a process that was killed; those of other users stay."""
     found = path.lstat()
     if found.st_uid != os.getuid() or time.time() - found.st_mtime < _YOUNG_S:
         return

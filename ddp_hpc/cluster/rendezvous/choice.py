@@ -149,9 +149,6 @@ def choose_fabric(
     With facts of all nodes: the fastest network on which every node has an address in the same subnet. If there is none,
     routers may connect the subnets: then the fastest kind of network that all nodes have. With facts of rank zero's node
     alone: its fastest network.
-
-    Raises:
-        ConfigError: if rank zero's node has no network on which ranks can meet.
     """
     zero = order[0]
     candidates = accepted(facts_by_node[zero], preferred)
@@ -162,7 +159,9 @@ def choose_fabric(
             f"Set MASTER_ADDR to an address of {zero} that the other nodes can reach."
         )
     others = {node: accepted(facts_by_node[node]) for node in order[1:] if node in facts_by_node}
-    taken, passed_over = _alone(zero, candidates[0], len(order)), dict[str, str]()
+    best, asked = candidates[0], "the only node" if len(order) == 1 else "the only node whose networks are known"
+    taken = _Taken(best, usable(best)[0], f"the fastest network of {zero}, {asked}: {_described(best)}")
+    passed_over = dict[str, str]()
     if others:
         shared, passed_over = _shared(zero, candidates, others)
         taken = shared or _routed(zero, candidates, others)
@@ -199,12 +198,6 @@ class _Taken(NamedTuple):
     interface: Interface
     address: Address
     rule: str
-
-
-def _alone(zero: str, best: Interface, num_nodes: int) -> _Taken:
-    """Choose the fastest network of rank zero's node, without facts of other nodes."""
-    asked = "the only node" if num_nodes == 1 else "the only node whose networks are known"
-    return _Taken(best, usable(best)[0], f"the fastest network of {zero}, {asked}: {_described(best)}")
 
 
 def _shared(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -213,17 +213,15 @@ def find_place(
 def recognise(environ: Mapping[str, str], allocation: Allocation | None) -> Launcher | None:
     """Return the launcher that has started this process; None where the table has it not."""
     is_task = allocation is not None and allocation.step is not None
-    return next((row for row in LAUNCHERS if (is_task if row is SRUN else _has(environ, row))), None)
-
-
-def _has(environ: Mapping[str, str], row: Launcher) -> bool:
-    return all(environ.get(name, "").strip() for name in row.marks)
+    set_here = {name for name, value in environ.items() if value.strip()}
+    return next((row for row in LAUNCHERS if (is_task if row is SRUN else set_here.issuperset(row.marks))), None)
 
 
 def _of_srun(environ: Mapping[str, str], allocation: Allocation, host: Host) -> RankPlace:
     step = allocation.step
     assert step is not None  # noqa: S101  by it, srun was recognised
-    _require_even("srun", step.tasks_per_node)
+    if len({*step.tasks_per_node}) > 1:
+        _refuse_uneven("srun")
     local_world_size = step.local_world_size
     _require_block("srun", step.rank, step.local_rank, local_world_size)
     return RankPlace(
@@ -251,7 +249,8 @@ def _of_worker(row: Launcher, environ: Mapping[str, str], first_node: str | None
         sources["local_world_size"] = row.local_world_size
     elif row.num_nodes:
         num_nodes = max(1, _number(environ, row.num_nodes))
-        _require_even(row.name, [world_size % num_nodes, 0])
+        if world_size % num_nodes:
+            _refuse_uneven(row.name)
         local_world_size = world_size // num_nodes
         sources["local_world_size"] = row.num_nodes
     else:
@@ -367,11 +366,6 @@ def _parsed(name: str, text: str) -> int:
             f"{name} is {text!r}, but it must be a number. Do not change the variables that a launcher sets."
         )
     return int(text)
-
-
-def _require_even(launcher: str, counts: Sequence[int]) -> None:
-    if len(set(counts)) > 1:
-        _refuse_uneven(launcher)
 
 
 def _refuse_uneven(launcher: str) -> None:

@@ -120,16 +120,12 @@ def recorded(environ: Mapping[str, str]) -> WorkerEnv | None:
 
 def node_variables(interface: Fact, threads: Fact) -> dict[str, Fact]:
     """Return the variables that are equal for all workers of a node."""
-    return {**network_variables(interface), **library_variables(threads)}
-
-
-def network_variables(interface: Fact) -> dict[str, Fact]:
-    """Return the variables by which gloo and NCCL take this interface, and no other."""
-    # NCCL reads a name as the beginning of names unless `=` stands before it; gloo compares whole names, and would search
+    # gloo and NCCL take this interface, and no other. NCCL reads a name as the beginning of names unless `=` stands before it; gloo compares whole names, and would search
     # for one that begins with `=` (measured: PyTorch 2.13;
     # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname).
     exact = None if interface.value is None else f"={interface.value}"
-    return {"NCCL_SOCKET_IFNAME": replace(interface, value=exact), "GLOO_SOCKET_IFNAME": interface}
+    network = {"NCCL_SOCKET_IFNAME": replace(interface, value=exact), "GLOO_SOCKET_IFNAME": interface}
+    return {**network, **library_variables(threads)}
 
 
 def library_variables(threads: Fact) -> dict[str, Fact]:
@@ -200,24 +196,21 @@ def launched(
     )
     rule = "as srun sets it for one task a worker; Slurm's own is that of the process which starts this node's workers"
     tasks = {name: Fact(value=value, source=OURS, rule=rule) for name, value in slurms.items()}
-    variables = settled({**made, **tasks, **_nan_check(environ)}, environ, fixed={*RANKS, *ENDPOINT, *tasks})
+    # PyTorch then checks what ranks exchange: by the first variable with gloo, by the other with NCCL.
+    nan = environ.get(NAN_CHECK)
+    checks = dict.fromkeys(NAN_VARIABLES if nan else (), Fact(value="1", source=OURS, rule=nan or ""))
+    variables = settled({**made, **tasks, **checks}, environ, fixed={*RANKS, *ENDPOINT, *tasks})
     return WorkerEnv(process=process, variables={**variables, **import_path(import_paths, environ.get("PYTHONPATH"))})
 
 
 NAN_CHECK = "_DDP_HPC_NAN_CHECK"
 """The variable by which a supervisor has its workers check gradients for NaN; it holds the reason."""
+NAN_VARIABLES = ("TORCH_DIST_NAN_CHECK", "TORCH_NCCL_NAN_CHECK")
 
 
 def for_nan_check(rule: str) -> dict[str, str]:
     """Return what workers' launchers read to switch the check on, for this reason; nothing without one."""
     return {NAN_CHECK: rule} if rule else {}
-
-
-def _nan_check(environ: Mapping[str, str]) -> dict[str, Fact]:
-    """Return the variables by which PyTorch checks what ranks exchange: the first for gloo, the other for NCCL."""
-    rule = environ.get(NAN_CHECK)
-    names = ("TORCH_DIST_NAN_CHECK", "TORCH_NCCL_NAN_CHECK") if rule else ()
-    return {name: Fact(value="1", source=OURS, rule=rule or "") for name in names}
 
 
 def import_path(paths: Sequence[str], python_path: str | None) -> dict[str, Fact]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 
-from ddp_hpc.cluster.slow_ranks.verdict import SlowRank, SlowRankVerdict
+from ddp_hpc.cluster.slow_ranks.verdict import SlowRankVerdict
 from ddp_hpc.run.run_dir.timeline import Alarm
 
 LOOKS_TO_BEGIN = LOOKS_TO_END = 2
@@ -35,11 +35,13 @@ class Alarms:
         slow = {one.rank: one for one in verdict.slow}
         self._found = Counter({rank: self._found[rank] + 1 for rank in slow})
         self._clear = Counter({rank: self._clear[rank] + 1 for rank in self.open if rank in verdict.clear})
-        changed = [
-            self._begin(one, now, step)
-            for one in verdict.slow
-            if one.rank not in self.open and self._found[one.rank] >= LOOKS_TO_BEGIN and self._may_begin(one.rank)
-        ]
+        changed: list[Alarm] = []
+        for one in verdict.slow:
+            may_begin = self._begun[one.rank] < MOST_OF_RANK and self._begun.total() < MOST
+            if one.rank not in self.open and self._found[one.rank] >= LOOKS_TO_BEGIN and may_begin:
+                self._begun[one.rank] += 1
+                self.open[one.rank] = Alarm(attempt=self.attempt, at=now, since_step=step, **asdict(one))
+                changed.append(self.open[one.rank])
         for rank, alarm in [*self.open.items()]:
             if rank in slow and slow[rank].cause and not alarm.cause:
                 self.open[rank] = replace(alarm, cause=slow[rank].cause)
@@ -51,14 +53,6 @@ class Alarms:
     def end(self, *, now: float, step: int | None) -> list[Alarm]:
         """End all alarms, with the attempt."""
         return [self._end(rank, now, step) for rank in [*self.open]]
-
-    def _may_begin(self, rank: int) -> bool:
-        return self._begun[rank] < MOST_OF_RANK and self._begun.total() < MOST
-
-    def _begin(self, slow: SlowRank, now: float, step: int | None) -> Alarm:
-        self._begun[slow.rank] += 1
-        self.open[slow.rank] = Alarm(attempt=self.attempt, at=now, since_step=step, **asdict(slow))
-        return self.open[slow.rank]
 
     def _end(self, rank: int, now: float, step: int | None) -> Alarm:
         return replace(self.open.pop(rank), ended_at=now, until_step=step)

@@ -52,7 +52,12 @@ class ClockComparison:
     def start(self) -> None:
         """Answer the other nodes, if this is rank zero."""
         if self._has_several_nodes and self.environ["RANK"] == "0":
-            threading.Thread(target=self._answer, name="ddp-hpc-clock", daemon=True).start()
+
+            def answer_all() -> None:
+                with suppress(RuntimeError, OSError):  # the store is gone
+                    answer(self._connect())
+
+            threading.Thread(target=answer_all, name="ddp-hpc-clock", daemon=True).start()
 
     def compare(self) -> Clock | None:
         """Ask rank zero's node; None where this is not the rank that asks for its node, or no answer comes."""
@@ -69,10 +74,6 @@ class ClockComparison:
     @property
     def _has_several_nodes(self) -> bool:
         return int(self.environ["WORLD_SIZE"]) > int(self.environ["LOCAL_WORLD_SIZE"])
-
-    def _answer(self) -> None:
-        with suppress(RuntimeError, OSError):  # the store is gone
-            answer(self._connect())
 
     def _connect(self) -> Store:
         # By its name, because only `train` may import PyTorch. The prefix is known to owners of the attempt's token alone.
@@ -91,11 +92,7 @@ class ClockComparison:
 
 
 def answer(store: Store, clock: Callable[[], float] = time.time) -> None:
-    """Answer one question after the other, until the store is gone.
-
-    Raises:
-        RuntimeError: when it is.
-    """
+    """Answer one question after the other, until the store is gone, which is a RuntimeError."""
     # It looks, and does not wait in the store: PyTorch prints warnings where a store ends in which somebody waits.
     number, asked_at = 1, float("-inf")
     while True:
@@ -107,11 +104,7 @@ def answer(store: Store, clock: Callable[[], float] = time.time) -> None:
 
 
 def ask(store: Store, clock: Callable[[], float] = time.time) -> Clock:
-    """Return how far this clock is ahead of the one that answers.
-
-    Raises:
-        OSError, RuntimeError: if no answer comes.
-    """
+    """Return how far this clock is ahead of the one that answers."""
     found = [_ask_once(store, clock) for _ in range(NUM_QUESTIONS)]
     return min(found, key=lambda one: one.error_s)
 

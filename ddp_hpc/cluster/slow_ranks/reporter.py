@@ -74,12 +74,7 @@ class Reporter:
         self._closing.set()
 
     def report(self, turn: int) -> None:
-        """Report once.
-
-        Raises:
-            NoAnswerError: if the rank does not answer, or not by a flight record.
-            OSError: if the report cannot be written.
-        """
+        """Report once; a rank that does not answer, or not by a flight record, is a NoAnswerError."""
         try:
             text = self.probe.flight_record_text()
             kinds, launches = read_launches(text)
@@ -103,7 +98,7 @@ class Reporter:
             write_summary(self.run, self.attempt, summary)
 
     def _run(self) -> None:
-        while not self._closing.wait(self._until_next()):
+        while not self._closing.wait(self._pause_s - self._now() % self._pause_s):
             turn = round(self._now() / LOOK_S)  # of this moment, which is the same on all ranks
             self.compare()
             # Without an answer there is no report, and nothing is said of this rank. The next look tries again.
@@ -128,9 +123,6 @@ class Reporter:
         kept = [clock for _, clock in self._clocks[min(first, len(self._clocks) - 2) :]]
         error_s = newest.error_s + max(abs(one.ahead_s - newest.ahead_s) for one in kept)
         return Clock(ahead_s=newest.ahead_s, error_s=error_s)
-
-    def _until_next(self) -> float:
-        return self._pause_s - self._now() % self._pause_s
 
     def _now(self) -> float:
         """Return the time by the clock of rank zero's node, as far as it is known."""

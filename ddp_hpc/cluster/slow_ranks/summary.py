@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -51,56 +52,28 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def write_summary(run: RunDir, attempt: int, summary: Summary) -> None:
-    """Replace the report of one rank."""
+    """Replace the report of one rank. Differences stand for its numbers: they take a third of the size."""
     path = run.launches(attempt, summary.rank)
     make_directories(path.parent)
-    replace_text(path, _ENCODER.encode(_packed(summary)).decode(), durable=False)
+    replace_text(path, _ENCODER.encode(_with(summary, _steps)).decode(), durable=False)
 
 
 def read_summary(path: Path) -> Summary | None:
-    """Return the report of one rank; None where there is none yet, or it is not one of ours.
-
-    Raises:
-        OSError: if the file system does not answer.
-    """
+    """Return the report of one rank; None where there is none yet, or it is not one of ours."""
     summary = read_record(path, Summary)
-    return None if summary is None else _unpacked(summary)
+    return None if summary is None else _with(summary, lambda steps: [*accumulate(steps)])
 
 
 def remove_summaries(run: RunDir, attempt: int) -> None:
-    """Remove the reports of an attempt that has ended, and what a writer that was killed has left of one.
-
-    Raises:
-        OSError: if the file system does not answer.
-    """
+    """Remove the reports of an attempt that has ended, and what a writer that was killed has left of one."""
     for path in [*run.attempt_logs(attempt).glob("*rank-*.launches.json*")]:
         path.unlink(missing_ok=True)
 
 
-def _packed(summary: Summary) -> Summary:
-    """Write differences instead of numbers: a third of the size."""
-    return _with(
-        summary, [Launches(one.group, _steps(one.seqs), one.kinds, _steps(one.at_us)) for one in summary.launches]
-    )
-
-
-def _unpacked(summary: Summary) -> Summary:
-    return _with(
-        summary, [Launches(one.group, _sums(one.seqs), one.kinds, _sums(one.at_us)) for one in summary.launches]
-    )
-
-
-def _with(summary: Summary, launches: list[Launches]) -> Summary:
-    return msgspec.structs.replace(summary, launches=launches)
+def _with(summary: Summary, change: Callable[[Sequence[int]], list[int]]) -> Summary:
+    changed = [Launches(one.group, change(one.seqs), one.kinds, change(one.at_us)) for one in summary.launches]
+    return msgspec.structs.replace(summary, launches=changed)
 
 
 def _steps(numbers: Sequence[int]) -> list[int]:
     return [number - before for before, number in zip([0, *numbers], numbers, strict=False)]
-
-
-def _sums(steps: Sequence[int]) -> list[int]:
-    total, sums = 0, []
-    for step in steps:
-        total += step
-        sums.append(total)
-    return sums

@@ -137,11 +137,9 @@ def _verdict_of(summaries: Sequence[Summary], group: str) -> SlowRankVerdict:
         return SlowRankVerdict(unknown="the collectives do not repeat in steps")
     num_steps = len(starts) - 1
     if num_steps < LEAST_STEPS:
-        return SlowRankVerdict(
-            num_steps=num_steps, unknown=f"fewer than {LEAST_STEPS} steps have been seen of all ranks"
-        )
+        return SlowRankVerdict(unknown=f"fewer than {LEAST_STEPS} steps have been seen of all ranks")
     if 2 * max(_num_to_one(one) for one in joined.ranks) >= num_steps:
-        return SlowRankVerdict(num_steps=num_steps, unknown="ranks wait for single other ranks in each step")
+        return SlowRankVerdict(unknown="ranks wait for single other ranks in each step")
     found = _compare(joined, reference, starts)
     return replace(found, slow=tuple(replace(one, cause=cause_of(one, found.slow, joined.ranks)) for one in found.slow))
 
@@ -155,23 +153,16 @@ def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int])
     lost = [*zip(*steps, strict=True)]
     beyond = [median(one) for one in lost]
     if max(beyond) >= step_s:
-        return SlowRankVerdict(
-            num_steps=num_steps, unknown="a rank is late by more than a step, so the others do not wait for it"
-        )
+        return SlowRankVerdict(unknown="a rank is late by more than a step, so the others do not wait for it")
     slow = [
         (one, lost_s)
         for one, lost_s, in_each in zip(joined.ranks, beyond, lost, strict=True)
         if _is_slow(in_each, step_s) and lost_s > 2 * joined.error_s
     ]
     if 2 * len(slow) >= max(len(joined.ranks), 3):
-        return SlowRankVerdict(
-            num_steps=num_steps,
-            unknown="half of the ranks are late: a clock was set, or the ranks have different tasks",
-        )
+        return SlowRankVerdict(unknown="half of the ranks are late: a clock was set, or the ranks have different tasks")
     if slow and not _stand_apart(slow, joined.ranks, beyond):
-        return SlowRankVerdict(
-            num_steps=num_steps, unknown="the ranks are late by different times, as stages of a pipeline are"
-        )
+        return SlowRankVerdict(unknown="the ranks are late by different times, as stages of a pipeline are")
     named = tuple(
         SlowRank(
             rank=one.rank,

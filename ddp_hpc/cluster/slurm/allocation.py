@@ -102,12 +102,8 @@ class Allocation:
         return f"{self.array_job_id}_{self.array_task_id}" if is_task else self.job_id
 
     @property
-    def is_step(self) -> bool:
-        return self.step is not None
-
-    @property
     def process_kind(self) -> ProcessKind:
-        if self.is_step:
+        if self.step is not None:
             return "task"
         return "shell on a node" if self.node_name in self.node_names else "shell outside"
 
@@ -178,10 +174,8 @@ def is_in_job(environ: Mapping[str, str]) -> bool:
 def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Return the job that this process is part of, or None outside of jobs.
 
-    A variable that a run can do without, and that holds a text which no Slurm known here writes, counts as not set.
-
-    Raises:
-        ConfigError: if a variable that says where this process is is missing, or is not a number.
+    A variable that a run can do without, and that holds a text which no Slurm known here writes, counts as not set. One that says
+    where this process is must be there.
     """
     job_id = claimed_job_id(environ)
     if job_id is None:
@@ -275,11 +269,7 @@ def node_name(environ: Mapping[str, str]) -> str:
 
 
 def step_task(environ: Mapping[str, str]) -> StepTask:
-    """Return the task of a job step that this process is.
-
-    Raises:
-        ConfigError: if srun did not start this process.
-    """
+    """Return the task of a job step that this process is."""
     allocation = read_allocation(environ)
     if allocation is None or allocation.step is None:
         raise ConfigError(
@@ -307,11 +297,7 @@ def shape_problem(allocation: Allocation, asked: World) -> str | None:
 
 
 def expand_counts(text: str, *, name: str = "The list of counts") -> list[int]:
-    """Return the counts in `4(x2),1`: 4, 4, 1.
-
-    Raises:
-        ConfigError: if the text has another form.
-    """
+    """Return the counts in `4(x2),1`: 4, 4, 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
@@ -392,16 +378,16 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 def _number_if_readable(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
-    if not text or _is_number(text):
-        return int(text) if text else None
-    _warn_of(name, text)
-    return None
+    return _read(name, text) if text else None
 
 
 @cache
-def _warn_of(name: str, text: str) -> None:
-    """Say once in this process that a variable cannot be read."""
+def _read(name: str, text: str) -> int | None:
+    """Return the number; say once in this process that a variable cannot be read."""
+    if _is_number(text):
+        return int(text)
     log.warning("%s is %r, and not a number, so it counts as not set. The run goes on without it.", name, text)
+    return None
 
 
 def _is_number(text: str) -> bool:

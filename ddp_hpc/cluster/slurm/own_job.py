@@ -73,10 +73,10 @@ def standing(
     if state not in {"running", "suspended", "ending"}:
         is_unknown = state == "unknown" or job.state in _BOOTING
         return "unknown" if is_unknown else "gone", f"{said}, which {phrase(job.state)}"
-    return _by_nodes(job_id, said, claimed_nodes(environ), job.nodes)
+    return _standing_by_nodes(job_id, said, claimed_nodes(environ), job.nodes)
 
 
-def _by_nodes(job_id: str, said: str, claimed: AbstractSet[str] | None, nodes: str) -> tuple[Standing, str]:
+def _standing_by_nodes(job_id: str, said: str, claimed: AbstractSet[str] | None, nodes: str) -> tuple[Standing, str]:
     """Tell a job that runs from one that has got other nodes since, or another user's that has its number."""
     if claimed is None:
         return "unknown", f"{said}, but SLURM_JOB_NODELIST does not name the job's nodes"

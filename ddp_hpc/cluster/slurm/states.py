@@ -203,33 +203,15 @@ _JOBS = (_RESOURCES["submit"], _RESOURCES["job"])
 
 
 _LIMITS = {
-    (
-        "min",
-        "",
-    ): "the job asks for less than its {whose} requires of a job ({what}), so the job will not start; cancel it, and ask for more",
-    (
-        "budget",
-        "",
-    ): "the job's {whose} has used all the time that it was granted; submit with another one, or ask your cluster's support",
-    (
-        "grp",
-        "",
-    ): "all jobs of this job's {whose} together have reached the limit of {what}; this job starts when some of them end{unless}",
-    (
-        "max",
-        "perjob",
-    ): "the job asks for more than its {whose} allows one job ({what}), so the job will not start; cancel it, and ask for less",
-    (
-        "max",
-        "pernode",
-    ): "the job asks for more than its {whose} allows one job ({what} on a node), so the job will not start; cancel it, and ask for less",
-    (
-        "max",
-        "peraccount",
-    ): "the jobs of this job's account have reached the {whose}'s limit of {what}; this job starts when some of them end{unless}",
-    ("max", ""): "your jobs have reached the {whose}'s limit of {what}; this job starts when some of them end{unless}",
+    "min": "the job asks for less than its {whose} requires of a job ({what}), so the job will not start; cancel it, and ask for more",
+    "budget": "the job's {whose} has used all the time that it was granted; submit with another one, or ask your cluster's support",
+    "grp": "all jobs of this job's {whose} together have reached the limit of {what}; this job starts when some of them end{unless}",
+    "max perjob": "the job asks for more than its {whose} allows one job ({what}), so the job will not start; cancel it, and ask for less",
+    "max pernode": "the job asks for more than its {whose} allows one job ({what} on a node), so the job will not start; cancel it, and ask for less",
+    "max peraccount": "the jobs of this job's account have reached the {whose}'s limit of {what}; this job starts when some of them end{unless}",
+    "max": "your jobs have reached the {whose}'s limit of {what}; this job starts when some of them end{unless}",
 }
-"""(kind of limit, whom it is for) -> what it means."""
+"""Kind of limit, and whom it is for -> what it means."""
 
 
 def explain_reason(code: str) -> str:
@@ -270,7 +252,7 @@ def _limit(key: str) -> str | None:
     is_used_time = (found["what"].endswith("minutes") and "run" not in found["what"]) or "wall" in found["what"]
     is_budget = found["kind"] == "grp" and is_used_time
     kind = "budget" if is_budget else found["kind"]
-    template = _LIMITS.get((kind, found["each"]), _LIMITS[kind, ""])
+    template = _LIMITS.get(f"{kind} {found['each']}", _LIMITS[kind])
     what = next((words for part, words in _RESOURCES.items() if part in found["what"]), "resources")
     unless = "" if what in _JOBS else ", unless it asks for more than that limit itself"
     return template.format(whose="account" if found["whose"] == "assoc" else "QOS", what=what, unless=unless)

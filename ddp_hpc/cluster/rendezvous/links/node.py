@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,12 @@ _UNCOUNTED = 0xFFFF
 """Stands for the number of a datagram that is not counted."""
 _GREETING = struct.Struct(f"!{_TOKEN_BYTES}sH?")
 """The token, the sender's number, and whether it measures (`pace`)."""
-_IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
+_NO_FRAGMENTS = {socket.AF_INET: (socket.IPPROTO_IP, 10), socket.AF_INET6: (socket.IPPROTO_IPV6, 23)}
+"""The options IP_MTU_DISCOVER and IPV6_MTU_DISCOVER."""
+_PMTUDISC_PROBE = 3
 _SO_MEMINFO, _MEMINFO_DROPS = 55, 8
 _MOST_GUESTS = 64
+_USUAL_MTU = 1500
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,8 @@ class ProbeAddress:
 
     address: str
     port: int
-    interface: str = ""
     network: str = ""
-    mtu: int = 1500
+    mtu: int = _USUAL_MTU
 
 
 def own_place(toward: str, interfaces: Sequence[Interface]) -> ProbeAddress:
@@ -93,13 +95,10 @@ def own_place(toward: str, interfaces: Sequence[Interface]) -> ProbeAddress:
         for text in nic.addresses
         if ipaddress.ip_interface(text).ip == ipaddress.ip_address(address.partition("%")[0])
     )
-    return ProbeAddress(address, 0, nic.name, network, _mtu(nic.name))
-
-
-def _mtu(interface: str) -> int:
+    mtu = _USUAL_MTU
     with suppress(OSError, ValueError):
-        return int(Path(SYS_CLASS_NET, interface, "mtu").read_text(encoding="ascii"))
-    return 1500
+        mtu = int(Path(SYS_CLASS_NET, nic.name, "mtu").read_text(encoding="ascii"))
+    return ProbeAddress(address, 0, network, mtu)
 
 
 @dataclass
@@ -112,11 +111,7 @@ class Sockets:
 
     @classmethod
     def open(cls, place: ProbeAddress) -> Sockets:
-        """Listen at a port that is free for both.
-
-        Raises:
-            OSError: where the address is not this node's.
-        """
+        """Listen at a port that is free for both."""
         family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
         for _ in range(20):
             tcp = socket.create_server((place.address, 0), family=family, backlog=_MOST_GUESTS)
@@ -129,8 +124,7 @@ class Sockets:
                 udp.close()
                 continue
             udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
-            found = ProbeAddress(place.address, port, place.interface, place.network, place.mtu)
-            return cls(found, tcp, udp)
+            return cls(replace(place, port=port), tcp, udp)
         raise OSError(f"no port of {place.address} is free for TCP and UDP")
 
     def close(self) -> None:
@@ -199,7 +193,7 @@ class NodeProbe:
             link.settimeout(CONNECT_S)
             link.connect(place)
             link.sendall(_GREETING.pack(self.token, self.me, True))
-            if _received(link, 1, SMALL_S) != b"+":
+            if pace.received(link, 1, SMALL_S) != b"+":
                 raise ConnectionAbortedError("this is not the node that was asked for")
             return pace.measure(link, sender=str(self.me), receiver=str(partner))
 
@@ -210,7 +204,9 @@ class NodeProbe:
         # One socket for each partner: what waits for the hardware address of an unplugged one fills the socket's buffer (arp(7)).
         with suppress(OSError), socket.socket(own.udp.family, socket.SOCK_DGRAM) as sender:
             sender.bind((own.place.address, 0))
-            _forbid_fragments(sender)
+            # Full-sized packets go as they are: cut into fragments, they would hide a small MTU on the way (ip(7)).
+            with suppress(OSError):
+                sender.setsockopt(*_NO_FRAGMENTS[own.udp.family], _PMTUDISC_PROBE)
 
             def send(number: int, size: int) -> None:
                 sender.settimeout(max(give_up - time.monotonic(), 0.001))
@@ -239,12 +235,12 @@ class NodeProbe:
                 stage = "small"
                 link.settimeout(SMALL_S)
                 link.sendall(_GREETING.pack(self.token, self.me, False))
-                if _received(link, 1, SMALL_S) != b"+":
+                if pace.received(link, 1, SMALL_S) != b"+":
                     return "stranger"
                 stage = "large"
                 link.settimeout(LARGE_S)
                 link.sendall(bytes(_TCP_BYTES))
-                _received(link, _TCP_BYTES, LARGE_S)
+                pace.received(link, _TCP_BYTES, LARGE_S)
         except ConnectionRefusedError:
             return "refused"
         except OSError:
@@ -282,42 +278,17 @@ class NodeProbe:
         try:
             with guest, suppress(OSError):
                 guest.settimeout(SMALL_S)
-                token, _, measures = _GREETING.unpack(_received(guest, _GREETING.size, SMALL_S))
+                token, _, measures = _GREETING.unpack(pace.received(guest, _GREETING.size, SMALL_S))
                 if not hmac.compare_digest(token, self.token):
                     return
                 guest.sendall(b"+")
                 if measures:
                     pace.answer(guest)
                 guest.settimeout(LARGE_S)
-                _received(guest, _TCP_BYTES, LARGE_S)
+                pace.received(guest, _TCP_BYTES, LARGE_S)
                 guest.sendall(bytes(_TCP_BYTES))
         finally:
             self._guests.release()
-
-
-def _forbid_fragments(sender: socket.socket) -> None:
-    """Have the kernel send full-sized packets as they are: cut into fragments, they would hide a small MTU on the way (ip(7))."""
-    is_v6 = sender.family == socket.AF_INET6
-    level = socket.IPPROTO_IPV6 if is_v6 else socket.IPPROTO_IP
-    with suppress(OSError):
-        sender.setsockopt(level, _IPV6_MTU_DISCOVER if is_v6 else _IP_MTU_DISCOVER, _PMTUDISC_PROBE)
-
-
-def _received(link: socket.socket, num_bytes: int, seconds: float) -> bytes:
-    """Return exactly so many bytes.
-
-    Raises:
-        OSError: where they do not come in time, or the other end closes the connection before.
-    """
-    deadline, parts, missing = time.monotonic() + seconds, [], num_bytes
-    while missing:
-        link.settimeout(max(deadline - time.monotonic(), 0.001))
-        part = link.recv(min(missing, 1 << 16))
-        if not part:
-            raise ConnectionResetError("the other end closed the connection")
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
 
 
 def serve(place: ProbeAddress, *, name: str, mark: str) -> int:
@@ -335,7 +306,7 @@ def serve(place: ProbeAddress, *, name: str, mark: str) -> int:
         say(ready=name, error=str(error), has_address=error.errno != errno.EADDRNOTAVAIL)
         return 0
     here = sockets.place
-    say(ready=name, address=here.address, port=here.port, interface=here.interface, network=here.network)
+    say(ready=name, address=here.address, port=here.port, network=here.network)
     order = _order(mark, "go")
     if order is None or not isinstance(order.get("nodes"), list):
         return 0

@@ -28,11 +28,7 @@ _TIME, _SIZE = struct.Struct("!d"), struct.Struct("!I")
 
 
 def measure(link: socket.socket, *, sender: str, receiver: str) -> Pace:
-    """Measure over a connection whose other end runs `answer`.
-
-    Raises:
-        OSError: where the other end does not answer in time.
-    """
+    """Measure over a connection whose other end runs `answer`; an OSError means that it does not answer in time."""
     link.settimeout(LIMIT_S)
     # What waits in a large buffer of this end has not passed the network yet.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
@@ -40,7 +36,7 @@ def measure(link: socket.socket, *, sender: str, receiver: str) -> Pace:
     for _ in range(NUM_QUESTIONS):
         asked, began = time.time(), time.monotonic()
         link.sendall(b"?")
-        (there,) = _TIME.unpack(_exactly(link, _TIME.size))
+        (there,) = _TIME.unpack(received(link, _TIME.size))
         trip = time.monotonic() - began
         trips.append((trip, there - (asked + trip / 2)))
     trip, ahead = min(trips)
@@ -60,34 +56,33 @@ def _stream(link: socket.socket) -> float:
         link.sendall(_CHUNK)
         num_bytes += len(_CHUNK)
     link.sendall(_SIZE.pack(0))
-    _exactly(link, 1)
+    received(link, 1)
     return num_bytes / 1e6 / max(time.monotonic() - began, 1e-6)
 
 
 def answer(link: socket.socket) -> None:
-    """Answer a node that measures, until it closes the connection.
-
-    Raises:
-        OSError: where the connection is lost.
-    """
+    """Answer a node that measures, until it closes the connection."""
     link.settimeout(LIMIT_S)
     for _ in range(NUM_QUESTIONS):
-        _exactly(link, 1)
+        received(link, 1)
         link.sendall(_TIME.pack(time.time()))
     while True:
-        (size,) = _SIZE.unpack(_exactly(link, _SIZE.size))
+        (size,) = _SIZE.unpack(received(link, _SIZE.size))
         if size > len(_CHUNK):
             raise ConnectionAbortedError("the other end sends something else")
         if size:
-            _exactly(link, size)
+            received(link, size)
         else:
             link.sendall(b"!")
 
 
-def _exactly(link: socket.socket, num_bytes: int) -> bytes:
-    parts, missing = [], num_bytes
+def received(link: socket.socket, num_bytes: int, seconds: float | None = None) -> bytes:
+    """Return exactly so many bytes, all of which must come within `seconds`, or each part of them within the link's timeout."""
+    deadline, parts, missing = time.monotonic() + (seconds or 0.0), [], num_bytes
     while missing:
-        part = link.recv(missing)
+        if seconds is not None:
+            link.settimeout(max(deadline - time.monotonic(), 0.001))
+        part = link.recv(min(missing, 1 << 16))
         if not part:
             raise ConnectionResetError("the other end closed the connection")
         parts.append(part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import gcd
 
 Pair = tuple[int, int]
@@ -16,11 +16,10 @@ def rounds_of(num_nodes: int) -> list[list[Pair]]:
 
     Up to `ALL_PAIRS_UP_TO` nodes there are at most 20 rounds, beyond at most three for each doubling: 27 for 512 nodes.
     """
-    distances = range(1, num_nodes // 2 + 1) if num_nodes <= ALL_PAIRS_UP_TO else _powers(num_nodes // 2)
-    rounds: list[list[Pair]] = []
-    for distance in distances:
-        rounds += _of_distance(num_nodes, distance)
-    return rounds if num_nodes > ALL_PAIRS_UP_TO else _joined(rounds)
+    most, is_small = num_nodes // 2, num_nodes <= ALL_PAIRS_UP_TO
+    distances = range(1, most + 1) if is_small else [1 << power for power in range(most.bit_length())]
+    rounds = [pairs for distance in distances for pairs in _of_distance(num_nodes, distance)]
+    return _joined(rounds) if is_small else rounds
 
 
 def partners(num_nodes: int, node: int) -> Sequence[int | None]:
@@ -29,13 +28,6 @@ def partners(num_nodes: int, node: int) -> Sequence[int | None]:
         next((high if low == node else low for low, high in pairs if node in (low, high)), None)
         for pairs in rounds_of(num_nodes)
     ]
-
-
-def _powers(most: int) -> Iterator[int]:
-    distance = 1
-    while distance <= most:
-        yield distance
-        distance *= 2
 
 
 def _of_distance(num_nodes: int, distance: int) -> list[list[Pair]]:

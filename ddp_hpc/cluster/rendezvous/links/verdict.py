@@ -47,7 +47,8 @@ def findings_of(
 ) -> NetworkFindings:
     """Return what the answers prove. `nodes` are the job's, in the order of their numbers."""
     off = off_network(answers, address)
-    silent = {number for number in range(len(nodes)) if number not in off and not _is_whole(answers.get(number))}
+    whole = {number for number, answer in answers.items() if answer.is_whole}
+    silent = {*range(len(nodes))} - off - whole
     left_out = off | silent
     pairs = {pair for pairs_of_round in rounds_of(len(nodes)) for pair in pairs_of_round if left_out.isdisjoint(pair)}
     faulty = {pair: link for pair in pairs if (link := _found(nodes, answers, *pair)) is not None}
@@ -120,10 +121,6 @@ def _holds(network: str, address: str) -> bool:
         return ip_address(address.partition("%")[0]) in ip_network(network)
     except ValueError:
         return False
-
-
-def _is_whole(answer: LinkAnswer | None) -> bool:
-    return answer is not None and answer.is_whole
 
 
 @dataclass(frozen=True, kw_only=True)
