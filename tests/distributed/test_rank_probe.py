@@ -83,9 +83,7 @@ def refusal(probe: RankProbe) -> NoAnswerError | None:
 
 
 @has_record_of_gloo
-def test_a_rank_gives_its_stacks_flight_record_and_wait_counters_and_prints_nothing(
-    folder: ProbeFolder, tmp_path: Path
-) -> None:
+def test_a_rank_gives_its_stacks_and_flight_record_and_prints_nothing(folder: ProbeFolder, tmp_path: Path) -> None:
     def work() -> None:
         assert serve(folder.socket(3)) == ""
         store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -105,7 +103,6 @@ def test_a_rank_gives_its_stacks_flight_record_and_wait_counters_and_prints_noth
             assert time.monotonic() < ends_at
         [entry] = probe.flight_record()["entries"]
         assert entry["input_sizes"] == [[7]]
-        assert "pytorch.wait_counter.c10d.init_process_group" in probe.wait_counters()
     assert "WorkerServer" not in (tmp_path / "errors").read_text()
     assert folder.path.stat().st_mode & 0o777 == 0o700
 

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ import pytest
 from ddp_hpc.cluster.rendezvous.interfaces import (
     Interface,
     Kind,
-    as_plain,
     kind_of,
     local_interfaces,
     parse_interfaces,
@@ -87,7 +87,7 @@ def test_this_host_has_a_loopback() -> None:
 def test_what_is_written_can_be_read() -> None:
     facts = node(1)
 
-    assert parse_interfaces(json.loads(json.dumps(as_plain(facts)))) == facts
+    assert parse_interfaces(json.loads(json.dumps([asdict(one) for one in facts]))) == facts
 
 
 def probe(**environ: str) -> tuple[str, tuple[Interface, ...]]:

@@ -52,10 +52,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print them."""
     if args.action == "capture":
         return _capture(args, environment)
-    from ddp_hpc.cluster.rendezvous.address import this_host
-    from ddp_hpc.cluster.rendezvous.derive import derive
     from ddp_hpc.cluster.rendezvous.worker_env import recorded
-    from ddp_hpc.cluster.slurm.allocation import read_allocation
     from ddp_hpc.cluster.slurm.own_job import without_ended_job
 
     found = recorded(environment)
@@ -63,9 +60,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         environment, note = without_ended_job(environment)
         if note:
             print(note, file=sys.stderr)
-    found = found or _of_launcher(environment)
-    if found is None:
-        found = derive(environment, read_allocation(environment), this_host())
+        found = _found_here(environment)
     if args.json:
         rows = [{"name": name, **asdict(fact)} for name, fact in found.variables.items()]
         print(as_json({"process": found.process, "variables": rows}))
@@ -76,18 +71,18 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return 0
 
 
-def _of_launcher(environment: Mapping[str, str]) -> WorkerEnv | None:
-    """Return the variables of a process that a launcher of another program has started; Slurm's processes are derived."""
+def _found_here(environment: Mapping[str, str]) -> WorkerEnv:
+    """Return the variables of a process that a launcher of another program has started, or of Slurm's, which are derived."""
     from ddp_hpc.cli.verbs.join import first_node_of
     from ddp_hpc.cluster.rendezvous.address import this_host
+    from ddp_hpc.cluster.rendezvous.derive import derive
     from ddp_hpc.cluster.rendezvous.launchers import SRUN, find_place, recognise, variables_of
     from ddp_hpc.cluster.slurm.allocation import read_allocation
 
-    allocation, host = read_allocation(environment), this_host()
-    if recognise(environment, allocation) in (None, SRUN):
-        return None
-    place = find_place(environment, allocation, host, first_node=first_node_of(environment))
-    return None if place is None else variables_of(place, environment, host)
+    allocation, host, place = read_allocation(environment), this_host(), None
+    if recognise(environment, allocation) is not SRUN:
+        place = find_place(environment, allocation, host, first_node=first_node_of(environment))
+    return derive(environment, allocation, host) if place is None else variables_of(place, environment, host)
 
 
 def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

@@ -25,21 +25,13 @@ def own_cgroups(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup"))
     except (OSError, UnicodeDecodeError):  # a kernel without cgroups
         return []
     tops = {"": root, "memory": root / "memory", "cpu": root / "cpu"}  # version 2 has no names
-    return [
-        folder
-        for names, path in members
-        for name in names.split(",")
-        if name in tops
-        for folder in _chain(tops[name], path)
-    ]
-
-
-def _chain(top: Path, path: str) -> list[Path]:
-    own = top / path.lstrip("/")
-    # A container may show its own cgroup as the root, while the path is the host's.
-    if ".." in own.parts or not own.is_dir():
-        return [top]
-    return [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+    folders: list[Path] = []
+    for top, path in ((tops[name], path) for names, path in members for name in names.split(",") if name in tops):
+        own = top / path.lstrip("/")
+        # A container may show its own cgroup as the root, while the path is the host's.
+        is_seen = ".." not in own.parts and own.is_dir()
+        folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)] if is_seen else [top]
+    return folders
 
 
 def memory_of(cgroups: Sequence[Path]) -> tuple[int, int] | None:

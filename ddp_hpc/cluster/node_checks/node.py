@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -26,7 +25,9 @@ from typing import Any, TypeVar
 from ddp_hpc import __version__
 from ddp_hpc.base.mounts import Mount, mount_of
 from ddp_hpc.base.patience import is_answer
+from ddp_hpc.cluster.machine.cgroups import kernel_text
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared, neighbours
+from ddp_hpc.cluster.rendezvous.address import addresses_of
 from ddp_hpc.cluster.rendezvous.choice import fabric, refusal
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.slurm.allocation import node_name, num_granted_gpus
@@ -43,7 +44,6 @@ LOOK_AGAIN_S = 3.0
 _LOOK_AGAIN_PAUSE_S = 0.5
 NAMES_S = 8.0
 """How long all lookups of names may take, side by side: a name server that does not answer holds each up for 5 s and more."""
-_MOST_LOOKUPS = 64
 _TEST_BYTES = 1 << 20
 _LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -58,8 +58,16 @@ def gather(
     near = neighbours(nodes.index(own), nodes)
     asked = {nodes[0], *near}
     disks = {"temporary files": environ.get("TMPDIR") or "/tmp", "shared memory": "/dev/shm"}  # noqa: S108  where programs write
+
+    def software() -> dict[str, Any]:
+        here = capture(environ)
+        names = ("python", "torch", "cuda", "hip", "nccl", "driver", "machine")
+        versions = {**{name: getattr(here, name) for name in names}, "ddp_hpc": __version__}
+        num = num_gpus(environ, here.gpus)
+        return {"software": versions, "gpus": here.gpus, "num_gpus": num, "granted_gpus": num_granted_gpus(environ)}
+
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "software": lambda: _software(environ),
+        "software": software,
         "names": lambda: {"names": _side_by_side({name: partial(resolved, name) for name in asked}, NAMES_S)},
         "reverse DNS": lambda: {"reverse_s": _reverse_s(nodes)},
         "networks": lambda: {"networks": networks(local_interfaces())},
@@ -67,7 +75,11 @@ def gather(
         "shared": lambda: {"shared": shared(folder, own, near)},
         **{f"path {path}": lambda path=path: {f"path {path}": _looked_at(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
     }
-    found, late = _in_time(parts)
+    answers = _side_by_side(parts, PATIENCE_S)
+    found, late = (
+        {key: value for part in answers.values() for key, value in part.items()},
+        [name for name in parts if name not in answers],
+    )
     told = {path: found.pop(f"path {path}") for path in paths if f"path {path}" in found}
     names = found.get("names", {})
     if "names" in found and len(names) < len(asked):
@@ -93,29 +105,22 @@ def _looked_at(path: Path) -> tuple[str, Mount | None]:
     return state, mount_of(path)
 
 
-def _in_time(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[str, Any], list[str]]:
-    """Return what all parts found, and the names of those that did not end in time."""
-    found: dict[str, dict[str, Any]] = {}
+def _side_by_side(questions: Mapping[str, Callable[[], T]], seconds: float) -> dict[str, T]:
+    """Return the answers that came in time, in the order of the questions."""
+    found: dict[str, T] = {}
 
-    def one(name: str) -> None:
-        found[name] = parts[name]()
+    def ask(name: str) -> None:
+        found[name] = questions[name]()
 
-    threads = {name: threading.Thread(target=one, args=(name,), daemon=True) for name in parts}
-    for thread in threads.values():
-        with suppress(RuntimeError):  # too many run already (`ulimit -u`): its part is late
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in questions]
+    until = time.monotonic() + seconds
+    for thread in threads:
+        with suppress(RuntimeError):  # too many run already (`ulimit -u`): its answer is late
             thread.start()
-    until = time.monotonic() + PATIENCE_S
-    for thread in (thread for thread in threads.values() if thread.ident is not None):
-        thread.join(max(until - time.monotonic(), 0.0))
-    late = [name for name in parts if name not in found]
-    return {key: value for name in parts if name in found for key, value in found[name].items()}, late
-
-
-def _software(environ: Mapping[str, str]) -> dict[str, Any]:
-    here = capture(environ)
-    versions = {name: getattr(here, name) for name in ("python", "torch", "cuda", "hip", "nccl", "driver", "machine")}
-    numbers = {"num_gpus": num_gpus(environ, here.gpus), "granted_gpus": num_granted_gpus(environ)}
-    return {"software": {**versions, "ddp_hpc": __version__}, "gpus": here.gpus, **numbers}
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(until - time.monotonic(), 0.0))
+    return {name: found[name] for name in questions if name in found}
 
 
 def num_gpus(
@@ -130,16 +135,9 @@ def num_gpus(
             visible = [one for one in environ[name].split(",") if one and one != "-1"]
             are_whole = bool(models) and not any(one.startswith("MIG-") for one in visible)
             return min(len(visible), len(models)) if are_whole else len(visible)
-    return len(list(dev.glob("nvidia[0-9]*"))) or _num_amd_gpus(kfd) or None
-
-
-def _num_amd_gpus(kfd: Path) -> int:
-    """Return how many GPUs AMD's driver has: a CPU is one of its nodes, too, with the number 0."""
-    count = 0
-    for path in kfd.glob("*/gpu_id"):
-        with suppress(OSError):
-            count += path.read_text(encoding="ascii", errors="replace").strip() not in {"", "0"}
-    return count
+    # To AMD's driver, a CPU is one of the nodes, too, with the number 0.
+    num_of_amd = sum(kernel_text(path).strip() not in {"", "0"} for path in kfd.glob("*/gpu_id"))
+    return len(list(dev.glob("nvidia[0-9]*"))) or num_of_amd or None
 
 
 def networks(interfaces: Sequence[Interface]) -> dict[str, int]:
@@ -156,33 +154,22 @@ _OF_NO_NETWORK = frozenset({"loopback", "virtual bridge", "overlay", "tunnel"})
 
 def resolved(name: str) -> tuple[str, ...]:
     """Return the addresses that this node finds for a name, in order; none where it does not resolve."""
-    with suppress(OSError):
-        return tuple(sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}))
-    return ()
-
-
-def _side_by_side(questions: Mapping[str, Callable[[], T]], seconds: float) -> dict[str, T]:
-    """Return the answers that came in time."""
-    pool = ThreadPoolExecutor(max_workers=min(len(questions), _MOST_LOOKUPS) or 1)
-    futures = {name: pool.submit(question) for name, question in questions.items()}
-    wait(futures.values(), timeout=seconds)
-    pool.shutdown(wait=False, cancel_futures=True)
-    return {name: one.result() for name, one in futures.items() if one.done() and not one.cancelled()}
+    return tuple(sorted(addresses_of(name)))
 
 
 def _reverse_s(nodes: Sequence[str]) -> float:
     """Return how long the slowest of a few lookups of a name by an address takes, `NAMES_S` at most: PyTorch's store makes one for each peer."""
     named = _side_by_side({node: partial(resolved, node) for node in nodes[:2]}, NAMES_S / 2)
     addresses = [address for found in named.values() for address in found[:1]]
-    slowest = _side_by_side({address: partial(_lookup_s, address) for address in addresses}, NAMES_S)
+
+    def look_up(address: str) -> float:
+        began = time.monotonic()
+        with suppress(OSError):
+            socket.getnameinfo((address, 0), 0)
+        return time.monotonic() - began
+
+    slowest = _side_by_side({address: partial(look_up, address) for address in addresses}, NAMES_S)
     return max((slowest.get(address, NAMES_S) for address in addresses), default=0.0)
-
-
-def _lookup_s(address: str) -> float:
-    began = time.monotonic()
-    with suppress(OSError):
-        socket.getnameinfo((address, 0), 0)
-    return time.monotonic() - began
 
 
 def limits() -> dict[str, int]:
@@ -234,21 +221,17 @@ def shared(folder: Path, own: str, others: Sequence[str]) -> Shared:
     unseen, seen = [own, *others], []
     pause = _LOOK_S
     while unseen:
-        found = [node for node in unseen if _is_of(folder / node, node)]
-        seen += found
-        unseen = [node for node in unseen if node not in found]
+        for node in [*unseen]:
+            with suppress(OSError):
+                if (folder / node).read_text(encoding="utf-8", errors="replace") == f"{node}\n":
+                    seen.append(node)
+        unseen = [node for node in unseen if node not in seen]
         if not unseen or time.monotonic() + pause > began + SEEN_S:
             break
         time.sleep(pause)
         # Each look for a file that is not there is a question to the file server.
         pause = min(pause * 2, _LONGEST_LOOK_S)
     return Shared(write_s=wrote - written, seen=tuple(seen), seen_s=time.monotonic() - wrote)
-
-
-def _is_of(path: Path, node: str) -> bool:
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace") == f"{node}\n"
-    return False
 
 
 def state_of(path: Path) -> str:

@@ -102,12 +102,12 @@ def paths(answers: NodeAnswers) -> Iterator[Finding]:
         is_of_most = len(bad) * 2 < len(states) and local.isdisjoint({path, *map(str, PurePosixPath(path).parents)})
         there = answers.of(lambda facts: facts.mounts)
         mounts = {node: of_node[path] for node, of_node in there.items() if path in of_node}
-        yield _of_path(path, states, bad, mounts, is_of_most=is_of_most)
+        yield _judge_path(path, states, bad, mounts, is_of_most=is_of_most)
     if good:
         yield Finding(check="data", level="ok", found=f"all nodes have: {', '.join(good)}")
 
 
-def _of_path(
+def _judge_path(
     path: str,
     states: Mapping[str, str],
     bad: Sequence[str],

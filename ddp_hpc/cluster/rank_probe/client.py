@@ -73,10 +73,6 @@ class RankProbe:
         """Return the same as text; it is large, and its reader may want little of it."""
         return self._ask("fr_trace_json")[1]
 
-    def wait_counters(self) -> dict[str, Any]:
-        """Return how often and how long PyTorch has waited, for each place in it that counts: store, process group."""
-        return self._object("wait_counter_values")
-
     def _object(self, handler: str) -> dict[str, Any]:
         pid, text = self._ask(handler)
         try:

@@ -56,7 +56,6 @@ def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks:
     state = process_state(pid)
     # The stacks come last: where a thread holds the interpreter, that question stays with the server, and takes one of its threads.
     flight_record = ask("flight_record", partial(flight_record_of_all, probe)) if answers else None
-    wait_counters = ask("wait_counters", probe.wait_counters) if answers else None
     stacks = ask("stacks", probe.stacks) if answers and with_stacks else None
     return HangRecord(
         rank=rank,
@@ -67,7 +66,6 @@ def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks:
         answers=answers,
         line="" if stacks is None or state.startswith("in the kernel") else _innermost_line(stacks),
         flight_record=flight_record,
-        wait_counters=wait_counters,
         stacks=stacks,
         unknown=unknown,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -75,6 +76,9 @@ class ComparedRanks:
     """What the first of them does, as a predicate, where it is behind; else a whole sentence."""
 
 
+_UNKNOWN = ComparedRanks()
+
+
 @dataclass(frozen=True, kw_only=True)
 class _RankCollectives:
     """What one rank's record says of its collectives."""
@@ -95,130 +99,116 @@ def compare(records: Sequence[HangRecord], world_size: int) -> ComparedRanks:
     """Compare the records of one hang. A rank that has crashed explains it alone."""
     by_rank = {record.rank: record for record in records}
     if crashed := [rank for rank, record in sorted(by_rank.items()) if record.state == DUMPING]:
-        return ComparedRanks(kind="crashed", ranks=crashed, how=_doing(by_rank[crashed[0]]))
-    return _by_collectives(by_rank, world_size)
-
-
-def _by_collectives(by_rank: Mapping[int, HangRecord], world_size: int) -> ComparedRanks:
+        return ComparedRanks(kind="crashed", ranks=crashed, how=_say_doing(by_rank[crashed[0]]))
     # A flight record without entries is of a rank that has not launched a collective.
     ranks = {
         rank: _read(record.flight_record)
         for rank, record in by_rank.items()
         if record.flight_record is not None and isinstance(record.flight_record.get("entries", []), list)
     }
-    waiting = {rank: one.waits_in for rank, one in ranks.items() if one.waits_in}
-    held = [rank for rank, record in sorted(by_rank.items()) if rank not in ranks and _is_held(record)]
-    by_kernel = ComparedRanks(kind="behind", ranks=held, how=_doing(by_rank[held[0]])) if held else ComparedRanks()
-    if not waiting or world_size == 1:
-        return by_kernel if len(held) < len(by_rank) == world_size else ComparedRanks()
-    if (different := _different(ranks, waiting, by_rank)) is not None:
-        return different
-    missing = _missing(ranks, waiting)
-    free = sorted(ranks.keys() - waiting.keys())
-    late = [rank for rank in free if any(rank in others for others in missing.values())]
-    working = [rank for rank in late or free if not _may_wait(by_rank[rank])]
-    # Of several, one may wait for another by what is not recorded, so that each must be known not to wait.
-    if behind := working if len(late or free) == 1 else [rank for rank in working if not _is_unclear(by_rank[rank])]:
-        return _behind(behind, ranks, waiting, by_rank)
-    if held or late:
-        return by_kernel if held else ComparedRanks(ranks=late, how=_undecided(late, by_rank))
-    if len(ranks) < world_size or free:
-        return ComparedRanks()  # somebody is not known, so that nobody may be called behind, and nobody is cleared
-    return _nobody(ranks, waiting, missing, by_rank)
+    return _Collectives(by_rank, ranks).compare(world_size)
 
 
-def _nobody(
-    ranks: Mapping[int, _RankCollectives],
-    waiting: Mapping[int, Sequence[Collective]],
-    missing: Mapping[int, Collection[int]],
-    by_rank: Mapping[int, HangRecord],
-) -> ComparedRanks:
-    """Return what all ranks do that wait for each other."""
-    complete = [rank for rank in sorted(waiting) if not missing[rank]]
-    if not complete:
-        first = [(rank, waiting[rank][0]) for rank in sorted(waiting)[:_MOST_NAMED]]
-        named = "; ".join(f"rank {rank} waits in {_name(one)}{_at(by_rank[rank])}" for rank, one in first)
-        how = (
-            f"ranks wait for each other in different groups: {named}. All ranks must use their groups in the same order"
+@dataclass(frozen=True)
+class _Collectives:
+    """The records of one hang, and what those that have collectives say of these."""
+
+    by_rank: Mapping[int, HangRecord]
+    ranks: Mapping[int, _RankCollectives]
+
+    @cached_property
+    def waiting(self) -> Mapping[int, Sequence[Collective]]:
+        """The ranks that wait in collectives, and in which."""
+        return {rank: one.waits_in for rank, one in self.ranks.items() if one.waits_in}
+
+    def compare(self, world_size: int) -> ComparedRanks:
+        """Compare the ranks' collectives, and how they wait."""
+        held = [rank for rank, record in sorted(self.by_rank.items()) if rank not in self.ranks and _is_held(record)]
+        by_kernel = (
+            ComparedRanks(kind="behind", ranks=held, how=_say_doing(self.by_rank[held[0]])) if held else _UNKNOWN
         )
-        return ComparedRanks(kind="different", ranks=sorted(waiting), how=how)
-    one = waiting[complete[0]][0]
-    how = f"no rank is behind: all have launched the same collectives, up to {_name(one)}, which does not end"
-    return ComparedRanks(kind="network", ranks=sorted(ranks), how=how)
+        if not self.waiting or world_size == 1:
+            return by_kernel if len(held) < len(self.by_rank) == world_size else _UNKNOWN
+        if (different := self._find_difference()) is not None:
+            return different
+        missing = self._find_missing()
+        free = sorted(self.ranks.keys() - self.waiting.keys())
+        late = [rank for rank in free if any(rank in others for others in missing.values())]
+        working = [rank for rank in late or free if not _may_wait(self.by_rank[rank])]
+        # Of several, one may wait for another by what is not recorded, so that each must be known not to wait.
+        if len(late or free) > 1:
+            working = [rank for rank in working if not _is_unclear(self.by_rank[rank])]
+        if working:
+            return self._say_behind(working)
+        if held or late:
+            return by_kernel if held else self._say_undecided(late)
+        if len(self.ranks) < world_size or free:
+            return _UNKNOWN  # somebody is not known, so that nobody may be called behind, and nobody is cleared
+        return self._judge_nobody([rank for rank in sorted(self.waiting) if not missing[rank]])
+
+    def _judge_nobody(self, complete: Sequence[int]) -> ComparedRanks:
+        """Return what all ranks do that wait for each other; for those in `complete`, all ranks have launched what they wait in."""
+        if not complete:
+            first = [(rank, self.waiting[rank][0]) for rank in sorted(self.waiting)[:_MOST_NAMED]]
+            named = "; ".join(f"rank {rank} waits in {_name(one)}{_at(self.by_rank[rank])}" for rank, one in first)
+            how = f"ranks wait for each other in different groups: {named}. All ranks must use their groups in the same order"
+            return ComparedRanks(kind="different", ranks=sorted(self.waiting), how=how)
+        one = self.waiting[complete[0]][0]
+        how = f"no rank is behind: all have launched the same collectives, up to {_name(one)}, which does not end"
+        return ComparedRanks(kind="network", ranks=sorted(self.ranks), how=how)
+
+    def _find_difference(self) -> ComparedRanks | None:
+        """Return the first collective that is not the same on all ranks, among those that are not over."""
+        for number, group in sorted({(one.number, one.group) for several in self.waiting.values() for one in several}):
+            there = {rank: found for rank, one in self.ranks.items() if (found := one.by_number.get((group, number)))}
+            first = min(there)
+            other = next((rank for rank in sorted(there) if there[rank].differs(there[first])), None)
+            if other is not None:
+                said = [f"rank {rank} calls {there[rank].words}{_at(self.by_rank[rank])}" for rank in (first, other)]
+                how = f"{', '.join(said)}; collective {number} of {_group(there[first])} must be the same on all its ranks"
+                return ComparedRanks(kind="different", ranks=[first, other], how=how)
+        return None
+
+    def _find_missing(self) -> Mapping[int, set[int]]:
+        """Return for each waiting rank the ranks that have not launched what it waits in."""
+        late: dict[tuple[GroupId, int], set[int]] = {}  # most ranks wait in the same one
+        for one in (one for several in self.waiting.values() for one in several):
+            if (one.group, one.number) not in late:
+                late[one.group, one.number] = {
+                    rank for rank in self._members(one.group) if self.ranks[rank].newest.get(one.group, 0) < one.number
+                }
+        return {
+            rank: set[int]().union(*(late[one.group, one.number] for one in several))
+            for rank, several in self.waiting.items()
+        }
+
+    def _members(self, group: GroupId) -> Collection[int]:
+        """Return the ranks of a group that have answered; where no record lists them, those that have used it."""
+        listed = next((one.members[group.name] for one in self.ranks.values() if group.name in one.members), None)
+        if listed is not None:
+            return [rank for rank in listed if rank in self.ranks]
+        # The first group of a process has this name and all ranks. Of another one, a rank that has not used it may not be in it.
+        return [rank for rank, one in self.ranks.items() if group.name == "0" or group in one.newest]
+
+    def _say_behind(self, behind: Sequence[int]) -> ComparedRanks:
+        newest, how = self.ranks[behind[0]].newest, _say_doing(self.by_rank[behind[0]])
+        for awaited in (one for several in self.waiting.values() for one in several):
+            if newest.get(awaited.group, 0) < awaited.number:
+                how += f": it has launched {newest.get(awaited.group, 0)} collectives of {_group(awaited)}, and others wait in number {awaited.number}, {awaited.words}"
+                break
+        if len(behind) > 1:
+            more = ", ".join(map(str, behind[1:_MOST_NAMED])) + (" and more" if len(behind) > _MOST_NAMED else "")
+            how += f" (so do ranks {more})" if len(behind) > 2 else f" (so does rank {more})"
+        return ComparedRanks(kind="behind", ranks=behind, how=how)
+
+    def _say_undecided(self, late: Sequence[int]) -> ComparedRanks:
+        named = "; ".join(f"rank {rank} {_say_doing(self.by_rank[rank])}" for rank in late[:_MOST_NAMED])
+        more = f"; and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
+        how = f"others wait for what these have not launched, but these may wait for a rank themselves: {named}{more}"
+        return ComparedRanks(ranks=late, how=how)
 
 
-def _different(
-    ranks: Mapping[int, _RankCollectives],
-    waiting: Mapping[int, Sequence[Collective]],
-    by_rank: Mapping[int, HangRecord],
-) -> ComparedRanks | None:
-    """Return the first collective that is not the same on all ranks, among those that are not over."""
-    open_ = sorted({(one.number, one.group) for several in waiting.values() for one in several})
-    for number, group in open_:
-        there = {rank: found for rank, one in ranks.items() if (found := one.by_number.get((group, number)))}
-        first = min(there)
-        other = next((rank for rank in sorted(there) if there[rank].differs(there[first])), None)
-        if other is None:
-            continue
-        said = [f"rank {rank} calls {there[rank].words}{_at(by_rank[rank])}" for rank in (first, other)]
-        how = f"{', '.join(said)}; collective {number} of {_group(there[first])} must be the same on all its ranks"
-        return ComparedRanks(kind="different", ranks=[first, other], how=how)
-    return None
-
-
-def _missing(
-    ranks: Mapping[int, _RankCollectives], waiting: Mapping[int, Sequence[Collective]]
-) -> Mapping[int, set[int]]:
-    """Return for each waiting rank the ranks that have not launched what it waits in."""
-    late: dict[tuple[GroupId, int], set[int]] = {}  # most ranks wait in the same one
-    for one in (one for several in waiting.values() for one in several):
-        if (one.group, one.number) not in late:
-            members = _members(one.group, ranks)
-            late[one.group, one.number] = {
-                rank for rank in members if ranks[rank].newest.get(one.group, 0) < one.number
-            }
-    return {
-        rank: set[int]().union(*(late[one.group, one.number] for one in several)) for rank, several in waiting.items()
-    }
-
-
-def _members(group: GroupId, ranks: Mapping[int, _RankCollectives]) -> Collection[int]:
-    """Return the ranks of a group that have answered; where no record lists them, those that have used it."""
-    listed = next((one.members[group.name] for one in ranks.values() if group.name in one.members), None)
-    if listed is not None:
-        return [rank for rank in listed if rank in ranks]
-    # The first group of a process has this name and all ranks. Of another one, a rank that has not used it may not be in it.
-    return [rank for rank, one in ranks.items() if group.name == "0" or group in one.newest]
-
-
-def _behind(
-    behind: Sequence[int],
-    ranks: Mapping[int, _RankCollectives],
-    waiting: Mapping[int, Sequence[Collective]],
-    by_rank: Mapping[int, HangRecord],
-) -> ComparedRanks:
-    first = behind[0]
-    awaited = next(
-        (one for several in waiting.values() for one in several if ranks[first].newest.get(one.group, 0) < one.number),
-        None,
-    )
-    how = _doing(by_rank[first])
-    if awaited is not None:
-        num = ranks[first].newest.get(awaited.group, 0)
-        how += f": it has launched {num} collectives of {_group(awaited)}, and others wait in number {awaited.number}, {awaited.words}"
-    if len(behind) > 1:
-        more = ", ".join(map(str, behind[1:_MOST_NAMED])) + (" and more" if len(behind) > _MOST_NAMED else "")
-        how += f" (so do ranks {more})" if len(behind) > 2 else f" (so does rank {more})"
-    return ComparedRanks(kind="behind", ranks=behind, how=how)
-
-
-def _undecided(late: Sequence[int], by_rank: Mapping[int, HangRecord]) -> str:
-    named = "; ".join(f"rank {rank} {_doing(by_rank[rank])}" for rank in late[:_MOST_NAMED])
-    more = f"; and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
-    return f"others wait for what these have not launched, but these may wait for a rank themselves: {named}{more}"
-
-
-def _doing(record: HangRecord) -> str:
+def _say_doing(record: HangRecord) -> str:
     """Say what a rank does that no other one waits with."""
     if record.state.startswith("stopped"):
         return f"is {record.state} (SIGSTOP)" if record.state == "stopped" else f"is {record.state}"

@@ -72,13 +72,13 @@ def judge_hang(
     if compared.kind in {"behind", "crashed"}:
         kind, ranks, how = compared.kind, compared.ranks, compared.how
     elif compared.how or (found := straggler(stands, world_size, lost_peer=lost_peer)) is None:
-        return _of_nobody(hosts, compared, stands, network)
+        return _judge_nobody(hosts, compared, stands, network)
     else:
         kind, ranks, how = "behind" if world_size > 1 else "", [found[0]], found[1]
     rank, node = ranks[0], hosts[ranks[0]]
     if network is not None and network.is_at_fault(node) and rank not in {stand.rank for stand in stands}:
         # The network of its node is proved to fail, which explains why it printed no stack.
-        return _of_nobody(hosts, ComparedRanks(), stands, network)
+        return _judge_nobody(hosts, ComparedRanks(), stands, network)
     if network is not None and network.is_faulty:
         how = f"{how}; besides, {network.words}"
     who = f"rank {rank}{f' on {node}' if node else ''}"
@@ -108,7 +108,7 @@ def straggler(
     return None
 
 
-def _of_nobody(
+def _judge_nobody(
     hosts: Sequence[str | None], compared: ComparedRanks, stands: Sequence[RankStack], network: NetworkFindings | None
 ) -> HangVerdict:
     """Say why all ranks wait, where they do not wait for one of them."""

@@ -137,10 +137,12 @@ def find_address(allocation: Allocation, host: Host, *, preferred: Sequence[str]
             choice = choose_fabric(facts, nodes, preferred)
             rule = f"{choice.interface}, {choice.rule}"
             return Fact(value=choice.address, source="network interfaces", rule=rule, refused=choice.refused)
-    return _towards_others(zero, others[:_MOST_NEIGHBOURS], host) if step and here == zero else _by_name(zero, host)
+    return (
+        _find_own_address(zero, others[:_MOST_NEIGHBOURS], host) if step and here == zero else _resolve_zero(zero, host)
+    )
 
 
-def _towards_others(zero: str, others: Sequence[str], host: Host) -> Fact:
+def _find_own_address(zero: str, others: Sequence[str], host: Host) -> Fact:
     """Return the address of this node, which is rank zero's, from which it would send to another one.
 
     It does not resolve its own name: on Debian, /etc/hosts maps it to 127.0.1.1
@@ -152,19 +154,19 @@ def _towards_others(zero: str, others: Sequence[str], host: Host) -> Fact:
         if (theirs := host.address_of(name)) is not None:
             rule = f"{name} reaches this node at this address; this node's own name is not used, as it may mean 127.0.1.1 on this node itself"
             return Fact(value=host.source_address(theirs), source="routing table", rule=rule)
-    raise _unknown(zero, others)
+    raise _unknown_address(zero, others)
 
 
-def _by_name(zero: str, host: Host) -> Fact:
+def _resolve_zero(zero: str, host: Host) -> Fact:
     """Return the address to which this host resolves the name of rank zero's node."""
     address = host.address_of(zero)
     if address is None:
-        raise _unknown(zero, [zero])
+        raise _unknown_address(zero, [zero])
     rule = f"this host resolves {zero} to this address; other nodes resolve it, too, and {zero} itself uses its routing table"
     return Fact(value=address, source="name service", rule=rule)
 
 
-def _unknown(zero: str, asked: Sequence[str]) -> WorkerError:
+def _unknown_address(zero: str, asked: Sequence[str]) -> WorkerError:
     return WorkerError(
         f"this host cannot resolve {', '.join(asked)} to an address that it can reach, and knows no network of {zero}, the node of rank "
         f"zero. Set MASTER_ADDR to an IP address of {zero} (in a job script: with `export`), or submit again."

@@ -13,11 +13,12 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import psutil
 
 Kind = Literal[
@@ -135,14 +136,9 @@ def _read(path: Path) -> str:
         return ""
 
 
-def as_plain(interfaces: Iterable[Interface]) -> list[dict[str, Any]]:
-    """Return the interfaces as lists and dictionaries for JSON."""
-    return [{**asdict(interface), "addresses": list(interface.addresses)} for interface in interfaces]
-
-
-def parse_interfaces(plain: Sequence[Mapping[str, Any]]) -> tuple[Interface, ...]:
-    """Return the interfaces that `as_plain` wrote."""
-    return tuple(Interface(**{**row, "addresses": tuple(row["addresses"])}) for row in plain)
+def parse_interfaces(plain: Any) -> tuple[Interface, ...]:
+    """Return the interfaces from JSON."""
+    return msgspec.convert(plain, tuple[Interface, ...])
 
 
 def main() -> None:
@@ -155,7 +151,7 @@ def main() -> None:
         "--mark", help="mark the lines of the answer with this word, so that a reader of srun's output finds them"
     )
     mark = parser.parse_args().mark
-    node, plain = node_name(os.environ), as_plain(local_interfaces())
+    node, plain = node_name(os.environ), [asdict(interface) for interface in local_interfaces()]
     answer = framed(plain, node=node, mark=mark) if mark else json.dumps({"node": node, "interfaces": plain}) + "\n"
     sys.stdout.write(answer)
 

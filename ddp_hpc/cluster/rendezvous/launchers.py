@@ -20,18 +20,21 @@ from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
 from ddp_hpc.cluster.rendezvous.ports import LOWEST, candidate_ports
 from ddp_hpc.cluster.rendezvous.worker_env import (
     OURS,
+    RANKS,
     Fact,
     WorkerEnv,
     endpoint,
     launched,
+    named_ranks,
     node_variables,
-    ranks_of_place,
     threads,
 )
 from ddp_hpc.cluster.slurm.allocation import Allocation
 
 Scope = Literal["worker", "node"]
 """Whether a launcher starts one process for each worker, or one for each node."""
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_COMPUTED = "computed from the other ranks"
 _LOWEST_EPHEMERAL = 32_768
 """Of Linux by default. Nodes may have set another, and all of them have to compute the same ports."""
 
@@ -41,7 +44,6 @@ class Launcher:
     """A row of the table. A field without a variable's name is one that the launcher does not set."""
 
     name: str
-    scope: Scope
     marks: tuple[str, ...]
     """Variables that all have to be set, and not to be empty."""
     rank: str = ""
@@ -59,20 +61,18 @@ class Launcher:
 
 TORCHRUN = Launcher(
     name="torchrun",
-    scope="worker",
     marks=("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     rank="RANK",
     local_rank="LOCAL_RANK",
     world_size="WORLD_SIZE",
     local_world_size="LOCAL_WORLD_SIZE",
 )
-SRUN = Launcher(name="srun", scope="worker", marks=())
+SRUN = Launcher(name="srun", marks=())
 """Recognised, and read, by `slurm.allocation`."""
 LAUNCHERS: tuple[Launcher, ...] = (
     TORCHRUN,
     Launcher(
         name="mpirun (Open MPI)",
-        scope="worker",
         marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
         rank="OMPI_COMM_WORLD_RANK",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
@@ -82,7 +82,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher(
         name="mpiexec (PALS)",
-        scope="worker",
         marks=("PALS_RANKID", "PALS_LOCAL_RANKID", "PMI_SIZE"),
         rank="PALS_RANKID",
         local_rank="PALS_LOCAL_RANKID",
@@ -92,7 +91,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher(
         name="mpiexec (MPICH, Intel MPI)",
-        scope="worker",
         marks=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         rank="PMI_RANK",
         local_rank="MPI_LOCALRANKID",
@@ -102,7 +100,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher(
         name="flux run",
-        scope="worker",
         marks=("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE", "FLUX_JOB_NNODES"),
         rank="FLUX_TASK_RANK",
         local_rank="FLUX_TASK_LOCAL_ID",
@@ -113,7 +110,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     SRUN,
     Launcher(
         name="Kubeflow, or torchrun's own variables",
-        scope="node",
         marks=("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
         node_rank="PET_NODE_RANK",
         num_nodes="PET_NNODES",
@@ -123,7 +119,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher(
         name="SkyPilot",
-        scope="node",
         marks=("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
         node_rank="SKYPILOT_NODE_RANK",
         num_nodes="SKYPILOT_NUM_NODES",
@@ -133,7 +128,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher(
         name="dstack",
-        scope="node",
         marks=("DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP"),
         node_rank="DSTACK_NODE_RANK",
         num_nodes="DSTACK_NODES_NUM",
@@ -143,7 +137,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher(
         name="PyTorch's variables, set by hand",
-        scope="worker",
         marks=("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         rank="RANK",
         local_rank="LOCAL_RANK",
@@ -205,9 +198,8 @@ def find_place(
     if row is None:
         return None
     if allocation is not None and row is SRUN:
-        return _of_srun(environ, allocation, host)
-    read = _of_worker if row.scope == "worker" else _of_node
-    return read(row, environ, first_node)
+        return _read_srun(environ, allocation, host)
+    return (_read_worker if row.rank else _read_node)(row, environ, first_node)
 
 
 def recognise(environ: Mapping[str, str], allocation: Allocation | None) -> Launcher | None:
@@ -217,7 +209,7 @@ def recognise(environ: Mapping[str, str], allocation: Allocation | None) -> Laun
     return next((row for row in LAUNCHERS if (is_task if row is SRUN else set_here.issuperset(row.marks))), None)
 
 
-def _of_srun(environ: Mapping[str, str], allocation: Allocation, host: Host) -> RankPlace:
+def _read_srun(environ: Mapping[str, str], allocation: Allocation, host: Host) -> RankPlace:
     step = allocation.step
     assert step is not None  # noqa: S101  by it, srun was recognised
     if len({*step.tasks_per_node}) > 1:
@@ -239,7 +231,7 @@ def _of_srun(environ: Mapping[str, str], allocation: Allocation, host: Host) -> 
     )
 
 
-def _of_worker(row: Launcher, environ: Mapping[str, str], first_node: str | None) -> RankPlace:
+def _read_worker(row: Launcher, environ: Mapping[str, str], first_node: str | None) -> RankPlace:
     """Return the place of a process that is one worker."""
     rank, local_rank = _number(environ, row.rank), _number(environ, row.local_rank)
     world_size = _number(environ, row.world_size)
@@ -275,13 +267,11 @@ def _of_worker(row: Launcher, environ: Mapping[str, str], first_node: str | None
         port=_port(environ, row.port, environ.get(row.job, "")),
         sources=sources,
         is_store_hosted=is_torchrun and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT")
-        if is_torchrun and environ.get("TORCHELASTIC_RESTART_COUNT")
-        else 0,
+        restart=_parsed(_RESTARTS, environ.get(_RESTARTS) or "0") if is_torchrun else 0,
     )
 
 
-def _of_node(row: Launcher, environ: Mapping[str, str], first_node: str | None) -> RankPlace:
+def _read_node(row: Launcher, environ: Mapping[str, str], first_node: str | None) -> RankPlace:
     """Return the place of a process that is to start the workers of its node."""
     addresses = environ[row.address].split()
     num_nodes = _num_nodes(row, environ, len(addresses))
@@ -429,16 +419,15 @@ def variables_of(
 ) -> WorkerEnv:
     """Return every variable of this worker, or of the first worker of this node."""
     address = numeric_address(place, host)
-    computing = cpu_threads or threads(host.num_cpus, place.local_world_size or 1, source="this host")
+    local_world_size, said = place.local_world_size or 1, f"{place.launcher} set it"
+    numbers = (place.rank, place.local_rank, place.world_size, local_world_size, place.rank // local_world_size)
+    rows = (
+        (str(number), place.sources.get(name.lower(), OURS), said if name.lower() in place.sources else _COMPUTED)
+        for name, number in zip(RANKS, numbers, strict=True)
+    )
+    computing = cpu_threads or threads(host.num_cpus, local_world_size, source="this host")
     made = {
-        **ranks_of_place(
-            rank=place.rank,
-            local_rank=place.local_rank,
-            num_nodes=place.num_nodes,
-            local_world_size=place.local_world_size or 1,
-            sources=place.sources,
-            launcher=place.launcher,
-        ),
+        **named_ranks(rows),
         **endpoint(replace(place.address, value=address), place.port),
         **node_variables(host.interface_towards(address), computing),
     }

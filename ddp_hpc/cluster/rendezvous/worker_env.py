@@ -231,7 +231,7 @@ def ranks_by_shape(*, node_rank: int, num_nodes: int, num_workers: int, local_ra
         (num_workers, "every node has this many workers"),
         (node_rank, "the node's number"),
     )
-    return _ranks((str(number), OURS, rule) for number, rule in rows)
+    return named_ranks((str(number), OURS, rule) for number, rule in rows)
 
 
 def ranks_of_step(step: StepTask) -> dict[str, Fact]:
@@ -244,25 +244,7 @@ def ranks_of_step(step: StepTask) -> dict[str, Fact]:
         (step.local_world_size, "Slurm (SLURM_STEP_TASKS_PER_NODE)", f"the tasks of this node; of all nodes: {tasks}"),
         (step.node_rank, "Slurm (SLURM_NODEID)", "the node's number in the step"),
     )
-    return _ranks((str(number), source, rule) for number, source, rule in rows)
-
-
-def ranks_of_place(  # noqa: PLR0913  the numbers of one process
-    *,
-    rank: int,
-    local_rank: int,
-    num_nodes: int,
-    local_world_size: int,
-    sources: Mapping[str, str],
-    launcher: str,
-) -> dict[str, Fact]:
-    """Return the ranks of a worker that another program's launcher has started; `sources` names its variables."""
-    numbers = (rank, local_rank, num_nodes * local_world_size, local_world_size, rank // local_world_size)
-    said, computed = f"{launcher} set it", "computed from the other ranks"
-    return _ranks(
-        (str(number), sources.get(name.lower(), OURS), said if name.lower() in sources else computed)
-        for name, number in zip(RANKS, numbers, strict=True)
-    )
+    return named_ranks((str(number), source, rule) for number, source, rule in rows)
 
 
 def _rank_rule(step: StepTask) -> str:
@@ -292,10 +274,10 @@ def ranks_of_shell(allocation: Allocation) -> dict[str, Fact]:
         if is_even
         else (None, UNKNOWN, f"the nodes have different numbers of tasks: {listed}")
     )
-    return _ranks((by_task, by_task, world, local, by_task))
+    return named_ranks((by_task, by_task, world, local, by_task))
 
 
-def _ranks(rows: Iterable[tuple[str | None, str, str]]) -> dict[str, Fact]:
+def named_ranks(rows: Iterable[tuple[str | None, str, str]]) -> dict[str, Fact]:
     """Return facts by the names of `RANKS`, from rows of value, source, rule."""
     return {
         name: Fact(value=value, source=source, rule=rule)

@@ -93,7 +93,7 @@ def judge(summaries: Sequence[Summary]) -> SlowRankVerdict:
         return SlowRankVerdict(unknown="some ranks have not reported again")
     # Of a group of some ranks only, the others do not wait for its ranks.
     groups = set.intersection(*({launches.group for launches in one.launches} for one in summaries))
-    clocks = [ranks for ranks in _of_one_clock(summaries) if len(ranks) > 1]
+    clocks = [ranks for ranks in _group_by_clock(summaries) if len(ranks) > 1]
     found = [_verdict_of(ranks, group) for ranks in clocks for group in sorted(groups)]
     if clocks and not found:
         return SlowRankVerdict(unknown="no process group of all ranks has collectives")
@@ -106,7 +106,7 @@ def judge(summaries: Sequence[Summary]) -> SlowRankVerdict:
     return replace(worst, clear=frozenset().union(*(one.clear for one in found)) - late)
 
 
-def _of_one_clock(summaries: Iterable[Summary]) -> list[list[Summary]]:
+def _group_by_clock(summaries: Iterable[Summary]) -> list[list[Summary]]:
     """Group the ranks whose times can be compared: those on one node, and those on nodes whose clocks were compared."""
     nodes: dict[tuple[str, int], list[Summary]] = defaultdict(list)
     for one in sorted(summaries, key=lambda one: one.rank):

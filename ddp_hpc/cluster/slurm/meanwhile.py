@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -13,26 +14,20 @@ class Meanwhile(Generic[T]):
     """A question that a thread asks, from now on."""
 
     def __init__(self, ask: Callable[[], T]) -> None:
-        self._ask = ask
-        self._answers: list[T] = []
-        self._error: BaseException | None = None
+        self._answer: Future[T] = Future()
         # Where this process is interrupted, it does not wait for the answer.
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(ask,), daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, ask: Callable[[], T]) -> None:
         try:
-            self._answers.append(self._ask())
+            self._answer.set_result(ask())
         except BaseException as error:  # noqa: BLE001  `answer` raises it
-            self._error = error
+            self._answer.set_exception(error)
 
     def wait(self) -> None:
         """Wait until there is an answer, or an error."""
-        self._thread.join()
+        self._answer.exception()
 
     def answer(self) -> T:
         """Wait for the answer; raise what asking has raised."""
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._answers[0]
+        return self._answer.result()

@@ -17,20 +17,8 @@ _FIELD, _RECORD = "\x1f", "\x1e"
 _NOTHING = frozenset({"", "(null)", "N/A", "None", "None assigned", "NONE", "Unknown", "UNLIMITED", "INFINITE", "n/a"})
 
 _QUEUE_FIELDS = (
-    "JobID",
-    "ArrayJobID",
-    "ArrayTaskID",
-    "State",
-    "Reason",
-    "Partition",
-    "NumNodes",
-    "NodeList",
-    "TimeLimit",
-    "StartTime",
-    "SubmitTime",
-    "RestartCnt",
-    "Name",
-    "Comment",
+    *("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "Partition", "NumNodes", "NodeList"),
+    *("TimeLimit", "StartTime", "SubmitTime", "RestartCnt", "Name", "Comment"),
 )
 
 
@@ -178,16 +166,8 @@ def parse_job(text: str) -> JobRecord | None:
 
 
 _ACCOUNTING_FIELDS = (
-    "JobIDRaw",
-    "State",
-    "ExitCode",
-    "Submit",
-    "Start",
-    "End",
-    "ElapsedRaw",
-    "Timelimit",
-    "NodeList",
-    "Reason",
+    *("JobIDRaw", "State", "ExitCode", "Submit", "Start", "End", "ElapsedRaw"),
+    *("Timelimit", "NodeList", "Reason"),
 )
 
 
@@ -523,13 +503,11 @@ def takes_jobs(node_state: str) -> bool:
 
 
 ESLURM_ACCESS_DENIED = "ESLURM_ACCESS_DENIED"
-_REFUSALS: Mapping[str, str] = {"access/permission denied": ESLURM_ACCESS_DENIED}
-"""Text that Slurm's commands print for an error of slurm_errno.h -> the error's name. The commands do not print the number."""
 
 
 def refusal_code(text: str) -> str:
-    """Return the name of the refusal in the errors of a command; empty if no code distinguishes it."""
-    return next((code for words, code in _REFUSALS.items() if words in text.lower()), "")
+    """Return the name in slurm_errno.h of the refusal in the errors of a command, which print no number; empty if no code distinguishes it."""
+    return ESLURM_ACCESS_DENIED if "access/permission denied" in text.lower() else ""
 
 
 def steps_argv(job_id: str) -> list[str]:

@@ -6,6 +6,7 @@ goes over the network on which the ranks met. A node that Slurm does not reach e
 
 from __future__ import annotations
 
+import math
 import secrets
 import sys
 import time
@@ -51,17 +52,17 @@ def _examined(context: JobContext, attempt: int, outcome: Outcome) -> NetworkFin
     if not outcome.met_at or len(context.nodes) < 2 or not _is_suspect(context, attempt, outcome):
         return None
     newest = context.records.ledger().newest
-    ends_at = newest.ends_at if newest else None
-    if ends_at is not None and time.time() > ends_at - MOST_S - reserve_s(context.spec.slurm.signal_lead_s):
-        return None  # the job must be requeued before its time is over
+    # The job must be requeued before its time is over.
+    until = ((newest and newest.ends_at) or math.inf) - MOST_S - reserve_s(context.spec.slurm.signal_lead_s)
+    if time.time() > until:
+        return None
     sys.stderr.write(
         "note: ddp-hpc now probes the network between the nodes, as it may be why the ranks made no progress\n"
     )
     findings = probe(context.nodes, outcome.met_at)
     if findings.bad_nodes:
         # The job gives up a bad node, so one sample is not enough: the node may have stood still for some seconds.
-        has_time = ends_at is None or time.time() <= ends_at - MOST_S - reserve_s(context.spec.slurm.signal_lead_s)
-        may_ask = has_time and not processes.is_stop_pending()
+        may_ask = time.time() <= until and not processes.is_stop_pending()
         findings = confirmed(findings, probe(context.nodes, outcome.met_at) if may_ask else None)
     sys.stderr.write(f"note: {findings.words} (probed in {findings.seconds:.0f} s)\n")
     with best_effort():
@@ -223,22 +224,18 @@ class _Talk:
                 self.places[number] = (address, port)
                 self.answers[number] = LinkAnswer(address=address, network=network)
             case {"tcp": str(found), "at": int(number), "to": int(partner)} if number in self.answers:
-                answer = self.answers[number]
-                self.answers[number] = replace(answer, tcp={**answer.tcp, partner: found})
+                self.answers[number].tcp[partner] = found
             case {
                 "heard": [int(small), int(large)],
                 "missed": int(missed),
                 "at": int(number),
                 "sender": int(sender),
             } if number in self.answers:
-                answer = self.answers[number]
-                heard, all_missed = {**answer.heard, sender: (small, large)}, {**answer.missed, sender: missed}
-                self.answers[number] = replace(answer, heard=heard, missed=all_missed)
+                self.answers[number].heard[sender] = (small, large)
+                self.answers[number].missed[sender] = missed
             case {"pace": [rate, ahead, trip], "at": int(number), "to": int(partner)} if number in self.answers:
-                answer = self.answers[number]
-                pace = (float(rate), float(ahead), float(trip))
-                self.answers[number] = replace(answer, paces={**answer.paces, partner: pace})
+                self.answers[number].paces[partner] = (float(rate), float(ahead), float(trip))
             case {"done": int(number)}:
                 self._done.add(number)
             case {"end": int(number), "dropped": int(num_dropped)} if number in self.answers:
-                self.answers[number] = replace(self.answers[number], num_dropped=num_dropped, is_whole=True)
+                self.answers[number].num_dropped, self.answers[number].is_whole = num_dropped, True

@@ -42,7 +42,6 @@ class HangRecord:
     """The source of the innermost line of the main thread, where it was asked for and is known."""
     flight_record: Mapping[str, Any] | None = None
     """Its newest collectives, oldest first, and its process groups, as PyTorch writes them."""
-    wait_counters: Mapping[str, Any] | None = None
     unknown: Mapping[str, str] = field(default_factory=dict)
     """What was asked for and did not come, and why."""
 

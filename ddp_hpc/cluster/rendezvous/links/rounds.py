@@ -18,8 +18,8 @@ def rounds_of(num_nodes: int) -> list[list[Pair]]:
     """
     most, is_small = num_nodes // 2, num_nodes <= ALL_PAIRS_UP_TO
     distances = range(1, most + 1) if is_small else [1 << power for power in range(most.bit_length())]
-    rounds = [pairs for distance in distances for pairs in _of_distance(num_nodes, distance)]
-    return _joined(rounds) if is_small else rounds
+    rounds = [pairs for distance in distances for pairs in _pairs_at(num_nodes, distance)]
+    return _join(rounds) if is_small else rounds
 
 
 def partners(num_nodes: int, node: int) -> Sequence[int | None]:
@@ -30,7 +30,7 @@ def partners(num_nodes: int, node: int) -> Sequence[int | None]:
     ]
 
 
-def _of_distance(num_nodes: int, distance: int) -> list[list[Pair]]:
+def _pairs_at(num_nodes: int, distance: int) -> list[list[Pair]]:
     """Return all pairs at a distance on the ring, in two rounds, or three where a cycle of steps is odd."""
     if 2 * distance == num_nodes:
         return [[(node, node + distance) for node in range(distance)]]
@@ -45,7 +45,7 @@ def _of_distance(num_nodes: int, distance: int) -> list[list[Pair]]:
     return [pairs for pairs in colours if pairs]
 
 
-def _joined(rounds: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
+def _join(rounds: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
     """Return fewer rounds: each pair moves into the first round that has neither of its nodes."""
     joined: list[list[Pair]] = []
     for low, high in (pair for pairs in rounds for pair in pairs):

@@ -20,25 +20,25 @@ LITTLE_LOSS = 0.005
 _FEWEST_LOST = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LinkAnswer:
-    """What one node reported."""
+    """What one node has reported so far."""
 
     address: str = ""
     """On the workers' network; empty where it has none there."""
     network: str = ""
     """The subnet of that address."""
-    tcp: Mapping[int, str] = field(default_factory=dict)
+    tcp: dict[int, str] = field(default_factory=dict)
     """What became of its connections, by partner."""
-    heard: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    heard: dict[int, tuple[int, int]] = field(default_factory=dict)
     """How many small and large datagrams arrived, by sender."""
-    missed: Mapping[int, int] = field(default_factory=dict)
+    missed: dict[int, int] = field(default_factory=dict)
     """How many datagrams of a sender are not counted, as they were sent before the first that arrived."""
     num_dropped: int = 0
     """How many its own kernel dropped, because its process was too slow to read them."""
     is_whole: bool = False
     """Whether it reported to the end."""
-    paces: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
+    paces: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     """What it measured, by partner: MB/s, by how many seconds the partner's clock is ahead, seconds of the round trip."""
 
 
@@ -51,7 +51,7 @@ def findings_of(
     silent = {*range(len(nodes))} - off - whole
     left_out = off | silent
     pairs = {pair for pairs_of_round in rounds_of(len(nodes)) for pair in pairs_of_round if left_out.isdisjoint(pair)}
-    faulty = {pair: link for pair in pairs if (link := _found(nodes, answers, *pair)) is not None}
+    faulty = {pair: link for pair in pairs if (link := _judge_pair(nodes, answers, *pair)) is not None}
     bad = {pair: link for pair, link in faulty.items() if link.fault.fault not in _HARMLESS}
     unknown = {pair: link for pair, link in faulty.items() if link.fault.fault == "no answer"}
     lossy = {pair: link for pair, link in faulty.items() if link.fault.fault == "little loss"}
@@ -156,7 +156,7 @@ class _PairVerdict:
     """Whether a connection passed all of its bytes, both ways."""
 
 
-def _found(nodes: Sequence[str], answers: Mapping[int, LinkAnswer], low: int, high: int) -> _PairVerdict | None:
+def _judge_pair(nodes: Sequence[str], answers: Mapping[int, LinkAnswer], low: int, high: int) -> _PairVerdict | None:
     ways = [(low, high), (high, low)]
     heard = {way: answers[way[1]].heard.get(way[0], (0, 0)) for way in ways}
     link = _Link(
@@ -166,7 +166,7 @@ def _found(nodes: Sequence[str], answers: Mapping[int, LinkAnswer], low: int, hi
         is_counted={way: not answers[way[1]].num_dropped for way in ways},
     )
     carried = link.of("good") is not None
-    found = _of_working(link) if carried else _of_failed(link)
+    found = _fault_of_working(link) if carried else _fault_of_failed(link)
     if found is None:
         return None
     (one, other), fault = found
@@ -174,7 +174,7 @@ def _found(nodes: Sequence[str], answers: Mapping[int, LinkAnswer], low: int, hi
     return _PairVerdict(fault=PairFault(nodes=(nodes[one], nodes[other]), fault=fault, loss=loss), carried=carried)
 
 
-def _of_working(link: _Link) -> tuple[Way, Fault] | None:
+def _fault_of_working(link: _Link) -> tuple[Way, Fault] | None:
     """Return what is wrong where a connection passed all of its bytes, both ways: the network carries what workers send.
 
     Lost datagrams are no more than worth a remark. Where none arrive, a firewall drops them, which does not concern the workers.
@@ -189,10 +189,10 @@ def _of_working(link: _Link) -> tuple[Way, Fault] | None:
     return link.worst, "little loss"
 
 
-def _of_failed(link: _Link) -> tuple[Way, Fault]:
+def _fault_of_failed(link: _Link) -> tuple[Way, Fault]:
     """Return what is wrong where no connection passed all of its bytes."""
     if not {"connect", "refused"}.issuperset(link.tcp.values()):
-        return _of_halted(link)
+        return _fault_of_halted(link)
     plain, refused = next(iter(link.tcp)), link.of("refused")
     if len(link.passes) == 1 and link.of("connect") is not None:
         ((one, other),) = link.passes
@@ -204,7 +204,7 @@ def _of_failed(link: _Link) -> tuple[Way, Fault]:
     return plain, "TCP" if link.passes else "nothing passes"
 
 
-def _of_halted(link: _Link) -> tuple[Way, Fault]:
+def _fault_of_halted(link: _Link) -> tuple[Way, Fault]:
     """Return what is wrong where a connection was made, but passed too little, or was not tried.
 
     It proves that small packets pass both ways. What came of it depends on the processes, too, which may not run for seconds:
