@@ -442,7 +442,7 @@ def test_names_that_are_not_answered_cost_one_wait_and_are_unknown(
     over, names = threading.Event(), [f"n{number}" for number in range(64)]
     monkeypatch.setattr(
         "ddp_hpc.cluster.node_checks.node.socket.getaddrinfo",
-        lambda name, *_, **__: [(0, 0, 0, "", ("10.0.0.1", 0))] if name == "n0" else over.wait() or [],
+        lambda name, *_, **__: [(0, 0, 0, "", ("10.0.0.1", 0))] if name == "n0" else over.wait() and [],
     )
     monkeypatch.setattr("ddp_hpc.cluster.node_checks.node.socket.getnameinfo", lambda *_: over.wait())
     monkeypatch.setattr("ddp_hpc.cluster.node_checks.node.NAMES_S", 0.4)
