@@ -136,8 +136,8 @@ def pairs_of(num_nodes: int) -> list[tuple[int, int]]:
 
 def judge_network(_folder: Path, size: int) -> None:
     """Judge what all nodes have seen of their partners, and name all nodes to srun."""
+    from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, findings_of
     from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS
-    from ddp_hpc.cluster.rendezvous.links.verdict import LinkAnswer, findings_of
     from ddp_hpc.cluster.slurm.hostlist import compress_hostlist, expand_hostlist
 
     others: dict[int, list[int]] = {node: [] for node in range(size)}
@@ -161,8 +161,8 @@ def judge_network(_folder: Path, size: int) -> None:
 def judge_nodes(_folder: Path, size: int) -> None:
     """Judge what all nodes say before a training."""
     from ddp_hpc.cluster.node_checks.answers import NodeAnswers
+    from ddp_hpc.cluster.node_checks.checks import findings_of
     from ddp_hpc.cluster.node_checks.facts import NodeFacts, Shared, neighbours
-    from ddp_hpc.cluster.node_checks.verdict import findings_of
     from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
 
     names = [f"node{number}" for number in range(size)]

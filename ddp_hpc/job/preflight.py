@@ -23,8 +23,8 @@ from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
 from ddp_hpc.cluster.containers import CommandWrapper
 from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds
+from ddp_hpc.cluster.node_checks.checks import findings_of
 from ddp_hpc.cluster.node_checks.facts import facts_of
-from ddp_hpc.cluster.node_checks.verdict import findings_of
 from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
 from ddp_hpc.cluster.slurm.steps import beside_argv

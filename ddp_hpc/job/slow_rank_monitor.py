@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from ddp_hpc.cluster.slow_ranks.alarms import Alarms
 from ddp_hpc.cluster.slow_ranks.history import WaitHistory
+from ddp_hpc.cluster.slow_ranks.judge import judge
 from ddp_hpc.cluster.slow_ranks.summary import Summary, read_summary, remove_summaries
-from ddp_hpc.cluster.slow_ranks.verdict import judge
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.run_dir.timeline import Alarm, record

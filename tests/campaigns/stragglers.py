@@ -23,8 +23,8 @@ from statistics import median
 from typing import Any
 
 from ddp_hpc.base.durable import replace_text
+from ddp_hpc.cluster.slow_ranks.judge import judge
 from ddp_hpc.cluster.slow_ranks.summary import read_summary
-from ddp_hpc.cluster.slow_ranks.verdict import judge
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import read_alarms
 from tests.campaigns.command_line import folder_to_fill, parser_of

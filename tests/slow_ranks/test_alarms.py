@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cluster.slow_ranks.alarms import MOST, MOST_OF_RANK, Alarms
+from ddp_hpc.cluster.slow_ranks.judge import SlowRank, SlowRankVerdict
 from ddp_hpc.cluster.slow_ranks.reporter import LOOK_S, pause_s
-from ddp_hpc.cluster.slow_ranks.verdict import SlowRank, SlowRankVerdict
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import read_alarms, record
 

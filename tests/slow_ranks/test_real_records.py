@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_hpc.cluster.slow_ranks.judge import judge
 from ddp_hpc.cluster.slow_ranks.launches import read_launches
 from ddp_hpc.cluster.slow_ranks.summary import Summary
-from ddp_hpc.cluster.slow_ranks.verdict import judge
 
 SLOW, STEPS = 1, 30
 

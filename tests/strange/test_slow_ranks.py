@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
+from ddp_hpc.cluster.slow_ranks.judge import judge
 from ddp_hpc.cluster.slow_ranks.launches import read_launches
 from ddp_hpc.cluster.slow_ranks.reporter import Reporter
 from ddp_hpc.cluster.slow_ranks.summary import Clock, Summary, write_summary
-from ddp_hpc.cluster.slow_ranks.verdict import judge
 from ddp_hpc.job.slow_rank_monitor import SlowRankMonitor
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.slow_ranks.made_launches import STEP_S, Made, of_rank

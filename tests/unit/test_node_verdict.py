@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds, odd_ones
+from ddp_hpc.cluster.node_checks.checks import findings_of
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, Disk, NodeFacts, Shared, facts_of, neighbours
 from ddp_hpc.cluster.node_checks.of_network import clocks_of
-from ddp_hpc.cluster.node_checks.verdict import findings_of
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault
 from ddp_hpc.run.run_dir.preflight import Finding
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 
-from ddp_hpc.cluster.slow_ranks.verdict import SlowRankVerdict
+from ddp_hpc.cluster.slow_ranks.judge import SlowRankVerdict
 from ddp_hpc.run.run_dir.timeline import Alarm
 
 LOOKS_TO_BEGIN = LOOKS_TO_END = 2

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from ddp_hpc.base.durable import open_private
+from ddp_hpc.cluster.slow_ranks.judge import SlowRankVerdict
 from ddp_hpc.cluster.slow_ranks.summary import Summary
-from ddp_hpc.cluster.slow_ranks.verdict import SlowRankVerdict
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Look, encode
 

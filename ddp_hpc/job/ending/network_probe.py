@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirmed, findings_of
 from ddp_hpc.cluster.rendezvous.links.node import LONGEST_S, PACE_S
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
-from ddp_hpc.cluster.rendezvous.links.verdict import LinkAnswer, confirmed, findings_of
 from ddp_hpc.cluster.slurm.hostlist import compress_hostlist
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.ending import stacks
