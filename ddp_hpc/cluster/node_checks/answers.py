@@ -88,8 +88,3 @@ def judged(  # noqa: PLR0913  the fields of a finding
     # Of what all nodes have in common, no single one is the odd one.
     nodes = () if len(bad) == len(answers.facts) else tuple(bad)
     return Finding(check=check, level=level, found=bad_words, to_do=to_do, nodes=nodes)
-
-
-def listed(nodes: Sequence[str]) -> str:
-    """Return names in one line."""
-    return ", ".join(nodes)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ddp_hpc.base.mounts import AUTOMOUNT
-from ddp_hpc.cluster.node_checks.answers import NodeAnswers, judged, listed, odd_ones, unknown
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, judged, odd_ones, unknown
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, Shared, neighbours
 from ddp_hpc.run.run_dir.preflight import Finding
 
@@ -36,14 +36,14 @@ def shared(answers: NodeAnswers) -> Iterator[Finding]:
     cannot = {node: one.error for node, one in told.items() if one.error}
     for error in dict.fromkeys(cannot.values()):
         few = [node for node in cannot if cannot[node] == error]
-        found = f"{listed(few)} cannot write into the run directory: {error}"
+        found = f"{', '.join(few)} cannot write into the run directory: {error}"
         if error in _OF_ALL:
             yield Finding(check="run directory", level="fail", found=found, to_do=_OF_ALL[error])
         else:
             yield judged("run directory", few, answers, found, "", to_do=_OF_NODE.get(error, _UNMOUNTED))
     unseen = _unseen({node: one for node, one in told.items() if not one.error}, answers.nodes)
     if unseen:
-        found = f"files in the run directory do not pass between {listed(unseen)} and the other nodes"
+        found = f"files in the run directory do not pass between {', '.join(unseen)} and the other nodes"
         to_do = "the nodes have different file systems there: compare `findmnt --target DIR` on them"
         yield judged("run directory", unseen, answers, found, "", to_do=to_do)
     if told and not cannot and not unseen:
@@ -124,12 +124,10 @@ def _judge_path(
     common, _ = odd_ones({**good, **{node: mounts[node] for node in bad if node in mounts}})
     elsewhere = [node for node in bad if common is not None and mounts.get(node, common) != common]
     empty = [node for node in bad if states[node] == EMPTY]
-    found = f"{path} is {states[bad[0]]} on {listed(bad)}, but exists on the other nodes"
+    found = f"{path} is {states[bad[0]]} on {', '.join(bad)}, but exists on the other nodes"
     if elsewhere and common is not None:
         node = elsewhere[0]
-        found += (
-            f": it lies on {_mount_words(common)} on most, and on {_mount_words(mounts[node])} on {listed(elsewhere)}"
-        )
+        found += f": it lies on {_mount_words(common)} on most, and on {_mount_words(mounts[node])} on {', '.join(elsewhere)}"
     waits = [node for node in empty if node in mounts and mounts[node][1] == AUTOMOUNT]
     is_proof = is_of_most and all(node in elsewhere for node in empty) and not waits
     to_do = f"compare `findmnt --target {path}` on these nodes and the others; if a mount is missing, tell your cluster's support"

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
-from ddp_hpc.cluster.node_checks.answers import NodeAnswers, listed, odd_ones, unknown
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, odd_ones, unknown
 from ddp_hpc.cluster.rendezvous.choice import speed_order
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
 from ddp_hpc.run.run_dir.preflight import Finding, Level
@@ -126,7 +126,7 @@ def _speed(network: NetworkFindings) -> Iterator[Finding]:
         return
     nodes = slow_nodes(network.paces, slow)
     ways = ", ".join(f"{sender} to {receiver} {rate:.1f}" for (sender, receiver), rate in sorted(slow.items())[:6])
-    whose = f"{listed(nodes)}: " if nodes else ""
+    whose = f"{', '.join(nodes)}: " if nodes else ""
     found = f"{whose}slow links, in MB/s: {ways}; the median link has {middle:.0f}"
     examine = (
         "leave the node out, and examine its link (`ethtool`, `ibstat`)" if nodes else "examine the switch between them"

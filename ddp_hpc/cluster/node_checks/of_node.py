@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 
-from ddp_hpc.cluster.node_checks.answers import NodeAnswers, difference, judged, listed, odd_ones, unknown
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, difference, judged, odd_ones, unknown
 from ddp_hpc.cluster.node_checks.facts import SOFTWARE, UNLIMITED
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 
@@ -38,7 +38,7 @@ def answered(answers: NodeAnswers) -> Iterator[Finding]:
     elif silent:
         why = answers.problem and f" ({answers.problem})"
         if answers.unstarted:  # srun has then ended it on the others
-            why = f"; Slurm could not start the check on {listed(answers.unstarted)}"
+            why = f"; Slurm could not start the check on {', '.join(answers.unstarted)}"
         bad = answers.unstarted or silent
         to_do = (
             f"leave it out if `srun --nodelist={bad[0]} hostname` does not answer either; `scontrol show node {bad[0]}` "
@@ -47,7 +47,7 @@ def answered(answers: NodeAnswers) -> Iterator[Finding]:
         # Where most say nothing, the fault may be of Slurm, or of the node that asks.
         named = (*bad,) if len(bad) * 2 <= len(answers.nodes) else ()
         yield Finding(
-            check="nodes", level="fail", found=f"no answer from {listed(silent)}{why}", to_do=to_do, nodes=named
+            check="nodes", level="fail", found=f"no answer from {', '.join(silent)}{why}", to_do=to_do, nodes=named
         )
     else:
         yield Finding(check="nodes", level="ok", found=f"all {len(answers.nodes)} answered")
@@ -111,7 +111,7 @@ def drivers(answers: NodeAnswers) -> Iterator[Finding]:
     why = {node: reason for node, one in told.items() if (reason := misfit(one))}
     for reason in sorted({*why.values()}):
         bad = [node for node in why if why[node] == reason]
-        yield judged("driver", bad, answers, f"{listed(bad)}: {reason}", "", level="warn", to_do=TO_FIT)
+        yield judged("driver", bad, answers, f"{', '.join(bad)}: {reason}", "", level="warn", to_do=TO_FIT)
 
 
 def gpus(answers: NodeAnswers) -> Iterator[Finding]:
@@ -144,7 +144,7 @@ def gpus(answers: NodeAnswers) -> Iterator[Finding]:
         to_do = "compare `nvidia-smi -L` there with `scontrol show job -d`: if `nvidia-smi` lists fewer GPUs, the node has lost one: leave the node out (`slurm.exclude`)"
         yield judged("GPUs", few, answers, found, good, to_do=to_do)
     if unseen:
-        found = f"nothing on {listed(unseen)} shows whether there are GPUs: no device of NVIDIA's or AMD's driver, and no variable of the job"
+        found = f"nothing on {', '.join(unseen)} shows whether there are GPUs: no device of NVIDIA's or AMD's driver, and no variable of the job"
         yield unknown("GPUs", found, "check `nvidia-smi` (AMD: `rocm-smi`) on the node, and the job's `--gres`")
 
 
@@ -194,7 +194,7 @@ def names(answers: NodeAnswers) -> Iterator[Finding]:
     }
     if slow:
         worst = max(slow, key=lambda node: slow[node])
-        found = f"looking up the name of an address takes {slow[worst]:.1f} s on {worst}, and more than {SLOW_LOOKUP_S:.0f} s on {listed([*slow])}"
+        found = f"looking up the name of an address takes {slow[worst]:.1f} s on {worst}, and more than {SLOW_LOOKUP_S:.0f} s on {', '.join(slow)}"
         to_do = "each rank waits for this once for each peer; tell your cluster's support that the reverse DNS does not answer"
         yield Finding(check="reverse DNS", level="warn", found=found, to_do=to_do, nodes=())
 
@@ -207,7 +207,7 @@ def limits(answers: NodeAnswers) -> Iterator[Finding]:
     few = [node for node, one in told.items() if UNLIMITED < one.get("nofile", UNLIMITED) < needed]
     if few:
         fewest = min(told[node]["nofile"] for node in few)
-        found = f"a process may open only {fewest} files on {listed(few)}, but workers need {needed}"
+        found = f"a process may open only {fewest} files on {', '.join(few)}, but workers need {needed}"
         to_do = (
             "have the hard limit raised, `ulimit -Hn`: in slurmd's service (LimitNOFILE) or /etc/security/limits.conf"
         )
@@ -215,12 +215,14 @@ def limits(answers: NodeAnswers) -> Iterator[Finding]:
         yield judged("limits", few, answers, found, "", level=level, to_do=to_do)
     crowded = [node for node, one in told.items() if UNLIMITED < one.get("nproc", UNLIMITED) < FEW_PROCESSES]
     if crowded:
-        found = f"a user may have only {min(told[node]['nproc'] for node in crowded)} processes and threads on {listed(crowded)}"
+        found = f"a user may have only {min(told[node]['nproc'] for node in crowded)} processes and threads on {', '.join(crowded)}"
         to_do = "raise the limit: `slurm.setup=['ulimit -u $(ulimit -Hu)']`, or ask your cluster's support"
         yield judged("limits", crowded, answers, found, "", level="warn", to_do=to_do)
     locked = [node for node in rdma if told.get(node, {}).get("memlock", UNLIMITED) != UNLIMITED]
     if locked:
-        found = f"the memory that a process may lock is limited on {listed(locked)}, but InfiniBand needs it unlimited"
+        found = (
+            f"the memory that a process may lock is limited on {', '.join(locked)}, but InfiniBand needs it unlimited"
+        )
         to_do = "raise the limit: `slurm.setup=['ulimit -l unlimited']`"
         yield judged("limits", locked, answers, found, "", level="warn", to_do=to_do)
     if told and not few and not crowded and not locked:

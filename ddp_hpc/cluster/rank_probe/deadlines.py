@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -11,12 +12,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from ddp_hpc.base.processes import die_with_parent
 from ddp_hpc.cluster.rank_probe.client import ANSWER_S
 from ddp_hpc.cluster.rank_probe.collect import keep_hang_records
 from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _FORMAT = struct.Struct("dd")
+Work = Callable[[], object]
+"""What may wait for a shared file system, beside its caller, who never waits for it."""
 LOOK_S = 2.0
 """The longest time between two looks: a deadline may come nearer, as when building has ended and training begins."""
 _MOST_LEAD_S = 10.0
@@ -52,7 +56,7 @@ class HangCollector:
     attempt: int
     folder: Path
     ranks: Iterable[int]
-    run_work: Callable[[Callable[[], object]], object] = lambda work: work()
+    run_work: Callable[[Work], object] = lambda work: work()
     """How to ask and to write: beside a caller that must not wait for a file system."""
     _asked_for: float = 0.0
     """The deadline before which the ranks were asked last."""
@@ -104,3 +108,23 @@ def _read(path: Path) -> tuple[float, float] | None:
         return None
     ends_at, given_s = _FORMAT.unpack(data)
     return None if ends_at == float("inf") else (ends_at, given_s)
+
+
+def in_thread(work: Work) -> None:
+    """Do it in a thread. A process that forks later must not have one."""
+    threading.Thread(target=work, name="ddp-hpc-hang-record", daemon=True).start()
+
+
+def in_child(work: Work) -> None:
+    """Do it in a forked process, which ends with this one; the caller has no other thread, and reaps its children."""
+    parent = os.getpid()
+    with suppress(OSError):  # no process can be made: then the report of the hang has what the logs say
+        if os.fork() == 0:
+            with suppress(BaseException):
+                die_with_parent(parent)
+                # Whoever reads what the parent prints must see its end, also while this process waits for a file system.
+                nothing = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nothing, 0)
+                os.dup2(nothing, 1)
+                work()
+            os._exit(0)

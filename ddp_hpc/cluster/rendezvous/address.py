@@ -114,10 +114,6 @@ def find_address(allocation: Allocation, host: Host, *, preferred: Sequence[str]
     """Return the address at which this process should connect to rank zero.
 
     A supervisor passes `ask`, and the interfaces that the user prefers; it decides for all nodes of the job.
-
-    Raises:
-        ConfigError: where rank zero's node has no network, or a hostfile puts rank zero on any node.
-        WorkerError: where this host knows no address of rank zero's node.
     """
     step = allocation.step if ask is None else None
     nodes = step.node_names if step else allocation.node_names

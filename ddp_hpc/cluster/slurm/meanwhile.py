@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -14,20 +13,26 @@ class Meanwhile(Generic[T]):
     """A question that a thread asks, from now on."""
 
     def __init__(self, ask: Callable[[], T]) -> None:
-        self._answer: Future[T] = Future()
+        self._ask = ask
+        self._answers: list[T] = []
+        self._error: BaseException | None = None
         # Where this process is interrupted, it does not wait for the answer.
-        threading.Thread(target=self._run, args=(ask,), daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def _run(self, ask: Callable[[], T]) -> None:
+    def _run(self) -> None:
         try:
-            self._answer.set_result(ask())
+            self._answers.append(self._ask())
         except BaseException as error:  # noqa: BLE001  `answer` raises it
-            self._answer.set_exception(error)
+            self._error = error
 
     def wait(self) -> None:
         """Wait until there is an answer, or an error."""
-        self._answer.exception()
+        self._thread.join()
 
     def answer(self) -> T:
         """Wait for the answer; raise what asking has raised."""
-        return self._answer.result()
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._answers[0]

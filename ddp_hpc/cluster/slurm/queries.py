@@ -261,9 +261,8 @@ def parse_ping(text: str) -> bool | None:
     return "UP" in states if states else None
 
 
-def config_argv() -> list[str]:
-    """Ask the controller for its configuration."""
-    return ["scontrol", "show", "config"]
+CONFIG = ("scontrol", "show", "config")
+"""Ask the controller for its configuration."""
 
 
 def parse_config(text: str) -> ClusterConfig:
@@ -306,9 +305,8 @@ class Partition:
     """Zero also if the cluster does not count GPUs (AccountingStorageTRES)."""
 
 
-def partitions_argv() -> list[str]:
-    """Ask for all partitions."""
-    return ["scontrol", "--oneliner", "show", "partition"]
+PARTITIONS = ("scontrol", "--oneliner", "show", "partition")
+"""Ask for all partitions."""
 
 
 def parse_partitions(text: str) -> list[Partition]:
@@ -348,9 +346,8 @@ class NodeShape:
     """The TYPE of `--gres=gpu:TYPE`."""
 
 
-def shapes_argv() -> list[str]:
-    """Ask for CPUs, memory and GPUs of the nodes of each partition."""
-    return ["sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G"]
+SHAPES = ("sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G")
+"""Ask for CPUs, memory and GPUs of the nodes of each partition."""
 
 
 def parse_shapes(text: str) -> list[NodeShape]:
@@ -422,9 +419,8 @@ class Qos:
     grace_time_s: int = 0
 
 
-def qos_argv() -> list[str]:
-    """Ask how jobs of each QOS are preempted."""
-    return ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,preempt,preemptmode,gracetime"]
+QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,preempt,preemptmode,gracetime")
+"""Ask how jobs of each QOS are preempted."""
 
 
 def parse_qos(text: str) -> list[Qos]:

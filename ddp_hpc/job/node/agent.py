@@ -31,8 +31,7 @@ from typing import Any
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.cluster.machine.cgroups import MemoryKills, memory_kills, ran_out_since
-from ddp_hpc.cluster.rank_probe.beside import in_child, in_thread
-from ddp_hpc.cluster.rank_probe.deadlines import HangCollector
+from ddp_hpc.cluster.rank_probe.deadlines import HangCollector, in_child, in_thread
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.choice import LOOPBACK

@@ -16,7 +16,7 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import FencedError
 from ddp_hpc.base.patience import known
-from ddp_hpc.cluster.rank_probe.beside import in_thread
+from ddp_hpc.cluster.rank_probe.deadlines import in_thread
 from ddp_hpc.job.script.ending import is_of_stop_signal, meaning
 from ddp_hpc.job.script.hang_watch import HangWatch
 from ddp_hpc.job.script.life import Life
