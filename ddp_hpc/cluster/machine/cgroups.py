@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 _MEMBER = re.compile(r"^\d+:([^:]*):(/.*)$", re.MULTILINE)
@@ -36,18 +37,14 @@ def own_cgroups(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup"))
 
 def memory_of(cgroups: Sequence[Path]) -> tuple[int, int] | None:
     """Return the bytes that are used and the limit, of the cgroup with the lowest limit; None where none has one."""
-    found = [one for folder in cgroups if (one := _memory(folder)) is not None]
-    return min(found, key=lambda one: one[1], default=None)
-
-
-def _memory(folder: Path) -> tuple[int, int] | None:
-    for limit_file, used_file, freed, shared in _MEMORY:
+    found: list[tuple[int, int]] = []
+    for folder, (limit_file, used_file, freed, shared) in product(cgroups, _MEMORY):
         limit, used = (kernel_text(folder / name).strip() for name in (limit_file, used_file))
         if limit.isdecimal() and used.isdecimal() and int(limit) < _NO_LIMIT:
             stat = _rows(folder / "memory.stat")
             free = sum(stat.get(name, 0) for name in freed) - stat.get(shared, 0)
-            return max(0, int(used) - free), int(limit)
-    return None
+            found.append((max(0, int(used) - free), int(limit)))
+    return min(found, key=lambda one: one[1], default=None)
 
 
 @dataclass(frozen=True)
@@ -89,16 +86,13 @@ def _rows(path: Path) -> Mapping[str, int]:
 
 def quota_of(cgroups: Sequence[Path]) -> float | None:
     """Return the lowest quota of CPUs; None where there is none."""
-    return min((quota for folder in cgroups if (quota := _quota(folder)) is not None), default=None)
-
-
-def _quota(folder: Path) -> float | None:
-    of_version_1 = " ".join(kernel_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-    for text in (kernel_text(folder / "cpu.max"), of_version_1):
-        words = text.split()
-        if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
-            return int(words[0]) / int(words[1])
-    return None
+    texts = [kernel_text(folder / "cpu.max") for folder in cgroups]
+    texts += [
+        " ".join(kernel_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")) for folder in cgroups
+    ]
+    pairs = [text.split() for text in texts]
+    numbers = [[*map(int, pair)] for pair in pairs if len(pair) == 2 and all(map(str.isdecimal, pair))]
+    return min((quota / period for quota, period in numbers if quota and period), default=None)
 
 
 def kernel_text(path: Path) -> str:

@@ -31,32 +31,28 @@ from ddp_hpc.cluster.slurm.allocation import Allocation, cpu_grant
 
 def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> WorkerEnv:
     """Return every variable, for a process with this environment on this host."""
-    address = address_for_task(environ, allocation, host)
+    address, step = address_for_task(environ, allocation, host), allocation.step if allocation else None
     if allocation is None:
+        process = "no Slurm job: a single process"
         ranks = ranks_by_shape(node_rank=0, num_nodes=1, num_workers=1, local_rank=0)
-    elif allocation.step is None:
-        ranks = ranks_of_shell(allocation)
+        computing = threads(host.num_cpus, source="this host")
+    elif step is not None:
+        where = f"on node {step.node_rank} of {step.num_nodes}"
+        process = f"task {step.rank} of {step.world_size} in step {allocation.job_id}.{step.step_id}, {where}"
+        ranks, grant = ranks_of_step(step), cpu_grant(environ)
+        computing = threads(min(host.num_cpus, grant.num_of_task) if grant else host.num_cpus, source="Slurm")
     else:
-        ranks = ranks_of_step(allocation.step)
+        where = "a node" if allocation.process_kind == "shell on a node" else "a host that is not in the job"
+        process = f"shell of job {allocation.job_id}, on {where}: every task inherits what this shell exports"
+        ranks, computing = ranks_of_shell(allocation), _threads_of_shell(allocation, host)
     made = {
         **ranks,
         **endpoint(address, _port(address, allocation, host)),
-        **node_variables(_interface(address, allocation, host), _threads(environ, allocation, host)),
+        **node_variables(_interface(address, allocation, host), computing),
     }
-    if allocation is not None and allocation.step is None:
+    if allocation is not None and step is None:
         made[COMPILER_CACHE] = Fact(rule="each node has a directory of its own: each task finds it")
-    return WorkerEnv(process=_process(allocation), variables=settled(made, environ))
-
-
-def _process(allocation: Allocation | None) -> str:
-    if allocation is None:
-        return "no Slurm job: a single process"
-    step = allocation.step
-    if step is not None:
-        where = f"on node {step.node_rank} of {step.num_nodes}"
-        return f"task {step.rank} of {step.world_size} in step {allocation.job_id}.{step.step_id}, {where}"
-    where = "a node" if allocation.process_kind == "shell on a node" else "a host that is not in the job"
-    return f"shell of job {allocation.job_id}, on {where}: every task inherits what this shell exports"
+    return WorkerEnv(process=process, variables=settled(made, environ))
 
 
 def _port(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
@@ -91,13 +87,8 @@ def _interface(address: Fact, allocation: Allocation | None, host: Host) -> Fact
     return host.interface_towards(numeric)
 
 
-def _threads(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:
-    """Return the number of threads that a process should compute with."""
-    if allocation is None:
-        return threads(host.num_cpus, source="this host")
-    if allocation.step is not None:
-        grant = cpu_grant(environ)
-        return threads(min(host.num_cpus, grant.num_of_task) if grant else host.num_cpus, source="Slurm")
+def _threads_of_shell(allocation: Allocation, host: Host) -> Fact:
+    """Return the number of threads that each task of a shell's job should compute with."""
     if allocation.cpus_per_task is None:
         return Fact(rule="the job was submitted without `--cpus-per-task`, so each task counts its own CPUs")
     is_here = allocation.process_kind == "shell on a node"
