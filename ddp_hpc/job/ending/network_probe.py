@@ -6,7 +6,6 @@ goes over the network on which the ranks met. A node that Slurm does not reach e
 
 from __future__ import annotations
 
-import math
 import secrets
 import sys
 import time
@@ -52,17 +51,17 @@ def _examined(context: JobContext, attempt: int, outcome: Outcome) -> NetworkFin
     if not outcome.met_at or len(context.nodes) < 2 or not _is_suspect(context, attempt, outcome):
         return None
     newest = context.records.ledger().newest
-    # The job must be requeued before its time is over.
-    until = ((newest and newest.ends_at) or math.inf) - MOST_S - reserve_s(context.spec.slurm.signal_lead_s)
-    if time.time() > until:
-        return None
+    ends_at = newest.ends_at if newest else None
+    if ends_at is not None and time.time() > ends_at - MOST_S - reserve_s(context.spec.slurm.signal_lead_s):
+        return None  # the job must be requeued before its time is over
     sys.stderr.write(
         "note: ddp-hpc now probes the network between the nodes, as it may be why the ranks made no progress\n"
     )
     findings = probe(context.nodes, outcome.met_at)
     if findings.bad_nodes:
         # The job gives up a bad node, so one sample is not enough: the node may have stood still for some seconds.
-        may_ask = time.time() <= until and not processes.is_stop_pending()
+        has_time = ends_at is None or time.time() <= ends_at - MOST_S - reserve_s(context.spec.slurm.signal_lead_s)
+        may_ask = has_time and not processes.is_stop_pending()
         findings = confirmed(findings, probe(context.nodes, outcome.met_at) if may_ask else None)
     sys.stderr.write(f"note: {findings.words} (probed in {findings.seconds:.0f} s)\n")
     with best_effort():
