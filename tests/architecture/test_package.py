@@ -40,7 +40,6 @@ def test_the_wheel_holds_every_module_the_digits_and_the_job_script(wheel: zipfi
     data = {
         "train/recipes/digits.npz",
         "sbatch_templates/ddp.sbatch.j2",
-        "sbatch_templates/certify.sbatch.j2",
         "sbatch_templates/sweep.sbatch.j2",
         "sites/slingshot.yaml",
     }

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddp_hpc.prove.certify.baseline import Baseline
+from ddp_hpc.prove.certify.evidence import Baseline
 from ddp_hpc.prove.certify.output_lines import PrintedLine, parse
-from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, Save, Strike
+from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord, Save
 from ddp_hpc.prove.certify.saved_files import Contents
 
 WHOLE = {
@@ -45,16 +45,16 @@ def undisturbed(saved: Contents | None = None, *, final: Mapping[str, Contents] 
     return Baseline(record=record)
 
 
-def struck(
+def faulty(
     first: Sequence[PrintedLine] = lines_of(1, 5),
     then: Sequence[PrintedLine] | None = lines_of(5, 10),
     *,
     final: Mapping[str, Contents] | None = None,
     attempt: Mapping[str, Any] | None = None,
     later: Mapping[str, Any] | None = None,
-    **strike: Any,
+    **injected: Any,
 ) -> RunRecord:
-    """Return a run that was struck after its fifth step, when it had saved its fourth, and that came back from there."""
+    """Return a run in which a fault came after its fifth step, when it had saved its fourth, and that came back from there."""
     saves = tuple(Save(path=f"step_{step}.pt", num_lines=step, at=float(step)) for step in (2, 4))
     one = AttemptRecord(
         **{"ending": "failed", "lines": tuple(first), "saves": saves, "num_ranks": 2, **(attempt or {})}
@@ -65,8 +65,10 @@ def struck(
         "at_line": len(first),
         "at": 5.0,
         "present": ("step_2.pt", "step_4.pt"),
-        **strike,
+        **injected,
     }
     attempts = (one,) if then is None else (one, two)
     outcome: Any = "finished" if attempts[-1].ending == "finished" else attempts[-1].ending
-    return RunRecord(outcome=outcome, attempts=attempts, strike=Strike(**hit), final=final or {"step_10.pt": values()})
+    return RunRecord(
+        outcome=outcome, attempts=attempts, injected=InjectedFault(**hit), final=final or {"step_10.pt": values()}
+    )

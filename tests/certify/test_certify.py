@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_hpc.cli import main
 from tests.certify.planted import PLANTED, SCRIPTS, Planted
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -106,7 +107,7 @@ def test_a_saved_state_of_an_earlier_run_is_left_out_of_the_copies(tmp_path: Pat
 
     code, found, output = certificate(tmp_path, ["kill-in-evaluation"], "python", "train.py", settings=ONE_RANK)
 
-    assert code == 1, output  # its only fault could not be tried
+    assert code == 2, output  # its only fault could not be tried
     assert found["num_positions"] == 5
     assert "last.pt of an earlier run is left out" in found["notes"][0]
     assert found["findings"][0]["verdict"] == "not tried"
@@ -151,7 +152,7 @@ def test_a_script_may_write_to_a_cache_that_the_user_allows_it(tmp_path: Path) -
 
     refused, allowed = certify(place, *words), certify(place, "--may-change", "../cache", *words)
 
-    assert (refused.returncode, allowed.returncode) == (2, 1), allowed.stdout + allowed.stderr
+    assert (refused.returncode, allowed.returncode) == (2, 2), allowed.stdout + allowed.stderr
     assert f"`--may-change {cache}`" in refused.stderr
     assert "not tried: certify recognised no saved state" in allowed.stdout
     assert (cache / "lock").exists()
@@ -175,6 +176,7 @@ def test_a_script_that_fails_undisturbed_is_refused_with_its_error(tmp_path: Pat
         (["--faults=kill-9", "--", "python", "train.py"], "`--faults` names 'kill-9', but the faults are term, usr2"),
         (["--patience=0", "--", "python", "train.py"], "`--patience` is 0"),
         (["train.lrr=1", "--", "python", "train.py"], "train.lrr"),
+        (["resources.nodes=2", "--", "python", "train.py"], "is 2, but certify runs the script on one node"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(words: list[str], expected: str, tmp_path: Path) -> None:
@@ -185,6 +187,18 @@ def test_bad_input_is_refused_before_anything_runs(words: list[str], expected: s
     assert done.returncode == 2, done.stdout + done.stderr
     assert expected in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_login_node_is_told_how_to_certify_on_a_compute_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "srun").symlink_to("/bin/true")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    assert main(["certify", "--", "python", "../elsewhere.py"]) == 2
+
+    assert "to have them on a compute node: `srun --nodes=1 --ntasks=1" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_hpc.prove.certify.baseline import Baseline
-from ddp_hpc.prove.certify.evidence import evidence_of
+from ddp_hpc.cli.verbs.certify import as_text
+from ddp_hpc.prove.certify.certificate import Certificate
+from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS
 from ddp_hpc.prove.certify.output_lines import PrintedLine, parse
 from ddp_hpc.prove.certify.records import RunRecord, Save
 from ddp_hpc.prove.certify.saved_files import MOST_BYTES, Contents, is_saved_state, read
-from ddp_hpc.prove.certify.verdicts import FaultResult, are_good, judge, needs_second_run
-from tests.certify.made_records import lines_of, struck, text, undisturbed, values
+from ddp_hpc.prove.certify.verdicts import FaultResult, judge, needs_second_run
+from tests.certify.made_records import faulty, lines_of, text, undisturbed, values
 
 OTHER = {"step_10.pt": values({"model.weight": "tensor FloatStorage [1] other"})}
 LOADED = {"reads": ("step_4.pt",)}
@@ -24,7 +25,7 @@ WEIGHTS = Contents(kind="values", values={"weight": "tensor FloatStorage [1] x"}
 
 
 def found(fault: str, record: RunRecord, baseline: Baseline) -> FaultResult:
-    return judge(fault, evidence_of(FAULTS[fault], record, baseline), baseline)
+    return judge(fault, TrialEvidence(FAULTS[fault], record, baseline))
 
 
 def names(finding: FaultResult) -> set[str]:
@@ -52,7 +53,7 @@ def baseline_of(
 
 
 def test_steps_that_are_counted_from_the_resume_on_are_no_start_from_the_beginning() -> None:
-    finding = found("kill-at-random", struck(then=lines_of(1, 6), later=LOADED), undisturbed())
+    finding = found("kill-at-random", faulty(then=lines_of(1, 6), later=LOADED), undisturbed())
 
     assert (finding.verdict, names(finding)) == ("comes back", set())
 
@@ -60,7 +61,7 @@ def test_steps_that_are_counted_from_the_resume_on_are_no_start_from_the_beginni
 def test_steps_that_are_counted_from_the_resume_on_end_no_random_script_too_early() -> None:
     baseline = undisturbed()
     second = replace(baseline.record, final={"step_10.pt": values({"model.weight": "tensor 3"})})
-    record = struck(then=lines_of(1, 4), final=OTHER, later=LOADED)
+    record = faulty(then=lines_of(1, 4), final=OTHER, later=LOADED)
 
     finding = found("kill-at-random", record, replace(baseline, second=second))
 
@@ -68,7 +69,7 @@ def test_steps_that_are_counted_from_the_resume_on_end_no_random_script_too_earl
 
 
 def test_a_script_that_reads_its_state_and_does_all_steps_again_starts_over() -> None:
-    finding = found("kill-at-random", struck(then=lines_of(1, 10), later=LOADED), undisturbed())
+    finding = found("kill-at-random", faulty(then=lines_of(1, 10), later=LOADED), undisturbed())
 
     assert (finding.verdict, finding.is_good) == ("does not come back", False)
 
@@ -82,25 +83,25 @@ def test_a_running_mean_that_begins_anew_is_a_note_where_the_weights_are_the_sam
     smoothed = [*rows[:6], "7,0.111", *rows[7:]]
     ends = [{"step_10.pt": values(), **({"log.csv": text(*lines)} if log else {})} for lines in (rows, smoothed)]
     baseline = undisturbed(final=ends[0])
-    record = struck(then=lines_of(5, 10, loss=2.0), final=ends[1], later=LOADED)
+    record = faulty(then=lines_of(5, 10, loss=2.0), final=ends[1], later=LOADED)
 
     finding = found("kill-at-random", record, baseline)
 
     assert (finding.verdict, finding.is_good, names(finding)) == ("loses", True, set())
     assert any("probably a running mean that starts again" in note for note in finding.notes)
-    assert not needs_second_run(evidence_of(FAULTS["kill-at-random"], record, baseline))
+    assert not needs_second_run(TrialEvidence(FAULTS["kill-at-random"], record, baseline))
 
 
 def test_another_result_beside_the_same_weights_is_a_difference() -> None:
     ends = [{"step_10.pt": values(), "result.json": text(f'{{"best accuracy": {best}}}')} for best in (0.9, 0.8)]
 
-    assert found("kill-at-random", struck(final=ends[1]), undisturbed(final=ends[0])).verdict == "differs"
+    assert found("kill-at-random", faulty(final=ends[1]), undisturbed(final=ends[0])).verdict == "differs"
 
 
 def test_a_script_that_never_ends_the_same_gets_no_defect_by_its_bits() -> None:
     baseline = undisturbed()
     other = replace(baseline.record, final={"step_10.pt": values({"model.weight": "tensor 3"})})
-    record = struck(then=lines_of(5, 10, loss=2.0), final=OTHER, later=LOADED)
+    record = faulty(then=lines_of(5, 10, loss=2.0), final=OTHER, later=LOADED)
 
     finding = found("kill-at-random", record, replace(baseline, second=other))
 
@@ -113,7 +114,7 @@ def test_where_undisturbed_runs_differ_it_is_said_which_verdicts_are_not_possibl
     saved = values(without="optimizer")
     baseline = undisturbed(saved)
     other = replace(baseline.record, final={"step_10.pt": values({"model.weight": "tensor 3"}, without="optimizer")})
-    record = struck(then=lines_of(5, 10, loss=2.0), final=OTHER, later=LOADED)
+    record = faulty(then=lines_of(5, 10, loss=2.0), final=OTHER, later=LOADED)
 
     finding = found("kill-at-random", record, replace(baseline, second=other))
 
@@ -134,7 +135,7 @@ def test_an_export_that_is_newer_than_the_state_is_not_the_file_to_resume_from(e
         Save(path="last.pt", num_lines=2, at=2.0, contents=values()),
         Save(path=export, num_lines=4, at=4.0, contents=WEIGHTS),
     ]
-    record = struck(
+    record = faulty(
         then=lines_of(3, 10),
         attempt={"saves": tuple(saves)},
         later={"reads": ("last.pt",)},
@@ -149,7 +150,7 @@ def test_an_export_that_is_newer_than_the_state_is_not_the_file_to_resume_from(e
 def test_a_script_that_has_saved_only_an_export_does_not_start_over_wrongly() -> None:
     best = Save(path="best.pt", num_lines=2, at=2.0, contents=WEIGHTS)
     last = Save(path="last.pt", num_lines=8, at=8.0, contents=values())
-    record = struck(then=lines_of(1, 10), attempt={"saves": (best,)}, present=("best.pt",))
+    record = faulty(then=lines_of(1, 10), attempt={"saves": (best,)}, present=("best.pt",))
 
     finding = found("kill-at-random", record, baseline_of(lines_of(1, 10), saves=[best, last]))
 
@@ -157,7 +158,7 @@ def test_a_script_that_has_saved_only_an_export_does_not_start_over_wrongly() ->
 
 
 def test_data_and_pretrained_weights_in_the_directory_are_no_states_of_the_script() -> None:
-    record = struck(
+    record = faulty(
         then=lines_of(1, 10),
         attempt={"saves": ()},
         later={"reads": ("pretrained.pt",)},
@@ -170,7 +171,7 @@ def test_data_and_pretrained_weights_in_the_directory_are_no_states_of_the_scrip
 def test_a_script_that_resumes_from_its_best_weights_resumes_from_the_wrong_file() -> None:
     best = Save(path="best.pt", num_lines=1, at=1.0, contents=WEIGHTS)
     last = Save(path="last.pt", num_lines=4, at=4.0, contents=values())
-    record = struck(
+    record = faulty(
         then=lines_of(2, 10),
         attempt={"saves": (best, last)},
         later={"reads": ("best.pt",)},
@@ -197,7 +198,7 @@ TUTORIAL = printed(
 @pytest.mark.parametrize(("lines", "cut"), [(QUIET, 2), (TUTORIAL, 7)], ids=["quiet", "steps begin anew in each epoch"])
 def test_a_script_that_never_loads_starts_over_whatever_it_prints(lines: tuple[PrintedLine, ...], cut: int) -> None:
     baseline = baseline_of(lines)
-    record = struck(lines[:cut], lines, later={"saves": baseline.attempt.saves})
+    record = faulty(lines[:cut], lines, later={"saves": baseline.attempt.saves})
 
     finding = found("kill-at-random", record, baseline)
 
@@ -207,13 +208,13 @@ def test_a_script_that_never_loads_starts_over_whatever_it_prints(lines: tuple[P
 
 def test_a_quiet_script_that_loads_comes_back_and_nothing_is_said_of_its_steps() -> None:
     baseline = baseline_of(QUIET)
-    finding = found("kill-at-random", struck(QUIET[:2], QUIET, later=LOADED), baseline)
+    finding = found("kill-at-random", faulty(QUIET[:2], QUIET, later=LOADED), baseline)
 
     assert (finding.verdict, finding.is_good) == ("comes back", True)
 
 
 def test_a_quiet_script_that_had_all_done_may_end_without_reading_its_state() -> None:
-    finding = found("kill-at-random", struck(QUIET, ()), baseline_of(QUIET))
+    finding = found("kill-at-random", faulty(QUIET, ()), baseline_of(QUIET))
 
     assert (finding.verdict, names(finding)) == ("comes back", set())
 
@@ -222,20 +223,20 @@ def test_steps_that_begin_anew_without_an_epoch_say_nothing_of_where_it_went_on(
     lines = printed(*(f"batch {batch} loss 0.{batch}" for _ in range(3) for batch in (1, 2, 3)))
     named = printed("epoch 2 batch 1 loss 0.1", "epoch 3 batch 1 loss 0.2")
 
-    assert found("kill-at-random", struck(lines[:4], named, later=LOADED), baseline_of(lines)).verdict == "comes back"
+    assert found("kill-at-random", faulty(lines[:4], named, later=LOADED), baseline_of(lines)).verdict == "comes back"
 
 
 def test_an_epoch_above_its_steps_says_where_the_training_is() -> None:
     baseline = baseline_of(TUTORIAL)
 
     assert len({baseline.scale.position(line) for line in baseline.attempt.lines} - {None}) == 9
-    finding = found("kill-at-random", struck(TUTORIAL[:7], TUTORIAL[4:], later=LOADED), baseline)
+    finding = found("kill-at-random", faulty(TUTORIAL[:7], TUTORIAL[4:], later=LOADED), baseline)
     assert (finding.verdict, finding.at_most is not None and finding.at_most >= 2) == ("loses", True)
 
 
 def test_a_script_that_saves_nothing_and_begins_again_is_not_good() -> None:
     baseline = baseline_of(lines_of(1, 10), saves=[])
-    record = struck(then=lines_of(1, 10), attempt={"saves": ()}, present=())
+    record = faulty(then=lines_of(1, 10), attempt={"saves": ()}, present=())
 
     finding = found("kill-at-random", record, baseline)
 
@@ -244,19 +245,57 @@ def test_a_script_that_saves_nothing_and_begins_again_is_not_good() -> None:
 
 def test_a_script_that_goes_on_from_a_file_of_an_unknown_kind_is_not_said_to_save_nothing() -> None:
     baseline = baseline_of(lines_of(1, 10), saves=[])
-    record = struck(then=lines_of(5, 10), attempt={"saves": ()}, present=())
+    record = faulty(then=lines_of(5, 10), attempt={"saves": ()}, present=())
 
     assert found("kill-at-random", record, baseline).verdict == "loses"
 
 
-def test_without_a_fault_that_was_tried_nothing_is_good() -> None:
-    untried = FaultResult(fault="kill-in-save", description="", verdict="not tried", words="not tried: no save")
-    exact = FaultResult(fault="term", description="", verdict="exact", words="exact")
-    missed = found("term", replace(struck(), strike=None, outcome="untouched"), undisturbed())
+UNTRIED = FaultResult(fault="kill-in-save", description="", verdict="not tried", words="not tried: no save")
+EXACT = FaultResult(fault="term", description="", verdict="exact", words="exact")
+HANGS = FaultResult(fault="undisturbed", description="", verdict="hangs", words="hangs")
+MISSED = found("kill-after-save", replace(faulty(), injected=None, outcome="untouched"), undisturbed())
+BAD = replace(EXACT, fault="usr2", verdict="differs")
 
-    assert (are_good([untried, exact]), are_good([untried]), are_good([])) == (True, False, False)
-    assert (missed.verdict, missed.is_good) == ("untouched", False)
-    assert missed.words == "not tried: the run finished before the moment of the fault"
+
+@pytest.mark.parametrize(
+    ("findings", "is_good", "said"),
+    [
+        (
+            [EXACT, UNTRIED],
+            True,
+            "comes back from every fault that certify tried. Not tried, so nothing is known of them: kill-in-save.",
+        ),
+        (
+            [EXACT, MISSED],
+            False,
+            "comes back from every fault that certify tried. Not tried, so nothing is known of them: kill-after-save. To have them tried, let the script train on for longer after its last save, or save fewer files at a time.",
+        ),
+        ([BAD, MISSED], False, "does not come back as it should from usr2. The files of its runs: runs/c. Not tried"),
+        (
+            [MISSED],
+            False,
+            "could try no fault, so nothing is proven. Not tried, so nothing is known of them: kill-after-save. To",
+        ),
+        (
+            [UNTRIED],
+            False,
+            "could try no fault, so nothing is proven. Not tried, so nothing is known of them: kill-in-save. Try other faults",
+        ),
+        ([HANGS], False, "The script hangs without a fault, so certify tried none. The files of its run: runs/c."),
+    ],
+)
+def test_nothing_is_said_of_faults_that_were_not_tried_but_what_to_change(
+    findings: list[FaultResult], is_good: bool, said: str
+) -> None:
+    certificate = Certificate(command=["python", "t.py"], seed=0, folder="runs/c", findings=findings)
+
+    assert certificate.is_good == is_good
+    assert said in as_text(certificate).splitlines()[-1]
+
+
+def test_a_run_that_finished_before_its_fault_is_not_tried() -> None:
+    assert (MISSED.verdict, MISSED.is_good, MISSED.was_tried) == ("untouched", False, False)
+    assert MISSED.words == "not tried: the run finished before the moment of the fault"
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "weights.h5", "state.msgpack"])
@@ -276,7 +315,7 @@ def test_a_file_of_many_archives_is_compared_by_its_bytes_and_one_too_large_to_r
         large.truncate(MOST_BYTES + 1)
     end = {"large.pt": read(tmp_path / "large.pt")}
 
-    finding = found("kill-at-random", struck(final=end), undisturbed(final=end))
+    finding = found("kill-at-random", faulty(final=end), undisturbed(final=end))
 
     assert any("no file was compared" in note for note in finding.notes)
 
@@ -297,7 +336,7 @@ def test_a_log_for_readers_may_have_a_step_twice_but_a_table_may_not(file: str, 
     rows = [line.format(step, step) for step in range(1, 6)]
     ends = [{"step_10.pt": values(), file: text(*lines)} for lines in (rows, [*rows[:4], rows[3], rows[4]])]
 
-    assert names(found("kill-at-random", struck(final=ends[1]), undisturbed(final=ends[0]))) == expected
+    assert names(found("kill-at-random", faulty(final=ends[1]), undisturbed(final=ends[0]))) == expected
 
 
 # --- files cut off (10) ------------------------------------------------------------------------------------------------
@@ -306,7 +345,7 @@ def test_a_log_for_readers_may_have_a_step_twice_but_a_table_may_not(file: str, 
 def test_an_export_that_was_cut_off_and_written_again_is_no_defect() -> None:
     saves = (*undisturbed().attempt.saves, Save(path="final.pt", num_lines=10, at=11.0, contents=WEIGHTS))
     end = {"step_10.pt": values(), "final.pt": WEIGHTS}
-    record = struck(
+    record = faulty(
         lines_of(1, 10), (), final=end, later={"reads": ("step_10.pt",)}, half_written=("final.pt",), was_in_save=True
     )
 
@@ -318,7 +357,7 @@ def test_an_export_that_was_cut_off_and_written_again_is_no_defect() -> None:
 def test_an_export_that_stays_cut_off_is_a_half_written_file_that_was_used() -> None:
     saves = (*undisturbed().attempt.saves, Save(path="final.pt", num_lines=10, at=11.0, contents=WEIGHTS))
     cut_off = Contents(kind="bytes", digest="half")
-    record = struck(
+    record = faulty(
         lines_of(1, 10), (), final={"step_10.pt": values(), "final.pt": cut_off}, half_written=("final.pt",)
     )
     baseline = baseline_of(lines_of(1, 10), saves=saves, final={"step_10.pt": values(), "final.pt": WEIGHTS})
@@ -330,7 +369,7 @@ def test_an_export_that_stays_cut_off_is_a_half_written_file_that_was_used() -> 
 
 def test_a_script_that_reads_a_half_written_state_and_begins_again_in_silence_has_used_it() -> None:
     saves = (Save(path="last.pt", num_lines=4, at=4.0, contents=values(), in_place=True),)
-    record = struck(
+    record = faulty(
         then=lines_of(1, 10),
         attempt={"saves": saves},
         later={"reads": ("last.pt",)},
@@ -362,7 +401,7 @@ def test_directories_with_a_time_or_an_id_in_their_names_are_compared(folders: t
     baseline = undisturbed(final=stamped(one, "x"))
     baseline = replace(baseline, second=replace(baseline.record, final=stamped(two, "x")))
 
-    same, other = (found("kill-at-random", struck(final=stamped(mine, weight)), baseline) for weight in ("x", "y"))
+    same, other = (found("kill-at-random", faulty(final=stamped(mine, weight)), baseline) for weight in ("x", "y"))
 
     assert (same.verdict, same.is_good) == ("loses", True)
     assert (other.verdict, other.is_good) == ("differs", False)
@@ -378,8 +417,8 @@ def test_a_logger_that_makes_another_directory_for_each_attempt_is_compared_over
     }
     baseline = undisturbed(final=whole)
 
-    same = found("kill-at-random", struck(final=split), baseline)
-    other = found("kill-at-random", struck(final={**split, "version_1/last.ckpt": OTHER["step_10.pt"]}), baseline)
+    same = found("kill-at-random", faulty(final=split), baseline)
+    other = found("kill-at-random", faulty(final={**split, "version_1/last.ckpt": OTHER["step_10.pt"]}), baseline)
 
     assert (same.verdict, other.verdict) == ("loses", "differs")
 
@@ -388,7 +427,7 @@ def test_of_two_such_directories_the_one_that_was_written_last_is_compared() -> 
     baseline = undisturbed(final=stamped("run-11", "x"))
     baseline = replace(baseline, second=replace(baseline.record, final=stamped("run-12", "x")))
     later = {"saves": (Save(path="run-13/last.pt", num_lines=5, at=9.0),)}
-    record = struck(later=later, final={**stamped("run-13", "x"), **stamped("run-14", "old")})
+    record = faulty(later=later, final={**stamped("run-13", "x"), **stamped("run-14", "old")})
 
     assert found("kill-at-random", record, baseline).is_good
 
@@ -396,7 +435,7 @@ def test_of_two_such_directories_the_one_that_was_written_last_is_compared() -> 
 def test_it_is_said_where_no_file_could_be_compared() -> None:
     baseline = undisturbed(final=stamped("wise-otter", "x"))
     baseline = replace(baseline, second=replace(baseline.record, final=stamped("calm-fox", "x")))
-    record = struck(
+    record = faulty(
         then=lines_of(6, 10), signal_action="caught", attempt={"ending": "stopped"}, final=stamped("red-kite", "y")
     )
 

@@ -19,6 +19,7 @@ from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents, Kind
 from ddp_hpc.prove.certify.live_files import LiveFiles
 from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
 from ddp_hpc.prove.certify.outside import texts_in_source
+from ddp_hpc.prove.certify.records import Save
 from ddp_hpc.prove.certify.saved_files import is_half_written, read
 from ddp_hpc.prove.certify.verdicts import FaultResult
 from ddp_hpc.run.spec.script import program_of
@@ -188,6 +189,17 @@ def test_a_moment_that_a_run_has_not_is_said() -> None:
     assert "names an evaluation" in str(trigger_of(FAULTS["kill-in-evaluation"], baseline.record, random.Random(0)))
     assert "no saved state" in str(trigger_of(FAULTS["kill-in-save"], no_saves, random.Random(0)))
     assert trigger_of(FAULTS["kill-after-save"], baseline.record, random.Random(0)) == Trigger("save done", 3)
+
+
+def test_a_kill_after_a_save_comes_before_the_files_of_the_last_one_as_the_run_may_end_with_them() -> None:
+    """A Trainer writes five files at once."""
+    baseline = undisturbed()
+    saves = [
+        Save(path=f"checkpoint-{step}/{n}.pt", num_lines=step, at=float(step)) for step in (4, 7, 10) for n in range(5)
+    ]
+    record = replace(baseline.record, attempts=(replace(baseline.attempt, saves=tuple(saves)),))
+
+    assert trigger_of(FAULTS["kill-after-save"], record, random.Random(0)) == Trigger("save done", 10)
 
 
 def test_a_kill_in_an_evaluation_comes_before_its_result_is_printed() -> None:

@@ -8,46 +8,45 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.prove.certify.baseline import Baseline
-from ddp_hpc.prove.certify.evidence import evidence_of
+from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS
 from ddp_hpc.prove.certify.output_lines import PrintedLine
 from ddp_hpc.prove.certify.records import RunRecord, Save
 from ddp_hpc.prove.certify.rules import RULES
 from ddp_hpc.prove.certify.saved_files import Contents
 from ddp_hpc.prove.certify.verdicts import FaultResult, judge, needs_second_run
-from tests.certify.made_records import lines_of, struck, text, undisturbed, values
+from tests.certify.made_records import faulty, lines_of, text, undisturbed, values
 
 OTHER = {"step_10.pt": values({"model.weight": "tensor FloatStorage [1] other"})}
 
 
 def found(fault: str, record: RunRecord, baseline: Baseline) -> FaultResult:
-    return judge(fault, evidence_of(FAULTS[fault], record, baseline), baseline)
+    return judge(fault, TrialEvidence(FAULTS[fault], record, baseline))
 
 
 def test_the_same_bits_without_a_repeated_step_are_exact() -> None:
     finding = found(
-        "term", struck(then=lines_of(6, 10), signal_action="caught", attempt={"ending": "stopped"}), undisturbed()
+        "term", faulty(then=lines_of(6, 10), signal_action="caught", attempt={"ending": "stopped"}), undisturbed()
     )
 
     assert (finding.verdict, finding.is_good, finding.defects, finding.notes) == ("exact", True, [], [])
 
 
 def test_repeated_steps_with_the_same_end_are_lost_ones_and_at_most_what_lies_between_two_saves() -> None:
-    finding = found("kill-at-random", struck(), undisturbed())
+    finding = found("kill-at-random", faulty(), undisturbed())
 
     assert (finding.verdict, finding.words, finding.is_good) == ("loses", "loses at most 2 steps", True)
 
 
 def test_a_script_without_a_handler_is_not_at_fault_but_the_cost_is_noted() -> None:
-    finding = found("usr2", struck(signal_action="default"), undisturbed())
+    finding = found("usr2", faulty(signal_action="default"), undisturbed())
 
     assert finding.is_good
     assert "no handler for SIGUSR2" in finding.notes[0]
 
 
 def test_another_result_without_a_known_reason_says_what_differs_first() -> None:
-    record = struck(final=OTHER, later={"reads": ("step_4.pt",)})
+    record = faulty(final=OTHER, later={"reads": ("step_4.pt",)})
 
     finding = found("kill-at-random", record, undisturbed())
 
@@ -66,7 +65,7 @@ def test_a_script_that_always_ends_otherwise_is_not_blamed_for_it() -> None:
         baseline, second=replace(baseline.record, final={"step_10.pt": values({"model.weight": "tensor 3"})})
     )
 
-    finding = found("kill-at-random", struck(final=OTHER), baseline)
+    finding = found("kill-at-random", faulty(final=OTHER), baseline)
 
     assert finding.verdict == "comes back"
     assert "two undisturbed runs differ" in finding.notes[0]
@@ -74,9 +73,9 @@ def test_a_script_that_always_ends_otherwise_is_not_blamed_for_it() -> None:
 
 def test_a_time_of_day_in_a_result_is_no_difference_once_two_undisturbed_runs_differ_in_it() -> None:
     baseline = undisturbed(values({"saved_at": "1"}))
-    record = struck(final={"step_10.pt": values({"saved_at": "2"})})
+    record = faulty(final={"step_10.pt": values({"saved_at": "2"})})
 
-    assert needs_second_run(evidence_of(FAULTS["kill-at-random"], record, baseline))
+    assert needs_second_run(TrialEvidence(FAULTS["kill-at-random"], record, baseline))
     again = replace(baseline.record, final={"step_10.pt": values({"saved_at": "3"})})
     assert found("kill-at-random", record, replace(baseline, second=again)).verdict == "loses"
 
@@ -84,7 +83,7 @@ def test_a_time_of_day_in_a_result_is_no_difference_once_two_undisturbed_runs_di
 def test_another_file_of_a_stop_and_a_note_in_a_log_are_no_differences() -> None:
     log = ["step,loss", "1,0.5", "2,0.4"]
     baseline = undisturbed(final={"step_10.pt": values(), "log.csv": text(*log)})
-    record = struck(
+    record = faulty(
         final={"step_10.pt": values(), "step_5.pt": values(), "log.csv": text(*log[:2], "resumed at 1", log[2])}
     )
 
@@ -95,7 +94,7 @@ def test_a_save_in_the_middle_of_an_epoch_under_the_name_of_its_end_is_no_differ
     middle = values({"lr_scheduler.last_epoch": "5"})
     baseline = undisturbed(final={"step_4.pt": values(), "step_10.pt": values()})
     saves = (Save(path="step_4.pt", num_lines=4, at=4.0), Save(path="step_4.pt", num_lines=5, at=6.0))
-    record = struck(
+    record = faulty(
         then=lines_of(6, 10),
         signal_action="caught",
         attempt={"ending": "stopped", "saves": saves},
@@ -172,7 +171,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_each_defect_is_named_by_its_evidence_and_no_other_is(name: str) -> None:
     fault, seen, base = CASES[name]
 
-    finding = found(fault, struck(**seen), undisturbed(base.get("saved"), final=base.get("final")))
+    finding = found(fault, faulty(**seen), undisturbed(base.get("saved"), final=base.get("final")))
 
     assert {defect.name for defect in finding.defects} == {name}, finding
     assert not finding.is_good
@@ -180,15 +179,15 @@ def test_each_defect_is_named_by_its_evidence_and_no_other_is(name: str) -> None
 
 
 def test_every_defect_of_the_table_has_a_case() -> None:
-    assert {rule.name for rule in RULES} == set(CASES)
+    assert set(RULES) == set(CASES)
 
 
 @pytest.mark.parametrize(("then", "which"), [(ALL_DIFFER, "the first loss"), (LATER_DIFFER, "a later loss")])
 def test_of_losses_that_differ_without_a_known_reason_it_is_said_which_and_what_the_saved_state_lacks(
     then: Sequence[PrintedLine], which: str
 ) -> None:
-    whole = found("kill-at-random", struck(then=then, final=OTHER), undisturbed())
-    without = found("kill-at-random", struck(then=then, final=OTHER), undisturbed(values(without="rng")))
+    whole = found("kill-at-random", faulty(then=then, final=OTHER), undisturbed())
+    without = found("kill-at-random", faulty(then=then, final=OTHER), undisturbed(values(without="rng")))
 
     assert (whole.verdict, whole.defects, without.defects) == ("differs", [], [])
     assert f"what differs first: {which} after the resume" in whole.reason
@@ -201,7 +200,7 @@ def test_the_step_of_an_optimizers_moments_is_no_counter_of_the_script() -> None
     ends = [values({path: f"tensor FloatStorage [] {count}", "model.weight": f"tensor {count}"}) for count in "ab"]
     baseline = undisturbed(values(without="optimizer"), final={"step_10.pt": ends[0]})
 
-    finding = found("kill-at-random", struck(then=LATER_DIFFER, final={"step_10.pt": ends[1]}), baseline)
+    finding = found("kill-at-random", faulty(then=LATER_DIFFER, final={"step_10.pt": ends[1]}), baseline)
 
     assert finding.reason == "optimizer not restored"
 
@@ -217,7 +216,7 @@ def test_a_state_that_lies_in_several_files_is_seen_as_one() -> None:
 
 
 def test_a_scheduler_that_is_not_saved_is_shown_by_the_learning_rate_at_the_end() -> None:
-    record = struck(final={"step_10.pt": values({"optimizer.param_groups.0.lr": "0.2"}, without="lr_")})
+    record = faulty(final={"step_10.pt": values({"optimizer.param_groups.0.lr": "0.2"}, without="lr_")})
 
     (defect,) = found("kill-at-random", record, undisturbed(values(without="lr_"))).defects
 
@@ -229,7 +228,7 @@ def test_a_scheduler_that_is_not_saved_is_shown_by_the_learning_rate_at_the_end(
 
 
 def test_a_script_that_ends_too_early_does_not_come_back() -> None:
-    finding = found("kill-at-random", struck(then=(), final={}), undisturbed())
+    finding = found("kill-at-random", faulty(then=(), final={}), undisturbed())
 
     assert (finding.verdict, finding.defects) == ("does not come back", [])
     assert finding.reason == "the script ended with exit code 0 at step 5, but the undisturbed run goes on after that"
@@ -237,7 +236,7 @@ def test_a_script_that_ends_too_early_does_not_come_back() -> None:
 
 def test_a_file_that_is_written_in_place_is_a_defect_though_no_kill_has_cut_it_off() -> None:
     saves = (Save(path="step_4.pt", num_lines=4, at=4.0, in_place=True),)
-    record = struck(attempt={"saves": saves}, later={"reads": ("step_4.pt",)})
+    record = faulty(attempt={"saves": saves}, later={"reads": ("step_4.pt",)})
 
     finding = found("kill-in-save", record, undisturbed())
 
@@ -252,11 +251,11 @@ def test_a_log_with_times_of_day_is_not_compared() -> None:
     baseline = undisturbed(final=final(1))
     baseline = replace(baseline, second=replace(baseline.record, final=final(2)))
 
-    assert found("kill-at-random", struck(final=final(3, "resumed")), baseline).verdict == "loses"
+    assert found("kill-at-random", faulty(final=final(3, "resumed")), baseline).verdict == "loses"
 
 
 def test_a_hang_shows_the_rank_that_hangs() -> None:
-    record = struck(then=None, attempt={"ending": "hung"}, signal_action="default")
+    record = faulty(then=None, attempt={"ending": "hung"}, signal_action="default")
     record = replace(
         record, stacks={0: '  File "train.py", line 12 in wait_for_data\n  File "train.py", line 40 in main'}
     )

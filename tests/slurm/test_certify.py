@@ -1,9 +1,10 @@
-"""`ddp-hpc certify --cluster slurm`, typed on the login node: the script is certified on a compute node."""
+"""`srun ddp-hpc certify`, typed on the login node: the script is certified on a compute node."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,8 @@ from tests.slurm.runs import LoginNode
 
 pytestmark = pytest.mark.long
 
-QUICK = (
-    "--cluster",
-    "slurm",
-    "--random-seed=1",
-    "--patience=20",
-    "resources.cpus_per_worker=1",
-    "slurm.nodelist=node2",
-)
+ON_A_NODE = ("srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--mem=2000", "--nodelist=node2", "--time=10")
+QUICK = ("ddp-hpc", "certify", "--random-seed=1", "--patience=20", "resources.cpus_per_worker=1")
 UNMARKED = "resumes from the wrong file"
 """A planted defect that takes no second undisturbed run."""
 
@@ -32,28 +27,39 @@ def add_script(login: LoginNode, text: str) -> None:
     shutil.chown(script, USER, USER)
 
 
-def test_a_good_script_gets_its_certificate_and_a_planted_defect_is_named_by_a_job(
+def test_a_good_script_gets_its_certificate_and_a_planted_defect_is_named_on_a_node(
     cluster: Cluster, login: LoginNode
 ) -> None:
+    def certified(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = (*ON_A_NODE, *QUICK, *words, "--", "python", "train.py")
+        return cluster.run(*argv, cwd=login.folder, check=False, timeout=400)
+
     add_script(login, (SCRIPTS / "good.py").read_text())
-    good = login.type(
-        "certify", *QUICK, "--json", "--faults=kill-in-evaluation", "--", "python", "train.py", timeout=400
-    )
+    good = certified("--json", "--faults=kill-in-evaluation")
     assert good.returncode == 0, good.stdout + good.stderr
     found = json.loads(good.stdout)
     assert [one["defects"] for one in found["findings"]] == [[]]
     assert found["findings"][0]["verdict"] in {"exact", "loses"}
     assert json.loads((Path(found["folder"]) / "certificate.json").read_text()) == found
-    assert "runs on node2" in good.stderr
     (record,) = (Path(found["folder"]) / "runs").glob("undisturbed/logs/attempt-0")
     assert record.is_dir()
 
     planted = next(one for one in PLANTED if one.name == UNMARKED)
     add_script(login, planted.source)
-    bad = login.type("certify", *QUICK, f"--faults={planted.fault}", "--", "python", "train.py", timeout=400)
+    bad = certified(f"--faults={planted.fault}")
     assert bad.returncode == 1, bad.stdout + bad.stderr
     assert f"\n{UNMARKED}: " in bad.stdout
-    assert not cluster.run("squeue", "--noheader").stdout.strip()
+
+
+def test_where_the_time_is_over_srun_ends_and_nothing_is_proven(cluster: Cluster, login: LoginNode) -> None:
+    add_script(login, "import time\nfor step in range(300):\n    print('step', step, flush=True)\n    time.sleep(1)\n")
+    argv = (*ON_A_NODE[:-1], "--time=1", *QUICK, "--", "python", "train.py")
+
+    done = cluster.run(*argv, cwd=login.folder, check=False, timeout=300)
+
+    assert done.returncode not in {0, 1}, done.stdout + done.stderr
+    assert "DUE TO TIME LIMIT" in done.stderr
+    assert not list(login.folder.rglob("certificate.json"))
 
 
 def test_a_certification_within_an_allocation_runs_there(cluster: Cluster, login: LoginNode) -> None:

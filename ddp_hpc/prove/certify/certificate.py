@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.prove.certify.baseline import Baseline
-from ddp_hpc.prove.certify.evidence import evidence_of
+from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS, TrialFault, Trigger, trigger_of
 from ddp_hpc.prove.certify.output_lines import parse, scale_of
 from ddp_hpc.prove.certify.outside import (
@@ -26,8 +25,8 @@ from ddp_hpc.prove.certify.outside import (
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord
 from ddp_hpc.prove.certify.sandbox import copy_of, files_in
 from ddp_hpc.prove.certify.saved_files import is_saved_state, plain
-from ddp_hpc.prove.certify.trial import Order, Trial, TrialPlace
-from ddp_hpc.prove.certify.verdicts import FaultResult, are_good, judge, needs_second_run
+from ddp_hpc.prove.certify.trial import Order, Trial
+from ddp_hpc.prove.certify.verdicts import FaultResult, judge, needs_second_run
 from ddp_hpc.run.spec.script import program_of
 
 RANKS = 2
@@ -35,8 +34,6 @@ RANKS = 2
 HIDDEN = "..."
 CERTIFICATE = "certificate.json"
 """In the directory of the runs: the result, as `--json` prints it."""
-JOB = "job"
-"""Where it runs in a job: the directory of that job, beside those of the runs."""
 SILENCES = 3.0
 """A silence of this many times the longest one of the undisturbed run does not count as a hang yet."""
 
@@ -81,9 +78,14 @@ class Certificate:
     findings: list[FaultResult] = field(default_factory=list)
 
     @property
+    def tried(self) -> list[FaultResult]:
+        """The faults that came; a script that hangs undisturbed gets none."""
+        return [one for one in self.findings if one.was_tried and one.fault in FAULTS]
+
+    @property
     def is_good(self) -> bool:
-        """Whether at least one fault was tried, and it came back from every one."""
-        return are_good(self.findings)
+        """Whether at least one fault was tried, and it came back from every one; a run that finished too early proves nothing."""
+        return bool(self.tried) and all(one.is_good for one in self.findings)
 
 
 def certify(
@@ -99,14 +101,15 @@ def certify(
         on_finding(certificate.findings[0])
         return certificate
     say(time_needed(certificate.seconds, len(plan.faults)))
-    dice = random.Random(plan.seed)
+    rng = random.Random(plan.seed)
     for name in plan.faults:
-        finding = certification.try_fault(name, dice)
+        finding = certification.try_fault(name, rng)
         certificate.findings.append(finding)
         on_finding(finding)
     certificate.is_deterministic = certification.baseline.is_deterministic
-    if certificate.is_good:
-        certification.remove_copies()
+    if certificate.is_good and not plan.is_kept:  # nothing is left to compare
+        for name in certification.names:
+            shutil.rmtree(plan.folder / name, ignore_errors=True)
     return certificate
 
 
@@ -116,15 +119,15 @@ class _Certification:
     environ: Mapping[str, str]
     say: Callable[[str], None]
     baseline: Baseline = field(init=False)
-    _left_out: set[Path] = field(default_factory=set)
-    _names: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
     """Of the directories of its runs."""
+    notes: list[str] = field(default_factory=list)
+    _left_out: set[Path] = field(default_factory=set)
     _save_names: frozenset[str] = frozenset()
     _command: Sequence[str] = ()
     _outside: tuple[Path, ...] = ()
     _patience_s: float = 0.0
     _printing_rank: int = 0
-    notes: list[str] = field(default_factory=list)
 
     def begin(self) -> Certificate:
         """Run the script undisturbed; return what it does."""
@@ -139,24 +142,21 @@ class _Certification:
         record = self._undisturbed("undisturbed")
         self.baseline = Baseline(record=record)
         self._patience_s = max(plan.patience_s, SILENCES * record.longest_silence_s)
-        attempt = self.baseline.attempt
-        saves = list(dict.fromkeys(one.path for one in attempt.saves))
-        scale = self.baseline.scale
+        self.notes += _limits(self.baseline)
         certificate = Certificate(
             command=shown(plan.command),
             seed=plan.seed,
             folder=str(plan.folder),
             seconds=round(record.seconds, 1),
-            unit=scale.unit,
-            num_positions=len({scale.position(line) for line in attempt.lines} - {None}),
-            saves=saves,
+            unit=self.baseline.scale.unit,
+            num_positions=len(self.baseline.positions),
+            saves=list(dict.fromkeys(one.path for one in self.baseline.attempt.saves)),
             final_files=sorted(record.final),
             notes=self.notes,
         )
-        self._note_limits(certificate, attempt)
         if record.outcome == "hung":
             fault = TrialFault(description="no fault", action="stop", moment="stop")
-            certificate.findings.append(judge("undisturbed", evidence_of(fault, record, self.baseline), self.baseline))
+            certificate.findings.append(judge("undisturbed", TrialEvidence(fault, record, self.baseline)))
         return certificate
 
     def _watched(self, paths: Sequence[Path]) -> tuple[Path, ...]:
@@ -168,90 +168,82 @@ class _Certification:
         ours = (*self.plan.left_out, self.plan.folder, *self.plan.may_change)
         return tuple(one for one in ours if not self.plan.work_dir.is_relative_to(one))
 
-    def _note_limits(self, certificate: Certificate, attempt: AttemptRecord) -> None:
-        if not certificate.unit:
-            self.notes.append(
-                "no line of the script's output names a step or an epoch, so the amount of repeated work is not known"
-            )
-        if not certificate.saves:
-            self.notes.append(
-                "certify found no saved state among the files that the script writes; if the script saves its state, name the files with `script.progress=PATTERN`"
-            )
-        if attempt.left_behind:
-            named = "; ".join(one[:80] for one in attempt.left_behind[:3])
-            self.notes.append(f"the script left processes running when it ended, and certify killed them: {named}")
-        if attempt.num_ranks < 2:
-            self.notes.append(
-                "the script ran with one rank, so whether ranks agree was not tested; to test it: `resources.workers_per_node=2`"
-            )
-
     def _undisturbed(self, name: str) -> RunRecord:
         trial, record = self._trial(name)
         if record.outcome == "hung":
             return record
+        last = record.attempts[-1]
         if record.outcome != "finished":
-            last = record.attempts[-1]
             text = next(iter(last.failed_ranks.values()), "") or last.reason or record.outcome
             raise ConfigError(
                 f"The script does not finish without a fault, so certify tried no fault: {text.strip()[-600:].rstrip('.')}. "
-                f"{hint_on(text, self.plan.work_dir)}Read {trial.place.runs_dir}."
+                f"{hint_on(text, self.plan.work_dir)}Read {trial.order.runs_dir}."
             )
-        rank = _printing_rank(record.attempts[-1])
+        rank = _printing_rank(last)
         if rank and not self._printing_rank:
             self._printing_rank = rank
-            self.notes.append(
-                f"rank {rank} prints the training's step, and rank zero does not, so certify reads that rank's lines"
-            )
-            self.say(
-                f"rank {rank} prints the training's step, and rank zero does not; certify runs the script again to read that rank's lines"
-            )
+            found = f"rank {rank} prints the training's step, and rank zero does not"
+            self.notes.append(f"{found}, so certify reads that rank's lines")
+            self.say(f"{found}; certify runs the script again to read that rank's lines")
             return self._undisturbed(f"{name}-of-rank-{rank}")
         known = {plain(Path(path).name) for path, contents in record.final.items() if contents.kind == "text"}
-        self._save_names = frozenset(trial.begun_names - known) if record.attempts[-1].saves else frozenset()
+        self._save_names = frozenset(trial.begun_names - known) if last.saves else frozenset()
         return record
 
-    def try_fault(self, name: str, dice: random.Random) -> FaultResult:
+    def try_fault(self, name: str, rng: random.Random) -> FaultResult:
         """Run the script under one fault; return the verdict."""
         fault = FAULTS[name]
-        trigger = trigger_of(fault, self.baseline.record, dice)
+        trigger = trigger_of(fault, self.baseline.record, rng)
         if isinstance(trigger, str):
-            return FaultResult(
-                fault=name, description=fault.description, verdict="not tried", words=f"not tried: {trigger}"
-            )
+            words = f"not tried: {trigger}"
+            return FaultResult(fault=name, description=fault.description, verdict="not tried", words=words)
         self.say(f"{name}: {fault.description}")
         trial, record = self._trial(name, fault, trigger)
-        evidence = evidence_of(fault, record, self.baseline)
+        evidence = TrialEvidence(fault, record, self.baseline)
         if self.baseline.second is None and needs_second_run(evidence):
             self.say(
                 "its result differs; certify runs the script undisturbed once more, to see whether its result is always the same"
             )
             self.baseline = replace(self.baseline, second=self._undisturbed("undisturbed-2"))
-        evidence = evidence_of(fault, record, self.baseline)
-        finding = judge(name, evidence, self.baseline)
-        finding.run = str(trial.place.run.path)
+        finding = judge(name, TrialEvidence(fault, record, self.baseline))
+        finding.run = str(trial.order.run.path)
         if finding.is_good and not self.plan.is_kept:
-            shutil.rmtree(trial.place.work_dir.parent, ignore_errors=True)
+            shutil.rmtree(trial.order.work_dir.parent, ignore_errors=True)
         return finding
-
-    def remove_copies(self) -> None:
-        """Remove the copies of the undisturbed runs, too, as nothing is left to compare."""
-        for name in self._names if not self.plan.is_kept else ():
-            shutil.rmtree(self.plan.folder / name, ignore_errors=True)
 
     def _trial(
         self, name: str, fault: TrialFault | None = None, trigger: Trigger | None = None
     ) -> tuple[Trial, RunRecord]:
         # A directory of its own around the copy: what the script writes to `../out` belongs to this run alone, and is seen.
-        parent = self.plan.folder / name
-        self._names.add(name)
-        place = TrialPlace(work_dir=parent / "work", runs_dir=self.plan.folder / "runs", name=name)
-        linked = copy_of(self.plan.work_dir, place.work_dir, left_out=self._left_out)
-        place.runs_dir.mkdir(parents=True, exist_ok=True)
-        before = files_in(place.work_dir)
-        trial = Trial(place, self._order(fault, trigger, linked))
+        work_dir, runs_dir = self.plan.folder / name / "work", self.plan.folder / "runs"
+        self.names.add(name)
+        linked = copy_of(self.plan.work_dir, work_dir, left_out=self._left_out)
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        before = files_in(work_dir)
+        outside = (*self._outside, *self._watched(linked))
+        trial = Trial(
+            Order(
+                name=name,
+                work_dir=work_dir,
+                runs_dir=runs_dir,
+                command=self._command,
+                settings=self._settings(fault),
+                patience_s=self._patience_s,
+                environ=self.environ,
+                fault=fault,
+                trigger=trigger,
+                save_names=self._save_names,
+                printing_rank=self._printing_rank,
+                progress=values_of(self.plan.settings).get("script.progress"),
+                outside=outside,
+                apart_from=tuple(
+                    one for one in self._of_other_runs if not any(path.is_relative_to(one) for path in outside)
+                ),
+            )
+        )
         record = trial.run()
-        self._refuse_outputs_elsewhere(place, record)
-        old = [] if fault else earlier_states(before, place.work_dir, record)
+        self._refuse_outputs_elsewhere(trial.order, record)
+        old = [] if fault else earlier_states(before, work_dir, record)
         if old and not self._left_out.issuperset(self.plan.work_dir / path for path in old):
             self._left_out.update(self.plan.work_dir / path for path in old)
             self.notes.append(
@@ -261,7 +253,18 @@ class _Certification:
             return self._trial(f"{name}-anew")
         return trial, record
 
-    def _refuse_outputs_elsewhere(self, place: TrialPlace, record: RunRecord) -> None:
+    def _settings(self, fault: TrialFault | None) -> list[str]:
+        """Return the user's settings, and ours."""
+        user = values_of(self.plan.settings)
+        others = {key: value for key, value in user.items() if key not in {"name", "runs_dir"}}
+        mine = {
+            "script.stop_within_s": str(int(3 * self._patience_s) + 1),
+            **others,
+            "script.stop_signal": fault.stop_signal if fault else "TERM",
+        }
+        return [*ranks_of(self.plan.settings), *(f"{key}={value}" for key, value in mine.items())]
+
+    def _refuse_outputs_elsewhere(self, order: Order, record: RunRecord) -> None:
         if record.outside:
             raise ConfigError(
                 f"The script wrote {record.outside[0]}, which is outside of its working directory, so certify has ended it: the runs would "
@@ -269,52 +272,48 @@ class _Certification:
                 "below a link to a directory elsewhere. If it is a cache, or another program has written there: `--may-change "
                 f"{Path(record.outside[0]).parent}`."
             )
-        folder = place.work_dir.parent
         beside = [
-            *strays(folder, {place.work_dir.name}),
-            *strays(self.plan.folder, {JOB, place.runs_dir.name, *self._names}),
+            *strays(order.work_dir.parent, {order.work_dir.name}),
+            *strays(self.plan.folder, {order.runs_dir.name, *self.names}),
         ]
         if beside:
             raise ConfigError(
-                f"The script wrote `{os.path.relpath(beside[0], place.work_dir)}`, beside its working directory and not below it. Certify the script from the "
+                f"The script wrote `{os.path.relpath(beside[0], order.work_dir)}`, beside its working directory and not below it. Certify the script from the "
                 f"directory above: `cd ..`, then `ddp-hpc certify -- python {self.plan.work_dir.name}/...`. Or give it a path below the "
                 "working directory for its output."
             )
 
-    def _order(self, fault: TrialFault | None, trigger: Trigger | None, linked: Sequence[Path]) -> Order:
-        mine = {
-            "script.stop_within_s": str(int(3 * self._patience_s) + 1),
-            "script.stop_signal": fault.stop_signal if fault else "TERM",
-        }
-        user = {setting.partition("=")[0]: setting.partition("=")[2] for setting in self.plan.settings}
-        if "script.stop_within_s" in user:
-            del mine["script.stop_within_s"]
-        others = [
-            f"{key}={value}" for key, value in user.items() if key not in {"name", "runs_dir", "script.stop_signal"}
-        ]
-        outside = (*self._outside, *self._watched(linked))
-        return Order(
-            command=self._command,
-            settings=[*others, *ranks_of(others), *(f"{key}={value}" for key, value in mine.items())],
-            patience_s=self._patience_s,
-            environ=self.environ,
-            fault=fault,
-            trigger=trigger,
-            save_names=self._save_names,
-            printing_rank=self._printing_rank,
-            progress=user.get("script.progress"),
-            outside=outside,
-            apart_from=tuple(
-                one for one in self._of_other_runs if not any(path.is_relative_to(one) for path in outside)
-            ),
+
+def _limits(baseline: Baseline) -> list[str]:
+    """Return notes on what certify does not learn of this script."""
+    attempt, notes = baseline.attempt, []
+    if not baseline.scale.unit:
+        notes.append(
+            "no line of the script's output names a step or an epoch, so the amount of repeated work is not known"
         )
+    if not attempt.saves:
+        notes.append(
+            "certify found no saved state among the files that the script writes; if the script saves its state, name the files with `script.progress=PATTERN`"
+        )
+    if attempt.left_behind:
+        named = "; ".join(one[:80] for one in attempt.left_behind[:3])
+        notes.append(f"the script left processes running when it ended, and certify killed them: {named}")
+    if attempt.num_ranks < 2:
+        notes.append(
+            "the script ran with one rank, so whether ranks agree was not tested; to test it: `resources.workers_per_node=2`"
+        )
+    return notes
+
+
+def values_of(settings: Sequence[str]) -> dict[str, str]:
+    """Return the value of each key in `KEY=VALUE` words."""
+    return {key: value for key, _, value in (setting.partition("=") for setting in settings)}
 
 
 def ranks_of(settings: Sequence[str]) -> list[str]:
     """Return the setting of how many ranks run, where the user's settings do not say it."""
-    keys = {setting.partition("=")[0] for setting in settings}
     says = {"resources", "resources.workers_per_node", "resources.gpus_per_node"}
-    return [] if keys & says else [f"resources.workers_per_node={RANKS}"]
+    return [] if says & values_of(settings).keys() else [f"resources.workers_per_node={RANKS}"]
 
 
 def _printing_rank(attempt: AttemptRecord) -> int:

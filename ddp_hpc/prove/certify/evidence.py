@@ -1,144 +1,357 @@
-"""What a run under a fault shows beside the undisturbed one: the facts from which verdict and diagnosis are made. Pure."""
+"""What the undisturbed runs show, and what a run under a fault shows beside them: the facts of which verdicts and defects are made. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
 
-from ddp_hpc.prove.certify import failure
-from ddp_hpc.prove.certify.baseline import Baseline
 from ddp_hpc.prove.certify.faults import TrialFault
-from ddp_hpc.prove.certify.file_differences import FileDifference
-from ddp_hpc.prove.certify.final_files import facts_of_files
-from ddp_hpc.prove.certify.output_lines import Position, losses, positions
-from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, SignalAction, Strike
-from ddp_hpc.prove.certify.resume import facts_of_resume
-from ddp_hpc.prove.certify.saved_files import Contents, kind_of
+from ddp_hpc.prove.certify.file_differences import NO_FILE, FileDifference, aligned, differences, doubled_line
+from ddp_hpc.prove.certify.output_lines import Position, Scale, losses, positions, scale_of
+from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord
+from ddp_hpc.prove.certify.saved_files import Contents, is_saved_state, kind_of
+
+_MOST_LEFT = 2
+"""So many positions may be missing at the end where a step was counted twice: the script did finish."""
+_LOADER_DIED = re.compile(r"DataLoader worker .*(?:exited unexpectedly|is killed by signal)")
+_COLLECTIVE = re.compile(
+    r"in (?:all_reduce|all_gather\w*|broadcast\w*|barrier|reduce\w*|backward|_engine_run_backward|gather)\b"
+)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """What the undisturbed runs have shown, and what is the same in each of them."""
+
+    record: RunRecord
+    second: RunRecord | None = None
+    """A second undisturbed run, where one was needed."""
+
+    @property
+    def attempt(self) -> AttemptRecord:
+        """The only one."""
+        return self.record.attempts[-1]
+
+    @cached_property
+    def scale(self) -> Scale:
+        """How its lines say where the training is."""
+        return scale_of(self.attempt.lines)
+
+    @cached_property
+    def positions(self) -> list[Position]:
+        return positions(self.attempt.lines, self.scale)
+
+    @cached_property
+    def _own_differences(self) -> list[FileDifference]:
+        """By what the files of two undisturbed runs differ."""
+        if self.second is None:
+            return []
+        return differences(aligned(self.second.final, self.record.final), self.record.final)
+
+    @property
+    def volatile(self) -> frozenset[tuple[str, str]]:
+        """Values that differ between two undisturbed runs: times of day, for instance."""
+        return frozenset((one.file, one.path) for one in self._own_differences)
+
+    @property
+    def is_deterministic(self) -> bool | None:
+        """Whether two undisturbed runs print the same losses and save the same tensors; None if there was only one run."""
+        if self.second is None:
+            return None
+        same_losses = losses(self.second.attempts[-1].lines, self.scale) == losses(self.attempt.lines, self.scale)
+        return same_losses and not any(one.here.startswith("tensor") for one in self._own_differences)
+
+    @cached_property
+    def checkpoint(self) -> Contents | None:
+        """The values of all its saved states, as one state may lie in several files; None where none could be read."""
+        saved = [one.contents.values for one in self.attempt.saves if one.contents is not None]
+        values = {path: text for each in saved for path, text in each.items()}
+        return Contents(kind="values", values=values) if values else None
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of files that it saves; only those with an optimizer, if any has one, as the others are exports."""
+        saves = self.attempt.saves
+        whole = [one for one in saves if one.contents is not None and one.contents.has_optimizer]
+        return frozenset(kind_of(one.path) for one in whole or saves)
+
+    @property
+    def steps_between_saves(self) -> int:
+        """The most positions that lie between two saves; 0 where that is not known."""
+        counts = [0, *(len(positions(self.attempt.lines[: one.num_lines], self.scale)) for one in self.attempt.saves)]
+        return max((later - earlier for earlier, later in pairwise(counts)), default=0) * self.scale.stride
+
+
+@dataclass(frozen=True)
 class TrialEvidence:
     """The facts of one run under a fault."""
 
     fault: TrialFault
-    outcome: Literal["finished", "failed", "hung", "untouched"]
-    unit: str
-    """What its output counts."""
-    checkpoint: Contents | None = None
-    """What the undisturbed run saves."""
-    is_deterministic: bool | None = None
-    signal_action: SignalAction = ""
-    ran_on: bool = False
-    """After the stop signal, the script went on to its end, or until it was killed."""
-    num_after_signal: int = 0
-    """Positions that were printed after the signal in the same attempt."""
-    lost_ranks: frozenset[int] = frozenset()
-    """Of the attempt in which the fault came."""
-    loader_died: str = ""
-    """The line that says that a loader process died."""
-    waits_in_collective: bool = False
-    """It hangs, and a rank waits for the others."""
-    error: str = ""
-    """How the last attempt failed, or where it hangs."""
-    half_written: tuple[str, ...] = ()
-    """Files under their final names that ended before their end."""
-    was_in_save: bool = False
-    in_place: tuple[str, ...] = ()
-    """Saved states that the script came back from, and that it writes under their own names."""
-    newest_state: str = ""
-    """The newest whole state that the script could have read back."""
-    read_back: tuple[str, ...] = ()
-    """Saved states that the script read when it came back."""
-    resumed_at: Position | None = None
-    starts_over: bool = False
-    ended_at: Position | None = None
-    """The last position, where the script ended well before the last one of the undisturbed run."""
-    num_repeated: int = 0
-    """Steps (or epochs) that were done again, at most."""
-    is_measured: bool = True
-    """Whether its output says where it went on."""
-    saves_nothing: bool = False
-    """No run has written a file that is known as a saved state, and the script did not go on where it was."""
-    num_compared: int | None = None
-    """How many files of its result were compared; None where it did not finish."""
-    has_same_weights: bool = False
-    """Tensors were compared, and nothing but lines of a log differs."""
-    first_loss_differs: bool | None = None
-    """The first loss after the fault against the undisturbed run's at the same position; None where there is none to compare."""
-    later_loss_differs: bool | None = None
-    differences: tuple[FileDifference, ...] = ()
-    doubled: tuple[str, str] | None = None
-    """A table, and a line that stands there more often than in the undisturbed run's."""
+    record: RunRecord
+    baseline: Baseline
+
+    @property
+    def injected(self) -> InjectedFault:
+        """The fault; the beginning of a run in which none was injected."""
+        return self.record.injected or InjectedFault(attempt=0, at_line=0)
+
+    @property
+    def unit(self) -> str:
+        """What its output counts."""
+        return self.baseline.scale.unit or "line"
+
+    @property
+    def _faulty(self) -> AttemptRecord:
+        return self.record.attempts[self.injected.attempt]
+
+    @property
+    def _later(self) -> Sequence[AttemptRecord]:
+        return self.record.attempts[self.injected.attempt + 1 :]
+
+    # --- how it ended --------------------------------------------------------------------------------------------------
 
     @property
     def came_back(self) -> bool:
         """Whether the run went on from what it had saved, to its end."""
-        return self.outcome in {"finished", "untouched"} and not self.starts_over and self.ended_at is None
+        return self.record.outcome in {"finished", "untouched"} and not self.starts_over and self.ended_at is None
+
+    @property
+    def error(self) -> str:
+        """How the last attempt failed, or where it hangs."""
+        if self.record.outcome == "hung":
+            return f"the script stopped printing and computing; the stack of {_innermost(self.record)}"
+        last = self.record.attempts[-1]
+        first_causes = [text for rank, text in sorted(last.failed_ranks.items()) if rank not in last.lost_ranks]
+        texts = first_causes or list(last.failed_ranks.values()) or [last.reason]
+        return next(iter(texts[0].strip().splitlines()), "")[:300]
+
+    @property
+    def lost_ranks(self) -> frozenset[int]:
+        """Ranks that lost the connection to another in the attempt in which the fault came."""
+        return self._faulty.lost_ranks
+
+    @property
+    def waits_in_collective(self) -> bool:
+        """Whether it hangs, and a rank waits for the others."""
+        return self.record.outcome == "hung" and any(map(_COLLECTIVE.search, self.record.stacks.values()))
+
+    @property
+    def loader_died(self) -> str:
+        """The line that says that a loader process died; empty where the attempt did not fail."""
+        attempt = self._faulty
+        if self.record.injected is None or (attempt.ending == "stopped" and not attempt.failed_ranks):
+            return ""
+        texts = [*attempt.failed_ranks.values(), *attempt.logs.values()]
+        lines = (line for text in texts for line in text.splitlines())
+        return next((line.strip()[:200] for line in lines if _LOADER_DIED.search(line)), "")
+
+    @cached_property
+    def num_after_signal(self) -> int:
+        """Positions that were printed after the fault in the same attempt."""
+        lines = self._faulty.lines
+        before, there = (positions(some, self.baseline.scale) for some in (lines[: self.injected.at_line], lines))
+        return len(there) - len(before)
+
+    @property
+    def ran_on(self) -> bool:
+        """Whether the script went on after the stop signal to its end, or until it was killed."""
+        if not self.fault.is_stop or self.record.injected is None:
+            return False
+        whole = self.baseline.positions
+        has_ended = bool(whole) and positions(self._faulty.lines, self.baseline.scale)[-1:] == whole[-1:]
+        was_killed = any("killed it" in text for text in self._faulty.failed_ranks.values())
+        return was_killed or (has_ended and self.num_after_signal >= max(2, len(whole) // 4))
+
+    # --- from which state it went on, and where ------------------------------------------------------------------------
+
+    @cached_property
+    def read_back(self) -> list[str]:
+        """Saved states that the script read after the fault: what the undisturbed run read, too, is not its own."""
+        found = (path for attempt in self._later for path in attempt.reads)
+        return [path for path in dict.fromkeys(found) if path not in self.baseline.attempt.reads]
+
+    @cached_property
+    def _states(self) -> list[str]:
+        """The states that the script could have read back, the oldest first: of the kinds that it reads, if it reads any."""
+        kinds = self.baseline.kinds.intersection(map(kind_of, self.read_back)) or self.baseline.kinds
+        present = self.injected.present
+        return [path for path in present if kind_of(path) in kinds and path not in self.baseline.attempt.reads]
+
+    @property
+    def newest_state(self) -> str:
+        """The newest whole state that the script could have read back."""
+        return self._states[-1] if self._states else ""
+
+    @property
+    def half_written(self) -> list[str]:
+        """Files that were cut off, and are of a kind that the undisturbed run has saved to its end."""
+        kinds = {kind_of(one.path) for one in self.baseline.attempt.saves}
+        return [path for path in self.injected.half_written if kind_of(path) in kinds]
+
+    @property
+    def in_place(self) -> list[str]:
+        """Saved states that the script read back, and that it writes under their own names."""
+        return [one.path for one in self._faulty.saves if one.in_place and one.path in self.read_back]
+
+    @cached_property
+    def _before(self) -> list[Position]:
+        earlier = self.record.attempts[: self.injected.attempt + 1]
+        return positions([line for attempt in earlier for line in attempt.lines], self.baseline.scale)
+
+    @cached_property
+    def _after(self) -> list[Position]:
+        return positions([line for attempt in self._later for line in attempt.lines], self.baseline.scale)
+
+    @cached_property
+    def is_measured(self) -> bool:
+        """Whether its output says where it went on: as the undisturbed run's does, and not counted from the resume on."""
+        whole, after, scale = self.baseline.positions, self._after, self.baseline.scale
+        if whole and after and after[0] == whole[0] and after[-1] != whole[-1] and self.read_back:
+            return False
+        first = next((line for attempt in self._later for line in attempt.lines if line.step is not None), None)
+        counts_otherwise = scale.unit == "step" and first is not None and scale.position(first) is None
+        return bool(whole) and not counts_otherwise
+
+    @property
+    def resumed_at(self) -> Position | None:
+        return self._after[0] if self.is_measured and self._after else None
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether no run has written a file that is known as a saved state, and the script did not go on where it was."""
+        is_first = self._after[:1] in ([], self.baseline.positions[:1])
+        return not self.baseline.attempt.saves and bool(self._later) and is_first
+
+    @cached_property
+    def starts_over(self) -> bool:
+        """Whether it began again, though it had saved a state after its first position: a state of the very start resumes there."""
+        if not self.is_measured:
+            num_saves = len(self.baseline.attempt.saves)
+            saves_all_again = any(len(attempt.saves) >= num_saves for attempt in self._later)
+            return bool(self._states) and not self.read_back and saves_all_again
+        has_saved = any(
+            save.path in {*self._states, *self.read_back}
+            and positions(attempt.lines[: save.num_lines], self.baseline.scale)
+            for attempt in self.record.attempts[: self.injected.attempt + 1]
+            for save in attempt.saves
+        )
+        return has_saved and len(self._before) > 1 and self._after[:1] == self.baseline.positions[:1]
+
+    @cached_property
+    def ended_at(self) -> Position | None:
+        """The last position, where the script ended well before the last one of the undisturbed run."""
+        if not (self.is_measured and self.has_result):
+            return None
+        whole, reached = self.baseline.positions, {*self._before, *self._after}
+        numbers = [number for number, one in enumerate(whole) if one in reached]
+        if not numbers or len(whole) - 1 - numbers[-1] <= (_MOST_LEFT if self._after else 0):
+            return None
+        return whole[numbers[-1]]
+
+    @property
+    def num_repeated(self) -> int:
+        """Steps (or epochs) that were done again, at most."""
+        repeated = len({*self._before}.intersection(self._after)) if self.is_measured else 0
+        stride = self.baseline.scale.stride
+        return repeated * stride + (stride - 1 if repeated else 0)
+
+    # --- its result ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _losses_differ(self) -> list[bool]:
+        undisturbed = losses(self.baseline.attempt.lines, self.baseline.scale)
+        mine = losses([line for attempt in self._later for line in attempt.lines], self.baseline.scale)
+        return [loss != undisturbed[position] for position, loss in mine.items() if position in undisturbed]
+
+    @property
+    def first_loss_differs(self) -> bool | None:
+        """The first loss after the fault against the undisturbed run's at the same position; None where there is none to compare."""
+        return self._losses_differ[0] if self._losses_differ else None
+
+    @property
+    def later_loss_differs(self) -> bool:
+        return any(self._losses_differ[1:])
+
+    @cached_property
+    def _left_out(self) -> set[str]:
+        """Texts that change, and states of the middle of an epoch with the name of one that the undisturbed run saved at its end."""
+        changing_texts = {file for file, path in self.baseline.volatile if path.startswith("line ")}
+        for_the_stop = {one.path for one in self._faulty.saves if one.at >= self.injected.at}
+        return changing_texts | (for_the_stop - {one.path for attempt in self._later for one in attempt.saves})
+
+    @property
+    def has_result(self) -> bool:
+        return self.record.outcome == "finished"
+
+    @cached_property
+    def _final(self) -> dict[str, Contents]:
+        """Its final files by the undisturbed run's names."""
+        newest = {one.path for one in self.record.attempts[-1].saves}
+        return aligned(self.record.final, self.baseline.record.final, newest)
+
+    @cached_property
+    def differences(self) -> list[FileDifference]:
+        """By what its final files differ from the undisturbed run's."""
+        if not self.has_result:
+            return []
+        # A stop makes one more file, and a directory of the newest files then has other ones: the last file counts.
+        saves = [one.path for one in self.baseline.attempt.saves]
+        earlier = {*saves} - {*saves[-1:]}
+        return [
+            one
+            for one in differences(self._final, self.baseline.record.final)
+            if (one.file, one.path) not in self.baseline.volatile
+            and one.file not in self._left_out
+            and one.undisturbed != NO_FILE
+            and not (one.here == NO_FILE and one.file in earlier)
+        ]
+
+    @property
+    def doubled(self) -> tuple[str, str] | None:
+        """A table, and a line that stands there more often than in the undisturbed run's."""
+        return doubled_line(self.record.final, self.baseline.record.final) if self.has_result else None
+
+    @cached_property
+    def compared(self) -> Sequence[str]:
+        """The final files that have anything that is the same in two undisturbed runs."""
+        other = self.baseline.record.final if self.has_result else {}
+        return [file for file in other if file in self._final and file not in self._left_out and self._stable(file)]
+
+    def _stable(self, file: str) -> list[str]:
+        """Return what is the same in two undisturbed runs: the values, or the whole file, as text."""
+        contents, volatile = self.baseline.record.final[file], self.baseline.volatile
+        if contents.kind == "values":
+            return [text for path, text in contents.values.items() if (file, path) not in volatile]
+        whole = contents.digest if contents.kind == "bytes" else contents.lines
+        return [contents.kind] if whole and (file, "") not in volatile else []
+
+    @property
+    def has_same_weights(self) -> bool:
+        """Whether tensors were compared, and nothing but lines of a log differs."""
+        has_weights = any(
+            text.startswith("tensor") or (text == "bytes" and is_saved_state(Path(file)))
+            for file in self.compared
+            for text in self._stable(file)
+        )
+        return has_weights and all(one.is_of_log for one in self.differences)
 
     @property
     def differs(self) -> bool:
         """Whether the run came back to another end, and undisturbed runs are all the same."""
-        is_same = self.has_same_weights or self.is_deterministic is False
+        is_same = self.has_same_weights or self.baseline.is_deterministic is False
         return self.came_back and not is_same and bool(self.differences)
 
 
-def evidence_of(fault: TrialFault, record: RunRecord, baseline: Baseline) -> TrialEvidence:
-    """Compare a run under a fault with the undisturbed one."""
-    found = TrialEvidence(
-        fault=fault,
-        outcome=record.outcome,
-        unit=baseline.scale.unit or "line",
-        error=failure.error_of(record),
-        waits_in_collective=failure.waits_in_collective(record),
-    )
-    strike = record.strike
-    if strike is None:
-        return found
-    struck = record.attempts[strike.attempt]
-    return replace(
-        found,
-        checkpoint=baseline.checkpoint,
-        is_deterministic=baseline.is_deterministic,
-        half_written=_under_final_names(strike, baseline),
-        was_in_save=strike.was_in_save,
-        loader_died=failure.loader_death(struck),
-        lost_ranks=struck.lost_ranks,
-        signal_action=strike.signal_action,
-        **_facts_of_stop(fault, strike, struck, baseline),
-        **facts_of_resume(record, strike, baseline),
-        **_facts_of_losses(record, strike, baseline),
-        **facts_of_files(record, baseline),
-    )
-
-
-def _under_final_names(strike: Strike, baseline: Baseline) -> tuple[str, ...]:
-    """Return the files that were cut off and are of a kind that the undisturbed run has saved to its end."""
-    kinds = {kind_of(one.path) for one in baseline.attempt.saves}
-    return tuple(path for path in strike.half_written if kind_of(path) in kinds)
-
-
-def _facts_of_stop(fault: TrialFault, strike: Strike, struck: AttemptRecord, baseline: Baseline) -> Mapping[str, Any]:
-    if not fault.is_stop:
-        return {}
-    whole = positions(baseline.attempt.lines, baseline.scale)
-    before = positions(struck.lines[: strike.at_line], baseline.scale)
-    there = positions(struck.lines, baseline.scale)
-    reached_end = bool(whole) and there[-1:] == whole[-1:]
-    was_killed = any("killed it" in text for text in struck.failed_ranks.values())
-    num_after = len(there) - len(before)
-    return {
-        "ran_on": was_killed or (reached_end and num_after >= max(2, len(whole) // 4)),
-        "num_after_signal": num_after,
-    }
-
-
-def _facts_of_losses(record: RunRecord, strike: Strike, baseline: Baseline) -> Mapping[str, Any]:
-    undisturbed = losses(baseline.attempt.lines, baseline.scale)
-    later = [line for attempt in record.attempts[strike.attempt + 1 :] for line in attempt.lines]
-    mine = losses(later, baseline.scale)
-    differ = [loss != undisturbed[position] for position, loss in mine.items() if position in undisturbed]
-    return {
-        "first_loss_differs": differ[0] if differ else None,
-        "later_loss_differs": any(differ[1:]) if len(differ) > 1 else None,
-    }
+def _innermost(record: RunRecord) -> str:
+    """Return the innermost frames of the first rank's main thread, whose stack faulthandler writes last, in one line."""
+    for rank, text in sorted(record.stacks.items()):
+        *_, main = _THREAD.split(text)
+        frames = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
+        if frames:
+            return f"rank {rank}: " + " < ".join(frame.replace('File "', "").replace('"', "") for frame in frames[:3])
+    return "no rank could be read"

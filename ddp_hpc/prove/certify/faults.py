@@ -71,44 +71,43 @@ class Trigger:
     """How long after that."""
 
 
-def trigger_of(fault: TrialFault, undisturbed: RunRecord, dice: random.Random) -> Trigger | str:
+def trigger_of(fault: TrialFault, undisturbed: RunRecord, rng: random.Random) -> Trigger | str:
     """Return the moment of a fault; or, as text, why the run has no such moment."""
     lines, saves = undisturbed.attempts[-1].lines, undisturbed.attempts[-1].saves
     if fault.moment in {"in a save", "after a save"}:
         return _at_save(fault, saves)
     if not lines:
-        return Trigger("line", 0, undisturbed.attempts[-1].script_s * dice.uniform(EARLIEST, LATEST))
+        return Trigger("line", 0, undisturbed.attempts[-1].script_s * rng.uniform(EARLIEST, LATEST))
     if fault.moment == "first steps":
-        return Trigger("line", min(FIRST_LINES, len(lines)), 0.0)
+        return Trigger("line", min(FIRST_LINES, len(lines)))
     if fault.moment == "in evaluation":
-        return _in_evaluation(lines, dice)
-    number = _number(fault, lines, saves, dice)
-    return Trigger("line", number, _gap(lines, number) * dice.random())
+        return _in_evaluation(lines, rng)
+    last = max(1, len(lines) - 1)
+    if fault.moment == "random":
+        number = rng.randint(1, last)
+    else:
+        first = max(int(EARLIEST * len(lines)), saves[0].num_lines + 1 if saves else 1)
+        number = min(last, rng.randint(first, max(first, int(LATEST * len(lines)))))
+    return Trigger("line", number, _gap(lines, number) * rng.random())
 
 
 def _at_save(fault: TrialFault, saves: Sequence[Save]) -> Trigger | str:
     if not saves:
         return "certify recognised no saved state among the script's files; name them with `script.progress=PATTERN`"
-    if fault.moment == "after a save":  # late, so that there are several files to choose from, but before the end
-        return Trigger("save done", max(1, len(saves) - 2))
-    return Trigger("save begun", len(saves) // 2 + 1)
+    if fault.moment == "in a save":
+        return Trigger("save begun", len(saves) // 2 + 1)
+    # Late, so that there are several to choose from, but not among the files of the last save: the run may end right after them.
+    earlier = sum(one.num_lines < saves[-1].num_lines for one in saves)
+    return Trigger("save done", max(1, min(len(saves) - 2, earlier)))
 
 
-def _number(fault: TrialFault, lines: Sequence[PrintedLine], saves: Sequence[Save], dice: random.Random) -> int:
-    last = max(1, len(lines) - 1)
-    if fault.moment == "random":
-        return dice.randint(1, last)
-    first = max(int(EARLIEST * len(lines)), saves[0].num_lines + 1 if saves else 1)
-    return min(last, dice.randint(first, max(first, int(LATEST * len(lines)))))
-
-
-def _in_evaluation(lines: Sequence[PrintedLine], dice: random.Random) -> Trigger | str:
+def _in_evaluation(lines: Sequence[PrintedLine], rng: random.Random) -> Trigger | str:
     """Return a moment between a line and the next one, where the next one prints the result of an evaluation."""
     found = [number for number, line in enumerate(lines) if number and line.is_evaluation]
     if not found:
         return "no line of the script's output names an evaluation, so certify does not know when one runs"
     number = found[len(found) // 2]
-    return Trigger("line", number, _gap(lines, number) * dice.uniform(0.2, 0.8))
+    return Trigger("line", number, _gap(lines, number) * rng.uniform(0.2, 0.8))
 
 
 def _gap(lines: Sequence[PrintedLine], number: int) -> float:

@@ -53,7 +53,7 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strike:
+class InjectedFault:
     """A fault at the moment at which it was injected."""
 
     attempt: int
@@ -76,7 +76,7 @@ class RunRecord:
     outcome: Literal["finished", "failed", "hung", "untouched"]
     """`untouched`: it finished before the moment of the fault came."""
     attempts: tuple[AttemptRecord, ...] = ()
-    strike: Strike | None = None
+    injected: InjectedFault | None = None
     final: Mapping[str, Contents] = field(default_factory=dict)
     """The files that it has made or changed."""
     stacks: Mapping[int, str] = field(default_factory=dict)

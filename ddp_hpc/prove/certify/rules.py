@@ -1,8 +1,8 @@
-"""The table of diagnoses: which evidence names which defect, in which words, and which line mends it. Pure."""
+"""The table of defects: which evidence shows which defect, in which words, and which line mends it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.prove.certify.evidence import TrialEvidence
@@ -21,42 +21,31 @@ class Defect:
     """Lines of code that mend it."""
 
 
-@dataclass(frozen=True)
-class DefectRule:
-    """One row of the table."""
-
-    name: str
-    what: str
-    mend: str
-    shows: Callable[[TrialEvidence], str]
-    """Returns what in the evidence shows the defect; nothing where it does not."""
-
-
 def diagnose(evidence: TrialEvidence) -> list[Defect]:
     """Return the defects that the evidence shows."""
-    return [Defect(rule.name, rule.what, shown, rule.mend) for rule in RULES if (shown := rule.shows(evidence))]
+    shown = {name: shows(evidence) for name, (*_, shows) in RULES.items()}
+    return [Defect(name, RULES[name][0], text, RULES[name][1]) for name, text in shown.items() if text]
 
 
-# --- the stop ----------------------------------------------------------------------------------------------------------
+# --- what in the evidence shows a defect; empty where nothing does -------------------------------------------------------
 
 
 def _ignores_signal(seen: TrialEvidence) -> str:
-    name = f"SIG{seen.fault.stop_signal}"
-    if seen.signal_action == "ignored":
+    name, action = f"SIG{seen.fault.stop_signal}", seen.injected.signal_action
+    if action == "ignored":
         return f"the script ignores {name} (by /proc/PID/status), and printed {seen.num_after_signal} more {seen.unit}s"
-    if seen.ran_on and seen.signal_action == "caught":
+    if seen.ran_on and action == "caught":
         return f"the script catches {name}, and went on for {seen.num_after_signal} {seen.unit}s, to its end or until it was killed"
     return ""
 
 
 def _loaders_die(seen: TrialEvidence) -> str:
-    if not seen.fault.is_stop or not seen.loader_died:
-        return ""
-    return f"after the signal, the script ended with: {seen.loader_died}"
+    is_shown = seen.fault.is_stop and seen.loader_died
+    return f"after the signal, the script ended with: {seen.loader_died}" if is_shown else ""
 
 
 def _ranks_disagree(seen: TrialEvidence) -> str:
-    if seen.signal_action != "caught" or seen.loader_died:
+    if seen.injected.signal_action != "caught" or seen.loader_died:
         return ""
     if seen.waits_in_collective:
         return "after the stop signal, a rank waits in a collective for another that has exited"
@@ -66,19 +55,16 @@ def _ranks_disagree(seen: TrialEvidence) -> str:
     return ""
 
 
-# --- the saved state ---------------------------------------------------------------------------------------------------
-
-
 def _uses_half_written(seen: TrialEvidence) -> str:
     for file in seen.half_written:
         cut_off = f"{file} was cut off by a kill while the script wrote it under its final name"
-        if seen.outcome in {"failed", "hung"} and seen.resumed_at is None:
+        if seen.record.outcome in {"failed", "hung"} and seen.resumed_at is None:
             return f"{cut_off}, and the script did not resume: {seen.error}"
         if seen.starts_over and file in seen.read_back:
             return f"{cut_off}; the script read it and started over"
         if any(one.file == file and not one.path for one in seen.differences):
             return f"{cut_off}, and is incomplete at the end, too"
-    if seen.fault.moment == "in a save" and seen.in_place and not seen.was_in_save:
+    if seen.fault.moment == "in a save" and seen.in_place and not seen.injected.was_in_save:
         return f"{seen.in_place[0]} is saved under the name that the script loads; no kill came while the file was open, but a later one may"
     return ""
 
@@ -100,14 +86,10 @@ def _resumes_wrong_file(seen: TrialEvidence) -> str:
     )
 
 
-# --- another result ----------------------------------------------------------------------------------------------------
-
-_COUNTERS = {"step", "steps", "global_step", "iteration", "iter", "num_steps", "batches_done"}
-
-
 def _miscounts(seen: TrialEvidence) -> str:
     """Return a counter of the script's own that ends elsewhere; a scheduler that is off by one leaves it alone."""
-    return _first_at_end(seen, _COUNTERS)
+    counters = {"step", "steps", "global_step", "iteration", "iter", "num_steps", "batches_done"}
+    return _first_at_end(seen, counters)
 
 
 def _first_at_end(seen: TrialEvidence, names: set[str]) -> str:
@@ -120,18 +102,20 @@ def _first_at_end(seen: TrialEvidence, names: set[str]) -> str:
 
 def _scheduler_off(seen: TrialEvidence) -> str:
     """Return a value of a scheduler that is another one, or the learning rate that it has set."""
-    if _miscounts(seen) or seen.checkpoint is None:
+    saved = seen.baseline.checkpoint
+    if _miscounts(seen) or saved is None:
         return ""
-    of_optimizer = {"lr"} if seen.checkpoint.has_optimizer else set()
+    of_optimizer = {"lr"} if saved.has_optimizer else set()
     shown = _first_at_end(seen, {"last_epoch", "_step_count"}) or _first_at_end(seen, of_optimizer)
-    is_saved = seen.checkpoint.has_lr_scheduler
-    return f"{'' if is_saved else 'its saved states have no `last_epoch` of a scheduler; '}{shown}" if shown else ""
+    missing = "" if saved.has_lr_scheduler else "its saved states have no `last_epoch` of a scheduler; "
+    return f"{missing}{shown}" if shown else ""
 
 
 def _optimizer_lost(seen: TrialEvidence) -> str:
-    if not seen.differs or seen.checkpoint is None or seen.checkpoint.has_optimizer:
+    saved = seen.baseline.checkpoint
+    if not seen.differs or saved is None or saved.has_optimizer:
         return ""
-    is_later = seen.first_loss_differs is False and bool(seen.later_loss_differs)
+    is_later = seen.first_loss_differs is False and seen.later_loss_differs
     same = "the first loss after the resume is the same, later ones are not; " if is_later else ""
     return f"{same}its saved states have no `param_groups`, which every optimizer's state has"
 
@@ -150,66 +134,56 @@ def position_text(position: Sequence[float] | None) -> str:
 
 _AGREE = "flag = torch.tensor(int(stop_asked)); dist.all_reduce(flag, dist.ReduceOp.MAX)  # each step, on all ranks\nif flag.item(): save(); break"
 
-RULES: Sequence[DefectRule] = (
-    DefectRule(
-        "loader workers die first",
+RULES: Mapping[str, tuple[str, str, Callable[[TrialEvidence], str]]] = {
+    "loader workers die first": (
         "The signal reaches the processes of the DataLoader, too. It kills them, and the training fails before it has saved.",
         "DataLoader(..., worker_init_fn=lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN))",
         _loaders_die,
     ),
-    DefectRule(
-        "ranks do not agree on the step of the stop",
+    "ranks do not agree on the step of the stop": (
         "Each rank stops when it sees the signal itself, so one leaves while the others wait for it in a collective.",
         _AGREE,
         _ranks_disagree,
     ),
-    DefectRule(
-        "ignores the stop signal",
+    "ignores the stop signal": (
         "The script does not stop when it is asked to, so Slurm kills it when the grace time is over, and unsaved work is lost.",
         f"signal.signal(signal.SIGTERM, lambda *_: globals().update(stop_asked=True))\n{_AGREE}",
         _ignores_signal,
     ),
-    DefectRule(
-        "half-written file used",
+    "half-written file used": (
         "The script saves directly under the name that it loads from, so a kill in a save leaves a file that cannot be read.",
         "torch.save(state, path + '.tmp'); os.replace(path + '.tmp', path)",
         _uses_half_written,
     ),
-    DefectRule(
-        "starts over",
+    "starts over": (
         "The script does not load what it has saved.",
         "if os.path.exists(path): state = torch.load(path); model.load_state_dict(state['model']); start = state['step']",
         _starts_over,
     ),
-    DefectRule(
-        "resumes from the wrong file",
+    "resumes from the wrong file": (
         "The script resumes from a saved state that is not the newest.",
         "newest = max(Path('checkpoints').glob('epoch_*.pt'), key=lambda p: int(re.search(r'\\d+', p.name)[0]))",
         _resumes_wrong_file,
     ),
-    DefectRule(
-        "goes on at the wrong step",
+    "goes on at the wrong step": (
         "When the script resumes, it repeats a step that its weights have already seen, or skips one.",
         "state['step'] = step + 1   # the step to go on with: the one after the step that the weights have seen",
         _miscounts,
     ),
-    DefectRule(
-        "optimizer not restored",
+    "optimizer not restored": (
         "When the script resumes, its optimizer starts over: momentum and moments are lost.",
         "state['optimizer'] = optimizer.state_dict(); ...; optimizer.load_state_dict(state['optimizer'])",
         _optimizer_lost,
     ),
-    DefectRule(
-        "scheduler not restored",
+    "scheduler not restored": (
         "When the script resumes, its learning rate scheduler is at another step than the training.",
         "state['lr_scheduler'] = lr_scheduler.state_dict(); ...; lr_scheduler.load_state_dict(state['lr_scheduler'])",
         _scheduler_off,
     ),
-    DefectRule(
-        "metrics doubled",
+    "metrics doubled": (
         "The script appends to its log again what it had written before the fault.",
         "lines = [line for line in open(log) if step_of(line) <= state['step']]; open(log, 'w').writelines(lines)   # when it resumes",
         _doubles_metrics,
     ),
-)
-"""The most specific first."""
+}
+"""Name -> what is wrong, the lines that mend it, and what shows it; the most specific first."""

@@ -19,7 +19,7 @@ from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents
 from ddp_hpc.prove.certify.live_files import LiveFiles
 from ddp_hpc.prove.certify.live_output import LiveOutput
 from ddp_hpc.prove.certify.live_processes import MARK, VANISH_S, LiveProcesses, end_all_below, end_survivors
-from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, Save, SignalAction, Strike
+from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord, Save, SignalAction
 from ddp_hpc.prove.certify.sandbox import LEFT_OUT, files_in
 from ddp_hpc.prove.certify.saved_files import Contents, read
 from ddp_hpc.run.run_dir.failure_reports import read_failures
@@ -33,7 +33,7 @@ LOOK_S = 0.2
 MOST_ATTEMPTS = 5
 MOST_VAIN = 2
 """How many attempts in a row may fail without a fault, before the script does not come back."""
-MOST_STRIKES = 3
+MOST_KILLS = 3
 """How often all is killed until a save was hit in its middle."""
 STACKS_S = 3.0
 """How long the ranks get to write their stacks."""
@@ -42,23 +42,13 @@ _ABORTED = "Fatal Python error: Aborted"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialPlace:
-    """Where one run takes place."""
+class Order:
+    """What to run, and where."""
 
+    name: str
     work_dir: Path
     """Its own copy of the user's working directory."""
     runs_dir: Path
-    name: str
-
-    @property
-    def run(self) -> RunDir:
-        return RunDir(self.runs_dir / self.name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """What to run."""
-
     command: Sequence[str]
     settings: Sequence[str]
     patience_s: float
@@ -76,60 +66,59 @@ class Order:
     apart_from: tuple[Path, ...] = ()
     """Directories below these paths that others change."""
 
-
-def _folder_of(path: Path) -> Path:
-    """Return the directory to watch for what is written at or below a path: itself, or the nearest one that there is."""
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.runs_dir / self.name)
 
 
 @dataclass
 class Trial:
     """One run."""
 
-    place: TrialPlace
     order: Order
     began: float = field(default_factory=time.monotonic)
-    strike: Strike | None = None
+    injected: InjectedFault | None = None
     """The newest."""
     begun_names: set[str] = field(default_factory=set)
     """Of all files that were begun, `plain`."""
-    _num_strikes: int = 0
+    _num_injected: int = 0
     _outside: set[str] = field(default_factory=set)
     _looked_at: float = 0.0
     _longest_silence_s: float = 0.0
 
     def run(self) -> RunRecord:
         """Run the script to its end; return what was seen."""
-        before = files_in(self.place.work_dir)
+        before = files_in(self.order.work_dir)
         attempts: list[AttemptRecord] = []
         stacks: Mapping[int, str] = {}
         outcome: Literal["finished", "failed", "hung", "untouched"] = "failed"
         num_vain = 0
-        self._events = FileEvents(self.place.work_dir, skipped=LEFT_OUT)
+        self._events = FileEvents(self.order.work_dir, skipped=LEFT_OUT)
         outside = self.order.outside
-        folders = sorted({_folder_of(path) for path in outside})
+        # What is written at or below a path is seen from there, or from the nearest directory that there is.
+        folders = sorted({next(one for one in (path, *path.parents) if one.is_dir()) for path in outside})
         self._outer = FileEvents(*folders, skipped=LEFT_OUT, only=outside, apart_from=self.order.apart_from)
         try:
             while len(attempts) < MOST_ATTEMPTS:
                 attempt, stacks = self._attempt(len(attempts))
                 attempts.append(attempt)
-                is_struck = self.strike is not None and self.strike.attempt == len(attempts) - 1
-                num_vain = 0 if is_struck or attempt.ending == "stopped" else num_vain + 1
+                is_faulty = self.injected is not None and self.injected.attempt == len(attempts) - 1
+                num_vain = 0 if is_faulty or attempt.ending == "stopped" else num_vain + 1
                 is_over = attempt.ending in {"finished", "hung", "refused", ""} or num_vain >= MOST_VAIN
-                if is_over or self.strike is None or self._outside:
+                if is_over or self.injected is None or self._outside:
                     outcome = "finished" if attempt.ending == "finished" else "failed"
                     break
         finally:
             self._events.close()
             self._outer.close()
-        if self.order.trigger is not None and self.strike is None and outcome == "finished":
+        if self.order.trigger is not None and self.injected is None and outcome == "finished":
             outcome = "untouched"
         elif outcome != "finished":
             outcome = "hung" if stacks else "failed"
         return RunRecord(
             outcome=outcome,
             attempts=tuple(attempts),
-            strike=self.strike,
+            injected=self.injected,
             final=self._final(before),
             stacks=stacks,
             seconds=time.monotonic() - self.began,
@@ -138,28 +127,28 @@ class Trial:
         )
 
     def _final(self, before: Mapping[str, tuple[int, int]]) -> dict[str, Contents]:
-        after = files_in(self.place.work_dir)
-        return {path: read(self.place.work_dir / path) for path, look in after.items() if before.get(path) != look}
+        after = files_in(self.order.work_dir)
+        return {path: read(self.order.work_dir / path) for path, look in after.items() if before.get(path) != look}
 
     # --- one attempt -----------------------------------------------------------------------------------------------
 
     def _attempt(self, number: int) -> tuple[AttemptRecord, Mapping[int, str]]:
         self._number = number
-        self._output = LiveOutput(self.place.run.rank_log(number, self.order.printing_rank), self.began)
-        self._files = LiveFiles(self.place.work_dir, self.order.save_names, self.order.progress)
-        self._processes = LiveProcesses(self.place.run)
+        self._output = LiveOutput(self.order.run.rank_log(number, self.order.printing_rank), self.began)
+        self._files = LiveFiles(self.order.work_dir, self.order.save_names, self.order.progress)
+        self._processes = LiveProcesses(self.order.run)
         self._saves: list[Save] = []
         self._due_at: float | None = None
-        self._has_struck = False
+        self._is_injected = False
         self._alive_at = time.monotonic()
-        said = self.place.runs_dir / f"{self.place.name}.submit.txt"
+        said = self.order.runs_dir / f"{self.order.name}.submit.txt"
         stacks: Mapping[int, str] = {}
         with said.open("ab") as file:
             # In a session of its own: Ctrl-C on the terminal interrupts this process alone, which then ends the run.
             submitted = subprocess.Popen(
                 self._argv(),
-                cwd=self.place.work_dir,
-                env={**self.order.environ, "PYTHONFAULTHANDLER": "1", MARK: str(self.place.run.path)},
+                cwd=self.order.work_dir,
+                env={**self.order.environ, "PYTHONFAULTHANDLER": "1", MARK: str(self.order.run.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -178,8 +167,8 @@ class Trial:
             finally:
                 self._end(submitted)
         self._tick()
-        if self._has_struck and self.strike is not None:
-            self.strike = self._with_states(self.strike)
+        if self._is_injected and self.injected is not None:
+            self.injected = self._with_states(self.injected)
         self.begun_names |= self._files.begun_names
         return self._record(said, is_hung=bool(stacks)), stacks
 
@@ -189,8 +178,8 @@ class Trial:
         keys = [
             "restart.in_place=false",
             *self.order.settings,
-            f"name={self.place.name}",
-            f"runs_dir={self.place.runs_dir}",
+            f"name={self.order.name}",
+            f"runs_dir={self.order.runs_dir}",
         ]
         return [sys.executable, "-m", "ddp_hpc", "submit", *where, *keys, "--", *self.order.command]
 
@@ -200,11 +189,11 @@ class Trial:
         self._read_output()
         self._outside.update(str(event.path) for event in self._outer.wait(0.0))
         now = time.monotonic()
-        if now - self._looked_at > LOOK_S and not (self._has_struck and self._processes.scripts):
+        if now - self._looked_at > LOOK_S and not (self._is_injected and self._processes.scripts):
             self._looked_at = now
             self._processes.find()
         if self._is_due():
-            self._strike()
+            self._inject()
 
     def _note(self, event: FileEvent) -> None:
         """Take a file's event; strike at once where the fault waits for it."""
@@ -213,7 +202,7 @@ class Trial:
         if self._files.note(event, self._output.has_position):
             self._saves.append(self._save(event.path, in_place=event.kind == "done"))
         if self._is_due():
-            self._strike()
+            self._inject()
 
     def _save(self, path: Path, *, in_place: bool) -> Save:
         contents = None
@@ -249,7 +238,7 @@ class Trial:
     def _is_due(self) -> bool:
         """Tell whether the moment of the fault has come."""
         trigger = self.order.trigger
-        if trigger is None or self._has_struck or not self._may_strike or not self._processes.scripts:
+        if trigger is None or self._is_injected or not self._may_inject or not self._processes.scripts:
             return False
         if self._due_at is None:
             counts = {
@@ -257,53 +246,53 @@ class Trial:
                 "save begun": self._files.num_begun,
                 "save done": self._files.num_done,
             }
-            needed = trigger.number if self._num_strikes == 0 else 1
+            needed = trigger.number if self._num_injected == 0 else 1
             if counts[trigger.kind] < needed:
                 return False
             self._due_at = time.monotonic() + trigger.then_s
         return time.monotonic() >= self._due_at
 
     @property
-    def _may_strike(self) -> bool:
+    def _may_inject(self) -> bool:
         """Whether the fault has not come yet; a kill within a save also comes again, where no save was hit."""
-        if self.strike is None:
+        if self.injected is None:
             return True
         fault = self.order.fault
         in_save = fault is not None and fault.moment == "in a save"
-        return in_save and not self.strike.was_in_save and self._num_strikes < MOST_STRIKES
+        return in_save and not self.injected.was_in_save and self._num_injected < MOST_KILLS
 
-    def _strike(self) -> None:
+    def _inject(self) -> None:
         fault = self.order.fault
         if fault is None:
             return
-        self._has_struck = True
-        self._num_strikes += 1
+        self._is_injected = True
+        self._num_injected += 1
         action: SignalAction = ""
         if fault.is_stop:
             action = self._processes.action_of(fault.stop_signal)
         _ACTIONS[fault.action](self._processes, self._output)
         if fault.is_stop:
-            ask_to_stop(self.place.run)
-        self.strike = Strike(
+            ask_to_stop(self.order.run)
+        self.injected = InjectedFault(
             attempt=self._number,
             at_line=len(self._output.lines),
             at=time.monotonic() - self.began,
             signal_action=action,
         )
 
-    def _with_states(self, strike: Strike) -> Strike:
+    def _with_states(self, injected: InjectedFault) -> InjectedFault:
         """Add what the saved files were when all processes of the attempt had gone."""
         half, whole = self._files.states_now()
         for event in self._events.wait(0.0):
             if event.kind != "read":  # this process has read them
                 self._note(event)
         was_in_save = bool(half or self._files.being_written)
-        return replace(strike, half_written=half, present=tuple(whole), was_in_save=was_in_save)
+        return replace(injected, half_written=half, present=tuple(whole), was_in_save=was_in_save)
 
     # --- the end of an attempt -------------------------------------------------------------------------------------
 
     def _record(self, said: Path, *, is_hung: bool) -> AttemptRecord:
-        run = self.place.run
+        run = self.order.run
         entry = next((one for one in Ledger.read(run).attempts if one.attempt == self._number), None)
         logs = {}
         for path in run.attempt_logs(self._number).glob("rank-*.log"):
@@ -335,7 +324,7 @@ class Trial:
         stacks: dict[int, str] = {}
         while time.monotonic() < deadline and len(stacks) < max(1, len(self._processes.scripts)):
             time.sleep(0.1)
-            for path in self.place.run.attempt_logs(self._number).glob("rank-*.log"):
+            for path in self.order.run.attempt_logs(self._number).glob("rank-*.log"):
                 text = path.read_text(encoding="utf-8", errors="replace")
                 _, _, stack = text.rpartition(_ABORTED)
                 if stack and stack != text:
@@ -349,10 +338,10 @@ class Trial:
             end_all_below(submitted.pid)
             submitted.wait()
         self._cancel()
-        self._left_behind = end_survivors(self.place.run, " ".join(self.order.command))
+        self._left_behind = end_survivors(self.order.run, " ".join(self.order.command))
 
     def _cancel(self) -> None:
-        run = self.place.run
+        run = self.order.run
         newest = Ledger.read(run).newest
         if newest is not None and newest.is_last:
             return
