@@ -10,7 +10,7 @@ from ddp_hpc.cli.formatting import table
 from ddp_hpc.prove.replay.auditing import AuditReport
 from ddp_hpc.prove.replay.bisecting import BisectReport
 from ddp_hpc.prove.replay.circumstances import Circumstances
-from ddp_hpc.prove.replay.first_difference import Parting, Value
+from ddp_hpc.prove.replay.first_difference import Divergence, Value
 from ddp_hpc.prove.replay.replaying import ReplayReport
 
 _MOST_LETTERS = 100
@@ -63,7 +63,7 @@ def bisect_text(report: BisectReport) -> str:
     return "\n".join([*told, f"bisect made {report.num_replays} replays to search {report.num_steps} steps"])
 
 
-def _parting_lines(parting: Parting, one: str, other: str) -> Iterator[str]:
+def _parting_lines(parting: Divergence, one: str, other: str) -> Iterator[str]:
     first, tensor = parting.first, parting.tensor
     rank = f", rank {first.rank}" if first.rank or len(parting.ranks) > 1 else ""
     yield f"DIFFERENT from step {first.step} on{rank}; first: {value_text(first)}"

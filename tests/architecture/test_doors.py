@@ -194,8 +194,7 @@ def test_below_the_command_line_only_programs_of_their_own_know_argparse() -> No
 READERS_OF_RUNS = ("prove/replay", "run/run_dir", "watch")
 """Packages that read what a run has written. At any path there may be something else than a file."""
 NO_RECORDS = {
-    ("prove/replay/circumstances.py", "read_bytes"),  # the user's code
-    ("prove/replay/history.py", "read_bytes"),  # likewise
+    ("prove/replay/history.py", "read_bytes"),  # the user's code
     ("run/run_dir/environment.py", "read_text"),  # /proc, PyTorch's version
 }
 

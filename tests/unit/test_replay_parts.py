@@ -202,7 +202,7 @@ def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of
     parts = [StepRange(20, 30, inputs(0))]
     wanted = Wanted(run=run, start=20, stretches=parts, request=ReplayRequest(end_step=30))
     with pytest.raises(UnreadableError, match=r"checkpoint of step 20 of .* was deleted meanwhile"):
-        compute_again(wanted, {}, folder=tmp_path / "private")
+        compute_again(wanted, {}, folder=tmp_path / "private", say=print)
 
     write_request(run, ReplayRequest(start_step=20, end_step=30))
     from_the_beginning = cast(
@@ -385,7 +385,7 @@ def test_an_audit_goes_on_where_a_checkpoint_was_pruned_meanwhile(
     def gone(asked: ReplayOrder, *_: Any, **__: Any) -> Any:
         if asked.end == 40:
             raise UnreadableError("the checkpoint has gone")
-        return report(from_step=asked.start, to_step=asked.end, same_state_at=asked.end), None
+        return report(from_step=asked.start, to_step=asked.end, same_state_at=asked.end)
 
     monkeypatch.setattr(auditing, "replay", gone)
     told = History(run=RunDir(tmp_path), begun=[(0, inputs(0))], committed=(40, 60), last_step=60)

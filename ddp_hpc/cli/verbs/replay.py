@@ -94,6 +94,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         tolerance=args.tolerance,
     )
     with ended_by_signals(), or_not_computed():
-        report, _ = replay(asked, environment, say=lambda text: print(text, file=sys.stderr, flush=True))
-    print(as_json(spelled(asdict(report))) if args.json else replay_text(report))
+        report = replay(asked, environment, say=lambda text: print(text, file=sys.stderr, flush=True))
+    shown = {key: value for key, value in asdict(report).items() if key != "differences"}
+    print(as_json(spelled(shown)) if args.json else replay_text(report))
     return {"the same": FINISHED, "different": FAILED, "not compared": REFUSED}[report.verdict]

@@ -18,6 +18,12 @@ from ddp_hpc.prove.replay.replaying import ReplayOrder, ReplayReport, replay
 Verdict = Literal["the same", "losses only", "different", "not compared", "damaged", "unreadable", "failed"]
 """`losses only`: these are the same, within a tolerance or exactly, and no state at the end was compared."""
 _BAD = {"different", "damaged"}
+_FAILURES: Mapping[type[Exception], Verdict] = {
+    CorruptCheckpointError: "damaged",
+    NotComputedError: "failed",
+    UnreadableError: "unreadable",
+    OSError: "unreadable",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +93,14 @@ def audit(  # noqa: PLR0913  which segments, with which code
         )
     found = []
     for start, end in chosen(segments, number, seed):
-        segment, report = _audited(ReplayOrder(history=history, start=start, end=end, code=code), environ, say)
-        found.append(segment)
-        notes += [note for note in (report.notes if report else []) if note not in notes]
+        try:
+            report = replay(ReplayOrder(history=history, start=start, end=end, code=code), environ, say=say)
+        except tuple(_FAILURES) as error:  # a run that trains prunes its checkpoints meanwhile
+            verdict = next(verdict for kind, verdict in _FAILURES.items() if isinstance(error, kind))
+            found.append(Segment(start=start, end=end, verdict=verdict, problem=str(error)))
+        else:
+            found.append(judged(report))
+            notes += [note for note in report.notes if note not in notes]
     return AuditReport(
         run=str(history.run.path),
         verdict=verdict_of(found),
@@ -100,20 +111,6 @@ def audit(  # noqa: PLR0913  which segments, with which code
         seed=seed,
         notes=notes,
     )
-
-
-def _audited(
-    asked: ReplayOrder, environ: Mapping[str, str], say: Callable[[str], object]
-) -> tuple[Segment, ReplayReport | None]:
-    try:
-        report, _ = replay(asked, environ, say=say)
-    except CorruptCheckpointError as error:
-        return Segment(start=asked.start, end=asked.end, verdict="damaged", problem=str(error)), None
-    except NotComputedError as error:
-        return Segment(start=asked.start, end=asked.end, verdict="failed", problem=str(error)), None
-    except (UnreadableError, OSError) as error:  # a run that trains prunes its checkpoints meanwhile
-        return Segment(start=asked.start, end=asked.end, verdict="unreadable", problem=str(error)), None
-    return judged(report), report
 
 
 def judged(report: ReplayReport) -> Segment:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_hpc.base.errors import CorruptCheckpointError, NotComputedError, UnreadableError
+from ddp_hpc.base.errors import CorruptCheckpointError, UnreadableError
 from ddp_hpc.prove.replay.circumstances import Circumstances, circumstances
-from ddp_hpc.prove.replay.comparison import Deviation, compare
-from ddp_hpc.prove.replay.first_difference import Entry, Lines, Parting, first_difference
+from ddp_hpc.prove.replay.comparison import compare
+from ddp_hpc.prove.replay.first_difference import Divergence, Entry, Lines, first_difference
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.known_states import Known, read_known
-from ddp_hpc.prove.replay.private_run import Replayed, Wanted, compute_again
-from ddp_hpc.prove.replay.record import Record, record_of, state_of_checkpoint
+from ddp_hpc.prove.replay.private_run import Replayed, compute_again, private_folder, wanted_of
+from ddp_hpc.prove.replay.record import record_of, state_of_checkpoint
 from ddp_hpc.prove.replay.replaying import computed_record
 from ddp_hpc.run.run_dir.replays import ReplayRequest, read_trace
 
@@ -35,7 +34,7 @@ class BisectReport:
     verdict: Literal["the same", "different", "not reproduced"]
     same_up_to: int | None
     """The newest step after which the states are known to be the same to the bit; None where that is not even the beginning."""
-    parting: Parting | None
+    parting: Divergence | None
     circumstances: Circumstances | None
     num_replays: int
     num_steps: int
@@ -61,18 +60,8 @@ class _Pair:
         number = self.num_replays
 
         def one(which: int) -> Replayed:
-            history = self.histories[which]
-            begin, _ = history.sound_checkpoint(start)
-            states = tuple(step for step in history.committed if begin < step <= end)
-            digests = tuple(record_of(history.run, begin, end).digests)
-            wanted = Wanted(
-                run=history.run,
-                start=begin,
-                stretches=history.stretches(begin, end),
-                request=ReplayRequest(end_step=end, state_steps=states, digest_steps=digests, **what),
-                code=self.codes[which],
-                ended=self.ended,
-            )
+            asked = ReplayRequest(end_step=end, **what)
+            wanted = wanted_of(self.histories[which], start, end, asked, code=self.codes[which], ended=self.ended)
             return compute_again(wanted, self.environ, folder=self.folder / f"{number - 1 + which}", say=self.say)
 
         # Two at a time, unless they would share GPUs.
@@ -92,12 +81,7 @@ def bisect(
     codes: tuple[Path | None, Path | None] = (None, None),
     say: Callable[[str], object] = lambda _: None,
 ) -> BisectReport:
-    """Find where two runs part.
-
-    Raises:
-        ConfigError: if one of them cannot be computed again here.
-        NotComputedError: if workers fail.
-    """
+    """Find where two runs part; the errors are those of `replay`."""
     known = read_known(*histories)
     notes = [*known.notes, *(note for history in histories for note in history.notes)]
     report = BisectReport(
@@ -112,16 +96,14 @@ def bisect(
     )
     if known.unequal_at is None and known.is_equal_known and known.equal_at == known.end:
         return report
-    folder = Path(tempfile.mkdtemp(prefix="ddp-hpc-bisect-"))
-    pair = _Pair(histories, codes, environ, say, folder)
     end = known.unequal_at or known.end
-    try:
+    with private_folder() as folder:
+        pair = _Pair(histories, codes, environ, say, folder)
         parting, last = _search(pair, known, end)
-    except NotComputedError:  # its message names the log there
-        raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        notes += [note for replayed in last for note in replayed.notes]
+        for history, replayed in zip(histories, last, strict=True):
+            notes += _unlike_record(history, replayed, end)
+    shutil.rmtree(folder, ignore_errors=True)
     report.num_replays, report.parting = pair.num_replays, parting
     if parting is not None:
         step = parting.first.step
@@ -133,17 +115,10 @@ def bisect(
     else:
         report.verdict = "not reproduced"
         report.circumstances = circumstances(*histories, end)
-    notes += [note for replayed in last for note in replayed.notes]
-    notes += [
-        text
-        for history, replayed in zip(histories, last, strict=True)
-        for text in _unlike_record(history, replayed, end)
-    ]
-    shutil.rmtree(folder, ignore_errors=True)
     return report
 
 
-def _search(pair: _Pair, known: Known, end: int) -> tuple[Parting | None, Sequence[Replayed]]:
+def _search(pair: _Pair, known: Known, end: int) -> tuple[Divergence | None, Sequence[Replayed]]:
     """Compute the steps of both again, once or twice; return where they part, and the replays that went over all steps."""
     found, last = _search_from(pair, known.digest_equal_at, end)
     if found is not None and known.equal_at < known.digest_equal_at >= found.first.step:
@@ -152,12 +127,13 @@ def _search(pair: _Pair, known: Known, end: int) -> tuple[Parting | None, Sequen
     return found, last
 
 
-def _search_from(pair: _Pair, start: int, end: int) -> tuple[Parting | None, Sequence[Replayed]]:
+def _search_from(pair: _Pair, start: int, end: int) -> tuple[Divergence | None, Sequence[Replayed]]:
     if end - start <= MOST_TRACED:
         both = pair.compute(start, end, trace_from=start + 1)
         return first_difference(*(_lines(one) for one in both)), both
     both = pair.compute(start, end, every_state=True)
-    step = _first_unequal(*(_hashes(one) for one in both))
+    mine, others = (_hashes(one) for one in both)
+    step = min((step for step in mine.keys() & others.keys() if mine[step] != others[step]), default=None)
     if step is None:
         return None, both
     # One step more before it, so that the state that the step begins with is compared, too.
@@ -193,18 +169,13 @@ def _hashes(replayed: Replayed) -> dict[int, list[str]]:
     return found
 
 
-def _first_unequal(one: Mapping[int, Any], other: Mapping[int, Any]) -> int | None:
-    return min((step for step in one.keys() & other.keys() if one[step] != other[step]), default=None)
-
-
 def _unlike_record(history: History, replayed: Replayed, end: int) -> list[str]:
     """Return a note if what was computed again is not what the run has recorded: then it is not exactly that run."""
-    recorded = record_of(history.run, 0, end)
-    computed: Record = computed_record(replayed, 0, end)
+    recorded, computed = record_of(history.run, 0, end), computed_record(replayed, 0, end)
     for step in computed.states:
         with suppress(CorruptCheckpointError, UnreadableError, OSError):  # `read_known` has said so
             recorded.states[step] = state_of_checkpoint(history.run, step)
-    first: Deviation | None = compare(recorded, computed).first
+    first = compare(recorded, computed).first
     if first is None:
         return []
     whose = f"{history.run.name} computed again differs from its record from step {first.step} on ({first})"

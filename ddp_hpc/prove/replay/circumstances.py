@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-import xxhash
-
-from ddp_hpc.prove.replay.history import History, environment_of
+from ddp_hpc.prove.replay.history import History, environment_of, imported_content
 from ddp_hpc.run.config import changes, load_resolved
 from ddp_hpc.run.run_dir.environment import differences
 from ddp_hpc.run.run_dir.replays import CHANGES_NO_NUMBER, AttemptInputs
@@ -45,19 +43,14 @@ def circumstances(one: History, other: History, step: int) -> Circumstances:
     """Return what differed between the attempts that took this step."""
     mine, others = one.inputs_at(step), other.inputs_at(step)
     environments = environment_of(one.run, mine), environment_of(other.run, others)
+    changed = changes(_spec(mine), _spec(others))
     known = environments[0] is not None and environments[1] is not None
     return Circumstances(
-        configuration=_changed_keys(mine, others),
+        configuration=[str(one) for one in changed if one.key.partition(".")[0] not in CHANGES_NO_NUMBER],
         code=[*_changed_code(mine, others)],
         environment=[*differences(*environments)] if known else ["one of the runs has no record of it"],  # type: ignore[arg-type]  # `known`
         world="" if mine.world_size == others.world_size else f"{mine.world_size} ranks -> {others.world_size}",
     )
-
-
-def _changed_keys(mine: AttemptInputs, others: AttemptInputs) -> list[str]:
-    return [
-        str(one) for one in changes(_spec(mine), _spec(others)) if one.key.partition(".")[0] not in CHANGES_NO_NUMBER
-    ]
 
 
 def _spec(inputs: AttemptInputs) -> RunSpec:
@@ -90,18 +83,10 @@ def _by_name(inputs: AttemptInputs) -> Mapping[str, tuple[Path, str]]:
 
 def _diff(before: tuple[Path, str], after: tuple[Path, str]) -> list[str]:
     """Return the changed lines, if both files are still what they were."""
-    texts = [_text_of(*one) for one in (before, after)]
-    if texts[0] is None or texts[1] is None:
+    contents = [imported_content(*one) for one in (before, after)]
+    one, other = ([] if content is None else content.decode(errors="replace").splitlines() for content in contents)
+    if None in contents:
         return []
-    lines = difflib.unified_diff(texts[0], texts[1], n=0, lineterm="")
+    lines = difflib.unified_diff(one, other, n=0, lineterm="")
     changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
     return changed[:_MOST_LINES]
-
-
-def _text_of(path: Path, seal: str) -> list[str] | None:
-    """Return the lines of a file; None if it is not any more what was imported."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    return content.decode(errors="replace").splitlines() if xxhash.xxh3_64_hexdigest(content) == seal else None

@@ -33,7 +33,7 @@ class Deviation:
         return f"{self.what}: {self.recorded} recorded, {self.computed} computed again"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Comparison:
     """What was compared, and what differs."""
 
@@ -45,11 +45,8 @@ class Comparison:
     """The largest relative difference of a loss."""
     same_state_at: int | None = None
     """The newest step before the first difference whose digest or checkpoint is the same; None: no state is known to be."""
+    first: Deviation | None = None
     differences: list[Deviation] = field(default_factory=list)
-
-    @property
-    def first(self) -> Deviation | None:
-        return min(self.differences, key=lambda one: (one.step, _ORDER.index(one.what)), default=None)
 
     @property
     def is_empty(self) -> bool:
@@ -61,39 +58,38 @@ _ORDER = ("samples", "loss", "lr", "digest", "checkpoint")
 
 def compare(recorded: Record, computed: Record, *, tolerance: float = 0.0) -> Comparison:
     """Compare what both know; with a tolerance, losses may differ by so much of their size, and states are not compared."""
-    found = Comparison()
-    samples = _pairs(recorded.samples, computed.samples)
-    found.num_steps_with_samples = len(samples)
-    found.differences += [_plainly("samples", *one) for one in samples if one[1] != one[2]]
-    for step, before, after in _pairs(recorded.losses, computed.losses):
-        found.num_losses += 1
+    samples, all_losses = _pairs(recorded.samples, computed.samples), _pairs(recorded.losses, computed.losses)
+    digests = [] if tolerance else _pairs(recorded.digests, computed.digests)
+    states = [] if tolerance else _pairs(recorded.states, computed.states)
+    differing: list[tuple[str, int, Any, Any]] = [("samples", *one) for one in samples if one[1] != one[2]]
+    errors = [0.0]
+    for step, before, after in all_losses:
         for what, value in before.items():
             error = _error(value, after.get(what))
-            found.largest_error = max(found.largest_error, error) if what == "loss" else found.largest_error
-            if error > tolerance:
-                found.differences.append(_plainly(what, step, value, after.get(what)))
-    if tolerance:
-        return found
-    digests = _pairs(recorded.digests, computed.digests)
-    found.num_digests = len(digests)
-    found.differences += [_plainly("digest", *one) for one in digests if one[1] != one[2]]
-    for step, state, again in _pairs(recorded.states, computed.states):
-        found.checkpoints.append(step)
+            errors += [error] if what == "loss" else []
+            differing += [(what, step, value, after.get(what))] if error > tolerance else []
+    differing += [("digest", *one) for one in digests if one[1] != one[2]]
+    found = [Deviation(step=step, what=what, recorded=one, computed=other) for what, step, one, other in differing]
+    for step, state, again in states:
         if names := tuple(differing_names(state, again)):
-            found.differences.append(Deviation(step=step, what="checkpoint", recorded=None, computed=None, names=names))
-    same = [step for step, before, after in digests if before == after]
-    first = found.first.step if found.first else math.inf
-    found.same_state_at = max((step for step in [*same, *found.checkpoints] if step < first), default=None)
-    return found
+            found.append(Deviation(step=step, what="checkpoint", recorded=None, computed=None, names=names))
+    first = min(found, key=lambda one: (one.step, _ORDER.index(one.what)), default=None)
+    same = [step for step, one, other in digests if one == other] + [step for step, *_ in states]
+    return Comparison(
+        num_losses=len(all_losses),
+        num_steps_with_samples=len(samples),
+        num_digests=len(digests),
+        checkpoints=[step for step, *_ in states],
+        largest_error=max(errors),
+        same_state_at=max((step for step in same if first is None or step < first.step), default=None),
+        first=first,
+        differences=found,
+    )
 
 
 def _pairs(one: Mapping[int, T], other: Mapping[int, T]) -> list[tuple[int, T, T]]:
     """Return the steps that both have, with their values."""
     return [(step, one[step], other[step]) for step in sorted(one.keys() & other.keys())]
-
-
-def _plainly(what: str, step: int, recorded: Any, computed: Any) -> Deviation:
-    return Deviation(step=step, what=what, recorded=recorded, computed=computed)
 
 
 def _error(before: float | None, after: float | None) -> float:

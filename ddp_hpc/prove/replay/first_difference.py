@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,8 +33,8 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parting:
-    """Where two computations part."""
+class Divergence:
+    """Where two computations begin to differ."""
 
     first: Value
     """Whatever differs first; it may be an option or a sample's id."""
@@ -44,8 +44,8 @@ class Parting:
     """On which ranks something differs in that step."""
 
 
-def first_difference(one: Sequence[Lines], other: Sequence[Lines]) -> Parting | None:
-    """Return where the traces of two runs part, or None; each has one item a rank.
+def first_difference(one: Sequence[Lines], other: Sequence[Lines]) -> Divergence | None:
+    """Return where the traces of two runs begin to differ, or None; each has one item a rank.
 
     With several ranks, the value counts that is computed first; of equal ones, the lowest rank's.
     """
@@ -58,18 +58,15 @@ def first_difference(one: Sequence[Lines], other: Sequence[Lines]) -> Parting | 
             values = _differing(step, rank, mine[step], others[step])
             if values:
                 place, first = values[0]
-                found.append((place, rank, first, _first_tensor(values)))
+                tensor = next((value for _, value in values if value.kind not in NOT_TENSORS), None)
+                found.append((place, rank, first, tensor))
         if found:
             found.sort(key=lambda item: item[:2])
             tensors = [value for *_, value in found if value is not None]
-            return Parting(
+            return Divergence(
                 first=found[0][2], tensor=tensors[0] if tensors else None, ranks=[rank for _, rank, *_ in found]
             )
     return None
-
-
-def _first_tensor(values: Iterable[tuple[int, Value]]) -> Value | None:
-    return next((value for _, value in values if value.kind not in NOT_TENSORS), None)
 
 
 def _differing(step: int, rank: int, one: Sequence[Entry], other: Sequence[Entry]) -> list[tuple[int, Value]]:
@@ -81,13 +78,20 @@ def _differing(step: int, rank: int, one: Sequence[Entry], other: Sequence[Entry
     values = []
     for key, place in sorted(order.items(), key=lambda item: item[1]):
         a, b = mine.get(key), others.get(key)
-        if a is None or b is None:
-            how: Literal["only in the first", "only in the second"] = (
-                "only in the second" if a is None else "only in the first"
-            )
-            values.append((place, _value(step, rank, key, how, a, b)))
-        elif (a["hash"], a.get("type")) != (b["hash"], b.get("type")):
-            values.append((place, _value(step, rank, key, "differs", a, b, samples=_samples(mine, key, a, b))))
+        if a is not None and b is not None and (a["hash"], a.get("type")) == (b["hash"], b.get("type")):
+            continue
+        kind, name, number = key
+        value = Value(
+            step=step,
+            rank=rank,
+            kind=kind,
+            name=name if number == 0 else f"{name} (call {number + 1})",
+            how="only in the second" if a is None else "only in the first" if b is None else "differs",
+            one=_entry_text(a),
+            other=_entry_text(b),
+            samples=_samples(mine, key, a, b),
+        )
+        values.append((place, value))
     return values
 
 
@@ -118,30 +122,7 @@ def _merged(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
     return [*dict.fromkeys([*merged, *other[begin:]])]
 
 
-def _value(  # noqa: PLR0913, PLR0917  one row of the answer
-    step: int,
-    rank: int,
-    key: Key,
-    how: Literal["differs", "only in the first", "only in the second"],
-    one: Entry | None,
-    other: Entry | None,
-    *,
-    samples: list[int] | None = None,
-) -> Value:
-    kind, name, number = key
-    return Value(
-        step=step,
-        rank=rank,
-        kind=kind,
-        name=name if number == 0 else f"{name} (call {number + 1})",
-        how=how,
-        one=_told(one),
-        other=_told(other),
-        samples=samples or [],
-    )
-
-
-def _told(entry: Entry | None) -> str:
+def _entry_text(entry: Entry | None) -> str:
     if entry is None:
         return ""
     if "type" not in entry:
@@ -152,9 +133,9 @@ def _told(entry: Entry | None) -> str:
     return f"{entry['type']}, {'value' if entry['type'].endswith('[]') else 'norm'} {norm!r}"
 
 
-def _samples(entries: Mapping[Key, Entry], key: Key, one: Entry, other: Entry) -> list[int]:
+def _samples(entries: Mapping[Key, Entry], key: Key, one: Entry | None, other: Entry | None) -> list[int]:
     """Return the ids of the samples whose content differs in a batch; empty where that cannot be said."""
-    if key[0] != "batch" or len(one["rows"]) != len(other["rows"]):
+    if one is None or other is None or key[0] != "batch" or len(one["rows"]) != len(other["rows"]):
         return []
     ids: list[int] = entries.get(("samples", f"micro batch {key[2]}", 0), {}).get("ids", [])
     return [sample for sample, a, b in zip(ids, one["rows"], other["rows"], strict=False) if a != b]

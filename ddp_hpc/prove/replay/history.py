@@ -80,23 +80,19 @@ class History:
         parts: list[StepRange] = []
         for low, high in pairwise(cuts):
             inputs = self.inputs_at(low + 1)
-            if parts and self._alike(parts[-1].inputs, inputs):
+            if parts and self._given(parts[-1].inputs) == self._given(inputs):
                 parts[-1] = replace(parts[-1], end=high)
             else:
                 parts.append(StepRange(low, high, inputs))
         return parts
 
-    def _alike(self, one: AttemptInputs, other: AttemptInputs) -> bool:
-        variables = [self.numerics.get(inputs.attempt, {}) for inputs in (one, other)]
-        return replace(one, attempt=0) == replace(other, attempt=0) and variables[0] == variables[1]
+    def _given(self, inputs: AttemptInputs) -> tuple[AttemptInputs, Mapping[str, str]]:
+        """Return all that decides which numbers an attempt computes."""
+        return replace(inputs, attempt=0), self.numerics.get(inputs.attempt, {})
 
 
 def read_history(run: RunDir) -> History:
-    """Read which attempts trained, from where on, and with what.
-
-    Raises:
-        ConfigError: if it is a run of a script, or nothing was trained.
-    """
+    """Read which attempts trained, from where on, and with what; refuse a run of a script, and one that has not trained."""
     spec = load_resolved(run.config)
     if spec.script.is_set:
         raise ConfigError(
@@ -128,21 +124,23 @@ def read_history(run: RunDir) -> History:
         last_step=last,
         log_every=spec.log.every_steps,
         uses_gpus=spec.resources.num_gpus > 0,
-        numerics={inputs.attempt: numeric_variables(run, inputs) for _, inputs in begun},
+        numerics={inputs.attempt: numeric_variables(run, inputs) or {} for _, inputs in begun},
         notes=notes,
     )
 
 
+def imported_content(path: Path, seal: str) -> bytes | None:
+    """Return a file's content; None if it is no more what an attempt has imported."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return content if xxhash.xxh3_64_hexdigest(content) == seal else None
+
+
 def edited_files(inputs: AttemptInputs) -> list[str]:
     """Return the files of the user's code that are no more what an attempt has imported, by their paths."""
-    edited = []
-    for path, seal in inputs.code.items():
-        try:
-            is_same = xxhash.xxh3_64_hexdigest(Path(path).read_bytes()) == seal
-        except OSError:
-            is_same = False
-        edited += [] if is_same else [path]
-    return edited
+    return [path for path, seal in inputs.code.items() if imported_content(Path(path), seal) is None]
 
 
 def environment_of(run: RunDir, inputs: AttemptInputs) -> Environment | None:
@@ -155,15 +153,15 @@ def environment_of(run: RunDir, inputs: AttemptInputs) -> Environment | None:
 
 def environ_of(run: RunDir, inputs: AttemptInputs, environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` with the variables by which an attempt added its numbers, and without others of their kind; as it is if that was not recorded."""
-    if environment_of(run, inputs) is None:
+    numeric = numeric_variables(run, inputs)
+    if numeric is None:
         return {**environ}
-    others = {name: value for name, value in environ.items() if not name.startswith(_NUMERIC)}
-    return {**others, **numeric_variables(run, inputs)}
+    return {name: value for name, value in environ.items() if not name.startswith(_NUMERIC)} | numeric
 
 
-def numeric_variables(run: RunDir, inputs: AttemptInputs) -> dict[str, str]:
-    """Return the variables by which an attempt added its numbers in one order and not in another."""
+def numeric_variables(run: RunDir, inputs: AttemptInputs) -> dict[str, str] | None:
+    """Return the variables by which an attempt added its numbers in one order and not in another; None where that was not recorded."""
     recorded = environment_of(run, inputs)
-    return {
-        name: value for name, value in (recorded.variables if recorded else {}).items() if name.startswith(_NUMERIC)
-    }
+    if recorded is None:
+        return None
+    return {name: value for name, value in recorded.variables.items() if name.startswith(_NUMERIC)}

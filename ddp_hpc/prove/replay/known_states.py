@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ddp_hpc.base.errors import CorruptCheckpointError, UnreadableError
 from ddp_hpc.prove.replay.comparison import compare, differing_names
 from ddp_hpc.prove.replay.history import History
-from ddp_hpc.prove.replay.record import Record, record_of, state_of_checkpoint
+from ddp_hpc.prove.replay.record import record_of, state_of_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,6 @@ def narrowed(
     )
 
 
-def _is_of_log(name: str) -> bool:
-    """Return whether this part of the state says only what the next log line will show, which depends on `log.every_steps`."""
-    return name == "loss_steps" or name.endswith("/loss_meter")
-
-
 def read_known(one: History, other: History) -> Known:
     """Read what two runs have recorded of the same steps: states in checkpoints, losses, samples."""
     end = min(one.last_step, other.last_step)
@@ -64,17 +59,14 @@ def read_known(one: History, other: History) -> Known:
         except (CorruptCheckpointError, UnreadableError, OSError) as error:
             notes.append(f"the checkpoints of step {step} cannot be compared: {error}")
             continue
-        differing = [name for name in differing_names(*states) if not _is_of_log(name)]
+        # These say only what the next log line will show, which depends on `log.every_steps`.
+        of_log = ("loss_steps", "/loss_meter")
+        differing = [name for name in differing_names(*states) if not name.endswith(of_log)]
         (unequal if differing else equal).append(step)
     mine, others = (record_of(history.run, 0, end) for history in (one, other))
-    # A loss that is equal proves nothing of the state, and is a mean over the steps since the line before.
-    if one.log_every == other.log_every:
-        losses = compare(Record(losses=mine.losses), Record(losses=others.losses))
-        unequal += [difference.step for difference in losses.differences]
-    unequal += [
-        step for step in mine.samples.keys() & others.samples.keys() if mine.samples[step] != others.samples[step]
-    ]
-    both = mine.digests.keys() & others.digests.keys()
-    unequal += [step for step in both if mine.digests[step] != others.digests[step]]
-    same = [step for step in both if mine.digests[step] == others.digests[step]]
+    if one.log_every != other.log_every:  # a loss is a mean over the steps since the line before
+        mine.losses = {}
+    # A loss or samples that are equal prove nothing of the state.
+    unequal += [difference.step for difference in compare(mine, others).differences]
+    same = [step for step in mine.digests.keys() & others.digests.keys() if mine.digests[step] == others.digests[step]]
     return narrowed(equal, unequal, end, digest_equal=same, notes=tuple(notes))

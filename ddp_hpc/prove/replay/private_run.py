@@ -6,14 +6,16 @@ The run itself is only read. Its checkpoint is reached by a link, and nothing of
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -21,7 +23,8 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, NotComputedError, UnreadableError
 from ddp_hpc.launch.submission import local
-from ddp_hpc.prove.replay.history import StepRange, edited_files, environ_of
+from ddp_hpc.prove.replay.history import History, StepRange, edited_files, environ_of
+from ddp_hpc.prove.replay.record import record_of
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.config import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
@@ -52,6 +55,21 @@ class Wanted:
     """Import the user's code from here, instead of where the run did."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Once it is set, the private run is cancelled: a thread gets no KeyboardInterrupt."""
+    notes: Sequence[str] = ()
+
+
+def wanted_of(
+    history: History, start: int, end: int, request: ReplayRequest, *, code: Path | None = None, **more: Any
+) -> Wanted:
+    """Return what to compute for the steps after `start` up to `end`: from the newest sound checkpoint on, with all that is on record."""
+    begin, damage = history.sound_checkpoint(start)
+    request = replace(
+        request,
+        state_steps=tuple(step for step in history.committed if begin < step <= end),
+        digest_steps=tuple(record_of(history.run, begin, end).digests),
+    )
+    stretches = history.stretches(begin, end)
+    return Wanted(run=history.run, start=begin, stretches=stretches, request=request, code=code, notes=damage, **more)
 
 
 @dataclass
@@ -59,35 +77,46 @@ class Replayed:
     """A replay that came to its end."""
 
     run: RunDir
+    wanted: Wanted
     world_sizes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_on_other_device: bool = False
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Yield a directory for private runs. It stays where workers failed, as the error's message names the log there."""
+    folder = Path(tempfile.mkdtemp(prefix="ddp-hpc-replay-"))
+    try:
+        yield folder
+    except NotComputedError:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def num_gpus_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> int:
     """Return how many GPUs of NVIDIA this process may use."""
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         names = [one.strip() for one in visible.split(",")]
-        return len(
-            [*takewhile(lambda name: name and not name.startswith("-"), names)]
-        )  # CUDA stops at the first that it does not know
+        # CUDA stops at the first that it does not know.
+        return len([*takewhile(lambda name: name and not name.startswith("-"), names)])
     return len(list((proc / "driver/nvidia/gpus").glob("*")))
 
 
 def compute_again(
-    wanted: Wanted, environ: Mapping[str, str], *, folder: Path | None = None, say: Callable[[str], object] = print
+    wanted: Wanted, environ: Mapping[str, str], *, folder: Path, say: Callable[[str], object]
 ) -> Replayed:
     """Compute the steps, one stretch after the other; return the private run, which holds metrics, samples and traces.
 
     Raises:
         NotComputedError: if the workers did not get to the end.
         UnreadableError: if the checkpoint that it begins with has gone.
-        ConfigError: if the run's configuration cannot be used here.
     """
-    folder = folder or Path(tempfile.mkdtemp(prefix="ddp-hpc-replay-"))
     # A run that was moved may have any name; that of the private run is checked as that of a new one.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", wanted.run.name).lstrip("._-")[:128]
-    replayed = Replayed(RunDir(folder / (name or "run")))
+    replayed = Replayed(RunDir(folder / (name or "run")), wanted, notes=[*wanted.notes])
     make_directories(replayed.run.console.parent)
     make_directories(replayed.run.checkpoints)
     if wanted.start:
@@ -143,11 +172,7 @@ def _run_supervised(
     place: str | None,
     ended: threading.Event,
 ) -> None:
-    """Start the guardian, and wait for its end.
-
-    Raises:
-        NotComputedError: if the attempt did not finish.
-    """
+    """Start the guardian, and wait for its end."""
     guardian: subprocess.Popen[bytes] | None = None
     try:
         with open_private(run.console, "ab") as console, processes.signals_held_back():
@@ -195,14 +220,10 @@ def replay_spec(spec: RunSpec, run: RunDir, *, runs_dir: Path, world: int, gpus:
     """Return the spec of a replay in `run`: it trains as the run did, and does nothing else. `runs_dir` is where the run itself lies.
 
     No evaluation, no periodic checkpoint, no notification, no profile, no second attempt.
-
-    Raises:
-        ConfigError: if the run cannot be trained with so many ranks, or without GPUs.
     """
     init_from = spec.train.init_from
-    if (
-        init_from is not None and (runs_dir / init_from).exists()
-    ):  # it may name a run beside, and `runs_dir` is another one here
+    # It may name a run beside, and `runs_dir` is another one here.
+    if init_from is not None and (runs_dir / init_from).exists():
         init_from = str((runs_dir / init_from).absolute())
     return replace(
         spec,

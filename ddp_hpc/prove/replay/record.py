@@ -58,11 +58,7 @@ def record_of(run: RunDir, start: int, end: int) -> Record:
 
 
 def state_of_checkpoint(run: RunDir, step: int) -> State:
-    """Read and verify a checkpoint; return the state that it holds.
-
-    Raises:
-        CorruptCheckpointError: if its files are not what was written.
-    """
+    """Read and verify a checkpoint; return the state that it holds. A damaged one raises CorruptCheckpointError."""
     path = checkpoint_path(run, step)
     manifest = checkpoint_store.read_manifest(path)
     tensors = checkpoint_store.read_tensors(path, manifest)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc.base.errors import ConfigError, NotComputedError
-from ddp_hpc.prove.replay.comparison import Comparison, Deviation, compare
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.prove.replay.comparison import Comparison, compare
 from ddp_hpc.prove.replay.history import History, environment_of
-from ddp_hpc.prove.replay.private_run import Replayed, Wanted, compute_again
+from ddp_hpc.prove.replay.private_run import Replayed, compute_again, private_folder, wanted_of
 from ddp_hpc.prove.replay.record import Record, digests_of_replay, record_of, state_of_checkpoint, states_of_replay
 from ddp_hpc.run.run_dir.environment import capture, differences
 from ddp_hpc.run.run_dir.replays import ReplayRequest
@@ -34,13 +33,11 @@ class ReplayOrder:
     trace: bool = False
     tolerance: float = OTHER_WORLD_TOLERANCE
     """Where sums are taken in another order."""
-    folder: Path | None = None
-    """Keep the private run here; None: in a temporary directory, which is deleted unless there is a trace."""
 
 
 @dataclass(kw_only=True)
-class ReplayReport:
-    """The result; the fields are the keys of `replay --json`."""
+class ReplayReport(Comparison):
+    """The result; the fields but `differences` are the keys of `replay --json`."""
 
     run: str
     verdict: Literal["the same", "different", "not compared"]
@@ -52,14 +49,6 @@ class ReplayReport:
     """Ranks of each part."""
     tolerance: float
     """0: none, equal to the bit. With a tolerance, only losses are compared."""
-    same_state_at: int | None
-    """The newest step before the first difference whose digest or checkpoint is the same; None: no state is known to be."""
-    first: Deviation | None
-    num_losses: int
-    num_steps_with_samples: int
-    num_digests: int
-    checkpoints: list[int]
-    largest_error: float
     notes: list[str] = field(default_factory=list)
     directory: str | None = None
     """The private run, with the traces in `trace/`; None if it was deleted."""
@@ -79,7 +68,7 @@ def check_range(history: History, start: int, end: int) -> None:
 
 def replay(
     asked: ReplayOrder, environ: Mapping[str, str], *, say: Callable[[str], object] = lambda _: None
-) -> tuple[ReplayReport, Replayed]:
+) -> ReplayReport:
     """Compute the steps again, and compare.
 
     Raises:
@@ -88,66 +77,45 @@ def replay(
     """
     history = asked.history
     check_range(history, asked.start, asked.end)
-    begin, damage = history.sound_checkpoint(asked.start)
-    stretches = history.stretches(begin, asked.end)
-    states = tuple(step for step in history.committed if asked.start < step <= asked.end)
     recorded = record_of(history.run, asked.start, asked.end)
+    states = [step for step in history.committed if asked.start < step <= asked.end]
     recorded.states = {step: state_of_checkpoint(history.run, step) for step in states}
-    wanted = Wanted(
-        run=history.run,
-        start=begin,
-        stretches=stretches,
-        request=ReplayRequest(
-            end_step=asked.end,
-            state_steps=states,
-            digest_steps=tuple(recorded.digests),
-            trace_from=asked.start + 1 if asked.trace else None,
-        ),
-        world_size=asked.world_size,
-        code=asked.code,
-    )
-    folder = asked.folder or Path(tempfile.mkdtemp(prefix="ddp-hpc-replay-"))
-    say(
-        f"{history.run.name}: from {f'the checkpoint of step {begin}' if begin else 'the beginning'} to step {asked.end}, in {folder}"
-    )
-    try:
+    request = ReplayRequest(end_step=asked.end, trace_from=asked.start + 1 if asked.trace else None)
+    wanted = wanted_of(history, asked.start, asked.end, request, code=asked.code, world_size=asked.world_size)
+    with private_folder() as folder:
+        begin = f"the checkpoint of step {wanted.start}" if wanted.start else "the beginning"
+        say(f"{history.run.name}: from {begin} to step {asked.end}, in {folder}")
         replayed = compute_again(wanted, environ, folder=folder, say=say)
-    except NotComputedError:  # its message names the log there
-        raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    report = _report(asked, recorded, replayed, begin, [one.inputs.world_size for one in stretches])
-    report.notes = [*history.notes, *damage, *replayed.notes, *_what_differs_here(asked, environ), *report.notes]
-    if asked.folder is None and not asked.trace:
+        report = _report(asked, recorded, replayed)
+        report.notes = [*history.notes, *replayed.notes, *_what_differs_here(asked, environ), *report.notes]
+    if not asked.trace:
         shutil.rmtree(folder, ignore_errors=True)
         report.directory = None
-    return report, replayed
+    return report
 
 
-def _report(
-    asked: ReplayOrder, recorded: Record, replayed: Replayed, begin: int, own_worlds: list[int]
-) -> ReplayReport:
+def _report(asked: ReplayOrder, recorded: Record, replayed: Replayed) -> ReplayReport:
     """Hold what was computed against the record."""
-    is_other = replayed.is_on_other_device or replayed.world_sizes != own_worlds
+    own_worlds, worlds = [one.inputs.world_size for one in replayed.wanted.stretches], replayed.world_sizes
+    is_other = replayed.is_on_other_device or worlds != own_worlds
     tolerance = asked.tolerance if is_other else 0.0
     found = compare(recorded, computed_record(replayed, asked.start, asked.end), tolerance=tolerance)
+    notes = []
+    if worlds != own_worlds:
+        theirs, ours = (", ".join(map(str, sizes)) for sizes in (own_worlds, worlds))
+        notes.append(
+            f"the run had {theirs} ranks and the replay {ours}: so sums have another order and ranks other random numbers (dropout); only losses are compared, with a tolerance"
+        )
     return ReplayReport(
+        **vars(found),
         run=str(asked.history.run.path),
-        verdict=_verdict(found),
+        verdict="different" if found.differences else "not compared" if found.is_empty else "the same",
         from_step=asked.start,
         to_step=asked.end,
-        started_at=begin,
-        world_sizes=replayed.world_sizes,
+        started_at=replayed.wanted.start,
+        world_sizes=worlds,
         tolerance=tolerance,
-        same_state_at=found.same_state_at,
-        first=found.first,
-        num_losses=found.num_losses,
-        num_steps_with_samples=found.num_steps_with_samples,
-        num_digests=found.num_digests,
-        checkpoints=found.checkpoints,
-        largest_error=found.largest_error,
-        notes=_of_order(replayed, own_worlds),
+        notes=notes,
         directory=str(replayed.run.path),
     )
 
@@ -158,21 +126,6 @@ def computed_record(replayed: Replayed, start: int, end: int) -> Record:
     computed.digests = digests_of_replay(replayed.run)
     computed.states = states_of_replay(replayed.run, max(replayed.world_sizes))
     return computed
-
-
-def _verdict(found: Comparison) -> Literal["the same", "different", "not compared"]:
-    if found.differences:
-        return "different"
-    return "not compared" if found.is_empty else "the same"
-
-
-def _of_order(replayed: Replayed, own_worlds: list[int]) -> list[str]:
-    if replayed.world_sizes == own_worlds:
-        return []
-    theirs, ours = (", ".join(map(str, worlds)) for worlds in (own_worlds, replayed.world_sizes))
-    return [
-        f"the run had {theirs} ranks and the replay {ours}: so sums have another order and ranks other random numbers (dropout); only losses are compared, with a tolerance"
-    ]
 
 
 def _what_differs_here(asked: ReplayOrder, environ: Mapping[str, str]) -> list[str]:
