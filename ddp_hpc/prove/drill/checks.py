@@ -36,10 +36,11 @@ class Check:
 
 def check(outcome: DrillOutcome) -> list[Check]:
     """Return all checks, those that hold and those that do not."""
-    more = outcome.more_attempts
-    lost = outcome.taken.num_repeated
+    more, lost = outcome.more_attempts, outcome.taken.num_repeated
     # Twice the interval: the newest save may not have been committed yet when the fault came.
     may_lose = 0 if outcome.is_graceful or not outcome.restarts else 2 * outcome.every_steps
+    is_same = outcome.digest == outcome.unbroken_digest
+    digests = f"the last checkpoint has the hash {outcome.digest} in the run with the fault, {outcome.unbroken_digest} in the one without"
     return [
         Check(
             "starts again" if outcome.restarts else "goes on",
@@ -47,19 +48,9 @@ def check(outcome: DrillOutcome) -> list[Check]:
             f"{more} attempts began after the fault, where {'some' if outcome.restarts else 'none'} should",
         ),
         Check("lost steps", lost <= may_lose, f"{lost} steps had to be trained again, at most {may_lose} may be"),
-        _digest(outcome),
+        Check("same bits", is_same, outcome.digest if is_same else digests),
         _samples(outcome),
     ]
-
-
-def _digest(outcome: DrillOutcome) -> Check:
-    is_same = outcome.digest == outcome.unbroken_digest
-    text = (
-        outcome.digest
-        if is_same
-        else f"the last checkpoint has the hash {outcome.digest} in the run with the fault, {outcome.unbroken_digest} in the one without"
-    )
-    return Check("same bits", is_same, text)
 
 
 def _samples(outcome: DrillOutcome) -> Check:
@@ -67,18 +58,12 @@ def _samples(outcome: DrillOutcome) -> Check:
     twice = used_twice(outcome.taken)
     other = [step for step in sorted({*mine, *others}) if mine.get(step) != others.get(step)]
     if not others:
-        return Check(
-            "each sample once",
-            False,
-            "the run without a fault did not record its samples; set `train.record_samples=true` in it",
-        )
-    if twice or other:
-        return Check(
-            "each sample once",
-            False,
-            f"samples used twice (epoch, sample): {_few(twice)}; steps with other samples than the run without a fault: {_few(other)}",
-        )
-    return Check("each sample once", True, f"checked in {len(mine)} steps")
+        told = "the run without a fault did not record its samples; set `train.record_samples=true` in it"
+    elif twice or other:
+        told = f"samples used twice (epoch, sample): {_few(twice)}; steps with other samples than the run without a fault: {_few(other)}"
+    else:
+        told = f"checked in {len(mine)} steps"
+    return Check("each sample once", bool(others) and not twice and not other, told)
 
 
 def _few(items: Sequence[object]) -> str:

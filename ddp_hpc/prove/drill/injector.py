@@ -77,16 +77,6 @@ def list_processes() -> list[NodeProcess]:
     return listed
 
 
-def kill(pid: int) -> None:
-    """Send SIGKILL, as the kernel does when memory runs out."""
-    processes.send([pid], signal.SIGKILL)
-
-
-def freeze(pid: int) -> None:
-    """Suspend the process for good."""
-    processes.send([pid], signal.SIGSTOP)
-
-
 def stutter(pid: int) -> None:
     """Suspend the process for a moment, several times."""
     for _ in range(BURSTS):
@@ -96,7 +86,11 @@ def stutter(pid: int) -> None:
         time.sleep(BURST_S)
 
 
-ACTIONS: Mapping[str, Callable[[int], None]] = {"kill": kill, "freeze": freeze, "stutter": stutter}
+ACTIONS: Mapping[str, Callable[[int], None]] = {
+    "kill": lambda pid: processes.send([pid], signal.SIGKILL),  # as the kernel does when memory runs out
+    "freeze": lambda pid: processes.send([pid], signal.SIGSTOP),
+    "stutter": stutter,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -141,19 +141,17 @@ class _Scenario:
     """The runs that this drill has made."""
 
     def submit(self) -> None:
-        """Submit the runs."""
-        if isinstance(self.plan.unbroken, SubmitRequest):
-            self._send(self.plan.unbroken)
-        self._send(self.plan.faulty)
-
-    def _send(self, request: SubmitRequest) -> None:
-        sent = _slurm().submit(request)
-        if not sent.is_new:
-            raise ConfigError(
-                f"{sent.run.path} exists already, but a drill needs a new run. Choose another `name=...`."
-            )
-        self.submitted.append(sent.run)
-        self.say(f"{sent.run.name}: submitted job {sent.job_id}")
+        """Submit the runs, or the one that is not there yet."""
+        for request in (self.plan.unbroken, self.plan.faulty):
+            if isinstance(request, RunDir):
+                continue
+            sent = _slurm().submit(request)
+            if not sent.is_new:
+                raise ConfigError(
+                    f"{sent.run.path} exists already, but a drill needs a new run. Choose another `name=...`."
+                )
+            self.submitted.append(sent.run)
+            self.say(f"{sent.run.name}: submitted job {sent.job_id}")
 
     def inject_and_wait(self, report: DrillReport) -> None:
         """Inject the fault once the run is training, then wait until the run finishes."""
@@ -244,13 +242,13 @@ class _Scenario:
                     _slurm().cancel(run, self.environ)
 
     def _await(self, what: str, condition: Callable[[], T | None], *, run: RunDir | None = None) -> T:
-        """Return the first true value of `condition`.
-
-        Raises:
-            WorkerError: if the run makes no progress for `patience_s`, or has no job in Slurm any more, or one that never starts.
-        """
+        """Return the first true value of `condition`; WorkerError ends the drill where the run gets no further."""
         run, asked_at, is_gone = run or self.run, time.monotonic(), False
-        progress, deadline = _progress(run), asked_at + self.plan.patience_s
+
+        def progress() -> tuple[int, int]:
+            return len(Ledger.read(run).attempts), _step(run)
+
+        newest, deadline = progress(), asked_at + self.plan.patience_s
         while True:
             value = condition()
             if value:
@@ -267,21 +265,19 @@ class _Scenario:
                 )
             if now - asked_at > SLURM_POLL_S:
                 asked_at, is_gone = now, self._has_no_job(run)  # and check the condition once more before giving up
-                if progress != (progress := _progress(run)):
+                if newest != (newest := progress()):
                     deadline = now + self.plan.patience_s
             time.sleep(POLL_S)
 
     def _has_no_job(self, run: RunDir) -> bool:
-        try:
+        with suppress(SlurmUnavailableError):
             found = _slurm().find_job(run, self.environ)
-            job = (
-                client.job(found.job_id, self.environ) if found and found.state == "waiting" and found.job_id else None
-            )
+            waits = found is not None and found.state == "waiting" and found.job_id
+            job = client.job(waits, self.environ) if waits else None
             if job is not None:
                 require_start(run, job.job_id, job.reason)
             return found is None
-        except SlurmUnavailableError:
-            return False
+        return False
 
 
 def _slurm() -> Backend:
@@ -293,11 +289,6 @@ def _step(run: RunDir) -> int:
     """Return the newest step that rank zero has taken."""
     paths = (run.rank_samples(attempt.attempt, 0) for attempt in Ledger.read(run).attempts)
     return max((int(line["step"]) for path in paths for line in read_json_lines(path)), default=0)
-
-
-def _progress(run: RunDir) -> tuple[int, int]:
-    """Return the number of attempts and the newest step: one of them grows while the run makes progress."""
-    return len(Ledger.read(run).attempts), _step(run)
 
 
 def _situation(run: RunDir) -> str:
