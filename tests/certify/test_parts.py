@@ -95,7 +95,7 @@ def test_reading_a_file_runs_none_of_its_code(tmp_path: Path) -> None:
 
     torch.save({"x": Evil()}, tmp_path / "evil.pt")
 
-    assert "x.class" in read(tmp_path / "evil.pt").values
+    assert "x.__class__" in read(tmp_path / "evil.pt").values
 
 
 def test_a_file_that_was_cut_off_is_half_written(tmp_path: Path) -> None:

@@ -15,22 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 SAVED_SUFFIXES = frozenset(
-    {
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".bin",
-        ".safetensors",
-        ".tar",
-        ".pkl",
-        ".npz",
-        ".npy",
-        ".state",
-        ".distcp",
-        ".h5",
-        ".hdf5",
-        ".msgpack",
-    }
+    f".{name}"
+    for name in "pt pth ckpt bin safetensors tar pkl npz npy state distcp h5 hdf5 msgpack".split()  # noqa: SIM905
 )
 """Of files in which scripts save their state; `.distcp` is torch.distributed.checkpoint's."""
 MOST_BYTES = 512 << 20
@@ -94,27 +80,15 @@ def is_half_written(path: Path) -> bool:
         return False
     if not size:
         return True
-    if start.startswith(b"PK"):
-        return not _is_whole_zip(path)
-    if path.suffix == ".safetensors":
-        return not _is_whole_safetensors(path, size)
+    try:
+        if start.startswith(b"PK"):
+            zipfile.ZipFile(path).close()
+        elif path.suffix == ".safetensors":
+            header, begin = _safetensors_header(path)
+            return begin + max((end for *_, end in header.values()), default=0) > size
+    except (zipfile.BadZipFile, ValueError, OSError):
+        return True
     return path.suffix in {".pt", ".pth", ".ckpt"} and not start.strip(b"\0")
-
-
-def _is_whole_zip(path: Path) -> bool:
-    try:
-        with zipfile.ZipFile(path):
-            return True
-    except (zipfile.BadZipFile, OSError):
-        return False
-
-
-def _is_whole_safetensors(path: Path, size: int) -> bool:
-    try:
-        header, begin = _safetensors_header(path)
-    except ValueError:
-        return False
-    return begin + max((end for _, _, (_, end) in header.values()), default=0) <= size
 
 
 def read(path: Path) -> Contents:
@@ -128,7 +102,12 @@ def read(path: Path) -> Contents:
         if data.startswith(b"PK") and path.suffix != ".distcp":
             return Contents(kind="values", values=dict(_of_zip(data)), digest=digest)
         if path.suffix == ".safetensors":
-            return Contents(kind="values", values=_of_safetensors(path, data), digest=digest)
+            header, begin = _safetensors_header(path)
+            values = {
+                name: f"tensor {kind} {_hash(data[begin + first : begin + end])}"
+                for name, (kind, first, end) in header.items()
+            }
+            return Contents(kind="values", values=values, digest=digest)
     except Exception:  # noqa: BLE001  a file of another format than its name says: any error of a parser
         return Contents(kind="bytes", digest=digest)
     if b"\0" not in data[:4096]:
@@ -138,27 +117,18 @@ def read(path: Path) -> Contents:
     return Contents(kind="bytes", digest=digest)
 
 
-def _safetensors_header(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, int]]], int]:
+def _safetensors_header(path: Path) -> tuple[dict[str, tuple[str, int, int]], int]:
+    """Return each tensor's type and shape, its first byte and the one after its last; and where these are counted from."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length < MOST_BYTES else b""
     if len(text) < length or not length:
         raise ValueError(path)
-    header = json.loads(text)
-    entries = {
-        name: (str(one["dtype"]), tuple(one["shape"]), (int(one["data_offsets"][0]), int(one["data_offsets"][1])))
-        for name, one in header.items()
-        if name != "__metadata__"
-    }
-    return entries, 8 + length
-
-
-def _of_safetensors(path: Path, data: bytes) -> dict[str, str]:
-    header, begin = _safetensors_header(path)
+    header = {name: one for name, one in json.loads(text).items() if name != "__metadata__"}
     return {
-        name: f"tensor {dtype} {list(shape)} {_hash(data[begin + first : begin + last])}"
-        for name, (dtype, shape, (first, last)) in header.items()
-    }
+        name: (f"{one['dtype']} {list(one['shape'])}", int(one["data_offsets"][0]), int(one["data_offsets"][1]))
+        for name, one in header.items()
+    }, 8 + length
 
 
 def _of_zip(data: bytes) -> Iterator[tuple[str, str]]:
@@ -190,17 +160,10 @@ def _leaves(path: str, value: Any, storage: Any) -> Iterator[tuple[str, str]]:
             f"{'rng' if is_rng else 'tensor'} {value.kind} {list(value.shape)} {value.place} {storage(value.key)}",
         )
         return
-    items: Any = None
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    elif isinstance(value, _Object):
-        items = value.parts()
-    if items is None:
+    if not isinstance(value, Mapping | list | tuple):
         yield path, repr(value)
         return
-    for key, item in items:
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
         yield from _leaves(f"{path}.{key}" if path else str(key), item, storage)
 
 
@@ -219,59 +182,45 @@ class _Storage:
     kind: str
 
 
-class _Object:
+class _Object(dict[Any, Any]):
     """Stands for an object of any class: its arguments, its state and its items, and none of its code."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Object:  # noqa: PYI034  stubs are made by name
         new = super().__new__(cls)
-        new.__dict__["_parts"] = [*enumerate(args), *kwargs.items()]
+        new.update({"__class__": cls.__name__, **{f"__{number}__": one for number, one in enumerate(args)}, **kwargs})
         return new
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take everything: `__new__` has kept it."""
 
     def __setstate__(self, state: Any) -> None:
-        self.__dict__["_parts"].append(("state", state))
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.__dict__["_parts"].append((key, value))
+        self["__state__"] = state
 
     def append(self, value: Any) -> None:
         """Keep an item of a list."""
-        self.__dict__["_parts"].append(("item", value))
+        self[f"__item {len(self)}__"] = value
 
     def extend(self, values: Any) -> None:
         """Keep items of a list."""
         for value in values:
             self.append(value)
 
-    def __hash__(self) -> int:
-        return hash(type(self).__name__)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    def __hash__(self) -> int:  # type: ignore[override]  # it may be a key
+        return id(self)
 
     def __repr__(self) -> str:
         return type(self).__name__
-
-    def parts(self) -> list[tuple[Any, Any]]:
-        """Return what it was made of."""
-        return [("class", type(self).__name__), *self.__dict__["_parts"]]
 
 
 def _rebuild_tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> _Tensor:
     return _Tensor(storage.key, storage.kind, (offset, tuple(stride)), tuple(size))
 
 
-def _rebuild_parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
 _KNOWN: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     ("builtins", "set"): set,
     ("builtins", "dict"): dict,
     ("builtins", "list"): list,
