@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from ddp_hpc.prove.certify.outside import (
     command_in,
     named_paths,
     refuse_saved_states,
-    strays,
     texts_in_source,
 )
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord
@@ -272,37 +271,28 @@ class _Certification:
                 "below a link to a directory elsewhere. If it is a cache, or another program has written there: `--may-change "
                 f"{Path(record.outside[0]).parent}`."
             )
-        beside = [
-            *strays(order.work_dir.parent, {order.work_dir.name}),
-            *strays(self.plan.folder, {order.runs_dir.name, *self.names}),
-        ]
-        if beside:
+        own = {order.work_dir, order.runs_dir, *(self.plan.folder / name for name in self.names)}
+        beside = [*order.work_dir.parent.iterdir(), *self.plan.folder.iterdir()]
+        if strays := sorted({*beside} - own):
             raise ConfigError(
-                f"The script wrote `{os.path.relpath(beside[0], order.work_dir)}`, beside its working directory and not below it. Certify the script from the "
+                f"The script wrote `{os.path.relpath(strays[0], order.work_dir)}`, beside its working directory and not below it. Certify the script from the "
                 f"directory above: `cd ..`, then `ddp-hpc certify -- python {self.plan.work_dir.name}/...`. Or give it a path below the "
                 "working directory for its output."
             )
 
 
-def _limits(baseline: Baseline) -> list[str]:
-    """Return notes on what certify does not learn of this script."""
-    attempt, notes = baseline.attempt, []
+def _limits(baseline: Baseline) -> Iterator[str]:
+    """Yield notes on what certify does not learn of this script."""
+    attempt = baseline.attempt
     if not baseline.scale.unit:
-        notes.append(
-            "no line of the script's output names a step or an epoch, so the amount of repeated work is not known"
-        )
+        yield "no line of the script's output names a step or an epoch, so the amount of repeated work is not known"
     if not attempt.saves:
-        notes.append(
-            "certify found no saved state among the files that the script writes; if the script saves its state, name the files with `script.progress=PATTERN`"
-        )
+        yield "certify found no saved state among the files that the script writes; if the script saves its state, name the files with `script.progress=PATTERN`"
     if attempt.left_behind:
         named = "; ".join(one[:80] for one in attempt.left_behind[:3])
-        notes.append(f"the script left processes running when it ended, and certify killed them: {named}")
+        yield f"the script left processes running when it ended, and certify killed them: {named}"
     if attempt.num_ranks < 2:
-        notes.append(
-            "the script ran with one rank, so whether ranks agree was not tested; to test it: `resources.workers_per_node=2`"
-        )
-    return notes
+        yield "the script ran with one rank, so whether ranks agree was not tested; to test it: `resources.workers_per_node=2`"
 
 
 def values_of(settings: Sequence[str]) -> dict[str, str]:
@@ -318,12 +308,8 @@ def ranks_of(settings: Sequence[str]) -> list[str]:
 
 def _printing_rank(attempt: AttemptRecord) -> int:
     """Return the rank whose lines say where the training is: rank zero, if its lines do or none do."""
-    if scale_of(attempt.lines).unit:
-        return 0
-    for rank, log in sorted(attempt.logs.items()):
-        if scale_of(map(parse, log.splitlines())).unit:
-            return rank
-    return 0
+    logs = {} if scale_of(attempt.lines).unit else attempt.logs
+    return next((rank for rank, log in sorted(logs.items()) if scale_of(map(parse, log.splitlines())).unit), 0)
 
 
 def time_needed(seconds: float, num_faults: int) -> str:
@@ -366,9 +352,12 @@ def earlier_states(before: Mapping[str, tuple[int, int]], work_dir: Path, record
     Where it finished and saved nothing, an earlier run has finished already, and those that it read are such states.
     """
     after = files_in(work_dir)
-    saves = {path for attempt in record.attempts for path in (one.path for one in attempt.saves)}
+    saves = {one.path for attempt in record.attempts for one in attempt.saves}
     if not saves and record.outcome == "finished":
         saves = {one for attempt in record.attempts for one in attempt.reads if Path(one).suffix in STATE_SUFFIXES}
     kinds = {plain(path) for path in saves}
-    states = [path for path in before if is_saved_state(Path(path))]
-    return sorted(path for path in states if after.get(path) != before[path] or plain(path) in kinds)
+    return sorted(
+        path
+        for path in before
+        if is_saved_state(Path(path)) and (after.get(path) != before[path] or plain(path) in kinds)
+    )

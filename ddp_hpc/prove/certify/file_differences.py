@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import PurePosixPath
 
 from ddp_hpc.prove.certify.saved_files import Contents
@@ -40,37 +41,27 @@ def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents
             found.append(
                 FileDifference(file, "", NO_FILE if mine is None else "a file", NO_FILE if other is None else "a file")
             )
-        elif mine.kind == other.kind == "values":
-            found.extend(
-                FileDifference(file, path, mine.values.get(path, "nothing"), other.values.get(path, "nothing"))
-                for path in [*other.values, *(path for path in mine.values if path not in other.values)]
-                if mine.values.get(path) != other.values.get(path)
-            )
-        elif mine.kind == other.kind == "text":
+        elif mine.kind == other.kind and mine.kind != "bytes":
+            paths = dict.fromkeys([*other.values, *mine.values])
+            pairs = {path: (mine.values.get(path), other.values.get(path)) for path in paths}
             if not _has_all_lines(mine.lines, other.lines):
-                found.extend(_different_lines(file, mine.lines, other.lines))
+                lines = enumerate(zip_longest(mine.lines, other.lines), 1)
+                pairs |= {f"line {number}": pair for number, pair in lines}
+            found += [
+                FileDifference(file, path, *("nothing" if text is None else text for text in pair))
+                for path, pair in pairs.items()
+                if pair[0] != pair[1]
+            ]
         elif (mine.digest, mine.num_bytes) != (other.digest, other.num_bytes):
-            found.append(FileDifference(file, "", _bytes_text(mine), _bytes_text(other)))
+            texts = (one.digest[:16] or f"{one.num_bytes} bytes" for one in (mine, other))
+            found.append(FileDifference(file, "", *texts))
     return found
-
-
-def _bytes_text(contents: Contents) -> str:
-    return contents.digest[:16] or f"{contents.num_bytes} bytes"
 
 
 def _has_all_lines(mine: Sequence[str], other: Sequence[str]) -> bool:
     """Tell whether a log has all lines of the other in their order; more lines, such as `resumed at step 10`, do no harm."""
     rest = iter(mine)
     return all(line in rest for line in other)
-
-
-def _different_lines(file: str, mine: Sequence[str], other: Sequence[str]) -> list[FileDifference]:
-    longest = max(len(mine), len(other))
-    pairs = [
-        (number, mine[number] if number < len(mine) else "nothing", other[number] if number < len(other) else "nothing")
-        for number in range(longest)
-    ]
-    return [FileDifference(file, f"line {number + 1}", one, two) for number, one, two in pairs if one != two]
 
 
 def aligned(

@@ -7,7 +7,7 @@ import errno
 import os
 import select
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,14 @@ _CHANGES = _MODIFIED | _WRITTEN | _MOVED_FROM | _MOVED_TO | _CREATED | _DELETED
 _HEADER = struct.Struct("iIII")
 _BUFFER_BYTES = 1 << 16
 Kind = Literal["begun", "done", "named", "read", "gone"]
+_KINDS: Mapping[int, Kind] = {
+    _READ: "read",
+    _CREATED | _MODIFIED: "begun",
+    _MOVED_TO: "named",
+    _WRITTEN: "done",
+    _DELETED | _MOVED_FROM: "gone",
+}
+"""The first whose bits are set in an event's mask."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +102,9 @@ class FileEvents:
                 elif mask & _MOVED_FROM and self._only is not None:
                     yield FileEvent("gone", path)
                 continue
-            event = self._event(mask, path)
-            if event is not None:
-                yield event
-
-    def _event(self, mask: int, path: Path) -> FileEvent | None:
-        if mask & _READ:
-            return FileEvent("read", path)
-        if mask & (_CREATED | _MODIFIED):
-            return FileEvent("begun", path)
-        if mask & (_WRITTEN | _MOVED_TO):
-            return FileEvent("named" if mask & _MOVED_TO else "done", path)
-        return FileEvent("gone", path) if mask & (_DELETED | _MOVED_FROM) else None
+            kind = next((kind for bits, kind in _KINDS.items() if mask & bits), None)
+            if kind is not None:
+                yield FileEvent(kind, path)
 
     def _concerns(self, path: Path, *, is_folder: bool) -> bool:
         """Tell whether a path is at or below one that is watched; a directory may also lie above one."""

@@ -1,16 +1,19 @@
-"""What a run does to the files of its copy, as it happens: which saved states it begins, ends and reads."""
+"""What a run does to the files of its copy, and what one of its ranks prints, as it happens."""
 
 from __future__ import annotations
 
 import fnmatch
+import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_hpc.prove.certify.file_events import FileEvent
+from ddp_hpc.prove.certify.output_lines import PrintedLine, parse, scale_of
 from ddp_hpc.prove.certify.sandbox import files_in
-from ddp_hpc.prove.certify.saved_files import is_half_written, is_saved_state, plain
+from ddp_hpc.prove.certify.saved_files import SAVED_SUFFIXES, is_half_written, is_saved_state, plain
 
 
 @dataclass
@@ -25,8 +28,6 @@ class LiveFiles:
     """The user's own pattern of saved files."""
     num_begun: int = 0
     """How many files of saves were begun."""
-    num_done: int = 0
-    """How many saved states were written to their ends."""
     reads: list[str] = field(default_factory=list)
     """Saved states that were read before this attempt wrote them, and before the first position was printed."""
     written: set[Path] = field(default_factory=set)
@@ -52,9 +53,7 @@ class LiveFiles:
                 self.num_begun += 1
         elif event.kind in {"done", "named"}:
             self.being_written.discard(event.path)
-            if self.is_state(event.path):
-                self.num_done += 1
-                return True
+            return self.is_state(event.path)
         return False
 
     def is_state(self, path: Path) -> bool:
@@ -66,9 +65,8 @@ class LiveFiles:
 
     def is_of_save(self, path: Path) -> bool:
         """Tell by its name whether a file is a saved state, or one that is renamed to it when it is whole."""
-        if self.is_state(path) or any(is_saved_state(Path(f"x{suffix}")) for suffix in path.suffixes):
-            return True
-        return plain(path.name) in self.save_names
+        has_suffix = not SAVED_SUFFIXES.isdisjoint(path.suffixes)
+        return self.is_state(path) or has_suffix or plain(path.name) in self.save_names
 
     def relative(self, path: Path) -> str:
         """Return a file's path below the copy."""
@@ -80,3 +78,46 @@ class LiveFiles:
         paths = [path for path, _ in found if self.is_of_save(self.root / path)]
         half = tuple(path for path in paths if is_half_written(self.root / path))
         return half, [path for path in paths if path not in half and self.is_state(self.root / path)]
+
+
+@dataclass
+class LiveOutput:
+    """The lines of one attempt, of rank zero or of the one that says where the training is."""
+
+    log: Path
+    began: float
+    """When the run began, by the monotonic clock."""
+    lines: list[PrintedLine] = field(default_factory=list)
+    _num_bytes: int = 0
+    _unfinished: str = ""
+    """The part of a line that stands at the end of the log."""
+    _last_epoch: float | None = None
+
+    def read(self) -> bool:
+        """Read what is new; return whether there was anything."""
+        with suppress(OSError):
+            if self.log.stat().st_size == self._num_bytes:
+                return False
+            with self.log.open("rb") as file:
+                file.seek(self._num_bytes)
+                data = file.read()
+            self._num_bytes += len(data)
+            text = self._unfinished + data.decode("utf-8", errors="replace")
+            *whole, self._unfinished = text.replace("\r", "\n").split("\n")  # progress bars write over their line
+            at = time.monotonic() - self.began
+            for line in filter(str.strip, whole):
+                self.lines.append(parse(line, at, self._last_epoch))
+                self._last_epoch = self._last_epoch if self.lines[-1].epoch is None else self.lines[-1].epoch
+            return True
+        return False
+
+    def has_position(self) -> bool:
+        """Tell whether a line has said where the training is: the script has resumed by then."""
+        return bool(scale_of(self.lines).unit)
+
+    def step_s(self) -> float:
+        """Return how long a step takes, and half a step more, as the newest lines show."""
+        newest = self.lines[-5:]
+        if len(newest) < 2:
+            return 0.05
+        return min(0.5, max(0.02, 1.5 * (newest[-1].at - newest[0].at) / (len(newest) - 1)))

@@ -84,18 +84,6 @@ class LiveProcesses:
                 below += [one.pid for one in psutil.Process(script).children(recursive=True)]
         processes.send([*below, *self.scripts, *self.workers], processes.signal_number("TERM"))
 
-    def kill_a_rank(self) -> None:
-        """Kill the script of the last rank."""
-        processes.kill(self.scripts[-1:])
-
-    def kill_all(self) -> None:
-        """Kill the scripts of all ranks, and the processes that have started them."""
-        processes.kill([*self.scripts, *self.workers, *self.others])
-
-    def abort_scripts(self) -> None:
-        """Have each script print its Python stacks, which ends it (SIGABRT, with `PYTHONFAULTHANDLER`)."""
-        processes.send(self.scripts, processes.signal_number("ABRT"))
-
     def action_of(self, signal_name: str) -> SignalAction:
         """Return what rank zero's script does with a signal (proc(5), SigIgn and SigCgt)."""
         try:
@@ -111,8 +99,13 @@ class LiveProcesses:
 
 def end_all_below(top: int) -> None:
     """Kill a process of ours and all below it, and wait until they have vanished."""
-    # A process that stands still starts no other, so what is found below the halted ones is all that there is.
-    halted = _halted(top)
+    # A process that stands still (SIGSTOP) starts no other, so what is found below the halted ones is all that there is.
+    halted, number = [top], processes.signal_number("STOP")
+    processes.send(halted, number)
+    with suppress(psutil.Error):
+        while new := [one.pid for one in psutil.Process(top).children(recursive=True) if one.pid not in halted]:
+            processes.send(new, number)
+            halted += new
     processes.kill(halted)
     deadline = time.monotonic() + VANISH_S
     while any(processes.start_ticks(pid) is not None for pid in halted) and time.monotonic() < deadline:
@@ -134,18 +127,3 @@ def end_survivors(run: RunDir, command: str) -> list[str]:
     # Ours, and the script, may be exiting just now; a process that the script has forked shows its command line, too, and is
     # killed unnamed.
     return [one for one in dict.fromkeys(found.values()) if "ddp_hpc.job" not in one and not command.startswith(one)]
-
-
-def _halted(top: int) -> list[int]:
-    """Stop a process and all below it (SIGSTOP); return their pids, the upper ones first."""
-    number = processes.signal_number("STOP")
-    processes.send([top], number)
-    halted = [top]
-    while True:
-        with suppress(psutil.Error):
-            new = [one.pid for one in psutil.Process(top).children(recursive=True) if one.pid not in halted]
-            if new:
-                processes.send(new, number)
-                halted += new
-                continue
-        return halted

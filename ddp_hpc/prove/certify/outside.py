@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
@@ -45,7 +46,17 @@ def named_paths(words: Sequence[str], in_source: Collection[str]) -> tuple[Path,
     parts = [part for word in words for part in word.split("=")]
     texts = {one for one in (*parts, *in_source) if one.startswith(("/", "~/")) and not {"\0", "\n"} & {*one}}
     paths = {Path(os.path.normpath(Path(one).expanduser())) for one in texts}
-    return tuple(sorted(one for one in paths if not _is_anybodys(one)))
+    home = Path.home()
+    return tuple(
+        sorted(
+            path
+            for path in paths
+            if not home.is_relative_to(path)
+            and not path.is_relative_to(home / ".cache")
+            and str(path) not in _ANYBODYS
+            and not any(path.is_relative_to(one) for one in _NEVER_OUTPUTS)
+        )
+    )
 
 
 def texts_in_source(program: Program, work_dir: Path) -> set[str]:
@@ -80,11 +91,6 @@ def _imported(node: ast.AST) -> list[str]:
     return [name.replace(".", "/") for name in names]
 
 
-def _is_anybodys(path: Path) -> bool:
-    is_home = Path.home().is_relative_to(path) or path.is_relative_to(Path.home() / ".cache")
-    return is_home or str(path) in _ANYBODYS or any(path.is_relative_to(one) for one in _NEVER_OUTPUTS)
-
-
 def refuse_saved_states(paths: Collection[Path], *, apart_from: Collection[Path] = ()) -> None:
     """Refuse a command, or a source, that names saved states which the script could overwrite."""
     for path in paths:
@@ -101,12 +107,11 @@ def refuse_saved_states(paths: Collection[Path], *, apart_from: Collection[Path]
 
 def saved_state_at_risk(path: Path, *, apart_from: Collection[Path] = ()) -> Path | None:
     """Return a saved state at or below a path that this user may overwrite, rename or delete; None where none was found."""
-    for number, file in enumerate(_files_below(path, apart_from)):
-        if number > MOST_ENTRIES:
-            return None
-        if file.suffix in STATE_SUFFIXES and (_may_write(file) or _may_write(file.parent)):
-            return file
-    return None
+    files = islice(_files_below(path, apart_from), MOST_ENTRIES)
+    at_risk = (
+        file for file in files if file.suffix in STATE_SUFFIXES and (_may_write(file) or _may_write(file.parent))
+    )
+    return next(at_risk, None)
 
 
 def _files_below(path: Path, apart_from: Collection[Path]) -> Iterator[Path]:
@@ -134,8 +139,3 @@ def _may_write(path: Path) -> bool:
         return os.access(path, os.W_OK) and bool(path.stat().st_mode & 0o222)
     except OSError:
         return False
-
-
-def strays(folder: Path, known: Collection[str]) -> list[Path]:
-    """Return what is in a directory of certify's and is not certify's own: a run wrote it by a path such as `../out`."""
-    return sorted(path for path in folder.iterdir() if path.name not in known)

@@ -1,4 +1,4 @@
-"""One run of the script, watched: started as a user starts it, struck by a fault, and started again until it ends."""
+"""One run of the script, watched: started as a user starts it, disturbed by a fault, and started again until it ends."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from typing import Literal
 from ddp_hpc.base import processes
 from ddp_hpc.prove.certify.faults import Action, TrialFault, Trigger
 from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents
-from ddp_hpc.prove.certify.live_files import LiveFiles
-from ddp_hpc.prove.certify.live_output import LiveOutput
+from ddp_hpc.prove.certify.live_files import LiveFiles, LiveOutput
 from ddp_hpc.prove.certify.live_processes import MARK, VANISH_S, LiveProcesses, end_all_below, end_survivors
-from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord, Save, SignalAction
+from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord, Save
 from ddp_hpc.prove.certify.sandbox import LEFT_OUT, files_in
-from ddp_hpc.prove.certify.saved_files import Contents, read
+from ddp_hpc.prove.certify.saved_files import read
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -83,56 +82,51 @@ class Trial:
     """Of all files that were begun, `plain`."""
     _num_injected: int = 0
     _outside: set[str] = field(default_factory=set)
+    _stacks: dict[int, str] = field(default_factory=dict)
+    """Of each rank, once the run hangs."""
     _looked_at: float = 0.0
     _longest_silence_s: float = 0.0
 
     def run(self) -> RunRecord:
         """Run the script to its end; return what was seen."""
-        before = files_in(self.order.work_dir)
+        order = self.order
+        before = files_in(order.work_dir)
         attempts: list[AttemptRecord] = []
-        stacks: Mapping[int, str] = {}
-        outcome: Literal["finished", "failed", "hung", "untouched"] = "failed"
         num_vain = 0
-        self._events = FileEvents(self.order.work_dir, skipped=LEFT_OUT)
-        outside = self.order.outside
+        self._events = FileEvents(order.work_dir, skipped=LEFT_OUT)
         # What is written at or below a path is seen from there, or from the nearest directory that there is.
-        folders = sorted({next(one for one in (path, *path.parents) if one.is_dir()) for path in outside})
-        self._outer = FileEvents(*folders, skipped=LEFT_OUT, only=outside, apart_from=self.order.apart_from)
+        folders = sorted({next(one for one in (path, *path.parents) if one.is_dir()) for path in order.outside})
+        self._outer = FileEvents(*folders, skipped=LEFT_OUT, only=order.outside, apart_from=order.apart_from)
         try:
             while len(attempts) < MOST_ATTEMPTS:
-                attempt, stacks = self._attempt(len(attempts))
+                attempt = self._attempt(len(attempts))
                 attempts.append(attempt)
                 is_faulty = self.injected is not None and self.injected.attempt == len(attempts) - 1
                 num_vain = 0 if is_faulty or attempt.ending == "stopped" else num_vain + 1
                 is_over = attempt.ending in {"finished", "hung", "refused", ""} or num_vain >= MOST_VAIN
                 if is_over or self.injected is None or self._outside:
-                    outcome = "finished" if attempt.ending == "finished" else "failed"
                     break
         finally:
             self._events.close()
             self._outer.close()
-        if self.order.trigger is not None and self.injected is None and outcome == "finished":
-            outcome = "untouched"
-        elif outcome != "finished":
-            outcome = "hung" if stacks else "failed"
+        outcome: Literal["finished", "failed", "hung", "untouched"] = "hung" if self._stacks else "failed"
+        if attempts[-1].ending == "finished":
+            outcome = "untouched" if order.trigger is not None and self.injected is None else "finished"
+        after = files_in(order.work_dir)
         return RunRecord(
             outcome=outcome,
             attempts=tuple(attempts),
             injected=self.injected,
-            final=self._final(before),
-            stacks=stacks,
+            final={path: read(order.work_dir / path) for path, look in after.items() if before.get(path) != look},
+            stacks=self._stacks,
             seconds=time.monotonic() - self.began,
             longest_silence_s=self._longest_silence_s,
             outside=tuple(sorted(self._outside)),
         )
 
-    def _final(self, before: Mapping[str, tuple[int, int]]) -> dict[str, Contents]:
-        after = files_in(self.order.work_dir)
-        return {path: read(self.order.work_dir / path) for path, look in after.items() if before.get(path) != look}
-
     # --- one attempt -----------------------------------------------------------------------------------------------
 
-    def _attempt(self, number: int) -> tuple[AttemptRecord, Mapping[int, str]]:
+    def _attempt(self, number: int) -> AttemptRecord:
         self._number = number
         self._output = LiveOutput(self.order.run.rank_log(number, self.order.printing_rank), self.began)
         self._files = LiveFiles(self.order.work_dir, self.order.save_names, self.order.progress)
@@ -142,7 +136,6 @@ class Trial:
         self._is_injected = False
         self._alive_at = time.monotonic()
         said = self.order.runs_dir / f"{self.order.name}.submit.txt"
-        stacks: Mapping[int, str] = {}
         with said.open("ab") as file:
             # In a session of its own: Ctrl-C on the terminal interrupts this process alone, which then ends the run.
             submitted = subprocess.Popen(
@@ -158,19 +151,21 @@ class Trial:
             try:
                 while submitted.poll() is None and not self._outside:
                     self._tick()
-                    if self._is_silent():
-                        stacks = self._ask_for_stacks()
+                    if self._processes.have_computed():
+                        self._alive_at = time.monotonic()
+                    if time.monotonic() - self._alive_at > self.order.patience_s:
+                        self._ask_for_stacks()
                         self._cancel()
                         with suppress(subprocess.TimeoutExpired):
                             submitted.wait(VANISH_S)
                         break
             finally:
-                self._end(submitted)
+                left_behind = self._end(submitted)
         self._tick()
         if self._is_injected and self.injected is not None:
             self.injected = self._with_states(self.injected)
         self.begun_names |= self._files.begun_names
-        return self._record(said, is_hung=bool(stacks)), stacks
+        return self._record(said, left_behind)
 
     def _argv(self) -> list[str]:
         where = ["--cluster=local", "--wait"]  # also in a job: this process watches the files of its own node
@@ -196,7 +191,7 @@ class Trial:
             self._inject()
 
     def _note(self, event: FileEvent) -> None:
-        """Take a file's event; strike at once where the fault waits for it."""
+        """Take a file's event; inject the fault at once where it waits for it."""
         if event.kind != "read":
             self._alive_at = time.monotonic()
         if self._files.note(event, self._output.has_position):
@@ -227,39 +222,27 @@ class Trial:
                 self._longest_silence_s = max(self._longest_silence_s, now - self._alive_at)
             self._alive_at = now
 
-    def _is_silent(self) -> bool:
-        """Tell whether the run has printed nothing, written nothing and computed nothing for too long."""
-        if self._processes.have_computed():
-            self._alive_at = time.monotonic()
-        return time.monotonic() - self._alive_at > self.order.patience_s
-
     # --- the fault -------------------------------------------------------------------------------------------------
 
     def _is_due(self) -> bool:
-        """Tell whether the moment of the fault has come."""
-        trigger = self.order.trigger
-        if trigger is None or self._is_injected or not self._may_inject or not self._processes.scripts:
+        """Tell whether the moment of the fault has come; a kill within a save also comes again, where no save was hit."""
+        fault, trigger = self.order.fault, self.order.trigger
+        if fault is None or trigger is None or self._is_injected or not self._processes.scripts:
+            return False
+        if self.injected is not None and (
+            fault.moment != "in a save" or self.injected.was_in_save or self._num_injected >= MOST_KILLS
+        ):
             return False
         if self._due_at is None:
             counts = {
                 "line": len(self._output.lines),
                 "save begun": self._files.num_begun,
-                "save done": self._files.num_done,
+                "save done": len(self._saves),
             }
-            needed = trigger.number if self._num_injected == 0 else 1
-            if counts[trigger.kind] < needed:
+            if counts[trigger.kind] < (trigger.number if self._num_injected == 0 else 1):
                 return False
             self._due_at = time.monotonic() + trigger.then_s
         return time.monotonic() >= self._due_at
-
-    @property
-    def _may_inject(self) -> bool:
-        """Whether the fault has not come yet; a kill within a save also comes again, where no save was hit."""
-        if self.injected is None:
-            return True
-        fault = self.order.fault
-        in_save = fault is not None and fault.moment == "in a save"
-        return in_save and not self.injected.was_in_save and self._num_injected < MOST_KILLS
 
     def _inject(self) -> None:
         fault = self.order.fault
@@ -267,9 +250,7 @@ class Trial:
             return
         self._is_injected = True
         self._num_injected += 1
-        action: SignalAction = ""
-        if fault.is_stop:
-            action = self._processes.action_of(fault.stop_signal)
+        action = self._processes.action_of(fault.stop_signal) if fault.is_stop else ""
         _ACTIONS[fault.action](self._processes, self._output)
         if fault.is_stop:
             ask_to_stop(self.order.run)
@@ -291,7 +272,7 @@ class Trial:
 
     # --- the end of an attempt -------------------------------------------------------------------------------------
 
-    def _record(self, said: Path, *, is_hung: bool) -> AttemptRecord:
+    def _record(self, said: Path, left_behind: Sequence[str]) -> AttemptRecord:
         run = self.order.run
         entry = next((one for one in Ledger.read(run).attempts if one.attempt == self._number), None)
         logs = {}
@@ -303,7 +284,7 @@ class Trial:
         ending = "" if entry is None or entry.ending is None else str(entry.ending)
         since = self._processes.scripts_since
         return AttemptRecord(
-            ending="hung" if is_hung else ending,
+            ending="hung" if self._stacks else ending,
             reason=text[-2000:] if entry is None else entry.reason,
             lines=tuple(self._output.lines),
             logs=logs,
@@ -312,33 +293,31 @@ class Trial:
             reads=tuple(dict.fromkeys(self._files.reads)),
             saves=tuple(self._saves),
             num_ranks=len(logs),
-            left_behind=tuple(self._left_behind),
+            left_behind=tuple(left_behind),
             script_s=0.0 if since is None else time.monotonic() - since,
         )
 
-    def _ask_for_stacks(self) -> Mapping[int, str]:
-        """Have each rank print its Python stack, which ends it; return what they printed."""
+    def _ask_for_stacks(self) -> None:
+        """Have each rank print its Python stack, which ends it (SIGABRT, with `PYTHONFAULTHANDLER`), and keep what they print."""
         self._processes.find()
-        self._processes.abort_scripts()
+        processes.send(self._processes.scripts, processes.signal_number("ABRT"))
         deadline = time.monotonic() + STACKS_S
-        stacks: dict[int, str] = {}
-        while time.monotonic() < deadline and len(stacks) < max(1, len(self._processes.scripts)):
+        while time.monotonic() < deadline and len(self._stacks) < max(1, len(self._processes.scripts)):
             time.sleep(0.1)
             for path in self.order.run.attempt_logs(self._number).glob("rank-*.log"):
-                text = path.read_text(encoding="utf-8", errors="replace")
-                _, _, stack = text.rpartition(_ABORTED)
-                if stack and stack != text:
-                    stacks[int(path.stem.partition("-")[2])] = stack
-        return stacks or {-1: "no stack could be read"}
+                _, is_there, stack = path.read_text(encoding="utf-8", errors="replace").rpartition(_ABORTED)
+                if is_there and stack:
+                    self._stacks[int(path.stem.partition("-")[2])] = stack
+        self._stacks = self._stacks or {-1: "no stack could be read"}
 
-    def _end(self, submitted: subprocess.Popen[bytes]) -> None:
-        """Leave no process of the run behind, however this attempt ends; most have ended already."""
+    def _end(self, submitted: subprocess.Popen[bytes]) -> list[str]:
+        """Leave no process of the run behind, however this attempt ends; return those that the script has left."""
         # Not by `cancel` alone: it finds no run before the supervisor has taken the lock.
         if submitted.poll() is None:
             end_all_below(submitted.pid)
             submitted.wait()
         self._cancel()
-        self._left_behind = end_survivors(self.order.run, " ".join(self.order.command))
+        return end_survivors(self.order.run, " ".join(self.order.command))
 
     def _cancel(self) -> None:
         run = self.order.run
@@ -362,6 +341,6 @@ class Trial:
 _ACTIONS: Mapping[Action, Callable[[LiveProcesses, LiveOutput], None]] = {
     "stop": lambda live, output: live.ask_to_stop(output.step_s()),
     "stop everything": lambda live, _: live.terminate_everything(),
-    "kill a rank": lambda live, _: live.kill_a_rank(),
-    "kill all": lambda live, _: live.kill_all(),
+    "kill a rank": lambda live, _: processes.kill(live.scripts[-1:]),
+    "kill all": lambda live, _: processes.kill([*live.scripts, *live.workers, *live.others]),
 }
