@@ -25,9 +25,9 @@ from ddp_hpc.cli.verbs.replay import or_not_computed
 from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay import auditing
 from ddp_hpc.prove.replay.auditing import AuditReport, Segment, audit, chosen, judged, segments_of, verdict_of
+from ddp_hpc.prove.replay.bisecting import narrowed
 from ddp_hpc.prove.replay.comparison import compare
 from ddp_hpc.prove.replay.history import History, StepRange, environ_of, read_history
-from ddp_hpc.prove.replay.known_states import narrowed
 from ddp_hpc.prove.replay.private_run import Wanted, _run_supervised, compute_again, num_gpus_here, replay_spec
 from ddp_hpc.prove.replay.record import Record, State
 from ddp_hpc.prove.replay.replaying import ReplayOrder, ReplayReport, check_range
@@ -282,15 +282,15 @@ def test_nothing_in_common_is_not_the_same() -> None:
 
 
 def test_equal_states_count_only_before_the_first_difference() -> None:
-    known = narrowed([10, 20, 60], [40, 50], 60, digest_equal=[30, 55])
+    known = narrowed([10, 20, 60], [40, 50], 60)
 
-    assert (known.equal_at, known.digest_equal_at, known.unequal_at) == (20, 30, 40)
+    assert (known.equal_at, known.unequal_at) == (20, 40)
 
 
 def test_without_an_equal_state_not_even_the_beginning_is_known() -> None:
     known = narrowed([], [], 60)
 
-    assert (known.equal_at, known.is_equal_known, known.unequal_at) == (0, False, None)
+    assert (known.equal_at, known.unequal_at) == (None, None)
 
 
 def test_segments_lie_between_the_states_on_record_and_a_seed_chooses_the_same_ones() -> None:

@@ -135,7 +135,6 @@ def _files_below(path: Path, apart_from: Collection[Path]) -> Iterator[Path]:
 
 def _may_write(path: Path) -> bool:
     """Tell whether this user has the right to write there. Root always has; for root, the permissions count all the same."""
-    try:
+    with suppress(OSError):
         return os.access(path, os.W_OK) and bool(path.stat().st_mode & 0o222)
-    except OSError:
-        return False
+    return False

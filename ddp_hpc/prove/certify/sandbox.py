@@ -203,10 +203,9 @@ def _too_large(tree: _Tree) -> str:
 
 
 def _size(path: Path) -> int:
-    try:
+    with suppress(OSError):
         return path.stat().st_size
-    except OSError:
-        return 0
+    return 0
 
 
 def _gb(num_bytes: int) -> str:

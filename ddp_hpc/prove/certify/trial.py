@@ -170,12 +170,8 @@ class Trial:
     def _argv(self) -> list[str]:
         where = ["--cluster=local", "--wait"]  # also in a job: this process watches the files of its own node
         # Each attempt is a submission of its own, which is watched from its beginning.
-        keys = [
-            "restart.in_place=false",
-            *self.order.settings,
-            f"name={self.order.name}",
-            f"runs_dir={self.order.runs_dir}",
-        ]
+        mine = [f"name={self.order.name}", f"runs_dir={self.order.runs_dir}"]
+        keys = ["restart.in_place=false", *self.order.settings, *mine]
         return [sys.executable, "-m", "ddp_hpc", "submit", *where, *keys, "--", *self.order.command]
 
     def _tick(self) -> None:
@@ -187,8 +183,7 @@ class Trial:
         if now - self._looked_at > LOOK_S and not (self._is_injected and self._processes.scripts):
             self._looked_at = now
             self._processes.find()
-        if self._is_due():
-            self._inject()
+        self._inject_if_due()
 
     def _note(self, event: FileEvent) -> None:
         """Take a file's event; inject the fault at once where it waits for it."""
@@ -196,23 +191,16 @@ class Trial:
             self._alive_at = time.monotonic()
         if self._files.note(event, self._output.has_position):
             self._saves.append(self._save(event.path, in_place=event.kind == "done"))
-        if self._is_due():
-            self._inject()
+        self._inject_if_due()
 
     def _save(self, path: Path, *, in_place: bool) -> Save:
-        contents = None
+        contents, at = None, time.monotonic() - self.began
         if self.order.fault is None:  # the undisturbed run: what it has saved is what others are compared with
             with suppress(OSError):
                 contents = read(path)
-        at = time.monotonic() - self.began
         self._read_output()
-        return Save(
-            path=self._files.relative(path),
-            num_lines=len(self._output.lines),
-            at=at,
-            contents=contents,
-            in_place=in_place,
-        )
+        num_lines = len(self._output.lines)
+        return Save(path=self._files.relative(path), num_lines=num_lines, at=at, contents=contents, in_place=in_place)
 
     def _read_output(self) -> None:
         has_begun = bool(self._output.lines)
@@ -224,29 +212,19 @@ class Trial:
 
     # --- the fault -------------------------------------------------------------------------------------------------
 
-    def _is_due(self) -> bool:
-        """Tell whether the moment of the fault has come; a kill within a save also comes again, where no save was hit."""
+    def _inject_if_due(self) -> None:
+        """Inject the fault once its moment has come; a kill within a save also comes again, where no save was hit."""
         fault, trigger = self.order.fault, self.order.trigger
         if fault is None or trigger is None or self._is_injected or not self._processes.scripts:
-            return False
+            return
         if self.injected is not None and (
             fault.moment != "in a save" or self.injected.was_in_save or self._num_injected >= MOST_KILLS
         ):
-            return False
-        if self._due_at is None:
-            counts = {
-                "line": len(self._output.lines),
-                "save begun": self._files.num_begun,
-                "save done": len(self._saves),
-            }
-            if counts[trigger.kind] < (trigger.number if self._num_injected == 0 else 1):
-                return False
+            return
+        counts = {"line": len(self._output.lines), "save begun": self._files.num_begun, "save done": len(self._saves)}
+        if self._due_at is None and counts[trigger.kind] >= (trigger.number if self._num_injected == 0 else 1):
             self._due_at = time.monotonic() + trigger.then_s
-        return time.monotonic() >= self._due_at
-
-    def _inject(self) -> None:
-        fault = self.order.fault
-        if fault is None:
+        if self._due_at is None or time.monotonic() < self._due_at:
             return
         self._is_injected = True
         self._num_injected += 1
@@ -254,11 +232,9 @@ class Trial:
         _ACTIONS[fault.action](self._processes, self._output)
         if fault.is_stop:
             ask_to_stop(self.order.run)
+        at = time.monotonic() - self.began
         self.injected = InjectedFault(
-            attempt=self._number,
-            at_line=len(self._output.lines),
-            at=time.monotonic() - self.began,
-            signal_action=action,
+            attempt=self._number, at_line=len(self._output.lines), at=at, signal_action=action
         )
 
     def _with_states(self, injected: InjectedFault) -> InjectedFault:

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ddp_hpc.prove.certify.evidence import TrialEvidence
 from ddp_hpc.prove.certify.file_differences import FileDifference
 from ddp_hpc.prove.certify.rules import Defect, diagnose, position_text
 
-Verdict = Literal[
-    "untouched",
-    "hangs",
-    "does not come back",
-    "does not stop",
-    "differs",
-    "saves nothing",
-    "loses",
-    "comes back",
-    "exact",
-    "not tried",
-]
-GOOD: frozenset[Verdict] = frozenset({"exact", "loses", "comes back", "not tried"})
+GOOD = frozenset({"exact", "loses", "comes back", "not tried"})
 """`not tried`, where the script has no such moment, does no harm beside others; alone it says nothing."""
-_WORDS: Mapping[Verdict, str] = {
+_WORDS: Mapping[str, str] = {
     "untouched": "not tried: the run finished before the moment of the fault",
     "differs": "differs: the script resumed, but its result is another",
 }
-_TABLE: Mapping[Verdict, Callable[[TrialEvidence], object]] = {
+_TABLE: Mapping[str, Callable[[TrialEvidence], object]] = {
     "untouched": lambda seen: seen.record.outcome == "untouched",
     "hangs": lambda seen: seen.record.outcome == "hung",
     "does not come back": lambda seen: not seen.came_back,
@@ -49,7 +36,8 @@ class FaultResult:
 
     fault: str
     description: str
-    verdict: Verdict
+    verdict: str
+    """One of the table, or `not tried`."""
     words: str
     """The verdict as text."""
     at_most: int | None = None

@@ -215,8 +215,7 @@ class _Scenario:
     def compare(self, report: DrillReport) -> None:
         """Compare the two runs, once both have finished."""
         self._await("the end of the run without a fault", self.unbroken.done.exists, run=self.unbroken)
-        fault, taken = FAULTS[self.plan.fault], read_steps_taken(self.run)
-        num_before = report.attempts_before or 0
+        fault, taken, num_before = FAULTS[self.plan.fault], read_steps_taken(self.run), report.attempts_before or 0
         report.lost_steps = taken.num_repeated
         report.checks = check(
             DrillOutcome(

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from ddp_hpc.base.errors import CorruptCheckpointError, UnreadableError
 from ddp_hpc.prove.replay.circumstances import Circumstances, circumstances
-from ddp_hpc.prove.replay.comparison import compare
+from ddp_hpc.prove.replay.comparison import compare, differing_names
 from ddp_hpc.prove.replay.first_difference import Divergence, Entry, Lines, first_difference
 from ddp_hpc.prove.replay.history import History
-from ddp_hpc.prove.replay.known_states import Known, read_known
 from ddp_hpc.prove.replay.private_run import Replayed, compute_again, private_folder, wanted_of
 from ddp_hpc.prove.replay.record import record_of, state_of_checkpoint
 from ddp_hpc.prove.replay.replaying import computed_record
@@ -24,6 +23,53 @@ from ddp_hpc.run.run_dir.replays import ReplayRequest, read_trace
 
 MOST_TRACED = 64
 """Of how many steps each tensor is written down at once; of more, first one hash a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What the records of two runs say of their states."""
+
+    equal_at: int | None
+    """The newest step after which the states are known to be equal; None: not even the beginning is known to be."""
+    unequal_at: int | None
+    """The first step after which they are known to differ; None without one."""
+    end: int
+    """The newest step that both have taken."""
+    notes: tuple[str, ...] = ()
+
+
+def narrowed(equal: list[int], unequal: list[int], end: int, *, notes: tuple[str, ...] = ()) -> Known:
+    """Return between which steps the first difference lies.
+
+    Runs that differ may look equal again later, so only a step before the first known difference counts as equal.
+    """
+    first = min(unequal, default=None)
+    before = [step for step in equal if first is None or step < first]
+    return Known(equal_at=max(before, default=None), unequal_at=first, end=end, notes=notes)
+
+
+def read_known(one: History, other: History) -> Known:
+    """Read what two runs have recorded of the same steps: states in checkpoints, losses, samples."""
+    end = min(one.last_step, other.last_step)
+    equal: list[int] = []
+    unequal: list[int] = []
+    notes: list[str] = []
+    for step in sorted({*one.committed} & {*other.committed}):
+        try:
+            states = state_of_checkpoint(one.run, step), state_of_checkpoint(other.run, step)
+        except (CorruptCheckpointError, UnreadableError, OSError) as error:
+            notes.append(f"the checkpoints of step {step} cannot be compared: {error}")
+            continue
+        # These say only what the next log line will show, which depends on `log.every_steps`.
+        of_log = ("loss_steps", "/loss_meter")
+        differing = [name for name in differing_names(*states) if not name.endswith(of_log)]
+        (unequal if differing else equal).append(step)
+    mine, others = (record_of(history.run, 0, end) for history in (one, other))
+    if one.log_every != other.log_every:  # a loss is a mean over the steps since the line before
+        mine.losses = {}
+    # Equal losses, samples and digests prove nothing of the whole state.
+    unequal += [difference.step for difference in compare(mine, others).differences]
+    return narrowed(equal, unequal, end, notes=tuple(notes))
 
 
 @dataclass(kw_only=True)
@@ -81,25 +127,25 @@ def bisect(
     codes: tuple[Path | None, Path | None] = (None, None),
     say: Callable[[str], object] = lambda _: None,
 ) -> BisectReport:
-    """Find where two runs part; the errors are those of `replay`."""
+    """Find where two runs begin to differ; the errors are those of `replay`."""
     known = read_known(*histories)
     notes = [*known.notes, *(note for history in histories for note in history.notes)]
     report = BisectReport(
         runs=[str(history.run.path) for history in histories],
         verdict="the same",
-        same_up_to=known.equal_at if known.is_equal_known else None,
+        same_up_to=known.equal_at,
         parting=None,
         circumstances=None,
         num_replays=0,
         num_steps=known.end,
         notes=notes,
     )
-    if known.unequal_at is None and known.is_equal_known and known.equal_at == known.end:
+    if known.unequal_at is None and known.equal_at == known.end:
         return report
     end = known.unequal_at or known.end
     with private_folder() as folder:
         pair = _Pair(histories, codes, environ, say, folder)
-        parting, last = _search(pair, known, end)
+        parting, last = _search(pair, known.equal_at or 0, end)
         notes += [note for replayed in last for note in replayed.notes]
         for history, replayed in zip(histories, last, strict=True):
             notes += _unlike_record(history, replayed, end)
@@ -108,7 +154,7 @@ def bisect(
     if parting is not None:
         step = parting.first.step
         report.verdict = "different"
-        report.same_up_to = step - 1 if step > known.equal_at else None
+        report.same_up_to = step - 1 if step > (known.equal_at or 0) else None
         report.circumstances = circumstances(*histories, max(step, 1))
     elif known.unequal_at is None:
         report.same_up_to = end
@@ -118,16 +164,8 @@ def bisect(
     return report
 
 
-def _search(pair: _Pair, known: Known, end: int) -> tuple[Divergence | None, Sequence[Replayed]]:
-    """Compute the steps of both again, once or twice; return where they part, and the replays that went over all steps."""
-    found, last = _search_from(pair, known.digest_equal_at, end)
-    if found is not None and known.equal_at < known.digest_equal_at >= found.first.step:
-        # The digests were equal, and buffers or random generators were not: the first difference is older.
-        found, last = _search_from(pair, known.equal_at, end)
-    return found, last
-
-
-def _search_from(pair: _Pair, start: int, end: int) -> tuple[Divergence | None, Sequence[Replayed]]:
+def _search(pair: _Pair, start: int, end: int) -> tuple[Divergence | None, Sequence[Replayed]]:
+    """Compute the steps of both again, once or twice; return where they differ, and the replays that went over all steps."""
     if end - start <= MOST_TRACED:
         both = pair.compute(start, end, trace_from=start + 1)
         return first_difference(*(_lines(one) for one in both)), both

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import psutil
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, NotComputedError, UnreadableError
+from ddp_hpc.cluster.machine.gpus import visible_gpus
 from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay.history import History, StepRange, edited_files, environ_of
 from ddp_hpc.prove.replay.record import record_of
@@ -98,11 +98,8 @@ def private_folder() -> Iterator[Path]:
 
 def num_gpus_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> int:
     """Return how many GPUs of NVIDIA this process may use."""
-    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        names = [one.strip() for one in visible.split(",")]
-        # CUDA stops at the first that it does not know.
-        return len([*takewhile(lambda name: name and not name.startswith("-"), names)])
-    return len(list((proc / "driver/nvidia/gpus").glob("*")))
+    num_gpus = len(list((proc / "driver/nvidia/gpus").glob("*")))
+    return len(visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), num_gpus))
 
 
 def compute_again(
