@@ -154,8 +154,8 @@ class _Certification:
             notes=self.notes,
         )
         if record.outcome == "hung":
-            fault = TrialFault(description="no fault", action="stop", moment="stop")
-            certificate.findings.append(judge("undisturbed", TrialEvidence(fault, record, self.baseline)))
+            evidence = TrialEvidence(TrialFault("no fault", "stop", "stop"), record, self.baseline)
+            certificate.findings.append(judge("undisturbed", evidence))
         return certificate
 
     def _watched(self, paths: Sequence[Path]) -> tuple[Path, ...]:

@@ -106,7 +106,8 @@ class TrialEvidence:
         return self.baseline.scale.unit or "line"
 
     @property
-    def _faulty(self) -> AttemptRecord:
+    def faulty(self) -> AttemptRecord:
+        """The attempt in which the fault came."""
         return self.record.attempts[self.injected.attempt]
 
     @property
@@ -131,11 +132,6 @@ class TrialEvidence:
         return next(iter(texts[0].strip().splitlines()), "")[:300]
 
     @property
-    def lost_ranks(self) -> frozenset[int]:
-        """Ranks that lost the connection to another in the attempt in which the fault came."""
-        return self._faulty.lost_ranks
-
-    @property
     def waits_in_collective(self) -> bool:
         """Whether it hangs, and a rank waits for the others."""
         return self.record.outcome == "hung" and any(map(_COLLECTIVE.search, self.record.stacks.values()))
@@ -143,7 +139,7 @@ class TrialEvidence:
     @property
     def loader_died(self) -> str:
         """The line that says that a loader process died; empty where the attempt did not fail."""
-        attempt = self._faulty
+        attempt = self.faulty
         if self.record.injected is None or (attempt.ending == "stopped" and not attempt.failed_ranks):
             return ""
         texts = [*attempt.failed_ranks.values(), *attempt.logs.values()]
@@ -153,7 +149,7 @@ class TrialEvidence:
     @cached_property
     def num_after_signal(self) -> int:
         """Positions that were printed after the fault in the same attempt."""
-        lines = self._faulty.lines
+        lines = self.faulty.lines
         before, there = (positions(some, self.baseline.scale) for some in (lines[: self.injected.at_line], lines))
         return len(there) - len(before)
 
@@ -163,8 +159,8 @@ class TrialEvidence:
         if not self.fault.is_stop or self.record.injected is None:
             return False
         whole = self.baseline.positions
-        has_ended = bool(whole) and positions(self._faulty.lines, self.baseline.scale)[-1:] == whole[-1:]
-        was_killed = any("killed it" in text for text in self._faulty.failed_ranks.values())
+        has_ended = bool(whole) and positions(self.faulty.lines, self.baseline.scale)[-1:] == whole[-1:]
+        was_killed = any("killed it" in text for text in self.faulty.failed_ranks.values())
         return was_killed or (has_ended and self.num_after_signal >= max(2, len(whole) // 4))
 
     # --- from which state it went on, and where ------------------------------------------------------------------------
@@ -196,7 +192,7 @@ class TrialEvidence:
     @property
     def in_place(self) -> list[str]:
         """Saved states that the script read back, and that it writes under their own names."""
-        return [one.path for one in self._faulty.saves if one.in_place and one.path in self.read_back]
+        return [one.path for one in self.faulty.saves if one.in_place and one.path in self.read_back]
 
     @cached_property
     def _before(self) -> list[Position]:
@@ -281,7 +277,7 @@ class TrialEvidence:
     def _left_out(self) -> set[str]:
         """Texts that change, and states of the middle of an epoch with the name of one that the undisturbed run saved at its end."""
         changing_texts = {file for file, path in self.baseline.volatile if path.startswith("line ")}
-        for_the_stop = {one.path for one in self._faulty.saves if one.at >= self.injected.at}
+        for_the_stop = {one.path for one in self.faulty.saves if one.at >= self.injected.at}
         return changing_texts | (for_the_stop - {one.path for attempt in self._later for one in attempt.saves})
 
     @property

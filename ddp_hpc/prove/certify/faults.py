@@ -17,7 +17,7 @@ EARLIEST, LATEST = 0.25, 0.6
 FIRST_LINES = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrialFault:
     """One kind of fault."""
 
@@ -33,30 +33,14 @@ class TrialFault:
 
 
 FAULTS: Mapping[str, TrialFault] = {
-    "term": TrialFault(
-        description="SIGTERM to the ranks, one after another", action="stop", moment="stop", stop_signal="TERM"
-    ),
-    "usr2": TrialFault(
-        description="SIGUSR2 to the ranks, one after another", action="stop", moment="stop", stop_signal="USR2"
-    ),
-    "preempt": TrialFault(
-        description="SIGTERM to every process, loaders included, as Slurm preempts",
-        action="stop everything",
-        moment="stop",
-    ),
-    "kill-first-steps": TrialFault(
-        description="a rank is killed in the first steps", action="kill a rank", moment="first steps"
-    ),
-    "kill-in-save": TrialFault(
-        description="all are killed while a file is saved", action="kill all", moment="in a save"
-    ),
-    "kill-after-save": TrialFault(
-        description="all are killed right after a save", action="kill all", moment="after a save"
-    ),
-    "kill-in-evaluation": TrialFault(
-        description="a rank is killed in an evaluation", action="kill a rank", moment="in evaluation"
-    ),
-    "kill-at-random": TrialFault(description="all are killed at a random moment", action="kill all", moment="random"),
+    "term": TrialFault("SIGTERM to the ranks, one after another", "stop", "stop"),
+    "usr2": TrialFault("SIGUSR2 to the ranks, one after another", "stop", "stop", "USR2"),
+    "preempt": TrialFault("SIGTERM to every process, loaders included, as Slurm preempts", "stop everything", "stop"),
+    "kill-first-steps": TrialFault("a rank is killed in the first steps", "kill a rank", "first steps"),
+    "kill-in-save": TrialFault("all are killed while a file is saved", "kill all", "in a save"),
+    "kill-after-save": TrialFault("all are killed right after a save", "kill all", "after a save"),
+    "kill-in-evaluation": TrialFault("a rank is killed in an evaluation", "kill a rank", "in evaluation"),
+    "kill-at-random": TrialFault("all are killed at a random moment", "kill all", "random"),
 }
 
 

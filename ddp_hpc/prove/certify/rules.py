@@ -49,8 +49,8 @@ def _ranks_disagree(seen: TrialEvidence) -> str:
         return ""
     if seen.waits_in_collective:
         return "after the stop signal, a rank waits in a collective for another that has exited"
-    if seen.lost_ranks:
-        ranks = ", ".join(map(str, sorted(seen.lost_ranks)))
+    if seen.faulty.lost_ranks:
+        ranks = ", ".join(map(str, sorted(seen.faulty.lost_ranks)))
         return f"the ranks got the signal at different moments; rank {ranks} lost the connection to a rank that had exited earlier"
     return ""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +58,7 @@ class _Tree:
     def num_entries(self) -> int:
         return len(self.folders) + len(self.files) + len(self.links) + len(self.elsewhere)
 
-    def is_within(self, num_files: int, num_bytes: int) -> bool:
+    def is_within(self, num_files: int, num_bytes: float) -> bool:
         return self.num_entries <= num_files and self.num_bytes <= num_bytes
 
 
@@ -72,7 +73,7 @@ class _Copy:
 
     def read(self) -> None:
         """Find all that there is to copy, and decide what stays a link."""
-        tree = self._tree(self.work_dir, self.target, _MOST_SEEN, None)
+        tree = self._tree(self.work_dir, self.target, _MOST_SEEN, math.inf)
         if not tree.is_within(MOST_FILES, MOST_BYTES):
             raise ConfigError(_too_large(tree))
         self.trees.append(tree)
@@ -134,36 +135,30 @@ class _Copy:
         self.links.append((place, source))
         self.outside.append(source)
 
-    def _tree(self, root: Path, target: Path, most_entries: int, most_bytes: int | None) -> _Tree:
+    def _tree(self, root: Path, target: Path, most_entries: int, most_bytes: float) -> _Tree:
         tree = _Tree(root, target)
-        for entry, source, place in self._entries(root, target):
-            if entry.is_symlink():
-                self._sort_link(tree, source, place)
-            elif entry.is_dir():
-                if _is_only_linked(source):
+        waiting = deque([(root, target)])
+        while waiting:
+            folder, copy = waiting.popleft()
+            with os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+            for entry in entries:
+                source, place = folder / entry.name, copy / entry.name
+                if entry.name in LEFT_OUT or source in self.skipped:
+                    continue
+                if entry.is_symlink():
+                    self._sort_link(tree, source, place)
+                elif entry.is_dir() and _is_only_linked(source):
                     tree.links.append((place, str(source)))
-                else:
+                elif entry.is_dir():
                     tree.folders.append(place)
-            else:
-                tree.files.append((source, place))
-                tree.num_bytes += _size(source)
-            if tree.num_entries > most_entries or (most_bytes is not None and tree.num_bytes > most_bytes):
-                break
+                    waiting.append((source, place))
+                elif entry.is_file():  # no socket, and no pipe
+                    tree.files.append((source, place))
+                    tree.num_bytes += _size(source)
+                if not tree.is_within(most_entries, most_bytes):
+                    return tree
         return tree
-
-    def _entries(self, folder: Path, target: Path) -> Iterator[tuple[os.DirEntry[str], Path, Path]]:
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
-        for entry in entries:
-            source = folder / entry.name
-            if entry.name in LEFT_OUT or source in self.skipped:
-                continue
-            is_folder = entry.is_dir(follow_symlinks=False)
-            if not (is_folder or entry.is_symlink() or entry.is_file()):  # a socket or a pipe
-                continue
-            yield entry, source, target / entry.name
-            if is_folder and not _is_only_linked(source):
-                yield from self._entries(source, target / entry.name)
 
     def _sort_link(self, tree: _Tree, source: Path, place: Path) -> None:
         try:

@@ -91,12 +91,6 @@ def _preempt(target: Target) -> Injection:
     )
 
 
-def _kill_agent(target: Target) -> Injection:
-    """Kill the process that started a node's workers: our agent, torchrun, or srun, which runs on the batch host."""
-    is_srun = target.spec.launcher == "srun"
-    return _inject_on_node(target, "kill", "srun" if is_srun else "agent", target.nodes[0] if is_srun else target.node)
-
-
 def _fill_disk(target: Target) -> Injection:
     """Make the checkpoint directory read-only until a save fails: a user cannot fill a shared disk."""
     writing = next(iter(target.run.checkpoints.glob("attempt-*.writing")), target.run.checkpoints)
@@ -137,7 +131,12 @@ FAULTS: Mapping[str, Fault] = {
         description="a worker is killed", inject=lambda target: _inject_on_node(target, "kill", "worker", target.node)
     ),
     "kill-agent": Fault(
-        description="the process that started a node's workers (agent, torchrun or srun) is killed", inject=_kill_agent
+        description="the process that started a node's workers (agent, torchrun or srun) is killed",
+        inject=lambda target: (
+            _inject_on_node(target, "kill", "srun", target.nodes[0])  # srun runs on the batch host
+            if target.spec.launcher == "srun"
+            else _inject_on_node(target, "kill", "agent", target.node)
+        ),
     ),
     "kill-node": Fault(description="a node loses power", by_hand="Cut the power of {node} now"),
     "cut-network": Fault(description="a node loses its network", by_hand="Cut the network of {node} now"),
