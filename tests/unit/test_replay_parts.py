@@ -26,10 +26,9 @@ from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay import auditing
 from ddp_hpc.prove.replay.auditing import AuditReport, Segment, audit, chosen, judged, segments_of, verdict_of
 from ddp_hpc.prove.replay.bisecting import narrowed
-from ddp_hpc.prove.replay.comparison import compare
 from ddp_hpc.prove.replay.history import History, StepRange, environ_of, read_history
 from ddp_hpc.prove.replay.private_run import Wanted, _run_supervised, compute_again, num_gpus_here, replay_spec
-from ddp_hpc.prove.replay.record import Record, State
+from ddp_hpc.prove.replay.record import Record, State, compare
 from ddp_hpc.prove.replay.replaying import ReplayOrder, ReplayReport, check_range
 from ddp_hpc.run.run_dir.environment import capture, write_environment
 from ddp_hpc.run.run_dir.ledger import Ending, record_start

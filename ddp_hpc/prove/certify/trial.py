@@ -251,10 +251,10 @@ class Trial:
     def _record(self, said: Path, left_behind: Sequence[str]) -> AttemptRecord:
         run = self.order.run
         entry = next((one for one in Ledger.read(run).attempts if one.attempt == self._number), None)
-        logs = {}
-        for path in run.attempt_logs(self._number).glob("rank-*.log"):
-            rank = int(path.stem.partition("-")[2])
-            logs[rank] = path.read_bytes()[-_TAIL:].decode("utf-8", errors="replace")
+        logs = {
+            int(path.stem.partition("-")[2]): path.read_bytes()[-_TAIL:].decode("utf-8", errors="replace")
+            for path in run.attempt_logs(self._number).glob("rank-*.log")
+        }
         failures = read_failures(run, self._number)
         text = said.read_text(encoding="utf-8", errors="replace").strip()
         ending = "" if entry is None or entry.ending is None else str(entry.ending)

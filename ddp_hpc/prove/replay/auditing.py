@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base.errors import CorruptCheckpointError, NotComputedError, UnreadableError
-from ddp_hpc.prove.replay.comparison import Deviation
 from ddp_hpc.prove.replay.history import History
-from ddp_hpc.prove.replay.record import record_of
+from ddp_hpc.prove.replay.record import Deviation, record_of
 from ddp_hpc.prove.replay.replaying import ReplayOrder, ReplayReport, replay
 
 Verdict = Literal["the same", "losses only", "different", "not compared", "damaged", "unreadable", "failed"]

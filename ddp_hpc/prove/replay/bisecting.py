@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 from ddp_hpc.base.errors import CorruptCheckpointError, UnreadableError
 from ddp_hpc.prove.replay.circumstances import Circumstances, circumstances
-from ddp_hpc.prove.replay.comparison import compare, differing_names
 from ddp_hpc.prove.replay.first_difference import Divergence, Entry, Lines, first_difference
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import Replayed, compute_again, private_folder, wanted_of
-from ddp_hpc.prove.replay.record import record_of, state_of_checkpoint
+from ddp_hpc.prove.replay.record import compare, differing_names, record_of, state_of_checkpoint
 from ddp_hpc.prove.replay.replaying import computed_record
 from ddp_hpc.run.run_dir.replays import ReplayRequest, read_trace
 
@@ -209,7 +208,7 @@ def _hashes(replayed: Replayed) -> dict[int, list[str]]:
 
 def _unlike_record(history: History, replayed: Replayed, end: int) -> list[str]:
     """Return a note if what was computed again is not what the run has recorded: then it is not exactly that run."""
-    recorded, computed = record_of(history.run, 0, end), computed_record(replayed, 0, end)
+    recorded, computed = record_of(history.run, 0, end), replayed.record(0, end)
     for step in computed.states:
         with suppress(CorruptCheckpointError, UnreadableError, OSError):  # `read_known` has said so
             recorded.states[step] = state_of_checkpoint(history.run, step)

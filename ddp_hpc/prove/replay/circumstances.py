@@ -63,12 +63,11 @@ def _spec(inputs: AttemptInputs) -> RunSpec:
 def _changed_code(mine: AttemptInputs, others: AttemptInputs) -> Iterator[CodeChange]:
     before, after = (_by_name(inputs) for inputs in (mine, others))
     for name in sorted({*before, *after}):
-        if name not in before:
-            yield CodeChange(file=name, how="only in the second")
-        elif name not in after:
-            yield CodeChange(file=name, how="only in the first")
-        elif before[name][1] != after[name][1]:
-            yield CodeChange(file=name, how="changed", lines=_diff(before[name], after[name]))
+        one, other = before.get(name), after.get(name)
+        if one is None or other is None:
+            yield CodeChange(file=name, how="only in the second" if one is None else "only in the first")
+        elif one[1] != other[1]:
+            yield CodeChange(file=name, how="changed", lines=_diff(one, other))
 
 
 def _by_name(inputs: AttemptInputs) -> Mapping[str, tuple[Path, str]]:

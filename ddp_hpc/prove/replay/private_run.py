@@ -24,7 +24,7 @@ from ddp_hpc.base.errors import ConfigError, DdpHpcError, NotComputedError, Unre
 from ddp_hpc.cluster.machine.gpus import visible_gpus
 from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay.history import History, StepRange, edited_files, environ_of
-from ddp_hpc.prove.replay.record import record_of
+from ddp_hpc.prove.replay.record import Record, record_of, record_of_replay
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.config import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
@@ -82,6 +82,10 @@ class Replayed:
     notes: list[str] = field(default_factory=list)
     is_on_other_device: bool = False
 
+    def record(self, start: int, end: int) -> Record:
+        """Return what it has recorded of the steps after `start` up to `end`."""
+        return record_of_replay(self.run, max(self.world_sizes), start, end)
+
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
@@ -127,16 +131,16 @@ def compute_again(
         part = replace(wanted.request, start_step=stretch.start, end_step=stretch.end, commits=not is_last)
         write_request(replayed.run, part)
         try:
-            _compute(wanted, stretch, replayed, environ)
+            _compute(replayed, stretch, environ)
         except NotComputedError as error:  # what has changed since may be why
             raise NotComputedError("\n".join([str(error), *(f"note: {note}" for note in replayed.notes)])) from error
         say(f"steps {stretch.start + 1} to {stretch.end} of {wanted.run.name} computed again")
     return replayed
 
 
-def _compute(wanted: Wanted, stretch: StepRange, replayed: Replayed, environ: Mapping[str, str]) -> None:
+def _compute(replayed: Replayed, stretch: StepRange, environ: Mapping[str, str]) -> None:
     """Run one attempt of the private run, to the end of the stretch."""
-    run, inputs = replayed.run, stretch.inputs
+    run, wanted, inputs = replayed.run, replayed.wanted, stretch.inputs
     replace_text(run.config, inputs.config, is_secret=True)
     spec = load_resolved(run.config)
     world = inputs.world_size if wanted.world_size is None else wanted.world_size

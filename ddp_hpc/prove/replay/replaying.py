@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.prove.replay.comparison import Comparison, compare
 from ddp_hpc.prove.replay.history import History, environment_of
 from ddp_hpc.prove.replay.private_run import Replayed, compute_again, private_folder, wanted_of
-from ddp_hpc.prove.replay.record import Record, digests_of_replay, record_of, state_of_checkpoint, states_of_replay
+from ddp_hpc.prove.replay.record import Comparison, Record, compare, record_of, state_of_checkpoint
 from ddp_hpc.run.run_dir.environment import capture, differences
 from ddp_hpc.run.run_dir.replays import ReplayRequest
 
@@ -99,7 +98,7 @@ def _report(asked: ReplayOrder, recorded: Record, replayed: Replayed) -> ReplayR
     own_worlds, worlds = [one.inputs.world_size for one in replayed.wanted.stretches], replayed.world_sizes
     is_other = replayed.is_on_other_device or worlds != own_worlds
     tolerance = asked.tolerance if is_other else 0.0
-    found = compare(recorded, computed_record(replayed, asked.start, asked.end), tolerance=tolerance)
+    found = compare(recorded, replayed.record(asked.start, asked.end), tolerance=tolerance)
     notes = []
     if worlds != own_worlds:
         theirs, ours = (", ".join(map(str, sizes)) for sizes in (own_worlds, worlds))
@@ -118,14 +117,6 @@ def _report(asked: ReplayOrder, recorded: Record, replayed: Replayed) -> ReplayR
         notes=notes,
         directory=str(replayed.run.path),
     )
-
-
-def computed_record(replayed: Replayed, start: int, end: int) -> Record:
-    """Return what a replay has recorded of its steps."""
-    computed = record_of(replayed.run, start, end)
-    computed.digests = digests_of_replay(replayed.run)
-    computed.states = states_of_replay(replayed.run, max(replayed.world_sizes))
-    return computed
 
 
 def _what_differs_here(asked: ReplayOrder, environ: Mapping[str, str]) -> list[str]:
