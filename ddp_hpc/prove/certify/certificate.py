@@ -14,13 +14,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS, TrialFault, Trigger, trigger_of
 from ddp_hpc.prove.certify.output_lines import parse, scale_of
-from ddp_hpc.prove.certify.outside import (
-    STATE_SUFFIXES,
-    command_in,
-    named_paths,
-    refuse_saved_states,
-    texts_in_source,
-)
+from ddp_hpc.prove.certify.outside import STATE_SUFFIXES, command_in, named_paths, refuse_saved_states, texts_in_source
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord
 from ddp_hpc.prove.certify.sandbox import copy_of, files_in
 from ddp_hpc.prove.certify.saved_files import is_saved_state, plain

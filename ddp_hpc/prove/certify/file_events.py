@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.prove.certify.sandbox import LEFT_OUT
 
 _MODIFIED, _WRITTEN, _READ = 0x2, 0x8, 0x10
 _MOVED_FROM, _MOVED_TO, _CREATED, _DELETED, _FOLDER = 0x40, 0x80, 0x100, 0x200, 0x40000000
@@ -46,11 +47,10 @@ class FileEvents:
     def __init__(
         self,
         *roots: Path,
-        skipped: frozenset[str] = frozenset(),
         only: Collection[Path] | None = None,
         apart_from: Collection[Path] = (),
     ) -> None:
-        """Watch directories without those of the names `skipped`, and without `apart_from`.
+        """Watch directories without those that no script reads as data, and without `apart_from`.
 
         With `only`, watch nothing but changes at and below these paths, which may not be there yet; the roots lie above them.
         """
@@ -62,7 +62,6 @@ class FileEvents:
                 "programs that watch files, or raise `fs.inotify.max_user_instances`."
             )
         self._folders: dict[int, Path] = {}
-        self._skipped = skipped
         self._only = only
         self._apart_from = apart_from
         self._mask = _CHANGES | _READ if only is None else _CHANGES
@@ -116,7 +115,7 @@ class FileEvents:
 
     def _add(self, folder: Path) -> Iterator[FileEvent]:
         """Watch a directory and those in it; yield the files that are there already, which have no events of their own."""
-        if folder.name in self._skipped:
+        if folder.name in LEFT_OUT:
             return
         number = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), self._mask)
         if number < 0 and ctypes.get_errno() == errno.ENOSPC:

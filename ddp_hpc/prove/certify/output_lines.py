@@ -63,15 +63,13 @@ class Scale:
 
     def position(self, line: PrintedLine) -> Position | None:
         """Return where a line says that the training is; None where it does not say."""
-        if line.is_evaluation and line.step is None and self.unit == "step":
+        if self.unit == "epoch":
+            return None if line.epoch is None else (line.epoch,)
+        if self.unit != "step" or line.step is None:
             return None
-        if self.unit == "step" and line.step is not None:
-            if not self.has_epochs:
-                return (line.step,)
-            return None if line.epoch is None else (line.epoch, line.step)
-        if self.unit == "epoch" and line.epoch is not None:
-            return (line.epoch,)
-        return None
+        if not self.has_epochs:
+            return (line.step,)
+        return None if line.epoch is None else (line.epoch, line.step)
 
 
 def scale_of(lines: Iterable[PrintedLine]) -> Scale:

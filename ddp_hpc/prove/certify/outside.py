@@ -17,7 +17,6 @@ STATE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".safetensors", ".distcp"})
 """Of saved states. Fewer than `SAVED_SUFFIXES`, as data sets have the others, too (`train.bin`, `shard-0.tar`)."""
 MOST_ENTRIES = 50_000
 """So many files below a path are checked; a data set may have millions."""
-_NEVER_OUTPUTS = ("/dev", "/proc", "/sys")
 _ANYBODYS = ("/", "/tmp", "/var/tmp", "/scratch", "/home")  # noqa: S108  named, not written
 """Directories that a script may name to build a path, and in which others write; the user's home and cache are such, too."""
 
@@ -46,17 +45,9 @@ def named_paths(words: Sequence[str], in_source: Collection[str]) -> tuple[Path,
     parts = [part for word in words for part in word.split("=")]
     texts = {one for one in (*parts, *in_source) if one.startswith(("/", "~/")) and not {"\0", "\n"} & {*one}}
     paths = {Path(os.path.normpath(Path(one).expanduser())) for one in texts}
-    home = Path.home()
-    return tuple(
-        sorted(
-            path
-            for path in paths
-            if not home.is_relative_to(path)
-            and not path.is_relative_to(home / ".cache")
-            and str(path) not in _ANYBODYS
-            and not any(path.is_relative_to(one) for one in _NEVER_OUTPUTS)
-        )
-    )
+    no_outputs = [*map(Path, ("/dev", "/proc", "/sys")), Path.home() / ".cache"]
+    own = (path for path in paths if str(path) not in _ANYBODYS and not Path.home().is_relative_to(path))
+    return tuple(sorted(path for path in own if not any(path.is_relative_to(one) for one in no_outputs)))
 
 
 def texts_in_source(program: Program, work_dir: Path) -> set[str]:

@@ -116,8 +116,7 @@ class _Copy:
             tree = self._tree(source, place, num_files, num_bytes)
             tree.folders.insert(0, place)
         else:
-            tree = _Tree(source, place, files=[(source, place)])
-            tree.num_bytes = _size(source)
+            tree = _Tree(source, place, files=[(source, place)], num_bytes=_size(source))
         return tree if tree.is_within(num_files, num_bytes) else None
 
     def _link(self, place: Path, source: Path) -> None:

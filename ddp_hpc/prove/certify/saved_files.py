@@ -154,11 +154,9 @@ def _of_zip(data: bytes) -> Iterator[tuple[str, str]]:
 def _leaves(path: str, value: Any, storage: Any) -> Iterator[tuple[str, str]]:
     """Yield each value below `value` with its path: `optimizer.param_groups.0.lr`."""
     if isinstance(value, _Tensor):
-        is_rng = value.kind == "ByteStorage" and len(value.shape) == 1 and value.shape[0] in _RNG_SIZES
-        yield (
-            path,
-            f"{'rng' if is_rng else 'tensor'} {value.kind} {list(value.shape)} {value.place} {storage(value.key)}",
-        )
+        kind, shape = value.storage.kind, [*value.shape]
+        is_rng = kind == "ByteStorage" and len(shape) == 1 and shape[0] in _RNG_SIZES
+        yield path, f"{'rng' if is_rng else 'tensor'} {kind} {shape} {value.place} {storage(value.storage.key)}"
         return
     if not isinstance(value, Mapping | list | tuple):
         yield path, repr(value)
@@ -168,18 +166,17 @@ def _leaves(path: str, value: Any, storage: Any) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    key: str
-    kind: str
-    """Of its storage: `FloatStorage`."""
-    place: tuple[Any, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _Storage:
     key: str
     kind: str
+    """`FloatStorage`."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    storage: _Storage
+    place: tuple[Any, ...]
+    shape: tuple[int, ...]
 
 
 class _Object(dict[Any, Any]):
@@ -213,7 +210,7 @@ class _Object(dict[Any, Any]):
 
 
 def _rebuild_tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> _Tensor:
-    return _Tensor(storage.key, storage.kind, (offset, tuple(stride)), tuple(size))
+    return _Tensor(storage, (offset, tuple(stride)), tuple(size))
 
 
 _KNOWN: Mapping[tuple[str, str], Any] = {

@@ -19,7 +19,7 @@ from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents
 from ddp_hpc.prove.certify.live_files import LiveFiles, LiveOutput
 from ddp_hpc.prove.certify.live_processes import MARK, VANISH_S, LiveProcesses, end_all_below, end_survivors
 from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord, Save
-from ddp_hpc.prove.certify.sandbox import LEFT_OUT, files_in
+from ddp_hpc.prove.certify.sandbox import files_in
 from ddp_hpc.prove.certify.saved_files import read
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.ledger import Ledger
@@ -93,10 +93,10 @@ class Trial:
         before = files_in(order.work_dir)
         attempts: list[AttemptRecord] = []
         num_vain = 0
-        self._events = FileEvents(order.work_dir, skipped=LEFT_OUT)
+        self._events = FileEvents(order.work_dir)
         # What is written at or below a path is seen from there, or from the nearest directory that there is.
         folders = sorted({next(one for one in (path, *path.parents) if one.is_dir()) for path in order.outside})
-        self._outer = FileEvents(*folders, skipped=LEFT_OUT, only=order.outside, apart_from=order.apart_from)
+        self._outer = FileEvents(*folders, only=order.outside, apart_from=order.apart_from)
         try:
             while len(attempts) < MOST_ATTEMPTS:
                 attempt = self._attempt(len(attempts))

@@ -86,7 +86,11 @@ def judge(name: str, evidence: TrialEvidence) -> FaultResult:
     if verdict == "untouched":
         finding.reason = "have the script train on for longer after its last save, or save fewer files at a time"
         return finding
-    finding.first_difference = _first_difference(evidence) if evidence.differs else ""
+    if evidence.differs:
+        at = f"the first loss after the resume, at {evidence.unit} {position_text(evidence.resumed_at)}; "
+        later = "a later loss after the resume; " if evidence.later_loss_differs else ""
+        where = at if evidence.first_loss_differs else later
+        finding.first_difference = f"{where}{_difference_text(evidence.differences[0])}"
     finding.newest_state, finding.read_back = evidence.newest_state, evidence.read_back
     finding.defects = diagnose(evidence)
     if verdict in {"loses", "comes back"} and evidence.num_repeated:
@@ -114,14 +118,6 @@ def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
         missing = _missing(evidence)
         return f"certify does not know why; what differs first: {finding.first_difference}{f'; its saved state has {missing}' if missing else ''}"
     return ""
-
-
-def _first_difference(evidence: TrialEvidence) -> str:
-    """Return what differs first, in the output or else in the files."""
-    first = _difference_text(evidence.differences[0])
-    if evidence.first_loss_differs:
-        return f"the first loss after the resume, at {evidence.unit} {position_text(evidence.resumed_at)}; {first}"
-    return f"a later loss after the resume; {first}" if evidence.later_loss_differs else first
 
 
 def _difference_text(difference: FileDifference) -> str:

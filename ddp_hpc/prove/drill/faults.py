@@ -68,9 +68,8 @@ def _inject_on_node(target: Target, action: str, kind: str, node: str) -> Inject
     """Apply an action to a process of the run, on a node of its job."""
     mark = secrets.token_hex(8)
     command = [sys.executable, "-m", INJECTOR, str(target.run.path), action, kind, f"--mark={mark}"]
-    answer = next(
-        iter(read_answers(client.run_in_job(target.job_id, node, command, target.environ), mark).values()), None
-    )
+    answers = read_answers(client.run_in_job(target.job_id, node, command, target.environ), mark)
+    answer = next(iter(answers.values()), None)
     if answer is None:
         raise ConfigError(
             f"The drill started a job step on {node} that should {action} a {kind} process, but got no answer from it, so it does "

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,15 +55,14 @@ def processes_by_kind(processes: Sequence[NodeProcess], run_path: str) -> Mappin
 
     # A forked child keeps its parent's command line. So a DataLoader process looks like the worker that forked it, and
     # srun's helper process like srun: only a process whose parent runs another module counts.
-    def is_first(one: NodeProcess) -> bool:
-        return modules.get(one.parent) != modules[one.pid]
+    def first_of(*names: str) -> list[NodeProcess]:
+        found = [one for one in ours.values() if modules[one.pid] in names]
+        return [one for one in found if modules.get(one.parent) != modules[one.pid]]
 
-    agents = [one for one in ours.values() if modules[one.pid] in AGENTS and is_first(one)]
-    tasks = [one for one in ours.values() if modules[one.pid] in TASKS and is_first(one)]
+    agents = first_of(*AGENTS)
     # The one exception: our agent forks its workers, so they look like the agent, and are its direct children.
     forked = [one for one in ours.values() if modules[one.pid] == AGENTS[0] and one.parent in {a.pid for a in agents}]
-    starters = [one for one in ours.values() if modules[one.pid] == "srun" and is_first(one)]
-    by_kind = {"agent": agents, "worker": [*forked, *tasks], "srun": starters}
+    by_kind = {"agent": agents, "worker": [*forked, *first_of(*TASKS)], "srun": first_of("srun")}
     return {kind: sorted(one.pid for one in ones) for kind, ones in by_kind.items()}
 
 
@@ -70,10 +70,8 @@ def list_processes() -> list[NodeProcess]:
     """Return the processes of this node."""
     listed = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             listed.append(NodeProcess(process.pid, process.ppid(), process.cmdline()))
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
     return listed
 
 

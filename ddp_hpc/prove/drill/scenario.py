@@ -40,9 +40,9 @@ _MAY_DIFFER = (
     "slurm.",
     "restart.",
     "resources.",
-    "recipe.args.sample_s",
     "checkpoint.",
     "log.",
+    "recipe.args.sample_s",
 )
 """Keys by which the two runs may differ: none of them changes the trained weights."""
 
@@ -249,19 +249,13 @@ class _Scenario:
 
         newest, deadline = progress(), asked_at + self.plan.patience_s
         while True:
-            value = condition()
-            if value:
+            if value := condition():
                 return value
             now = time.monotonic()
-            if is_gone:
-                raise WorkerError(
-                    f"The drill waits for {what}, but Slurm has no job of {run.name!r} any more. {_situation(run)}"
-                )
-            if now > deadline:
-                raise WorkerError(
-                    f"The drill waits for {what}, but {run.name!r} made no progress for {self.plan.patience_s:.0f} s "
-                    f"(`--patience`). {_situation(run)}"
-                )
+            if is_gone or now > deadline:
+                idle = f"{run.name!r} made no progress for {self.plan.patience_s:.0f} s (`--patience`)"
+                found = f"Slurm has no job of {run.name!r} any more" if is_gone else idle
+                raise WorkerError(f"The drill waits for {what}, but {found}. {_situation(run)}")
             if now - asked_at > SLURM_POLL_S:
                 asked_at, is_gone = now, self._has_no_job(run)  # and check the condition once more before giving up
                 if newest != (newest := progress()):

@@ -53,9 +53,7 @@ def first_difference(one: Sequence[Lines], other: Sequence[Lines]) -> Divergence
     for step in steps:
         found: list[tuple[int, int, Value, Value | None]] = []
         for rank, (mine, others) in enumerate(zip(one, other, strict=False)):
-            if step not in mine or step not in others:
-                continue
-            values = _differing(step, rank, mine[step], others[step])
+            values = _differing(step, rank, mine[step], others[step]) if step in mine and step in others else []
             if values:
                 place, first = values[0]
                 tensor = next((value for _, value in values if value.kind not in NOT_TENSORS), None)
@@ -63,9 +61,8 @@ def first_difference(one: Sequence[Lines], other: Sequence[Lines]) -> Divergence
         if found:
             found.sort(key=lambda item: item[:2])
             tensors = [value for *_, value in found if value is not None]
-            return Divergence(
-                first=found[0][2], tensor=tensors[0] if tensors else None, ranks=[rank for _, rank, *_ in found]
-            )
+            ranks = [rank for _, rank, *_ in found]
+            return Divergence(first=found[0][2], tensor=tensors[0] if tensors else None, ranks=ranks)
     return None
 
 

@@ -32,7 +32,6 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import ReplayRequest, write_request
 from ddp_hpc.run.spec import RunSpec
 
-_GONE = "The checkpoint of step {step} of {run} was deleted meanwhile: a training run keeps only its newest checkpoints. Give the same command again."
 IN_REPLAY = "DDP_HPC_REPLAY"
 """Is `1` in the environment of a replay's workers, for a recipe that must know."""
 _FOR_EVER = 2**31 - 1
@@ -109,12 +108,7 @@ def num_gpus_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> 
 def compute_again(
     wanted: Wanted, environ: Mapping[str, str], *, folder: Path, say: Callable[[str], object]
 ) -> Replayed:
-    """Compute the steps, one stretch after the other; return the private run, which holds metrics, samples and traces.
-
-    Raises:
-        NotComputedError: if the workers did not get to the end.
-        UnreadableError: if the checkpoint that it begins with has gone.
-    """
+    """Compute the steps, one stretch after the other; return the private run, which holds metrics, samples and traces."""
     # A run that was moved may have any name; that of the private run is checked as that of a new one.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", wanted.run.name).lstrip("._-")[:128]
     replayed = Replayed(RunDir(folder / (name or "run")), wanted, notes=[*wanted.notes])
@@ -125,7 +119,9 @@ def compute_again(
         link = replayed.run.checkpoints / source.name
         link.symlink_to(source)
         if not link.exists():
-            raise UnreadableError(_GONE.format(step=wanted.start, run=wanted.run.name))
+            raise UnreadableError(
+                f"The checkpoint of step {wanted.start} of {wanted.run.name} was deleted meanwhile: a training run keeps only its newest checkpoints. Give the same command again."
+            )
     for number, stretch in enumerate(wanted.stretches, 1):
         is_last = number == len(wanted.stretches)
         part = replace(wanted.request, start_step=stretch.start, end_step=stretch.end, commits=not is_last)

@@ -73,6 +73,7 @@ def replay(
     Raises:
         ConfigError: if the run cannot be computed again here.
         NotComputedError: if its workers fail.
+        UnreadableError: if the checkpoint that it begins with has gone.
     """
     history = asked.history
     check_range(history, asked.start, asked.end)
@@ -125,11 +126,8 @@ def _what_differs_here(asked: ReplayOrder, environ: Mapping[str, str]) -> list[s
     if recorded is None:
         return ["the run has no record of its environment, so whether this environment is the same is not known"]
     here = capture(environ)
-    changed = [
-        text
-        for text in differences(recorded, here)
-        if text.partition(" ")[0] not in recorded.variables and text.partition(" ")[0] not in here.variables
-    ]
+    variables = {*recorded.variables, *here.variables}
+    changed = [text for text in differences(recorded, here) if text.partition(" ")[0] not in variables]
     if not changed:
         return []
     more = f"; and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
