@@ -17,7 +17,6 @@ from ddp_hpc.prove.replay.first_difference import Divergence, Entry, Lines, firs
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import Replayed, compute_again, private_folder, wanted_of
 from ddp_hpc.prove.replay.record import compare, differing_names, record_of, state_of_checkpoint
-from ddp_hpc.prove.replay.replaying import computed_record
 from ddp_hpc.run.run_dir.replays import ReplayRequest, read_trace
 
 MOST_TRACED = 64
