@@ -84,9 +84,6 @@ def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Pat
     """Return what a run of the back end of that name would start, made by the code that starts it.
 
     `import_paths`: where the run would import the user's code from.
-
-    Raises:
-        ConfigError: where the image cannot be used, or nothing is known of how the back end starts workers.
     """
     start = _STARTS.get(backend)
     if start is None:

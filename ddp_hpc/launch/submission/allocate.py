@@ -76,10 +76,6 @@ def allocate_array(
     """Send a script to sbatch as a job array; return the array's number.
 
     submitit has no part in it: its arrays are of pickled callables, two files for each task (ADR 37).
-
-    Raises:
-        SlurmRefusalError: where Slurm refuses the array.
-        SlurmUnavailableError: where Slurm does not answer.
     """
     return client.submit(script, environ, [f"--array={tasks}", *options], arguments)
 

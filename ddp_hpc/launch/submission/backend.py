@@ -74,34 +74,21 @@ class Backend(Protocol):
         """Whether runs wait in a queue and go back into it; then partitions of a site profile count, too."""
 
     def require(self, environ: Mapping[str, str]) -> None:
-        """Check that the back end can be used from this host.
-
-        Raises:
-            ConfigError: where it cannot, with what to do.
-        """
+        """Check that the back end can be used from this host."""
 
     def is_here(self, environ: Mapping[str, str]) -> bool:
         """Return whether `auto` may choose this back end on this host, even if it does not answer now."""
 
     def describe(self, request: SubmitRequest) -> Description:
-        """Return what `submit` would do; make nothing.
-
-        Raises:
-            ConfigError: where `submit` would refuse the request before it makes anything.
-        """
+        """Return what `submit` would do; make nothing."""
 
     def prepare(self, request: SubmitRequest) -> list[str]:
-        """Make the run directory with everything a start needs, and start nothing; return notes for the user.
-
-        Raises:
-            ConfigError: where it cannot be made; a run that was new leaves nothing behind.
-        """
+        """Make the run directory with all that a start needs, and start nothing; return notes. Refused, a new run leaves nothing behind."""
 
     def submit(self, request: SubmitRequest) -> Submission:
         """Start the run or resume it; or say that it waits, runs or has finished, in whichever back end.
 
         Raises:
-            ConfigError: where the input is invalid; a run that was new leaves nothing behind.
             WorkerError: where it failed before its first step, and the back end waits for that.
         """
 
@@ -113,27 +100,16 @@ class Backend(Protocol):
         """
 
     def stop(self, run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
-        """Ask the run to commit a checkpoint and exit, for good or to be requeued; return a message for the user.
-
-        Raises:
-            ConfigError: where it is not running, or `then` is "requeue" and there is no queue.
-        """
+        """Ask the run to commit a checkpoint and exit, for good or to be requeued; return a message for the user."""
 
     def cancel(self, run: RunDir, environ: Mapping[str, str]) -> str:
         """End the run without waiting for a checkpoint; return a message for the user.
 
         Where a scheduler sends a signal before it kills, ranks that agree on a step in time commit it all the same.
-
-        Raises:
-            ConfigError: where there is nothing to cancel.
         """
 
     def hasten(self, run: RunDir, environ: Mapping[str, str]) -> bool:
-        """Let a requeued job start sooner, where Slurm only delays it for having been requeued; return whether anything changed.
-
-        Raises:
-            ConfigError: where the scheduler refuses.
-        """
+        """Let a requeued job start sooner, where Slurm only delays it for having been requeued; return whether anything changed."""
 
     def find_job(self, run: RunDir, environ: Mapping[str, str]) -> Submission | None:
         """Return the run's start that waits or runs in this back end; None without one."""
@@ -163,11 +139,7 @@ BACKENDS: dict[str, BackendRow] = {
 
 
 def load_backend(name: str) -> Backend:
-    """Return a back end by its name.
-
-    Raises:
-        ConfigError: where there is none of that name.
-    """
+    """Return a back end by its name."""
     place = BACKENDS.get(name)
     if place is None:
         raise ConfigError(
@@ -178,11 +150,7 @@ def load_backend(name: str) -> Backend:
 
 
 def choose_backend(asked: str, environ: Mapping[str, str]) -> Backend:
-    """Return the back end that was asked for; for `auto`, the first that is here.
-
-    Raises:
-        ConfigError: where the one that was asked for is not here, or unknown.
-    """
+    """Return the back end that was asked for; for `auto`, the first that is here."""
     if asked != AUTO:
         backend = load_backend(asked)
         backend.require(environ)
@@ -193,20 +161,12 @@ def choose_backend(asked: str, environ: Mapping[str, str]) -> Backend:
 
 
 def backend_of(run: RunDir) -> Backend:
-    """Return the back end of the run's newest start, or of the job that waits, by the run's own records.
-
-    Raises:
-        ConfigError: where a version of ddp_hpc that has more back ends has submitted it.
-    """
+    """Return the back end of the run's newest start, or of the job that waits, by the run's own records."""
     return load_backend(next(_names_in_records(run), "local"))
 
 
 def backends_of(run: RunDir) -> list[Backend]:
-    """Return every back end that may still hold the run, by its records: a job may wait while a later attempt runs here.
-
-    Raises:
-        ConfigError: where a version of ddp_hpc that has more back ends has submitted it.
-    """
+    """Return every back end that may still hold the run, by its records: a job may wait while a later attempt runs here."""
     return [load_backend(name) for name in dict.fromkeys(_names_in_records(run))]
 
 

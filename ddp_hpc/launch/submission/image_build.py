@@ -55,7 +55,6 @@ def build(  # noqa: PLR0913  the flags of one command
     """Build an image of what workers need, on top of `base`; what the engine says goes to this terminal.
 
     Raises:
-        ConfigError: where the engine is not here, or the output exists.
         WorkerError: where the engine failed; nothing is left of it.
     """
     refuse_unknown_home(base or "", f"`--base` is {base!r}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Literal
 
 import psutil
@@ -19,20 +18,16 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, WorkerError
 from ddp_hpc.base.patience import known, patiently
-from ddp_hpc.launch.submission.backend import Description, Submission, find_job_elsewhere
+from ddp_hpc.launch.submission.backend import Description, Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
-    is_finished,
-    make_run_dir,
+    find_start,
     note_on_parents,
     refuse_missing_nsys,
     refuse_missing_recorders,
     refuse_several_torchruns,
-    refuse_unusable_place,
     submitting_alone,
-    unchanged_if_refused,
 )
-from ddp_hpc.run.config import render_resolved
 from ddp_hpc.run.run_dir import ownership, rereading
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -63,11 +58,7 @@ def supervisor_argv(run: RunDir) -> list[str]:
 
 
 def refuse_too_much(spec: LaunchSpec) -> None:
-    """Refuse a run that asks for more than this machine.
-
-    Raises:
-        ConfigError: where it does.
-    """
+    """Refuse a run that asks for more than this machine."""
     if spec.resources.nodes > 1:
         raise ConfigError(
             f"`resources.nodes` is {spec.resources.nodes}, but the run would start on this machine only. Submit it on a "
@@ -93,11 +84,7 @@ def is_here(environ: Mapping[str, str]) -> bool:
 
 
 def describe(request: SubmitRequest) -> Description:
-    """Return what `submit` would do; make nothing.
-
-    Raises:
-        ConfigError: where the run needs several machines, or its image, or a path that it is to see, cannot be used.
-    """
+    """Return what `submit` would do; make nothing."""
     run, spec, environ = request.run, request.spec, request.environ
     refuse_too_much(spec)
     refuse_missing_recorders(spec)
@@ -114,18 +101,11 @@ def describe(request: SubmitRequest) -> Description:
 
 
 def prepare(request: SubmitRequest) -> list[str]:
-    """Make the run's directory, or renew its configuration; return what the user should know.
-
-    Raises:
-        ConfigError: where the input is invalid, or the directory cannot be made.
-    """
-    refuse_unusable_place(request.run)
-    return _make(request, is_new=not request.run.config.exists())
-
-
-def _make(request: SubmitRequest, *, is_new: bool) -> list[str]:
-    notes = describe(request).notes
-    make_run_dir(request.run, render_resolved(request.resolved), is_new=is_new)
+    """Make the run's directory, or renew its configuration; return what the user should know."""
+    with submitting_alone(request.run, patience_s=2 * START_PATIENCE_S) as claim:
+        notes = describe(request).notes
+        claim.write(request.resolved)
+        claim.is_to_stay = True
     return list(notes)
 
 
@@ -133,41 +113,26 @@ def submit(request: SubmitRequest) -> Submission:
     """Start the run, or go on with it, and return once its training has begun, or its script has run for a moment.
 
     Raises:
-        ConfigError: where the input is invalid; a run that was new leaves nothing behind.
         WorkerError: where the workers failed before the first step.
     """
     run = request.run
     refuse_too_much(request.spec)
-    refuse_unusable_place(run)
-    is_new = not run.config.exists()
-    notes = _make(request, is_new=True) if is_new else []
-    with submitting_alone(run, patience_s=2 * START_PATIENCE_S):
-        there = _already(request)
-        if there is not None:
-            return there
-        with nullcontext() if is_new else unchanged_if_refused(run):
-            if not is_new:
-                notes = _make(request, is_new=False)
-            attempt = ownership.next_attempt(run)
-            guardian = _start_guardian(request)
-            ended = _await_training(run, attempt, guardian)
-            if ended is not None and ended.exit_code == exit_codes.REFUSED and not is_new:
-                raise ConfigError(f"{ended.reason}\nThe run {run.name} is as it was.")
-    if ended is not None and ended.exit_code == exit_codes.REFUSED:
-        shutil.rmtree(run.path, ignore_errors=True)  # without the lock: NFS keeps a directory with an open file
-        raise ConfigError(ended.reason)
-    return Submission(run, NAME, "started", attempt, is_new=is_new, notes=tuple(notes))
-
-
-def _already(request: SubmitRequest) -> Submission | None:
-    """Return why `submit` starts nothing: the run runs or waits, here or elsewhere, or has finished. The caller submits alone."""
-    run = request.run
-    if _is_busy(run):
-        return Submission(run, NAME, "running", Ledger.read(run).newest_number)
-    there = find_job_elsewhere(run, NAME, request.environ)
-    if there is None and is_finished(run, request.spec):
-        return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
-    return there
+    with submitting_alone(run, patience_s=2 * START_PATIENCE_S) as claim:
+        if not claim.is_new:
+            here = Submission(run, NAME, "running", Ledger.read(run).newest_number) if _is_busy(run) else None
+            there = find_start(request, NAME, here)
+            if there is not None:
+                return there
+        notes = describe(request).notes
+        claim.write(request.resolved)
+        attempt = ownership.next_attempt(run)
+        guardian = _start_guardian(request)
+        claim.is_to_stay = True
+        ended = _await_training(run, attempt, guardian)
+        if ended is not None and ended.exit_code == exit_codes.REFUSED:
+            claim.is_to_stay = False
+            raise ConfigError(ended.reason if claim.is_new else f"{ended.reason}\nThe run {run.name} is as it was.")
+    return Submission(run, NAME, "started", attempt, is_new=claim.is_new, notes=tuple(notes))
 
 
 def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
@@ -326,11 +291,7 @@ def _gone(run: RunDir, attempt: int) -> str:
 
 
 def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
-    """Ask the run to commit a checkpoint and exit; return a message for the user.
-
-    Raises:
-        ConfigError: where it is not running, or is to go back into a queue.
-    """
+    """Ask the run to commit a checkpoint and exit; return a message for the user."""
     del environ
     if then == "requeue":
         raise ConfigError(
@@ -343,11 +304,7 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
-    """End the run at once, without a checkpoint; return a message for the user.
-
-    Raises:
-        ConfigError: where it is not running.
-    """
+    """End the run at once, without a checkpoint; return a message for the user."""
     del environ
     is_known = False
     deadline = time.monotonic() + VANISH_PATIENCE_S
@@ -365,11 +322,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
 
 
 def _end_attempt(run: RunDir, attempt: Attempt) -> None:
-    """Write down that the user has ended it, and kill its supervisor, if that is a process of this host.
-
-    Raises:
-        ConfigError: where it is another host's.
-    """
+    """Write down that the user has ended it, and kill its supervisor, if that is a process of this host."""
     here = processes.host_name()
     if attempt.host != here:
         raise ConfigError(

@@ -32,9 +32,6 @@ def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
     Either it was requeued a moment ago, which holds it back for two minutes, usually (`cred_expire`); or nodes are left out,
     where the run failed, and of the others too few are in order by now; or Slurm holds it, as it could not launch it. The
     job's own user may change all three while it waits.
-
-    Raises:
-        ConfigError: where Slurm refuses to release it.
     """
     queued = read_queued_job(run)
     is_held = False

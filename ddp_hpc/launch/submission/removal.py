@@ -24,9 +24,6 @@ def put_aside(run: RunDir, environ: Mapping[str, str]) -> Iterator[Path | None]:
     """Rename the run's directory to `NAME.old-1` (or -2, ...), for a new run of its name; yield the new path.
 
     Where the caller then fails to make the new run, the old one comes back. Yields None where there is no run.
-
-    Raises:
-        RunBusyError: where it runs, or waits in the queue, or that cannot be known.
     """
     if not run.config.exists():
         yield None
@@ -47,10 +44,6 @@ def delete(run: RunDir, environ: Mapping[str, str]) -> None:
     """Delete the run's directory. Links in it are deleted, and what they lead to stays.
 
     It begins with a rename to a hidden name, so that nobody takes a half-deleted one for a run.
-
-    Raises:
-        RunBusyError: where it runs, or waits in the queue, or that cannot be known.
-        ConfigError: where some of it cannot be deleted.
     """
     with _free(run, environ):
         away = renamed_away(run.path)
@@ -86,11 +79,7 @@ def _rename(path: Path, target: Path) -> None:
 
 @contextmanager
 def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
-    """Keep other processes from starting the run in the `with` block.
-
-    Raises:
-        RunBusyError: where a process works on it, or a job that waits may do so soon.
-    """
+    """Keep other processes from starting the run in the `with` block."""
     if run.path.is_symlink():
         raise ConfigError(
             f"{run.path} is a symbolic link to {run.path.readlink()}, so it was left as it is. Give that directory's path, or remove the link."

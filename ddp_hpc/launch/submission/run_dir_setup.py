@@ -10,12 +10,17 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import fsync_path, make_directories, make_directory, replace_text
 from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.base.leftovers import name_beside
+from ddp_hpc.launch.submission.backend import Submission, find_job_elsewhere
+from ddp_hpc.launch.submission.request import SubmitRequest
+from ddp_hpc.run.config import Resolved, render_resolved
+from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
 from ddp_hpc.run.run_dir.records import is_done
 from ddp_hpc.run.run_dir.strangers import refuse_strangers
@@ -73,11 +78,7 @@ def refuse_several_torchruns(spec: RunSpec) -> None:
 
 
 def refuse_missing_nsys(spec: RunSpec, environ: Mapping[str, str]) -> None:
-    """Refuse a profile by Nsight Systems where this machine, on which the workers run, has no such program.
-
-    Raises:
-        ConfigError: where that is so; nothing is known of an image.
-    """
+    """Refuse a profile by Nsight Systems where this machine, on which the workers run, has no such program."""
     path = spec.env.get("PATH", environ.get("PATH"))
     if spec.profile.kind == "nsys" and not spec.container.image and shutil.which("nsys", path=path) is None:
         raise ConfigError(
@@ -88,19 +89,28 @@ def refuse_missing_nsys(spec: RunSpec, environ: Mapping[str, str]) -> None:
 
 def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
     """Make the run's directory by one rename, or renew its configuration."""
+    if is_new:
+        processes.release_lock(_make_locked(run, resolved_text))
+        return
     try:
-        if not is_new:
-            refuse_strangers(run.path)
-            for word in (run.done, run.gave_up, run.stop_request):  # of earlier jobs
-                word.unlink(missing_ok=True)
-            replace_text(run.config, resolved_text, is_secret=True)
-            return
+        refuse_strangers(run.path)
+        for word in (run.done, run.gave_up, run.stop_request):  # of earlier jobs
+            word.unlink(missing_ok=True)
+        replace_text(run.config, resolved_text, is_secret=True)
+    except OSError as error:
+        raise _unwritable(run, error, is_new=False) from error
+
+
+def _make_locked(run: RunDir, resolved_text: str) -> int:
+    """Make a new run's directory by one rename, of which only this process may submit the run; return its lock."""
+    try:
         make_directories(run.path.parent)
         beside = RunDir(name_beside(run.path))
         beside.path.mkdir(mode=0o700)
         try:
             replace_text(beside.config, resolved_text, is_secret=True)
             make_directory(beside.console.parent)
+            lock_fd = processes.take_lock(beside.submission_lock)
             beside.path.rename(run.path)  # fails where a run exists by now: only this process fills a new run
         except OSError as error:
             shutil.rmtree(beside.path, ignore_errors=True)
@@ -113,41 +123,78 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
             raise
         fsync_path(run.path.parent)
     except OSError as error:
-        raise _unwritable(run, error, is_new=is_new) from error
+        raise _unwritable(run, error, is_new=True) from error
+    assert lock_fd is not None  # noqa: S101  nobody else knows that file
+    return lock_fd
+
+
+@dataclass
+class Claim:
+    """A run's directory while this process, and no other, submits the run."""
+
+    run: RunDir
+    lock_fd: int | None
+    """None for a new run until `write` makes its directory."""
+    is_new: bool
+    is_to_stay: bool = False
+    """Whether an error leaves a new run's directory: something is started in it."""
+    before: Mapping[Path, str | None] = field(default_factory=dict)
+    """What `write` has changed in a run that was there."""
+
+    def write(self, resolved: Resolved) -> None:
+        """Make the run's directory, or renew its configuration."""
+        run, text = self.run, render_resolved(resolved)
+        if self.is_new:
+            self.lock_fd = _make_locked(run, text)
+            return
+        files = (run.config, run.job_script, run.done, run.gave_up, run.stop_request)
+        self.before = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
+        make_run_dir(run, text, is_new=False)
+
+    def release(self) -> None:
+        """Let others submit the run."""
+        if self.lock_fd is not None:
+            processes.release_lock(self.lock_fd)
+        self.lock_fd = None
+
+    def take_back(self, error: BaseException) -> None:
+        """Leave nothing of a new run that was not started; leave another one, where it is refused, as it was."""
+        if self.is_new:
+            if self.lock_fd is not None and not self.is_to_stay:
+                self.release()  # first: NFS keeps a directory with an open file
+                shutil.rmtree(self.run.path, ignore_errors=True)
+        elif isinstance(error, ConfigError):
+            for path, text in self.before.items():
+                if text is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    replace_text(path, text, is_secret=path == self.run.config)
 
 
 @contextmanager
-def unchanged_if_refused(run: RunDir) -> Iterator[None]:
-    """Put back what `make_run_dir` changes in a run that exists, where the submission is refused."""
-    files = (run.config, run.job_script, run.done, run.gave_up, run.stop_request)
-    before = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
+def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[Claim]:
+    """Let one process at a time submit a run: two that find it idle would start it twice. Take back what a refused one has made."""
+    refuse_unusable_place(run)
+    claim = Claim(run, None, is_new=not run.config.exists())
+    if not claim.is_new:
+        refuse_strangers(run.path)  # first: the owner of the directory could hold the lock, or replace it by a link
+        claim.lock_fd = _submission_lock(run, patience_s)
     try:
-        yield
-    except ConfigError:
-        for path, text in before.items():
-            if text is None:
-                path.unlink(missing_ok=True)
-            else:
-                replace_text(path, text, is_secret=path == run.config)
+        yield claim
+    except BaseException as error:
+        claim.take_back(error)
         raise
-
-
-@contextmanager
-def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[None]:
-    """Let one process at a time submit a run that has a directory: two that find it idle would start it twice.
-
-    Raises:
-        ConfigError: where the run's directory is another user's, or cannot be written.
-        RunBusyError: where another process submits the run for longer than `patience_s`, or has removed it.
-    """
-    refuse_strangers(run.path)  # first: the owner of the directory could hold the lock, or replace it by a link
-    lock_fd = _submission_lock(run, patience_s)
-    try:
-        if not run.config.exists():
-            raise RunBusyError(_removed(run))
-        yield
     finally:
-        processes.release_lock(lock_fd)
+        claim.release()
+
+
+def find_start(request: SubmitRequest, backend: str, here: Submission | None) -> Submission | None:
+    """Return why no new start is needed: the run waits or runs, `here` in this back end or in another one, or has finished."""
+    run = request.run
+    there = here or find_job_elsewhere(run, backend, request.environ)
+    if there is None and is_finished(run, request.spec):
+        return Submission(run, backend, "finished", Ledger.read(run).newest_number)
+    return there
 
 
 def _submission_lock(run: RunDir, patience_s: float) -> int:
@@ -166,7 +213,7 @@ def _submission_lock(run: RunDir, patience_s: float) -> int:
     # Both signs together: some file systems (CIFS, FUSE) number a file anew at each look, some report no links at all.
     with suppress(FileNotFoundError):
         held, found = os.fstat(lock_fd), run.submission_lock.stat()
-        if held.st_nlink or os.path.samestat(held, found):
+        if run.config.exists() and (held.st_nlink or os.path.samestat(held, found)):
             return lock_fd
     processes.release_lock(lock_fd)
     raise RunBusyError(_removed(run))

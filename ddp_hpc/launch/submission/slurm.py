@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from ddp_hpc.cluster.slurm.allocation import claimed_job_id
 from ddp_hpc.launch.render import JobScript, render
 from ddp_hpc.launch.submission import release_hold
 from ddp_hpc.launch.submission.allocate import allocate
-from ddp_hpc.launch.submission.backend import Description, Submission, find_job_elsewhere
+from ddp_hpc.launch.submission.backend import Description, Submission
 from ddp_hpc.launch.submission.live_code import live_folders
 from ddp_hpc.launch.submission.other_cluster import knows
 from ddp_hpc.launch.submission.preflight import capacity
@@ -30,17 +29,15 @@ from ddp_hpc.launch.submission.preflight.users_part import check_users_part
 from ddp_hpc.launch.submission.release_hold import spared_nodes
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
-    is_finished,
-    make_run_dir,
+    Claim,
+    find_start,
     note_on_parents,
     refuse_missing_recorders,
     refuse_several_torchruns,
     refuse_unusable_place,
     submitting_alone,
-    unchanged_if_refused,
 )
 from ddp_hpc.launch.submission.snapshot import notes_on_copy, path_in_snapshot, source_of, take_snapshot
-from ddp_hpc.run.config import render_resolved
 from ddp_hpc.run.run_dir import ownership, rereading
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -65,11 +62,7 @@ _SUBMISSION_PATIENCE_S = 60.0
 
 
 def require(environ: Mapping[str, str]) -> None:
-    """Check that Slurm's sbatch is on PATH.
-
-    Raises:
-        ConfigError: where it is not.
-    """
+    """Check that Slurm's sbatch is on PATH."""
     client.require("sbatch", environ)
 
 
@@ -79,11 +72,7 @@ def is_here(environ: Mapping[str, str]) -> bool:
 
 
 def describe(request: SubmitRequest) -> Description:
-    """Return what `submit` would do: the very text that sbatch would get. Make nothing.
-
-    Raises:
-        ConfigError: where the run's image, or a path that it is to see, cannot be used, or the script cannot be made.
-    """
+    """Return what `submit` would do: the very text that sbatch would get. Make nothing."""
     refuse_unusable_place(request.run)
     script, notes = _script(request)
     return Description(
@@ -115,11 +104,7 @@ def refuse_private(path: Path) -> None:
 
 
 def check(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
-    """Check what can be checked before anything is made, of a run or of some `points` of a sweep; return notes.
-
-    Raises:
-        ConfigError: where the image or the user's part cannot be used on the nodes.
-    """
+    """Check what can be checked before anything is made, of a run or of some `points` of a sweep; return notes."""
     spec, environ, path = request.spec, request.environ, request.run.path
     refuse_missing_recorders(spec)
     refuse_several_torchruns(spec)
@@ -129,11 +114,7 @@ def check(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
 
 
 def check_dry(request: SubmitRequest, script: str, points: Sequence[RunSpec] = ()) -> list[str]:
-    """Check the same, and ask Slurm whether it would take the script, which is in no file yet; return notes.
-
-    Raises:
-        ConfigError: where `submit` would refuse the run.
-    """
+    """Check the same, and ask Slurm whether it would take the script, which is in no file yet; return notes."""
     if not is_here(request.environ):
         unasked = (
             "note: not checked before the queue: this host has no Slurm, so nobody was asked whether it takes the job"
@@ -161,107 +142,53 @@ def _note_on_own_job(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def prepare(request: SubmitRequest) -> list[str]:
-    """Make the run directory with everything the job needs; return what the user should know.
-
-    Raises:
-        ConfigError: where it cannot be made; a run that was new leaves nothing behind.
-    """
-    run = request.run
-    refuse_unusable_place(run)
-    is_new = not run.config.exists()
-    script, notes = _make(request, is_new=is_new)
-    try:
-        return [*notes, *_fill(request, script)]
-    except BaseException:
-        if is_new:
-            shutil.rmtree(run.path, ignore_errors=True)
-        raise
+    """Make the run directory with everything the job needs; return what the user should know."""
+    with submitting_alone(request.run, patience_s=_SUBMISSION_PATIENCE_S) as claim:
+        notes = _fill(request, claim)
+        claim.is_to_stay = True
+    return notes
 
 
 def submit(request: SubmitRequest) -> Submission:
-    """Put the run into Slurm's queue, or say that it is there, runs, or has finished.
-
-    Raises:
-        ConfigError: where the input is invalid, or Slurm refuses it; a run that was new leaves nothing behind.
-        RunBusyError: where another process submits the run and does not come to an end.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
+    """Put the run into Slurm's queue, or say that it is there, runs, or has finished."""
     run, spec, environ = request.run, request.spec, request.environ
-    refuse_unusable_place(run)
-    is_new = not run.config.exists()
-    client.require("sbatch", environ)
-    questions = capacity.Questions(environ)
-    # By one rename: of two that submit a new run at once, the second is refused here.
-    made = _make(request, is_new=True) if is_new else None
-    is_to_be_removed = False
-    try:
-        with submitting_alone(run, patience_s=_SUBMISSION_PATIENCE_S):
-            there = _already(request)
-            if there is not None:
-                return there
-            is_to_be_removed = is_new
-            with contextlib.nullcontext() if is_new else unchanged_if_refused(run):
-                script, notes = made or _make(request, is_new=False)
-                notes = [*_note_on_own_job(environ), *notes, *_fill(request, script)]
-                questions.ask_about(run.job_script)
-                notes += questions.notes(spec, run)
-                attempt = ownership.next_attempt(run)
-                cluster = questions.config().name
-                try:
-                    job_id = allocate(run, environ)
-                except SlurmRefusalError as error:
-                    raise questions.refusal(error.printed, spec) from error
-            job = QueuedJob(
-                job_id=job_id, attempt=attempt, at=time.time(), since=attempt, backend=NAME, slurm_cluster=cluster
-            )
-            is_to_be_removed = False
-            write_queued_job(run, job)
-    except BaseException:
-        if is_to_be_removed:
-            shutil.rmtree(run.path, ignore_errors=True)  # without the lock: NFS keeps a directory with an open file
-        raise
+    with submitting_alone(run, patience_s=_SUBMISSION_PATIENCE_S) as claim:
+        client.require("sbatch", environ)
+        if not claim.is_new and (there := find_start(request, NAME, find_job(run, environ))):
+            return there
+        questions = capacity.Questions(environ)
+        notes = [*_note_on_own_job(environ), *_fill(request, claim)]
+        questions.ask_about(run.job_script)
+        notes += questions.notes(spec, run)
+        attempt, cluster = ownership.next_attempt(run), questions.config().name
+        try:
+            job_id = allocate(run, environ)
+        except SlurmRefusalError as error:
+            raise questions.refusal(error.printed, spec) from error
+        claim.is_to_stay = True
+        job = QueuedJob(
+            job_id=job_id, attempt=attempt, at=time.time(), since=attempt, backend=NAME, slurm_cluster=cluster
+        )
+        write_queued_job(run, job)
     if request.awaits:
         with contextlib.suppress(OSError):  # the job is in the queue; only `status` would miss what it waits for
             write_awaited(run, job_id, request.awaits)
-    return Submission(run, NAME, "queued", attempt, is_new=is_new, job_id=job_id, notes=tuple(notes))
+    return Submission(run, NAME, "queued", attempt, is_new=claim.is_new, job_id=job_id, notes=tuple(notes))
 
 
-def _make(request: SubmitRequest, *, is_new: bool) -> tuple[str, list[str]]:
-    """Check what can be checked; then make the run directory, or renew its configuration. Return the job script, and notes.
-
-    Raises:
-        ConfigError: where the run's directory, image or script cannot be used on the nodes.
-    """
+def _fill(request: SubmitRequest, claim: Claim) -> list[str]:
+    """Check what can be checked; then make or renew the run directory, with the frozen code and the job script. Return notes."""
     script, notes = _script(request)
     refuse_private(request.run.path)
     notes = [*check(request), *notes]
-    make_run_dir(request.run, render_resolved(request.resolved), is_new=is_new)
-    return script, notes
-
-
-def _fill(request: SubmitRequest, script: str) -> list[str]:
-    """Put the frozen code and the job script into the run directory; return notes on the code."""
-    notes = freeze_code(request, request.run)
+    claim.write(request.resolved)
+    notes += freeze_code(request, request.run)
     replace_text(request.run.job_script, script)
     return notes
 
 
-def _already(request: SubmitRequest) -> Submission | None:
-    """Return why no new job is needed: one waits or runs, or the run has finished. The caller submits alone, so this stays so."""
-    run = request.run
-    there = find_job(run, request.environ) or find_job_elsewhere(run, NAME, request.environ)
-    if there is None and is_finished(run, request.spec):
-        return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
-    return there
-
-
 def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
-    """Return the run's job that waits or runs, if it has one.
-
-    Raises:
-        ConfigError: where another cluster than this host's has the job (`other_cluster`).
-        SlurmUnavailableError: where Slurm does not answer.
-    """
+    """Return the run's job that waits or runs, if it has one."""
     job = read_queued_job(run)
     if job is None or job.cancelled_at is not None or not knows(run, job, environ) or not is_alive(job.job_id, environ):
         return None
@@ -273,11 +200,7 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
 
 
 def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
-    """Let the run's job begin, if nothing but its past holds it back; return whether anything was changed in it.
-
-    Raises:
-        ConfigError: where Slurm refuses to release the job.
-    """
+    """Let the run's job begin, if nothing but its past holds it back; return whether anything was changed in it."""
     return release_hold.hasten(run, environ)
 
 
@@ -288,12 +211,7 @@ def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
 
 
 def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
-    """Return why the run's directory must not be moved: its job waits or runs, or that cannot be known; None where it may.
-
-    Raises:
-        ConfigError: where another cluster than this host's has the job.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
+    """Return why the run's directory must not be moved: its job waits or runs, or that cannot be known; None where it may."""
     job, newest = read_queued_job(run), Ledger.read(run).newest
     if job is None:
         return None
@@ -404,10 +322,6 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
 
     Slurm sends SIGTERM, and SIGKILL after the cluster's KillWait (30 s, usually): ranks that agree on a step in that time
     commit it, and the attempt counts as cancelled all the same.
-
-    Raises:
-        ConfigError: where it has no job.
-        DdpHpcError: where the job was cancelled, but that could not be written down.
     """
     job = read_queued_job(run)
     if job is None or not knows(run, job, environ) or not is_alive(job.job_id, environ):
@@ -445,11 +359,7 @@ def _unwritten(run: RunDir, job: QueuedJob, error: OSError) -> DdpHpcError:
 
 
 def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
-    """Ask the run to commit a checkpoint and exit, for good or to be requeued; return a message for the user.
-
-    Raises:
-        ConfigError: where it has not begun, or runs no more.
-    """
+    """Ask the run to commit a checkpoint and exit, for good or to be requeued; return a message for the user."""
     del environ
     job = read_queued_job(run)
     newest = Ledger.read(run).newest

@@ -79,9 +79,6 @@ def take_snapshot(
     are linked, not copied.
     The same content again is not copied again. Files are not flushed one by one: a job that starts after a crash of
     the file system fails to import, and loses nothing.
-
-    Raises:
-        ConfigError: where it is larger than `max_bytes`, cannot be read, or what is needed is not among it.
     """
     import xxhash  # late: only a submission on Slurm waits for it
 
@@ -357,11 +354,7 @@ _NO_PROGRAM = 127
 
 
 def _git(folder: Path, *words: str, may_fail: bool = False) -> str | None:
-    """Return what git says about a directory; None where it is not a work tree, or this host has no git.
-
-    Raises:
-        ConfigError: where git refuses a repository that is there: the copy would hold other files than git's.
-    """
+    """Return what git says about a directory; None where it is not a work tree, or this host has no git."""
     # git looks for a repository in these places, and each of its processes takes 4 ms. A repository may also be the directory
     # itself, with `core.worktree`: then it has a HEAD.
     places = [folder.absolute(), *folder.absolute().parents, *folder.resolve().parents]

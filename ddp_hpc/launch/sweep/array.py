@@ -96,11 +96,7 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
 
 
 def describe(base: SubmitRequest, points: Sequence[Point]) -> tuple[str, list[str]]:
-    """Return the script of the sweep's arrays, and what the user should know; make nothing.
-
-    Raises:
-        ConfigError: where `submit` would refuse the sweep.
-    """
+    """Return the script of the sweep's arrays, and what the user should know; make nothing."""
     script = array_script(base.spec, SweepDir(base.spec.path))
     return script, slurm.check_dry(base, script, with_own_code(base.resolved, points, base.environ))
 
@@ -130,12 +126,7 @@ def make_for_slurm(base: SubmitRequest, sweep: Sweep, questions: capacity.Questi
 
 
 def send_first(made: Made, environ: Mapping[str, str]) -> SendResult:
-    """Send the points of a sweep that this process has just made, and whose ledger it still has locked.
-
-    Raises:
-        ConfigError: where Slurm refuses for another reason than a limit of submitted jobs.
-        SlurmUnavailableError: where Slurm does not answer; what was sent before is recorded.
-    """
+    """Send the points of a sweep that this process has just made, and whose ledger it still has locked."""
     chain = _Chain(made.base.slurm.dependency, [], is_needed=made.sweep.at_most is not None)
     numbers, size = [point.number for point in made.sweep.points], _most_tasks(made.cluster)
     return _send(_Order(made.sweep_dir, made.sweep, numbers, size, chain), environ)
@@ -145,10 +136,6 @@ def send(sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], environ: Map
     """Send points to Slurm, in as few arrays as it accepts; record each array. The caller has locked the sweep's ledger.
 
     With `sweep.at_most`, each array starts when those before it have ended, so that all together keep the limit.
-
-    Raises:
-        ConfigError: where Slurm refuses for another reason than a limit of submitted jobs.
-        SlurmUnavailableError: where Slurm does not answer; what was sent before is recorded.
     """
     if not numbers:
         return SendResult(jobs={})
@@ -197,11 +184,7 @@ def _send(order: _Order, environ: Mapping[str, str]) -> SendResult:
 
 
 def _fewer(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -> int:
-    """Return how many points to send where Slurm has not accepted `count` for a limit; fewer than `fewest`: none now.
-
-    Raises:
-        SlurmRefusalError: where it refuses them for another reason.
-    """
+    """Return how many points to send where Slurm has not accepted `count` for a limit; fewer than `fewest`: none now."""
     if isinstance(error, SlurmBusyError):  # each try takes as long as sbatch may
         return max(count // 8, fewest) if count > fewest else 0
     if client.LIMIT.search(error.printed) is None:

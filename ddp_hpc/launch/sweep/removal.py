@@ -25,13 +25,7 @@ def described(sweep_dir: SweepDir) -> str:
 
 
 def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
-    """Delete the sweep's directory with all of its runs.
-
-    Raises:
-        RunBusyError: where a point waits or runs, or another process sends points.
-        ConfigError: where it cannot be deleted.
-        SlurmUnavailableError: where Slurm does not answer, so that what waits cannot be known.
-    """
+    """Delete the sweep's directory with all of its runs."""
     if sweep_dir.path.is_symlink():
         raise ConfigError(
             f"{sweep_dir.path} is a symbolic link, so nothing was deleted. Give the path of its target directory, or remove the link."

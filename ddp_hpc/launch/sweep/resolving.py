@@ -40,11 +40,7 @@ class Points:
         self._runs_dir = literal(base.spec.path)
 
     def resolved(self, point: Point) -> Resolved:
-        """Return the configuration of a point.
-
-        Raises:
-            ConfigError: where it is not valid; the error names the point.
-        """
+        """Return the configuration of a point."""
         settings: dict[str, Any] = {key: value for key, value in point.settings.items() if _is_key(key)}
         settings |= {"name": point.name, "runs_dir": self._runs_dir}
         if self._command:
@@ -78,9 +74,6 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
     """Resolve each point, and make nothing.
 
     `is_array`: the points are to be tasks of one job array.
-
-    Raises:
-        ConfigError: for the first point that is not valid, or that sets what means nothing; it names the point.
     """
     in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
     made = Points(base, environ)

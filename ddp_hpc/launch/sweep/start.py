@@ -50,9 +50,7 @@ def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started
     """Check each point, make the sweep's directory, and send its points; on this machine, the caller runs them.
 
     Raises:
-        ConfigError: where a point or the sweep's name cannot be used; nothing is left then.
         OSError: where the sweep's records cannot be written; nothing is left of a sweep that Slurm cannot know.
-        SlurmUnavailableError: where Slurm does not answer.
     """
     environ, sweep_dir, numbers = base.environ, SweepDir(base.spec.path), [point.number for point in sweep.points]
     if not backend.HAS_QUEUE:
@@ -79,11 +77,6 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     """Cancel the points that run or wait again, and then those that have not begun; return how many had begun.
 
     What one point's end, or its record, has against it does not keep the others from being cancelled: a full disk may be why the user cancels.
-
-    Raises:
-        ConfigError: where Slurm refuses, or another process goes on sending points.
-        DdpHpcError: where something could not be written down; what could be cancelled is.
-        SlurmUnavailableError: where Slurm does not answer.
     """
     sweep = read_sweep(sweep_dir)
     backend = load_backend(sweep.backend)
@@ -133,13 +126,7 @@ def _kept_in(troubles: list[DdpHpcError | OSError]) -> Iterator[None]:
 
 
 def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir) -> None:
-    """Say what was against a cancellation, if anything was.
-
-    Raises:
-        ConfigError: for the first that was refused.
-        UnreadableError: for the first point that could not be read.
-        DdpHpcError: for the first that could not be written down.
-    """
+    """Say what was against a cancellation, if anything was."""
     if not troubles:
         return
     refusal = next((one for one in troubles if isinstance(one, ConfigError)), None)

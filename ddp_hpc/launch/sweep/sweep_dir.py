@@ -132,11 +132,7 @@ def sweep_named(text: str, runs_dir: Path) -> SweepDir | None:
 
 
 def find_sweep(text: str, runs_dir: Path) -> SweepDir:
-    """Return the sweep that `text` names: a sweep in `runs_dir`, or its directory.
-
-    Raises:
-        ConfigError: where there is none.
-    """
+    """Return the sweep that `text` names: a sweep in `runs_dir`, or its directory."""
     found = sweep_named(text, runs_dir)
     if found is not None:
         return found
@@ -156,9 +152,6 @@ def make_sweep(
     """Make the sweep's directory by one rename, with what `fill` writes into it; a killed process leaves a hidden directory.
 
     No other process sends its points before `until_sent` is closed.
-
-    Raises:
-        ConfigError: where a run or a sweep of that name exists, or the directory cannot be made.
     """
     refuse_existing(sweep)
     header = {
@@ -202,11 +195,7 @@ def make_sweep(
 
 
 def refuse_existing(sweep: SweepDir) -> None:
-    """Refuse a name that is in use.
-
-    Raises:
-        ConfigError: where it is.
-    """
+    """Refuse a name that is in use."""
     if holds_sweep(sweep.path):
         raise ConfigError(
             f"The sweep {sweep.name} exists already in {sweep.path}, and its points never change. To send those that were not "
@@ -252,12 +241,7 @@ class _Found:
 
 
 def read_sweep(sweep: SweepDir) -> Sweep:
-    """Return what the sweep's files say.
-
-    Raises:
-        ConfigError: where its list of points is damaged.
-        UnreadableError: where the file system does not give it.
-    """
+    """Return what the sweep's files say."""
     found = _Found()
     try:
         for record in read_json_lines(sweep.ledger):

@@ -33,11 +33,7 @@ _NEVER_S = 180 * 86400.0
 
 
 def refuse_private_directory(path: Path) -> None:
-    """Refuse a run directory that other nodes would not see.
-
-    Raises:
-        ConfigError: where the path, or the file system it lies on, is a node's own.
-    """
+    """Refuse a run directory that other nodes would not see."""
     place = _private_place(path)
     if place is not None:
         raise ConfigError(
@@ -47,11 +43,7 @@ def refuse_private_directory(path: Path) -> None:
 
 
 def refuse_private_python(run_path: Path, pythons: Sequence[Path]) -> None:
-    """Refuse a Python, or its packages, that other nodes would not see.
-
-    Raises:
-        ConfigError: where one is a node's own, and the run's directory is not.
-    """
+    """Refuse a Python, or its packages, that other nodes would not see."""
     if _private_place(run_path) is not None:
         return  # it was allowed, so this host's own files are the nodes' too
     for path in pythons:
@@ -76,12 +68,7 @@ def _private_place(path: Path) -> str | None:
 
 
 def check(spec: RunSpec, run: RunDir, environ: Mapping[str, str]) -> list[str]:
-    """Ask Slurm about the job as it would be submitted; return what the user should know.
-
-    Raises:
-        ConfigError: where Slurm would refuse it: what was asked, what the cluster has, what to do.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
+    """Ask Slurm about the job as it would be submitted; return what the user should know."""
     questions = Questions(environ)
     questions.ask_about(run.job_script)
     return questions.notes(spec, run)
@@ -102,11 +89,7 @@ class Questions:
         self._test = Meanwhile(lambda: client.test_only(script, self.environ))
 
     def config(self) -> ClusterConfig:
-        """Return the cluster's configuration.
-
-        Raises:
-            SlurmUnavailableError: where Slurm does not answer.
-        """
+        """Return the cluster's configuration."""
         return self._config.answer()
 
     def refusal(self, said: str, spec: RunSpec) -> ConfigError:
@@ -119,12 +102,7 @@ class Questions:
         return ConfigError(explain(said, spec, Cluster(partitions, associations, shapes)))
 
     def notes(self, spec: RunSpec, run: RunDir) -> list[str]:
-        """Wait for the answers, and return what the user should know. The caller has asked about the script.
-
-        Raises:
-            ConfigError: where Slurm would refuse it: what was asked, what the cluster has, what to do.
-            SlurmUnavailableError: where Slurm does not answer.
-        """
+        """Wait for the answers, and return what the user should know. The caller has asked about the script."""
         assert self._test is not None  # noqa: S101
         for each in (self._test, self._partitions, self._config):
             each.wait()  # so that none is still being asked where another has failed

@@ -29,11 +29,7 @@ from ddp_hpc.run.workload.table import workload_of
 def look_at_image(
     spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str], *, is_for_slurm: bool
 ) -> Iterator[str]:
-    """Yield what the user should know of the run's image.
-
-    Raises:
-        ConfigError: where it, or a path that it is to see, is not there; or the runtime cannot take it.
-    """
+    """Yield what the user should know of the run's image."""
     staged_source(spec)
     here = Path.cwd()
     inputs = [*workload_of(spec).input_paths(here)]
