@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,23 +85,26 @@ def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Pat
 
     `import_paths`: where the run would import the user's code from.
     """
-    start = _STARTS.get(backend)
-    if start is None:
-        raise ConfigError(
-            f"`--explain` can describe runs on {' and '.join(_STARTS)}, but this run would start on {backend}. Leave out `--explain`."
-        )
     run, spec, environment = request.run, request.spec, request.environ
+    resources = spec.resources
     wrapper = _container_command(spec, run, import_paths, environment)
-    node, resources = start.node(spec), spec.resources
+    launch = Launch(spec=spec, run=run, workload=workload_of(spec), world=resources.world, wrapper=wrapper)
+    if backend == "local":
+        steps, facts, is_inherited = {"the workers": shlex.join(agent_argv(launch))}, _facts_here(spec), True
+    elif backend == "slurm":
+        steps, facts = _slurm_steps(launch), _facts_on_slurm(spec)
+        # sbatch passes all variables on by default: https://slurm.schedmd.com/sbatch.html#OPT_export
+        is_inherited = str(spec.slurm.extra.get("export", "")).upper() != "NONE"
+    else:
+        raise ConfigError(
+            f"`--explain` can describe runs on local and slurm, but this run would start on {backend}. Leave out `--explain`."
+        )
     paths = list(dict.fromkeys(map(str, import_paths)))
     ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0)
-    environ = {**(of_user(environment) if start.inherits(spec) else {}), **spec.environ}
-    made = settled({**node.endpoint, **node_variables(node.interface, node.computing)}, environ, fixed=ENDPOINT)
+    environ = {**(of_user(environment) if is_inherited else {}), **spec.environ}
     return LaunchPlan(
-        steps=start.steps(
-            Launch(spec=spec, run=run, workload=workload_of(spec), world=spec.resources.world, wrapper=wrapper)
-        ),
-        variables={**ranks, **made, **import_path(paths, os.pathsep.join(paths))},
+        steps=steps,
+        variables={**ranks, **settled(facts, environ, fixed=ENDPOINT), **import_path(paths, os.pathsep.join(paths))},
         users=list(spec.environ),
         saves=_saves(spec, run),
     )
@@ -134,76 +137,34 @@ def _container_command(
     return command_wrapper(inside, runtime, spec.container.python)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _NodeFacts:
-    """What is known of a node's network and CPUs before the run starts."""
-
-    endpoint: Mapping[str, Fact]
-    interface: Fact
-    computing: Fact
-
-
-@dataclass(frozen=True, kw_only=True)
-class _HowStarted:
-    """How the supervisor starts the workers of a run, by back end."""
-
-    steps: Callable[[Launch], Mapping[str, str]]
-    """Purpose -> command."""
-    node: Callable[[RunSpec], _NodeFacts]
-    inherits: Callable[[RunSpec], bool]
-    """Whether workers inherit the variables that are set where the run is submitted."""
-
-
-def _local_node(spec: RunSpec) -> _NodeFacts:
+def _facts_here(spec: RunSpec) -> dict[str, Fact]:
+    """Return the variables that this machine's network and CPUs decide."""
     address = Fact(value=LOOPBACK, source=OURS, rule="the run uses this machine only")
-    return _NodeFacts(
-        endpoint=endpoint(address, Fact(rule="ddp-hpc takes a free port when the workers start")),
-        interface=this_host().interface_towards(LOOPBACK),
-        computing=share_here({}, spec.resources.local_world_size, spec.resources.cpus_per_worker).threads,
-    )
+    computing = share_here({}, spec.resources.local_world_size, spec.resources.cpus_per_worker).threads
+    return {
+        **endpoint(address, Fact(rule="ddp-hpc takes a free port when the workers start")),
+        **node_variables(this_host().interface_towards(LOOPBACK), computing),
+    }
 
 
-def _slurm_steps(launch: Launch) -> Mapping[str, str]:
-    probe = [*probe_argv(launch.world.num_nodes), "..."]
-    return {"a probe of each node's networks": shlex.join(probe), "the workers": _srun(launch)}
+def _facts_on_slurm(spec: RunSpec) -> dict[str, Fact]:
+    """Return what is known of the same variables before the job has its nodes."""
+    workers = spec.resources.local_world_size
+    interface = Fact(rule="each node takes its own interface on the network that leads to rank zero")
+    computing = threads(spec.cpus_per_task * workers, workers, spec.resources.cpus_per_worker, source="Slurm")
+    address = Fact(rule="the job chooses the network when it has its nodes")
+    return {
+        **endpoint(address, Fact(rule="the job takes a free port on its first node")),
+        **node_variables(interface, computing),
+    }
 
 
-def _srun(launch: Launch) -> str:
+def _slurm_steps(launch: Launch) -> dict[str, str]:
     launcher = launch.spec.launcher
     if launcher == "agent":
-        return shlex.join(step_of_agents(launch))
-    return (
-        shlex.join(STEPS[launcher](Start(launch=launch, attempt=0, meeting=_IN_JOB)))
-        .replace(str(_IN_JOB), "ADDRESS PORT")
-        .replace("ADDRESS:0", "ADDRESS:PORT")
-    )
-
-
-def _slurm_node(spec: RunSpec) -> _NodeFacts:
-    num_workers = spec.resources.local_world_size
-    return _NodeFacts(
-        endpoint=endpoint(
-            Fact(rule="the job chooses the network when it has its nodes"),
-            Fact(rule="the job takes a free port on its first node"),
-        ),
-        interface=Fact(rule="each node takes its own interface on the network that leads to rank zero"),
-        computing=threads(
-            spec.cpus_per_task * num_workers, num_workers, spec.resources.cpus_per_worker, source="Slurm"
-        ),
-    )
-
-
-_STARTS: Mapping[str, _HowStarted] = {
-    "local": _HowStarted(
-        steps=lambda launch: {"the workers": shlex.join(agent_argv(launch))},
-        node=_local_node,
-        inherits=lambda _: True,
-    ),
-    "slurm": _HowStarted(
-        steps=_slurm_steps,
-        node=_slurm_node,
-        # sbatch passes all variables on by default: https://slurm.schedmd.com/sbatch.html#OPT_export
-        inherits=lambda spec: str(spec.slurm.extra.get("export", "")).upper() != "NONE",
-    ),
-}
-"""By back end."""
+        workers = shlex.join(step_of_agents(launch))
+    else:
+        step = shlex.join(STEPS[launcher](Start(launch=launch, attempt=0, meeting=_IN_JOB)))
+        workers = step.replace(str(_IN_JOB), "ADDRESS PORT").replace("ADDRESS:0", "ADDRESS:PORT")
+    probe = [*probe_argv(launch.world.num_nodes), "..."]
+    return {"a probe of each node's networks": shlex.join(probe), "the workers": workers}

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ddp_hpc.launch.submission.request import SubmitRequest
     from ddp_hpc.launch.sweep.points import Point
     from ddp_hpc.launch.sweep.start import Started
-    from ddp_hpc.launch.sweep.sweep_dir import SweepDir
+    from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir
 
 _MOST_SHOWN = 20
 
@@ -51,64 +51,53 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_sweep_asked(args: argparse.Namespace) -> bool:
-    """Return whether a submission is a sweep."""
-    is_asked = bool(args.sweep) or args.points is not None
-    alone = {"--zip": args.zip, "--at-most": args.at_most, "--stop-after-failures": args.stop_after_failures}
-    for flag, value in alone.items():
-        if value and not is_asked:
+def sweep_of(args: argparse.Namespace, backend: Backend) -> Sweep | None:
+    """Return the sweep that the command line asks for; None where it asks for one run."""
+    if not args.sweep and args.points is None:
+        alone = {"--zip": args.zip, "--at-most": args.at_most, "--stop-after-failures": args.stop_after_failures}
+        for flag in (flag for flag, value in alone.items() if value):
             raise ConfigError(f"`{flag}` is for sweeps. Add `--sweep KEY=VALUES`, or leave it out.")
-    unfit = {"--fresh": args.fresh, "--explain": args.explain}
-    for flag, value in unfit.items():
-        if value and is_asked:
-            raise ConfigError(
-                f"`{flag}` is for one run, but `--sweep` and `--points` submit several. Leave it out; `ddp-hpc list NAME` shows the points."
-            )
-    return is_asked
-
-
-def asked_points(args: argparse.Namespace) -> list[Point]:
-    """Return the points that the command line asks for."""
+        return None
+    for flag in (flag for flag, value in {"--fresh": args.fresh, "--explain": args.explain}.items() if value):
+        raise ConfigError(
+            f"`{flag}` is for one run, but `--sweep` and `--points` submit several. Leave it out; `ddp-hpc list NAME` shows the points."
+        )
     from ddp_hpc.launch.sweep.points import points_of, read_points  # late: most submissions are of one run
+    from ddp_hpc.launch.sweep.sweep_dir import Sweep
     from ddp_hpc.launch.sweep.values import parse_axis
 
     listed = [] if args.points is None else read_points(args.points)
-    return points_of([parse_axis(word) for word in args.sweep], listed, is_zipped=args.zip)
+    points = points_of([parse_axis(word) for word in args.sweep], listed, is_zipped=args.zip)
+    return Sweep(
+        points=points, backend=backend.NAME, at_most=args.at_most, stop_after_failures=args.stop_after_failures
+    )
 
 
-def start_points(args: argparse.Namespace, base: SubmitRequest, backend: Backend) -> int:
-    """Start the sweep, on this machine until its points have ended; or with `--dry-run` print what would be started."""
-    points, environment = asked_points(args), base.environ
-    if args.dry_run:
-        print(_dry_run(base, points, backend, is_json=args.json), end="")
-        return 0
+def start_sweep(
+    base: SubmitRequest, sweep: Sweep, backend: Backend, *, is_json: bool, stays: Literal["wait", "follow"] | None
+) -> int:
+    """Start the sweep, on this machine until its points have ended; return the exit code. `stays`: how this command goes on then."""
     from ddp_hpc.base.leftovers import remove_leftovers
     from ddp_hpc.launch.sweep.start import submit_sweep
-    from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, refuse_existing
+    from ddp_hpc.launch.sweep.sweep_dir import SweepDir, refuse_existing
 
-    remove_leftovers(base.spec.path.parent)
-    refuse_existing(SweepDir(base.spec.path))  # first: what is found there after Ctrl-C is of this submission
-    sweep = Sweep(
-        points=points,
-        backend=backend.NAME,
-        at_most=args.at_most,
-        stop_after_failures=args.stop_after_failures,
-    )
+    environment, sweep_dir = base.environ, SweepDir(base.spec.path)
+    remove_leftovers(sweep_dir.path.parent)
+    refuse_existing(sweep_dir)  # first: what is found there after Ctrl-C is of this submission
     try:
         started = submit_sweep(base, sweep, backend)
     except KeyboardInterrupt:
-        print(f"\n{_interrupted(SweepDir(base.spec.path), environment)}", file=sys.stderr)
+        print(f"\n{_interrupted(sweep_dir, environment)}", file=sys.stderr)
         raise
-    is_followed = args.wait or args.follow
-    code = report(started, is_json=args.json, is_followed=is_followed)
-    if not (is_followed or started.runs_here):
+    code = report(started, is_json=is_json, is_followed=stays is not None)
+    if stays is None and not started.runs_here:
         return code
     from ddp_hpc.cli.sweep_follow import follow_sweep, run_sweep
 
-    word = word_for(started.sweep_dir.files, environment)
+    word = word_for(sweep_dir.files, environment)
     if started.runs_here:
-        return run_sweep(started, environment, word=word, is_json=args.json, is_quiet=args.wait)
-    return follow_sweep(started.sweep_dir, environment, word=word, is_json=args.json, is_quiet=args.wait)
+        return run_sweep(started, environment, word=word, is_json=is_json, is_quiet=stays == "wait")
+    return follow_sweep(sweep_dir, environment, word=word, is_json=is_json, is_quiet=stays == "wait")
 
 
 def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
@@ -131,7 +120,8 @@ def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
     )
 
 
-def _dry_run(base: SubmitRequest, points: Sequence[Point], backend: Backend, *, is_json: bool) -> str:
+def dry_run_of_sweep(base: SubmitRequest, points: Sequence[Point], backend: Backend, *, is_json: bool) -> str:
+    """Return what would be started: on Slurm the text that sbatch would get, and the first points."""
     from ddp_hpc.launch.sweep.array import describe
     from ddp_hpc.launch.sweep.resolving import check_points
 

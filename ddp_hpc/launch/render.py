@@ -15,7 +15,7 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.spec import LaunchSpec, RunSpec
+from ddp_hpc.run.spec import RunSpec
 
 TEMPLATE = "ddp.sbatch.j2"
 
@@ -36,7 +36,10 @@ class JobScript:
 
 def render(script: JobScript) -> str:
     """Return the script's text. Equal input gives equal text, byte for byte."""
-    return _rendered(_template(script.spec), _values(script))
+    users = script.spec.slurm.template
+    # Path.expanduser raises an error for `~nobody`.
+    template = _own_template(TEMPLATE) if users is None else Path(os.path.expanduser(users))  # noqa: PTH111
+    return _rendered(template, _values(script))
 
 
 def render_template(name: str, values: Mapping[str, Any]) -> str:
@@ -58,14 +61,8 @@ def _rendered(path: Path, values: Mapping[str, Any]) -> str:
     return text
 
 
-def _template(spec: LaunchSpec) -> Path:
-    """Return the user's template, or ours: beside the package in a checkout, inside it once installed."""
-    if spec.slurm.template is not None:
-        return Path(os.path.expanduser(spec.slurm.template))  # noqa: PTH111  a Path raises an error for `~nobody`
-    return _own_template(TEMPLATE)
-
-
 def _own_template(name: str) -> Path:
+    """Return one of our templates: beside the package in a checkout, inside it once installed."""
     package = Path(__file__).parents[1]
     installed, checkout = package / "sbatch_templates" / name, package.parent / "sbatch_templates" / name
     return installed if installed.exists() else checkout

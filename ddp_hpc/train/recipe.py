@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 import xxhash
@@ -171,6 +171,23 @@ def load_builder(target: str) -> Callable[..., Recipe]:
             f"has no function {function_name!r}.{advice}"
         )
     return builder  # type: ignore[no-any-return]  # what it returns is checked by build_recipe
+
+
+def returns_recipe(target: str, builder: Callable[..., object]) -> bool | None:
+    """Return whether a function says by its annotation that it returns a `Recipe`; None where it does not say. Refuse another type."""
+    try:
+        returned = get_type_hints(builder).get("return", Any)
+        kind = get_origin(returned) or returned
+        if kind is UnionType or not isinstance(kind, type) or (kind is not Recipe and issubclass(Recipe, kind)):
+            return None
+        is_recipe = issubclass(kind, Recipe)
+    except Exception:  # noqa: BLE001  a user's annotation may be any text
+        return None
+    if not is_recipe:
+        raise ConfigError(
+            f"`{target}` says that it returns {kind.__name__}, but must return a `ddp_hpc.train.recipe.Recipe`."
+        )
+    return True
 
 
 def build_recipe(target: str, args: Mapping[str, Any]) -> Recipe:

@@ -43,7 +43,7 @@ from ddp_hpc.train.engine.training import Training, configure_torch, prepare
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.late_compiler import DYNAMO, import_compiler_late
 from ddp_hpc.train.process_group import Group, RankInfo
-from ddp_hpc.train.recipe import BUILT_IN, Recipe, build_recipe, check_args, imported_code, load_builder
+from ddp_hpc.train.recipe import BUILT_IN, Recipe, build_recipe, check_args, imported_code, load_builder, returns_recipe
 from ddp_hpc.train.recording.beside import PATIENCE_S
 from ddp_hpc.train.recording.rank_log import open_rank_log
 from ddp_hpc.train.state import rng
@@ -87,6 +87,8 @@ def check(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """
     yield from _check_function(spec, environ)
     yield from _paths_that_are_not_there(spec.recipe.args)
+    if spec.checkpoint.keep_best and spec.checkpoint.best_metric != "loss":
+        yield f"only the job knows the recipe's metrics, so `checkpoint.best_metric` ({spec.checkpoint.best_metric!r}) may be none of them"
     run = RunDir(spec.path)
     steps = checkpoint_names.committed_steps(run)
     if steps:
@@ -109,6 +111,8 @@ def _check_function(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     try:
         builder = load_builder(target)
         check_args(target, builder, spec.recipe.args)
+        if returns_recipe(target, builder) is None:
+            yield f"`{target}` has no annotation `-> Recipe`, and only the job calls it, so it may return something else"
     except ConfigError as error:
         is_unknown_import = error.__cause__ is not None and not isinstance(error.__cause__, _SAME_IN_EQUAL_PYTHONS)
         if is_unknown_import:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -68,10 +69,11 @@ def on_login_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "bin" / name).chmod(0o755)
 
 
-NET = "import torch\n\ndef build(width: int = 8, root: str | None = None, *, norm: Literal['batch', 'layer'] = 'batch') -> None:\n    raise SystemExit('the recipe was built on the login node')\n"
+NET = "import torch\n\ndef build(width: int = 8, root: str | None = None, *, norm: Literal['batch', 'layer'] = 'batch') -> Recipe:\n    raise SystemExit('the recipe was built on the login node')\n"
 FILES = {
     "run.yaml": "recipe: {target: 'net:build'}\n",
-    "net.py": f"from typing import Literal\n{NET}",
+    "net.py": f"from typing import Literal\nfrom ddp_hpc import Recipe\n{NET}",
+    "pair.py": "def build() -> tuple[int, int]: ...\n\ndef maybe() -> object: ...\n",
     "train.py": "",
     "needing.py": "def build(root): ...\n",
     "circle.py": "from layers import Block\n\ndef norm(): ...\n",
@@ -170,6 +172,18 @@ MISTAKES = {
         "run.yaml recipe.args.norm=bacth",
         "`recipe.args.norm` is 'bacth', but `net:build` takes",
     ),
+    "a function of no recipe": (
+        "run.yaml recipe.target=pair:build",
+        "`pair:build` says that it returns tuple, but must return a",
+    ),
+    "a function that may return anything": (
+        "run.yaml recipe.target=pair:maybe",
+        f"{UNCHECKED}`pair:maybe` has no annotation `-> Recipe`",
+    ),
+    "a metric that no recipe may have": (
+        "run.yaml checkpoint.keep_best=1 checkpoint.best_metric=acuracy checkpoint.best_is=highest",
+        f"{UNCHECKED}only the job knows the recipe's metrics, so `checkpoint.best_metric` ('acuracy') may be none of them",
+    ),
     "an argument that is missing": ("run.yaml recipe.target=needing:build", "missing a required argument: 'root'"),
     "data that a laptop has": (
         "run.yaml recipe.args.root=/Users/ada/cifar",
@@ -248,6 +262,8 @@ MISTAKES = {
 SELDOM = {
     "a file for the module",
     "a word that is no choice",
+    "a function that may return anything",
+    "a metric that no recipe may have",
     "an argument that is missing",
     "data that nobody has",
     "modules in a circle",
@@ -280,6 +296,26 @@ def test_a_mistake_is_refused_before_the_queue_or_said_to_be_unchecked(
     assert told in f"{said.out}{said.err}"
     assert code == (0 if UNCHECKED in told else 2)
     assert (tmp_path / "runs/net").exists() == (UNCHECKED in told and not how)
+
+
+@pytest.mark.parametrize("cluster", ["slurm", "local"])
+def test_a_program_to_notify_with_that_this_host_lacks_is_named(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_login_node(tmp_path, monkeypatch)
+    (tmp_path / "train.py").touch()
+    for program in ("mial", "sh"):
+        words = [
+            "--dry-run",
+            f"--cluster={cluster}",
+            f"notify.command=[{program}, me]",
+            "--",
+            sys.executable,
+            "train.py",
+        ]
+        assert main(["submit", *words]) == 0
+
+    assert capsys.readouterr().err.count("`notify.command` starts 'mial', and this host has no such program") == 1
 
 
 @pytest.mark.parametrize("cluster", ["slurm", "local"])

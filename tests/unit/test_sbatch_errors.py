@@ -92,14 +92,19 @@ POLICY = (
             ["4 GPUs each, by `--gpus-per-node`", "16 GPUs in partition batch", "`slurm.gpu_option=none`"],
         ),
         (
+            "sbatch: error: Batch job submission failed: Job dependency problem",
+            spec(slurm={"dependency": "afterok:99"}),
+            ["(Batch job submission failed: Job dependency problem)", "`afterok:99` (`slurm.dependency`, `--after`)"],
+        ),
+        (
             "sbatch: error: Memory specification can not be satisfied",
             spec(mem_gb=9000),
-            ["9000 GiB each"],
+            ["9000 GiB a node"],
         ),
         (
             "sbatch: error: Memory required by task is not available",
             spec(mem_gb=9000),
-            ["9000 GiB each", "other keys of `resources`"],
+            ["9000 GiB a node", "other keys of `resources`"],
         ),
         (
             "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
@@ -129,6 +134,7 @@ POLICY = (
         "size",
         "nodes",
         "GPUs",
+        "dependency",
         "memory",
         "memory of a task",
         "time",
@@ -174,7 +180,7 @@ GRES = "sbatch: error: Invalid generic resource (gres) specification"
         (
             GRES,
             spec(gpus_per_node=1, gpu_type="h100"),
-            "`resources.gpu_type` is 'h100', but nodes of partition batch have a100",
+            "`resources.gpu_type` is 'h100', but nodes of partition batch have a100. Set it to one of these, or choose",
         ),
         (SIZE, spec(gpus_per_node=9, slurm={"partition": "long"}), "The run asks for 1 node with 9 tasks"),
     ],

@@ -745,7 +745,7 @@ def test_sbatchs_refusal_for_another_reason_is_an_error(tmp_path: Path) -> None:
     lab.has("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2; exit 1")
 
     with pytest.raises(ConfigError, match="Invalid partition"):
-        send(sweep_dir, read_sweep(sweep_dir), [0], lab.environ)
+        send(sweep_dir, read_sweep(sweep_dir), [0], client.config(lab.environ), lab.environ)
 
     shutil.rmtree(sweep_dir.path)
     lab.has(

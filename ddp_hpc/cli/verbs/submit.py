@@ -13,15 +13,16 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
-from ddp_hpc.cli.sweeps import add_sweep, is_sweep_asked, start_points
+from ddp_hpc.cli.sweeps import add_sweep, dry_run_of_sweep, start_sweep, sweep_of
 from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
@@ -91,26 +92,28 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         raise ConfigError(
             "`--explain` works only together with `--dry-run`. Add `--dry-run`, or leave out `--explain`."
         )
-    is_sweep = is_sweep_asked(args)
     path, settings = config_and_settings(args)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
+    sweep = sweep_of(args, backend)
     request = _request(args, path, [*settings, *here], backend, environment)
-    if is_sweep:
-        return start_points(args, request, backend)
     if args.dry_run:
-        print(_dry_run(request, backend, is_explained=args.explain, is_json=args.json), end="")
+        text = (
+            _dry_run(request, backend, is_explained=args.explain, is_json=args.json)
+            if sweep is None
+            else dry_run_of_sweep(request, sweep.points, backend, is_json=args.json)
+        )
+        print(text, end="")
         return 0
+    if sweep is not None:
+        stays: Literal["wait", "follow"] | None = "follow" if args.follow else "wait" if args.wait else None
+        return start_sweep(request, sweep, backend, is_json=args.json, stays=stays)
     run_dir = request.run
     changed = _changes(run_dir, request.spec)
     _note_stopping(run_dir, backend)
-    aside: Path | None = None
-    if args.fresh:
-        from ddp_hpc.launch.submission.removal import put_aside
+    from ddp_hpc.launch.submission.removal import put_aside  # late: a dry run writes nothing
 
-        with put_aside(run_dir, environment) as aside:
-            submission = _submit(request, backend)
-    else:
+    with put_aside(run_dir, environment) if args.fresh else nullcontext() as aside:
         submission = _submit(request, backend)
     if aside is not None:
         changed.append(f"the earlier run {run_dir.name} was renamed to {aside}")

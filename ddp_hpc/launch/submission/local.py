@@ -22,6 +22,7 @@ from ddp_hpc.launch.submission.backend import Description, Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
     find_start,
+    note_on_notifying,
     note_on_parents,
     refuse_missing_nsys,
     refuse_missing_recorders,
@@ -90,7 +91,7 @@ def describe(request: SubmitRequest) -> Description:
     refuse_missing_recorders(spec)
     refuse_several_torchruns(spec)
     refuse_missing_nsys(spec, environ)
-    notes = [*note_on_parents(run.path)]
+    notes = [*note_on_parents(run.path), *note_on_notifying(spec, environ)]
     if spec.container.image is not None or spec.stage.archive is not None:
         from ddp_hpc.launch.submission.preflight.image import (
             look_at_image,  # late: most runs on one machine have neither

@@ -244,3 +244,13 @@ def note_on_parents(path: Path) -> Iterator[str]:
                 f"note: every user of this host may rename and replace the runs in {folder}. Run `chmod o-w "
                 f"{shlex.quote(str(folder))}` if the directory is yours; otherwise choose another `runs_dir`."
             )
+
+
+def note_on_notifying(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note where this host lacks the program of `notify.command`."""
+    program, path = next(iter(spec.notify.command), None), spec.env.get("PATH", environ.get("PATH"))
+    if program is not None and shutil.which(program, path=path) is None:
+        yield (
+            f"note: `notify.command` starts {program!r}, and this host has no such program. Correct the name, unless the host that runs the "
+            "supervisor has it."
+        )

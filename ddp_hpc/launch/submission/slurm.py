@@ -31,6 +31,7 @@ from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
     Claim,
     find_start,
+    note_on_notifying,
     note_on_parents,
     refuse_missing_recorders,
     refuse_several_torchruns,
@@ -59,16 +60,13 @@ _ASK_S = (2.0, 30.0)
 """How long to wait between questions to Slurm, at first and at most."""
 _SUBMISSION_PATIENCE_S = 60.0
 """How long another process may take to submit the run."""
+is_here = client.is_here
+hasten = release_hold.hasten
 
 
 def require(environ: Mapping[str, str]) -> None:
     """Check that Slurm's sbatch is on PATH."""
     client.require("sbatch", environ)
-
-
-def is_here(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a host of a Slurm cluster, even of one that does not answer now."""
-    return client.is_here(environ)
 
 
 def describe(request: SubmitRequest) -> Description:
@@ -109,13 +107,13 @@ def check(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
     refuse_missing_recorders(spec)
     refuse_several_torchruns(spec)
     notes = [*look_at_image(spec, request.run, job_import_paths(request), environ, is_for_slurm=True)]
-    notes += [*note_on_parents(path), *capacity.notes_on_setup(spec)]
+    notes += [*note_on_parents(path), *capacity.notes_on_setup(spec), *note_on_notifying(spec, environ)]
     return [*notes, *check_users_part(points or [spec], request.import_paths, environ)]
 
 
 def check_dry(request: SubmitRequest, script: str, points: Sequence[RunSpec] = ()) -> list[str]:
     """Check the same, and ask Slurm whether it would take the script, which is in no file yet; return notes."""
-    if not is_here(request.environ):
+    if not client.is_here(request.environ):
         unasked = (
             "note: not checked before the queue: this host has no Slurm, so nobody was asked whether it takes the job"
         )
@@ -197,11 +195,6 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     return Submission(
         run, NAME, "running" if has_begun else "waiting", newest if has_begun else job.attempt, job_id=job.job_id
     )
-
-
-def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
-    """Let the run's job begin, if nothing but its past holds it back; return whether anything was changed in it."""
-    return release_hold.hasten(run, environ)
 
 
 def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:

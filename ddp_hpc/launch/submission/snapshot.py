@@ -83,10 +83,8 @@ def take_snapshot(
     import xxhash  # late: only a submission on Slurm waits for it
 
     source = source_of(code_dir)
-    left_out = (path.resolve() for path in [run.path.parent, run.path, *_runs_beside(run)])
-    hidden = {path for path in left_out if not source.is_relative_to(path)}  # runs may lie beside the code, or above it
     names = _names(source)
-    hidden |= set(_runs_among(source, names))
+    hidden = {*_runs_beside(source, run), *_runs_among(source, names)}
     no_code = {*hidden, *outputs}
     names = [name for name in names if no_code.isdisjoint([source / name, *(source / name).parents])]
     _refuse_large(source, names, max_bytes)
@@ -102,7 +100,9 @@ def take_snapshot(
         names = [file.name for file in files]
         written = _carry_over(run.snapshot, target, names)
         not_shown = _link_rest(source, target, names, hidden)
-        _point(run.snapshot, target)
+        beside = scratch_path(run.snapshot)
+        beside.symlink_to(target.relative_to(run.path))
+        beside.replace(run.snapshot)
     except OSError as error:
         raise ConfigError(
             f"The code in {source} cannot be copied for the job: {error}. Correct that, or set "
@@ -170,7 +170,10 @@ def _link_rest(source: Path, target: Path, names: Sequence[str], hidden: set[Pat
     not_shown = []
     for folder in sorted(folders):
         if (source / folder).is_dir() and not (source / folder).is_symlink():
-            _remove_dead_links(target / folder, set(names), folder)
+            for entry in os.scandir(target / folder):
+                is_dead = entry.is_symlink() and not Path(entry).exists()  # a script could not make what it was anew
+                if is_dead and os.path.normpath(Path(folder, entry.name)) not in known:
+                    Path(entry).unlink()
             with os.scandir(source / folder) as entries:
                 rest = (
                     Path(entry)
@@ -190,13 +193,6 @@ def _link_rest(source: Path, target: Path, names: Sequence[str], hidden: set[Pat
     return not_shown
 
 
-def _remove_dead_links(folder: Path, names: set[str], below: str) -> None:
-    """Remove links to what has been deleted since: a script could not make such a directory anew."""
-    for entry in os.scandir(folder):
-        if entry.is_symlink() and not Path(entry).exists() and os.path.normpath(Path(below, entry.name)) not in names:
-            Path(entry).unlink()
-
-
 def source_of(code_dir: Path) -> Path:
     """Return the top of the work tree that a directory belongs to, or the directory."""
     code_dir = code_dir.resolve()
@@ -204,17 +200,17 @@ def source_of(code_dir: Path) -> Path:
     return top if code_dir.is_relative_to(top) else code_dir  # `core.worktree` may lead elsewhere
 
 
-def _runs_beside(run: RunDir) -> list[Path]:
-    """Return the other runs beside this one; a copy of the code leaves them out, should they lie in its directory."""
-    return [path for path in run.path.parent.iterdir() if _is_run(RunDir(path))]
-
-
-def _is_run(other: RunDir) -> bool:
-    """Return whether to leave a directory out: it is a run's, or another user's that cannot be read."""
-    try:
-        return other.config.exists() and other.console.parent.exists()
-    except OSError:
-        return True
+def _runs_beside(source: Path, run: RunDir) -> set[Path]:
+    """Return directories that a copy leaves out, should runs lie beside the code: runs, and another user's that cannot be read."""
+    found = [run.path.parent, run.path]
+    for path in run.path.parent.iterdir():
+        other = RunDir(path)
+        try:
+            is_run = other.config.exists() and other.console.parent.exists()
+        except OSError:
+            is_run = True
+        found += [path] if is_run else []
+    return {path for path in (one.resolve() for one in found) if not source.is_relative_to(path)}
 
 
 def _runs_among(source: Path, names: Sequence[str]) -> Iterator[Path]:
@@ -329,13 +325,6 @@ def _copy(source: Path, target: Path, link_to: str | None) -> None:
         return
     shutil.copy2(source, target)
     target.chmod(target.stat().st_mode & (_READ_ONLY | readers(target.parent)))
-
-
-def _point(link: Path, target: Path) -> None:
-    """Have the link lead to the newest snapshot, by one rename."""
-    beside = scratch_path(link)
-    beside.symlink_to(target.relative_to(link.parent))
-    beside.replace(link)
 
 
 _REDIRECTING = (

@@ -51,7 +51,9 @@ def fill_unset(
     resolved: Resolved, environ: Mapping[str, str], *, is_for_slurm: bool, is_fresh: bool = False
 ) -> Resolved:
     """Return the configuration with what the machine decides, and print a note on it; `is_fresh`: a run that exists does not count."""
-    before = None if is_fresh else _before(RunDir(resolved.spec.path))
+    config, before = RunDir(resolved.spec.path).config, None
+    with suppress(DdpHpcError, OSError):  # what cannot be read counts as a new run
+        before = load_resolved(config) if config.exists() and not is_fresh else None
     resolved = _as_started(_as_trained(resolved, before, environ), before, environ)
     spec = resolved.spec
     if is_for_slurm:
@@ -70,13 +72,6 @@ def fill_unset(
         return resolved
     settings: dict[str, Any] = {"resources": dict(found.resources), **({"env": dict(found.env)} if found.env else {})}
     return Overlay(resolved, environ).resolved(settings, found.source)
-
-
-def _before(run: RunDir) -> RunSpec | None:
-    """Return the configuration of the run's submission before this one; None for a new run, or if it cannot be read."""
-    with suppress(DdpHpcError, OSError):
-        return load_resolved(run.config) if run.config.exists() else None
-    return None
 
 
 def _as_started(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:
@@ -174,7 +169,11 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | No
     free = [gpu for gpu in there if not is_busy[gpu.name]] or there
     wanted = kept or (max(len(free), workers or 0) if is_script else workers or len(free))
     if wanted > len(there):
-        note = "" if is_script else _on_cpus(workers, there)  # which device a script uses is its own affair
+        note = (
+            f"the workers train on CPUs, because `resources.workers_per_node` is {workers} and this machine shows {_count(len(there))}; "
+            f"to use GPUs, set `resources.workers_per_node={len(there)}`"
+        )
+        note = "" if is_script else note  # which device a script uses is its own affair
         return FilledIn(resources={"gpus_per_node": 0}, source=f"{_count(len(there))} here", note=note)
     taken = sorted(there, key=lambda gpu: gpu not in free)[:wanted]
     left_out = [gpu for gpu in there if gpu not in free and gpu not in taken]
@@ -199,13 +198,6 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | No
         env={VISIBLE: ",".join(names), **order} if left_out else {},
         source=_KEPT if kept else f"{_count(len(taken))} of this machine",
         note="; ".join(notes),
-    )
-
-
-def _on_cpus(workers: int | None, there: Sequence[Gpu]) -> str:
-    return (
-        f"the workers train on CPUs, because `resources.workers_per_node` is {workers} and this machine shows {_count(len(there))}; "
-        f"to use GPUs, set `resources.workers_per_node={len(there)}`"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -37,7 +37,6 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     record_sending,
     refuse_existing,
 )
-from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 
 TEMPLATE = "sweep.sbatch.j2"
@@ -55,18 +54,6 @@ class SendResult:
     """Points that Slurm did not accept."""
     refusal: str = ""
     """What Slurm printed then."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """A sweep whose directory was just made, as it is written there."""
-
-    sweep_dir: SweepDir
-    sweep: Sweep
-    base: RunSpec
-    cluster: ClusterConfig
-    notes: Sequence[str]
-    """For the user."""
 
 
 def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
@@ -101,8 +88,10 @@ def describe(base: SubmitRequest, points: Sequence[Point]) -> tuple[str, list[st
     return script, slurm.check_dry(base, script, with_own_code(base.resolved, points, base.environ))
 
 
-def make_for_slurm(base: SubmitRequest, sweep: Sweep, questions: capacity.Questions, *, until_sent: ExitStack) -> Made:
-    """Make the sweep's directory with all that its tasks need. Nothing is left where it fails.
+def make_for_slurm(
+    base: SubmitRequest, sweep: Sweep, questions: capacity.Questions, *, until_sent: ExitStack
+) -> list[str]:
+    """Make the sweep's directory with all that its tasks need; return notes. Nothing is left where it fails.
 
     From the moment when the directory exists, no other process sends its points before `until_sent` is closed.
     """
@@ -122,64 +111,37 @@ def make_for_slurm(base: SubmitRequest, sweep: Sweep, questions: capacity.Questi
 
     sweep = replace(sweep, import_paths=tuple(slurm.job_import_paths(base)))
     make_sweep(sweep_dir, base.resolved, sweep, fill, until_sent=until_sent)
-    return Made(sweep_dir=sweep_dir, sweep=sweep, base=spec, cluster=questions.config(), notes=notes)
+    return notes
 
 
-def send_first(made: Made, environ: Mapping[str, str]) -> SendResult:
-    """Send the points of a sweep that this process has just made, and whose ledger it still has locked."""
-    chain = _Chain(made.base.slurm.dependency, [], is_needed=made.sweep.at_most is not None)
-    numbers, size = [point.number for point in made.sweep.points], _most_tasks(made.cluster)
-    return _send(_Order(made.sweep_dir, made.sweep, numbers, size, chain), environ)
-
-
-def send(sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], environ: Mapping[str, str]) -> SendResult:
+def send(
+    sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], cluster: ClusterConfig, environ: Mapping[str, str]
+) -> SendResult:
     """Send points to Slurm, in as few arrays as it accepts; record each array. The caller has locked the sweep's ledger.
 
     With `sweep.at_most`, each array starts when those before it have ended, so that all together keep the limit.
     """
-    if not numbers:
-        return SendResult(jobs={})
-    size, chain = _most_tasks(client.config(environ)), _chain(sweep_dir, sweep, environ)
-    return _send(_Order(sweep_dir, sweep, numbers, size, chain), environ)
-
-
-def _most_tasks(cluster: ClusterConfig) -> int:
-    return cluster.max_array_size or DEFAULT_MAX_ARRAY_SIZE
-
-
-@dataclass(frozen=True)
-class _Order:
-    """Points that are to be sent, in arrays of at most `size` tasks."""
-
-    sweep_dir: SweepDir
-    sweep: Sweep
-    numbers: Sequence[int]
-    size: int
-    chain: _Chain
-
-
-def _send(order: _Order, environ: Mapping[str, str]) -> SendResult:
-    sweep_dir, sweep, numbers, chain = order.sweep_dir, order.sweep, order.numbers, order.chain
     jobs: dict[str, int] = {}
-    for offset, group in _groups(numbers, order.size):
-        count, rest, is_limited = len(group), group, False
+    size = cluster.max_array_size or DEFAULT_MAX_ARRAY_SIZE
+    users, last = _waited_for(sweep_dir, sweep, environ)
+    # The numbers of an array's tasks end below MaxArraySize: https://slurm.schedmd.com/slurm.conf.html#OPT_MaxArraySize
+    for chunk, group in groupby(sorted(set(numbers)), key=lambda number: number // size):
+        rest = list(group)
+        count = len(rest)
         while rest:
             # A small array would hold back those after it below the limit of points at once.
-            fewest = sweep.at_most if sweep.at_most and chain.is_begun else 1
+            fewest = sweep.at_most if sweep.at_most and last else 1
             count = min(max(count, fewest), len(rest))
-            sending = Sending(numbers=tuple(rest[:count]), offset=offset)
+            sending = Sending(numbers=tuple(rest[:count]), offset=chunk * size)
             try:
-                job_id = _send_array(sweep_dir, sending, chain.options(), environ, at_most=sweep.at_most)
+                job_id = _send_array(sweep_dir, sending, _dependency(users, last), environ, at_most=sweep.at_most)
             except (SlurmRefusalError, SlurmBusyError) as error:
-                fewer = _fewer(count, fewest, error)
-                if fewer < fewest:
+                count = _fewer(count, fewest, error)
+                if count < fewest:
                     return SendResult(jobs=jobs, num_left=len(set(numbers)) - sum(jobs.values()), refusal=str(error))
-                count, is_limited = fewer, True
                 continue
-            chain.append(job_id)
-            jobs[job_id] = count
-            rest = rest[count:]
-            count = count if is_limited else 2 * count
+            jobs[job_id], rest = count, rest[count:]
+            last = [job_id] if sweep.at_most else []  # it waits for all others, so the next one waits for it alone
     return SendResult(jobs=jobs)
 
 
@@ -192,51 +154,28 @@ def _fewer(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -
     return count // 2
 
 
-class _Chain:
-    """The arrays of a sweep that start one after another, because they share a limit of points at once."""
-
-    def __init__(self, users: str | None, last: Sequence[str], *, is_needed: bool) -> None:
-        """`users`: the dependency that the user asks for; `last`: the arrays for which the next one waits."""
-        self._users, self._last, self._is_needed = users, list(last), is_needed
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether an array waits or runs."""
-        return bool(self._last)
-
-    def append(self, job_id: str) -> None:
-        """Add an array that Slurm has accepted; it waits for all others, so the next one waits for it alone."""
-        self._last = [job_id]
-
-    def options(self) -> list[str]:
-        """Return the options of sbatch by which the next array waits for the user's jobs, and for the arrays before it."""
-        users = self._users or ""
-        if not self._is_needed or not self._last:
-            return [f"--dependency={users}"] if users else []
-        # `afterany` of an array waits for all of its tasks: https://slurm.schedmd.com/job_array.html#dependencies
-        after = f"afterany:{':'.join(self._last)}"
-        if "?" in users:
-            raise ConfigError(
-                f"`slurm.dependency` is {users!r}, which asks for one of several jobs, and with `--at-most` an array has to wait for the "
-                "array before it, too; Slurm cannot combine the two. Leave out one of them."
-            )
-        return [f"--dependency={','.join(filter(None, [users, after]))}"]
-
-
-def _chain(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> _Chain:
-    is_needed = sweep.at_most is not None
+def _waited_for(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return the user's dependency, and the arrays that share a limit of points at once with the next one, which waits for them."""
     # A point that has begun shows that the user's dependency was met.
-    has_begun = any(_is_there(sweep_dir.run(sweep.points[one])) for array in sweep.arrays for one in array.numbers)
-    users = None if has_begun else load_base(sweep_dir).spec.slurm.dependency
-    last: list[str] = []
-    if is_needed and sweep.arrays:
-        queued = client.queue(client.user_name(), environ)
-        last = [array.job_id for array in sweep.arrays if points_in_queue(array, queued)]
-    return _Chain(users, last, is_needed=is_needed)
+    runs = (sweep_dir.run(sweep.points[number]).config for array in sweep.arrays for number in array.numbers)
+    has_begun = any(known(config, lambda: is_there(config), unknown=False) for config in runs)  # noqa: B023  called at once
+    users = "" if has_begun else load_base(sweep_dir).spec.slurm.dependency or ""
+    if sweep.at_most is None or not sweep.arrays:
+        return users, []
+    queued = client.queue(client.user_name(), environ)
+    return users, [array.job_id for array in sweep.arrays if points_in_queue(array, queued)]
 
 
-def _is_there(run: RunDir) -> bool:
-    return known(run.config, lambda: is_there(run.config), unknown=False)
+def _dependency(users: str, last: Sequence[str]) -> list[str]:
+    """Return the option of sbatch by which an array waits for the user's jobs, and for the arrays before it."""
+    # `afterany` of an array waits for all of its tasks: https://slurm.schedmd.com/job_array.html#dependencies
+    parts = [part for part in (users, f"afterany:{':'.join(last)}" if last else "") if part]
+    if last and "?" in users:
+        raise ConfigError(
+            f"`slurm.dependency` is {users!r}, which asks for one of several jobs, and with `--at-most` an array has to wait for the "
+            "array before it, too; Slurm cannot combine the two. Leave out one of them."
+        )
+    return [f"--dependency={','.join(parts)}"] if parts else []
 
 
 def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
@@ -284,13 +223,6 @@ def cancel_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
     for one in sweep.arrays:
         if points_in_queue(one, queued):
             client.cancel_pending(one.job_id, environ)
-
-
-def _groups(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the points that may be tasks of one array, each with the number of the point of task 0."""
-    # The numbers of an array's tasks end below MaxArraySize: https://slurm.schedmd.com/slurm.conf.html#OPT_MaxArraySize
-    for chunk, group in groupby(sorted(set(numbers)), key=lambda number: number // size):
-        yield chunk * size, list(group)
 
 
 def _send_array(

@@ -56,7 +56,8 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
     queued = client.queue(client.user_name(), environ)
     waiting = {one.job_id: points_in_queue(one, queued) for one in sweep.arrays}
     live = {number for numbers in waiting.values() for number in numbers}
-    ended = {number: ending for number, ending in _endings(sweep_dir, sweep).items() if number not in live}
+    newest = {one.number: Ledger.read(sweep_dir.run(one)).newest for one in sweep.points if one.number not in live}
+    ended = {number: one.ending for number, one in newest.items() if one is not None and one.is_last}
     unsent = [point for point in sweep.points if point.number not in live and point.number not in ended]
     if unsent:
         raise ConfigError(
@@ -93,9 +94,3 @@ def _jobs(sweep: Sweep, waiting: Mapping[str, set[int]], live: set[int]) -> list
         elif here:
             names.append(one.job_id)
     return names
-
-
-def _endings(sweep_dir: SweepDir, sweep: Sweep) -> dict[int, Ending | None]:
-    """Return how the points' runs have ended, of those that have."""
-    newest = {point.number: Ledger.read(sweep_dir.run(point)).newest for point in sweep.points}
-    return {number: one.ending for number, one in newest.items() if one is not None and one.is_last}

@@ -66,8 +66,12 @@ def points_of(
     is combined with all of the axes' points.
     """
     _refuse_repeated(axes, listed)
+    found = {axis.key: None if is_section(axis.key) else key_of(axis.key) for axis in axes}
     chosen: list[dict[str, Any]] = [
-        {axis.key: _value(axis.key, text) for axis, text in zip(axes, texts, strict=True)}
+        {  # as a file would have it; a script's word stays the text that it is
+            one.key: text if (key := found[one.key]) is None else parse_text(key, text, f"--sweep {one.key}")
+            for one, text in zip(axes, texts, strict=True)
+        }
         for texts in _combined(axes, is_zipped=is_zipped)
     ]
     of_file = [_with_checked_name(each) for each in listed] or [{}]
@@ -138,7 +142,7 @@ def _refuse_equal(points: Sequence[Point], named: AbstractSet[int]) -> None:
 
 def _refuse_second(point: Point, first: Point, what: str) -> None:
     if first is not point:
-        raise ConfigError(f"{_capital(point)} {what} as {first}. Give each point other values, or another name.")
+        raise ConfigError(f"P{str(point)[1:]} {what} as {first}. Give each point other values, or another name.")
 
 
 def as_set(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -150,17 +154,6 @@ def _distinct(value: Any) -> str:
     """Return a text that differs for different values: 1, 1.0, true and "1" are four."""
     # A sweep compares thousands of values, most of them scalars: of those, JSON takes ten times as long.
     return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
-
-
-def _capital(point: Point) -> str:
-    text = str(point)
-    return text[:1].upper() + text[1:]
-
-
-def _value(key: str, text: str) -> Any:
-    """Return a value of the command line as a file would have it; a script's word stays the text that it is."""
-    found = None if is_section(key) else key_of(key)
-    return text if found is None else parse_text(found, text, f"--sweep {key}")
 
 
 def _names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -189,18 +182,12 @@ def labels_of(points: Sequence[Point]) -> dict[str, str]:
 
 def _varied(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     keys = dict.fromkeys(key for settings in all_settings for key in settings if key != "name")
-    labels = _labels(list(keys))
+    last = [key.rpartition(".")[2] for key in keys]
     return {
-        key: label
-        for key, label in labels.items()
+        key: label if last.count(label) == 1 else key  # the whole key where two have the same last part
+        for key, label in zip(keys, last, strict=True)
         if len({_distinct(settings.get(key)) for settings in all_settings}) > 1
     }
-
-
-def _labels(keys: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each key, or the whole key where two have the same last part."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return {key: label if last.count(label) == 1 else key for key, label in zip(keys, last, strict=True)}
 
 
 def _in_name(value: Any) -> str:

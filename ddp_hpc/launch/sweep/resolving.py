@@ -54,12 +54,6 @@ class Points:
             raise type(error)(f"The sweep's {point} is not a valid configuration: {error}") from error
 
 
-def _has_valid_words(point: Point, command: Sequence[str]) -> bool:
-    """Return whether the point's name, and its words in a script's command, are valid in any configuration."""
-    are_plain = "{" not in "".join(command[:1]) and not any("\0" in _as_word(one) for one in point.settings.values())
-    return are_plain and NAME_PATTERN.fullmatch(point.name) is not None
-
-
 def _is_key(key: str) -> bool:
     return key_of(key) is not None or is_section(key)
 
@@ -76,6 +70,7 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
     `is_array`: the points are to be tasks of one job array.
     """
     in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
+    is_plain = "{" not in "".join(base.spec.script.command[:1])
     made = Points(base, environ)
     checked: set[str] = set()
     keys: set[str] = set()
@@ -87,7 +82,8 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
             keys |= {key} if _is_key(key) else set()
         # To resolve 1,000 points takes as long as all the rest of a submission, and many differ in a script's words alone.
         settings = as_set({key: value for key, value in point.settings.items() if key in keys})
-        if settings not in resolved or not _has_valid_words(point, base.spec.script.command):
+        are_plain = is_plain and not any("\0" in _as_word(one) for one in point.settings.values())
+        if settings not in resolved or not are_plain or NAME_PATTERN.fullmatch(point.name) is None:
             made.resolved(point)
         resolved.add(settings)
 

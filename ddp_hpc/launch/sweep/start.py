@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, SlurmUnavailableError, UnreadableError
+from ddp_hpc.cluster.slurm import client
 from ddp_hpc.launch.submission.backend import Backend, find_job_elsewhere, load_backend
 from ddp_hpc.launch.submission.other_cluster import knows
 from ddp_hpc.launch.submission.preflight.capacity import Questions
@@ -60,9 +61,9 @@ def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started
     questions = Questions(environ)  # Slurm answers while this process checks the points
     check_points(base.resolved, sweep.points, environ, is_array=True)
     with ExitStack() as until_sent:
-        made = array.make_for_slurm(base, sweep, questions, until_sent=until_sent)
+        notes = array.make_for_slurm(base, sweep, questions, until_sent=until_sent)
         try:
-            sent = array.send_first(made, environ)
+            sent = array.send(sweep_dir, sweep, numbers, questions.config(), environ)
         except (ConfigError, OSError) as error:
             there = read_sweep(sweep_dir)
             if not there.arrays and (isinstance(error, ConfigError) or there.unanswered is None):
@@ -70,7 +71,7 @@ def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started
                 until_sent.close()  # NFS keeps a directory with an open file
                 shutil.rmtree(sweep_dir.path, ignore_errors=True)
             raise
-    return Started(sweep_dir=sweep_dir, numbers=numbers, sent=sent, notes=made.notes)
+    return Started(sweep_dir=sweep_dir, numbers=numbers, sent=sent, notes=notes)
 
 
 def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
@@ -194,7 +195,9 @@ def continue_sweep(
             sweep = read_sweep(sweep_dir)
             if is_array and "at_most" in limits and sweep.arrays:
                 array.throttle_waiting(sweep, environ)
-            sent = array.send(sweep_dir, sweep, numbers, environ) if is_array and numbers else None
+            sent = (
+                array.send(sweep_dir, sweep, numbers, client.config(environ), environ) if is_array and numbers else None
+            )
             return Started(sweep_dir=sweep_dir, numbers=numbers, sent=sent, notes=notes)
 
 
@@ -236,18 +239,16 @@ def _points_left(
             for number, state in states.items()
             if state.left in {"not begun", "lost"} or (state.left == "ended by the user" and number in cancelled)
         ]
+    free = []
+    for number in numbers:
+        job = read_queued_job(runs[number])
+        if job is not None:
+            knows(runs[number], job, environ)  # another cluster's is an error
+        if find_job_elsewhere(runs[number], sweep.backend, environ) is None:
+            free.append(number)
     names = ", ".join(runs[number].name for number, state in states.items() if state.left == "unreadable")
-    return [number for number in numbers if not _is_elsewhere(runs[number], sweep.backend, environ)], [
-        f"note: the files of {names} cannot be read now, so these points were not submitted; `ddp-hpc sweep continue` tries again"
-    ] if names else []
-
-
-def _is_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) -> bool:
-    """Return whether another back end has a job of a point."""
-    job = read_queued_job(run)
-    if job is not None:
-        knows(run, job, environ)
-    return find_job_elsewhere(run, backend, environ) is not None
+    note = f"note: the files of {names} cannot be read now, so these points were not submitted; `ddp-hpc sweep continue` tries again"
+    return free, [note] if names else []
 
 
 @contextmanager

@@ -229,39 +229,24 @@ def from_ranges(text: str) -> tuple[int, ...]:
     return tuple(number for first, _, last in ends for number in range(int(first), int(last or first) + 1))
 
 
-@dataclass
-class _Found:
-    header: Mapping[str, Any] = field(default_factory=dict)
-    points: list[Point] = field(default_factory=list)
-    arrays: list[SentArray] = field(default_factory=list)
-    unanswered: Sending | None = None
-    is_cancelled: bool = False
-    since_cancel: set[int] | None = None
-    forgiven: Mapping[int, int] = field(default_factory=dict)
-
-
 def read_sweep(sweep: SweepDir) -> Sweep:
     """Return what the sweep's files say."""
-    found = _Found()
     try:
-        for record in read_json_lines(sweep.ledger):
-            _read_record(record, found)
-        expected = found.header["num_points"]
-        if [point.number for point in found.points] != list(range(expected)):
-            raise ValueError(f"it has {len(found.points)} of {expected} points")  # noqa: TRY301  as any other damage
-        return Sweep(
-            points=found.points,
-            arrays=found.arrays,
-            unanswered=found.unanswered,
-            backend=str(found.header["backend"]),
-            import_paths=tuple(map(Path, found.header["import_paths"])),
-            work_dir=Path(found.header["work_dir"]),
-            at_most=found.header["at_most"],
-            stop_after_failures=found.header["stop_after_failures"],
-            forgiven=found.forgiven,
-            is_cancelled=found.is_cancelled,
-            sent_since_cancel=None if found.since_cancel is None else frozenset(found.since_cancel),
+        records = [*read_json_lines(sweep.ledger)]
+        header = records[0] if records else {}
+        points = [Point(one["point"], one["name"], one["set"]) for one in records if "point" in one]
+        if [point.number for point in points] != list(range(header["num_points"])):
+            raise ValueError(f"it has {len(points)} of {header['num_points']} points")  # noqa: TRY301  as any other damage
+        found = Sweep(
+            points=points,
+            backend=str(header["backend"]),
+            import_paths=tuple(map(Path, header["import_paths"])),
+            work_dir=Path(header["work_dir"]),
+            at_most=header["at_most"],
+            stop_after_failures=header["stop_after_failures"],
         )
+        for record in records:
+            found = _after(found, record)
     except OSError as error:
         raise UnreadableError(
             f"The sweep's list of points {sweep.ledger} cannot be read now: {error.strerror}. Try again later."
@@ -270,42 +255,32 @@ def read_sweep(sweep: SweepDir) -> Sweep:
         raise ConfigError(
             f"The sweep's list of points {sweep.ledger} is damaged ({error}). Restore the file, or make another sweep; this sweep's runs are not affected."
         ) from error
+    return found
 
 
-def _read_record(record: Mapping[str, Any], found: _Found) -> None:
-    if "sweep" in record:
-        found.header = record
-    elif "point" in record:
-        found.points.append(Point(record["point"], record["name"], record["set"]))
-    elif "sending" in record:
+def _after(sweep: Sweep, record: Mapping[str, Any]) -> Sweep:
+    """Return the sweep after what a line says of its arrays, or of what the user has decided on it since."""
+    of, since = sweep.unanswered, sweep.sent_since_cancel
+    if "sending" in record:
         # Older versions wrote the points beside a token, and the token into the lines that follow.
-        numbers = from_ranges(record.get("points", record["sending"]))
-        found.unanswered = Sending(numbers=numbers, offset=record["offset"])
-        if found.since_cancel is not None:
-            found.since_cancel.update(numbers)
-    elif "array" in record:
-        of, found.unanswered = found.unanswered, None
+        sending = Sending(numbers=from_ranges(record.get("points", record["sending"])), offset=record["offset"])
+        return replace(
+            sweep, unanswered=sending, sent_since_cancel=None if since is None else since.union(sending.numbers)
+        )
+    if "array" in record:
         if of is None:
             raise ValueError(f"array {record['array']} has no points")
-        found.arrays.append(SentArray(job_id=record["array"], numbers=of.numbers, offset=of.offset, at=record["at"]))
-    elif "refused" in record:
-        of, found.unanswered = found.unanswered, None
-        if of is not None and found.since_cancel is not None:
-            found.since_cancel.difference_update(of.numbers)
-    else:
-        _read_decision(record, found)
-
-
-def _read_decision(record: Mapping[str, Any], found: _Found) -> None:
-    """Read what the user has decided on the sweep after it was submitted."""
+        array = SentArray(job_id=record["array"], numbers=of.numbers, offset=of.offset, at=record["at"])
+        return replace(sweep, unanswered=None, arrays=(*sweep.arrays, array))
+    if "refused" in record:
+        return replace(sweep, unanswered=None, sent_since_cancel=since and since - sweep.unanswered_numbers)
     if "cancelled" in record:
-        found.is_cancelled = bool(record["cancelled"])
-        if found.is_cancelled:
-            found.since_cancel = set()
-    elif "continued" in record:
-        found.is_cancelled = bool(record["is_cancelled"])
-        found.forgiven = {int(number): attempt for number, attempt in record["forgiven"].items()}
-        found.header = {**found.header, **record["limits"]}
+        is_cancelled = bool(record["cancelled"])
+        return replace(sweep, is_cancelled=is_cancelled, sent_since_cancel=frozenset() if is_cancelled else since)
+    if "continued" in record:
+        forgiven = {int(number): attempt for number, attempt in record["forgiven"].items()}
+        return replace(sweep, is_cancelled=bool(record["is_cancelled"]), forgiven=forgiven, **record["limits"])
+    return sweep
 
 
 def record_cancelled(sweep: SweepDir) -> None:

@@ -74,8 +74,12 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
     before = patiently(str(run.submission), lambda: read_queued_job(run))
     has_it = before is not None and before.job_id == allocation.scontrol_id
     if sweep.is_cancelled and number in sweep.cancelled_numbers:
-        if has_it and before is not None:
-            _record_cancelled(run, before)
+        if has_it and before is not None:  # Slurm starts its job again: record that the run does not go on
+            write_queued_job(run, replace(before, cancelled_at=before.cancelled_at or time.time()))
+            newest = Ledger.read(run).newest
+            if newest is not None and newest.ending is None:
+                reason = "its sweep was cancelled"
+                record_end(run, attempt=newest.attempt, ending=Ending.CANCELLED, exit_code=-9, reason=reason)
         sys.stderr.write(
             f"note: {point} of {sweep_dir.name} is not started: the sweep was cancelled. `ddp-hpc sweep continue {sweep_dir.name}` submits it "
             "again\n"
@@ -89,14 +93,6 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
         return None
     _make(sweep_dir, sweep, point, allocation, environ)
     return run
-
-
-def _record_cancelled(run: RunDir, job: QueuedJob) -> None:
-    """Record that a run does not go on, as Slurm starts its job again after the user has cancelled the sweep."""
-    write_queued_job(run, replace(job, cancelled_at=job.cancelled_at or time.time()))
-    newest = Ledger.read(run).newest
-    if newest is not None and newest.ending is None:
-        record_end(run, attempt=newest.attempt, ending=Ending.CANCELLED, exit_code=-9, reason="its sweep was cancelled")
 
 
 def _why_not(

@@ -59,8 +59,18 @@ def _gpus(spec: RunSpec, cluster: Cluster) -> str:
 
 
 def _too_large(spec: RunSpec, shapes: Sequence[NodeShape]) -> str:
+    asked_type, types = spec.resources.gpu_type, {shape.gpu_type for shape in shapes if shape.gpu_type}
+    if asked_type and types and asked_type not in types:
+        return (
+            f"`resources.gpu_type` is {asked_type!r}, but nodes of {_where(shapes)} have {', '.join(sorted(types))}. Set it to one of these, or "
+            "choose another `slurm.partition`."
+        )
     causes = " ".join(_causes(spec, shapes))
     return causes and f"{causes} Lower it, or choose another `slurm.partition`."
+
+
+def _where(shapes: Sequence[NodeShape]) -> str:
+    return f"partition {', '.join(sorted({shape.partition for shape in shapes}))}"
 
 
 def _shapes(spec: RunSpec, cluster: Cluster) -> Sequence[NodeShape]:
@@ -74,10 +84,10 @@ def _causes(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
     """Yield a sentence for each key that asks for more than any node has."""
     if not shapes:
         return
-    asks, where = spec.resources, f"partition {', '.join(sorted({shape.partition for shape in shapes}))}"
+    asks, where = spec.resources, _where(shapes)
     nodes, cpus = sum(shape.num_nodes for shape in shapes), asks.local_world_size * spec.cpus_per_task
     most_cpus, most_mb = max(shape.num_cpus for shape in shapes), max(shape.mem_mb for shape in shapes)
-    most_gpus, types = max(shape.num_gpus for shape in shapes), {shape.gpu_type for shape in shapes if shape.gpu_type}
+    most_gpus = max(shape.num_gpus for shape in shapes)
     if asks.nodes > nodes:
         yield f"`resources.nodes` is {asks.nodes}, but {where} has {_counted(nodes, 'node')}."
     if cpus > most_cpus:
@@ -92,8 +102,6 @@ def _causes(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
         yield f"`resources.mem_gb` is {spec.mem_gb}{unset}, but a node of {where} has at most {most_mb // 1024} GiB."
     if asks.num_gpus > most_gpus:
         yield f"`resources.gpus_per_node` is {asks.num_gpus}, but a node of {where} has at most {_counted(most_gpus, 'GPU')}."
-    if asks.gpu_type and types and asks.gpu_type not in types:
-        yield f"`resources.gpu_type` is {asks.gpu_type!r}, but nodes of {where} have {', '.join(sorted(types))}."
 
 
 def _time(spec: RunSpec, cluster: Cluster) -> str:
@@ -142,6 +150,9 @@ _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
     r"invalid node name": lambda spec, _: (
         f"`slurm.nodelist` is {spec.slurm.nodelist!r} and `slurm.exclude` {spec.slurm.exclude!r}. Name nodes that `sinfo -N` lists."
     ),
+    r"dependency": lambda spec, _: (
+        f"The job is to wait for `{spec.slurm.dependency}` (`slurm.dependency`, `--after`). Name jobs that `squeue` lists."
+    ),
     r"reservation": lambda spec, _: (
         f"`slurm.extra.reservation` is {spec.slurm.extra.get('reservation')!r}. Name one that `scontrol show reservation` lists for you."
     ),
@@ -162,13 +173,13 @@ def chosen_partition(spec: RunSpec, partitions: Sequence[Partition]) -> Partitio
 
 
 def asked(spec: RunSpec) -> str:
-    """Return `2 nodes with 4 tasks of 8 CPUs and 4 GPUs each`."""
+    """Return `2 nodes with 4 tasks of 8 CPUs and 4 GPUs each, 64 GiB a node`."""
     resources = spec.resources
     cpus = _counted(spec.cpus_per_task, "CPU")
     gpus = f" and {_counted(resources.gpus_per_node, 'GPU')}" if resources.gpus_per_node else ""
-    memory = f", {resources.mem_gb} GiB" if resources.mem_gb else ""
+    memory = f", {resources.mem_gb} GiB a node" if resources.mem_gb else ""
     tasks = _counted(resources.local_world_size, "task")
-    return f"{_counted(resources.nodes, 'node')} with {tasks} of {cpus}{gpus}{memory} each"
+    return f"{_counted(resources.nodes, 'node')} with {tasks} of {cpus}{gpus} each{memory}"
 
 
 def _counted(number: int, noun: str) -> str:
