@@ -127,20 +127,15 @@ def _kept_in(troubles: list[DdpHpcError | OSError]) -> Iterator[None]:
 
 
 def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir) -> None:
-    """Say what was against a cancellation, if anything was."""
-    if not troubles:
-        return
-    refusal = next((one for one in troubles if isinstance(one, ConfigError)), None)
-    if refusal is not None:
-        raise refusal
-    first = troubles[0]
-    if isinstance(first, UnreadableError):
-        raise first
-    what = f"{first.filename}: {first.strerror}." if isinstance(first, OSError) else str(first)
-    raise DdpHpcError(
-        f"{sweep_dir.name} was cancelled, but not all of it could be written down, so points that have not begun may still start. {what} "
-        f"Free some space there, and give the command again: ddp-hpc sweep cancel {sweep_dir.name}"
-    ) from first
+    """Say what was against a cancellation, if anything was: a refusal first."""
+    for first in sorted(troubles, key=lambda one: not isinstance(one, ConfigError)):
+        if isinstance(first, ConfigError | UnreadableError):
+            raise first
+        what = f"{first.filename}: {first.strerror}." if isinstance(first, OSError) else str(first)
+        raise DdpHpcError(
+            f"{sweep_dir.name} was cancelled, but not all of it could be written down, so points that have not begun may still start. {what} "
+            f"Free some space there, and give the command again: ddp-hpc sweep cancel {sweep_dir.name}"
+        ) from first
 
 
 def _cancel_begun(
