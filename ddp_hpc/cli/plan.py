@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,20 +85,16 @@ def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Pat
 
     `import_paths`: where the run would import the user's code from.
     """
+    start = _STARTS.get(backend)
+    if start is None:
+        raise ConfigError(
+            f"`--explain` can describe runs on {' and '.join(_STARTS)}, but this run would start on {backend}. Leave out `--explain`."
+        )
     run, spec, environment = request.run, request.spec, request.environ
     resources = spec.resources
     wrapper = _container_command(spec, run, import_paths, environment)
     launch = Launch(spec=spec, run=run, workload=workload_of(spec), world=resources.world, wrapper=wrapper)
-    if backend == "local":
-        steps, facts, is_inherited = {"the workers": shlex.join(agent_argv(launch))}, _facts_here(spec), True
-    elif backend == "slurm":
-        steps, facts = _slurm_steps(launch), _facts_on_slurm(spec)
-        # sbatch passes all variables on by default: https://slurm.schedmd.com/sbatch.html#OPT_export
-        is_inherited = str(spec.slurm.extra.get("export", "")).upper() != "NONE"
-    else:
-        raise ConfigError(
-            f"`--explain` can describe runs on local and slurm, but this run would start on {backend}. Leave out `--explain`."
-        )
+    steps, facts, is_inherited = start(launch, spec)
     paths = list(dict.fromkeys(map(str, import_paths)))
     ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0)
     environ = {**(of_user(environment) if is_inherited else {}), **spec.environ}
@@ -137,34 +133,40 @@ def _container_command(
     return command_wrapper(inside, runtime, spec.container.python)
 
 
-def _facts_here(spec: RunSpec) -> dict[str, Fact]:
-    """Return the variables that this machine's network and CPUs decide."""
+_Start = tuple[dict[str, str], dict[str, Fact], bool]
+"""Purpose -> command; the variables that network and CPUs decide; whether workers inherit those of the shell that submits."""
+
+
+def _start_here(launch: Launch, spec: RunSpec) -> _Start:
+    resources = spec.resources
     address = Fact(value=LOOPBACK, source=OURS, rule="the run uses this machine only")
-    computing = share_here({}, spec.resources.local_world_size, spec.resources.cpus_per_worker).threads
-    return {
+    computing = share_here({}, resources.local_world_size, resources.cpus_per_worker).threads
+    facts = {
         **endpoint(address, Fact(rule="ddp-hpc takes a free port when the workers start")),
         **node_variables(this_host().interface_towards(LOOPBACK), computing),
     }
+    return {"the workers": shlex.join(agent_argv(launch))}, facts, True
 
 
-def _facts_on_slurm(spec: RunSpec) -> dict[str, Fact]:
-    """Return what is known of the same variables before the job has its nodes."""
+def _start_on_slurm(launch: Launch, spec: RunSpec) -> _Start:
     workers = spec.resources.local_world_size
+    if spec.launcher == "agent":
+        step = shlex.join(step_of_agents(launch))
+    else:
+        step = shlex.join(STEPS[spec.launcher](Start(launch=launch, attempt=0, meeting=_IN_JOB)))
+        step = step.replace(str(_IN_JOB), "ADDRESS PORT").replace("ADDRESS:0", "ADDRESS:PORT")
+    probe = shlex.join([*probe_argv(launch.world.num_nodes), "..."])
+    address = Fact(rule="the job chooses the network when it has its nodes")
     interface = Fact(rule="each node takes its own interface on the network that leads to rank zero")
     computing = threads(spec.cpus_per_task * workers, workers, spec.resources.cpus_per_worker, source="Slurm")
-    address = Fact(rule="the job chooses the network when it has its nodes")
-    return {
+    facts = {
         **endpoint(address, Fact(rule="the job takes a free port on its first node")),
         **node_variables(interface, computing),
     }
+    # sbatch passes all variables on by default: https://slurm.schedmd.com/sbatch.html#OPT_export
+    is_inherited = str(spec.slurm.extra.get("export", "")).upper() != "NONE"
+    return {"a probe of each node's networks": probe, "the workers": step}, facts, is_inherited
 
 
-def _slurm_steps(launch: Launch) -> dict[str, str]:
-    launcher = launch.spec.launcher
-    if launcher == "agent":
-        workers = shlex.join(step_of_agents(launch))
-    else:
-        step = shlex.join(STEPS[launcher](Start(launch=launch, attempt=0, meeting=_IN_JOB)))
-        workers = step.replace(str(_IN_JOB), "ADDRESS PORT").replace("ADDRESS:0", "ADDRESS:PORT")
-    probe = [*probe_argv(launch.world.num_nodes), "..."]
-    return {"a probe of each node's networks": shlex.join(probe), "the workers": workers}
+_STARTS: Mapping[str, Callable[[Launch, RunSpec], _Start]] = {"local": _start_here, "slurm": _start_on_slurm}
+"""By back end."""

@@ -9,8 +9,7 @@ from typing import TextIO
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.launch.sweep.follow import SweepLook, follow
-from ddp_hpc.launch.sweep.point_states import PointState
+from ddp_hpc.launch.sweep.point_states import PointState, SweepLook, follow
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.start import Started
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir

@@ -18,8 +18,7 @@ from ddp_hpc.cli.runs import slurm_asker
 from ddp_hpc.cli.status_text import steps
 from ddp_hpc.launch.sweep.point_states import PointReader
 from ddp_hpc.launch.sweep.points import Point, labels_of
-from ddp_hpc.launch.sweep.states import is_being_sent
-from ddp_hpc.launch.sweep.sweep_dir import SweepDir, find_sweep, read_sweep
+from ddp_hpc.launch.sweep.sweep_dir import SweepDir, find_sweep, is_being_sent, read_sweep
 from ddp_hpc.watch.compare import ListedRun, sort_runs
 from ddp_hpc.watch.queue import Queue, queue_now
 from ddp_hpc.watch.status import RunStatus

@@ -18,10 +18,18 @@ from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.sweep.local import run_points, running
 from ddp_hpc.launch.sweep.points import points_of
-from ddp_hpc.launch.sweep.removal import delete_sweep
-from ddp_hpc.launch.sweep.start import continue_sweep
-from ddp_hpc.launch.sweep.states import failed_attempts, is_being_sent, sending_alone
-from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep, record_cancelled, record_continued
+from ddp_hpc.launch.sweep.start import continue_sweep, delete_sweep
+from ddp_hpc.launch.sweep.sweep_dir import (
+    Sweep,
+    SweepDir,
+    failed_attempts,
+    is_being_sent,
+    make_sweep,
+    read_sweep,
+    record_cancelled,
+    record_continued,
+    sending_alone,
+)
 from ddp_hpc.launch.sweep.values import parse_axis
 from ddp_hpc.run.config import resolve
 from ddp_hpc.run.run_dir.ledger import Ledger

@@ -93,7 +93,7 @@ def test_each_finds_the_own_newest_run_and_that_of_a_job(runs_dir: Path) -> None
 def test_a_copy_of_the_code_leaves_out_what_is_another_users(runs_dir: Path) -> None:
     from ddp_hpc.run.run_dir.paths import RunDir
 
-    said = as_user(BOB, lambda: sorted(path.name for path in _runs_beside(RunDir(runs_dir / "bobs"))))
+    said = as_user(BOB, lambda: sorted(path.name for path in _runs_beside(Path("/nowhere"), RunDir(runs_dir / "bobs"))))
 
     assert "alices" in said
     assert "Error" not in said

@@ -10,9 +10,8 @@ import pytest
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.launch.submission import other_cluster, slurm
-from ddp_hpc.launch.sweep.removal import delete_sweep
-from ddp_hpc.launch.sweep.start import continue_sweep
+from ddp_hpc.launch.submission import slurm
+from ddp_hpc.launch.sweep.start import continue_sweep, delete_sweep
 from ddp_hpc.launch.sweep.sweep_dir import read_sweep
 from ddp_hpc.run.run_dir.ledger import Ending, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -33,7 +32,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
 
 
 def belongs_to(lab: Lab, cluster: str) -> None:
-    other_cluster._names.clear()
+    slurm._names.clear()
     lab.has(
         "scontrol",
         f'case "$*" in *config*) echo "MaxArraySize = 1001"; echo "ClusterName = {cluster}";; '
@@ -80,7 +79,7 @@ def test_a_run_that_has_ended_there_is_used_here_and_its_number_names_no_job_of_
 ) -> None:
     run = run_on_alpha(tmp_path / "runs")
     record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0, reason="")
-    other_cluster._names.clear()
+    slurm._names.clear()
     lab.has(
         "scontrol",
         'case "$*" in *config*) echo "ClusterName = beta";; *) echo "JobId=7 JobName=x UserId=ada(1) JobState=RUNNING Reason=None Command=x";; esac',

@@ -24,18 +24,18 @@ from ddp_hpc.launch.sweep.array import array_script, send
 from ddp_hpc.launch.sweep.chain import after_sweep
 from ddp_hpc.launch.sweep.point_states import PointReader
 from ddp_hpc.launch.sweep.points import points_of
-from ddp_hpc.launch.sweep.removal import delete_sweep
-from ddp_hpc.launch.sweep.start import Started, cancel_sweep, continue_sweep, submit_sweep
-from ddp_hpc.launch.sweep.states import points_in_queue, sending_alone
+from ddp_hpc.launch.sweep.start import Started, cancel_sweep, continue_sweep, delete_sweep, submit_sweep
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sending,
     SentArray,
     Sweep,
     SweepDir,
     from_ranges,
+    points_in_queue,
     read_sweep,
     record_cancelled,
     record_continued,
+    sending_alone,
 )
 from ddp_hpc.launch.sweep.task import main as task_main
 from ddp_hpc.launch.sweep.task import prepare_task

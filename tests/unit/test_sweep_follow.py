@@ -16,10 +16,9 @@ from ddp_hpc.base.errors import RunBusyError
 from ddp_hpc.cli.sweep_follow import _next_steps, follow_sweep, show
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.sweep import array
-from ddp_hpc.launch.sweep.follow import SweepLook, follow
+from ddp_hpc.launch.sweep.point_states import SweepLook, follow
 from ddp_hpc.launch.sweep.start import cancel_sweep, continue_sweep
-from ddp_hpc.launch.sweep.states import sending_alone
-from ddp_hpc.launch.sweep.sweep_dir import SweepDir, read_sweep
+from ddp_hpc.launch.sweep.sweep_dir import SweepDir, read_sweep, sending_alone
 from ddp_hpc.run.run_dir.ledger import End, Ending, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job

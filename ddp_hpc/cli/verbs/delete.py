@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _delete_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.launch.sweep.removal import delete_sweep, described  # late: most of what is deleted are runs
+    from ddp_hpc.launch.sweep.start import delete_sweep, described  # late: most of what is deleted are runs
     from ddp_hpc.launch.sweep.sweep_dir import find_sweep
 
     sweep_dir = find_sweep(args.run, runs_dir)

@@ -22,7 +22,6 @@ from ddp_hpc.launch.submission import release_hold
 from ddp_hpc.launch.submission.allocate import allocate
 from ddp_hpc.launch.submission.backend import Description, Submission
 from ddp_hpc.launch.submission.live_code import live_folders
-from ddp_hpc.launch.submission.other_cluster import knows
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.image import look_at_image
 from ddp_hpc.launch.submission.preflight.users_part import check_users_part
@@ -62,6 +61,8 @@ _SUBMISSION_PATIENCE_S = 60.0
 """How long another process may take to submit the run."""
 is_here = client.is_here
 hasten = release_hold.hasten
+_names: dict[str, str] = {}
+"""PATH -> the ClusterName of the Slurm whose commands are there; asked for once, as a sweep may have a thousand points."""
 
 
 def require(environ: Mapping[str, str]) -> None:
@@ -197,6 +198,29 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     )
 
 
+def knows(run: RunDir, job: QueuedJob, environ: Mapping[str, str]) -> bool:
+    """Return whether this host's Slurm is the one to ask about a job; False where another cluster had it, and the run has ended.
+
+    Another cluster's Slurm does not know the job, which does not mean that the job is gone; and it may have another job of that
+    number.
+    """
+    if not job.slurm_cluster:
+        return True
+    path = environ.get("PATH", "")
+    if path not in _names:
+        _names[path] = client.config(environ).name
+    here = _names[path]
+    if here in {"", job.slurm_cluster}:
+        return True
+    newest = Ledger.read(run).newest
+    if newest is not None and newest.attempt >= job.attempt and newest.is_last:
+        return False
+    raise ConfigError(
+        f"{run.name} was submitted as job {job.job_id} of the Slurm cluster {job.slurm_cluster}, but this host belongs to the cluster {here}, "
+        f"so ddp-hpc cannot find out whether the job still waits or runs. Run the command on a login node of {job.slurm_cluster}."
+    )
+
+
 def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
     """Return whether Slurm still holds a job that waits or runs."""
     job = client.job(job_id, environ)
@@ -321,11 +345,11 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         raise ConfigError(
             f"{run.name} has no job in the queue, so there is nothing to cancel. Start it with `ddp-hpc submit`."
         )
+    unwritten: OSError | None = None
     try:
         write_queued_job(run, replace(job, cancelled_at=time.time()))  # first: a job that ends reads it
     except OSError as error:  # such as a full disk, which may be why the user cancels
-        client.cancel(job.job_id, environ)
-        raise _unwritten(run, job, error) from error
+        unwritten = error
     try:
         client.cancel(job.job_id, environ)
     except BaseException:
@@ -338,17 +362,15 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
             number, reason = newest.attempt, "cancelled by the user"
             record_end(run, attempt=number, ending=Ending.CANCELLED, exit_code=-9, reason=reason)
     except OSError as error:
-        raise _unwritten(run, job, error) from error
+        unwritten = error
+    if unwritten is not None:
+        raise DdpHpcError(
+            f"Job {job.job_id} of {run.name} was cancelled, but that the user did so could not be written to {unwritten.filename or run.path}: "
+            f"{unwritten.strerror}. `ddp-hpc status` may show another reason for its end. Free some space there before you submit it again."
+        ) from unwritten
     from ddp_hpc.watch.status import goes_on  # late: only this command needs it
 
     return f"Job {job.job_id} of {run.name} was cancelled. Submit it again to go on: {goes_on(run)}."
-
-
-def _unwritten(run: RunDir, job: QueuedJob, error: OSError) -> DdpHpcError:
-    return DdpHpcError(
-        f"Job {job.job_id} of {run.name} was cancelled, but that the user did so could not be written to {error.filename or run.path}: "
-        f"{error.strerror}. `ddp-hpc status` may show another reason for its end. Free some space there before you submit it again."
-    )
 
 
 def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:

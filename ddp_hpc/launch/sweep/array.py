@@ -24,13 +24,13 @@ from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.resolving import with_own_code
-from ddp_hpc.launch.sweep.states import points_in_queue
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sending,
     Sweep,
     SweepDir,
     load_base,
     make_sweep,
+    points_in_queue,
     read_sweep,
     record_array,
     record_refusal,

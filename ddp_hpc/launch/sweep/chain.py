@@ -12,8 +12,7 @@ from ddp_hpc.launch.submission.backend import Backend
 from ddp_hpc.launch.submission.chain import after_job, dependency, split_when
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep import array
-from ddp_hpc.launch.sweep.states import points_in_queue, sending_alone
-from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, find_sweep, read_sweep
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, find_sweep, points_in_queue, read_sweep, sending_alone
 from ddp_hpc.run.config import Overlay
 from ddp_hpc.run.config.sources import COMMAND_LINE
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger

@@ -16,8 +16,15 @@ from ddp_hpc.base.patience import patiently
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.resolving import Points
-from ddp_hpc.launch.sweep.states import num_failed
-from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, make_sweep, read_sweep, record_cancelled
+from ddp_hpc.launch.sweep.sweep_dir import (
+    Sweep,
+    SweepDir,
+    load_base,
+    make_sweep,
+    num_failed,
+    read_sweep,
+    record_cancelled,
+)
 from ddp_hpc.run.config import Resolved, render_resolved
 
 
