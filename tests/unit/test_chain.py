@@ -9,7 +9,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
-from ddp_hpc.launch.submission.chain import dependency, split_when
+from ddp_hpc.launch.sweep.chain import dependency, split_when
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir

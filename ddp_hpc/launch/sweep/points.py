@@ -135,14 +135,14 @@ def _refuse_equal(points: Sequence[Point], named: AbstractSet[int]) -> None:
     names: dict[str, Point] = {}
     settings: dict[tuple[tuple[str, str], ...], Point] = {}
     for point in points:
-        _refuse_second(point, names.setdefault(point.name, point), "has the same name")
+        found = {"has the same name": names.setdefault(point.name, point)}
         if point.number not in named:
-            _refuse_second(point, settings.setdefault(as_set(point.settings), point), "has the same values")
-
-
-def _refuse_second(point: Point, first: Point, what: str) -> None:
-    if first is not point:
-        raise ConfigError(f"P{str(point)[1:]} {what} as {first}. Give each point other values, or another name.")
+            found["has the same values"] = settings.setdefault(as_set(point.settings), point)
+        for what, first in found.items():
+            if first is not point:
+                raise ConfigError(
+                    f"P{str(point)[1:]} {what} as {first}. Give each point other values, or another name."
+                )
 
 
 def as_set(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.containers import (
-    ContainerSetup,
     HostPaths,
     candidate_runtimes,
     container_setup,
@@ -22,7 +21,7 @@ from ddp_hpc.cluster.containers import (
 )
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.spec import LaunchSpec, RunSpec
+from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
 
@@ -40,7 +39,11 @@ def look_at_image(
     if spec.container.runtime == "docker":
         pass  # Docker's daemon knows its images, and fetches those that it does not have
     elif is_address(inside.image):
-        _require_fetching_runtime(spec, inside)
+        if spec.container.runtime != "pyxis":
+            raise ConfigError(
+                f"`container.image` is {inside.image}, an address, which every node would download and convert anew. Download "
+                f"it once with `apptainer pull image.sif {inside.image}`, and set `container.image=image.sif`."
+            )
     elif not Path(inside.image).exists():
         raise ConfigError(
             f"`container.image` is {inside.image}, but there is no such file or directory. Correct the path."
@@ -60,12 +63,3 @@ def look_at_image(
         yield f"the image is for {architecture}, but this host is {platform.machine()}; it runs only if the nodes are {architecture}; else choose or build another image"
     if told := Ledger.read(run).other_image(identity_of(inside.image)):
         yield told
-
-
-def _require_fetching_runtime(spec: LaunchSpec, inside: ContainerSetup) -> None:
-    """Refuse to have every node fetch and convert the same image."""
-    if spec.container.runtime != "pyxis":
-        raise ConfigError(
-            f"`container.image` is {inside.image}, an address, which every node would download and convert anew. Download "
-            f"it once with `apptainer pull image.sif {inside.image}`, and set `container.image=image.sif`."
-        )
