@@ -13,27 +13,12 @@ from contextlib import contextmanager, suppress
 from ddp_hpc.base import processes
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError
 from ddp_hpc.base.patience import patiently
+from ddp_hpc.launch.submission import local, run_dir_setup
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.resolving import Points
-from ddp_hpc.launch.sweep.sweep_dir import (
-    Sweep,
-    SweepDir,
-    load_base,
-    make_sweep,
-    num_failed,
-    read_sweep,
-    record_cancelled,
-)
-from ddp_hpc.run.config import Resolved, render_resolved
-
-
-def make_for_this_machine(base: Resolved, sweep: Sweep) -> None:
-    """Make the sweep's directory."""
-    from ddp_hpc.launch.submission import local  # late: a sweep on Slurm needs none
-
-    local.refuse_too_much(base.spec)
-    make_sweep(SweepDir(base.spec.path), base, sweep)
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep, record_cancelled
+from ddp_hpc.run.config import render_resolved
 
 
 @contextmanager
@@ -103,8 +88,6 @@ def _must_end(sweep_dir: SweepDir) -> bool:
 
 def _stop_points(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
     """Ask the points that run to write a checkpoint and stop, so that `continue` goes on with them."""
-    from ddp_hpc.launch.submission import local  # late: as above
-
     for point in read_sweep(sweep_dir).points:
         with suppress(DdpHpcError, OSError):  # it does not run
             local.stop(sweep_dir.run(point), environ)
@@ -113,15 +96,12 @@ def _stop_points(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
 
 def _run_point(made: Points, point: Point, sweep: Sweep, environ: Mapping[str, str], is_over: threading.Event) -> None:
     """Run one point to its end. Where it fails, its own records or a line here say why, and the others run all the same."""
-    from ddp_hpc.launch.submission import local  # late: as above
-    from ddp_hpc.launch.submission.run_dir_setup import make_run_dir
-
     try:
         resolved = made.resolved(point)
         request = SubmitRequest(resolved=resolved, import_paths=sweep.import_paths, environ=environ)
         if not request.run.config.exists():
             # A refused run that `submit` has made itself would leave no record.
-            make_run_dir(request.run, render_resolved(resolved), is_new=True)
+            run_dir_setup.make_run_dir(request.run, render_resolved(resolved), is_new=True)
         submission = local.submit(request)
         if is_over.is_set():  # it was just being started when the others were asked to stop
             with suppress(DdpHpcError):

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, SlurmUnavailableError, UnreadableError
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm import states as slurm_states
+from ddp_hpc.launch.submission import local
 from ddp_hpc.launch.submission.backend import Backend, find_job_elsewhere, load_backend
-from ddp_hpc.launch.submission.local import works_here
 from ddp_hpc.launch.submission.preflight.capacity import Questions
 from ddp_hpc.launch.submission.removal import delete_renamed, renamed_away
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.slurm import knows
-from ddp_hpc.launch.sweep import array, local
+from ddp_hpc.launch.sweep import array
 from ddp_hpc.launch.sweep.array import SendResult
 from ddp_hpc.launch.sweep.resolving import check_points
 from ddp_hpc.launch.sweep.sweep_dir import (
@@ -27,6 +27,7 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     has_begun,
     has_ended,
     is_being_sent,
+    make_sweep,
     points_in_queue,
     read_sweep,
     record_cancelled,
@@ -52,7 +53,7 @@ class Started:
     numbers: Sequence[int]
     """Of the points that were to be started."""
     sent: SendResult | None
-    """None on this machine, where the caller runs them: `local.running`."""
+    """None on this machine, where the caller runs them: `sweep.local.running`."""
     notes: Sequence[str] = ()
 
     @property
@@ -70,7 +71,8 @@ def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started
     environ, sweep_dir, numbers = base.environ, SweepDir(base.spec.path), [point.number for point in sweep.points]
     if not backend.HAS_QUEUE:
         check_points(base.resolved, sweep.points, environ, is_array=False)
-        local.make_for_this_machine(base.resolved, replace(sweep, import_paths=tuple(base.import_paths)))
+        local.refuse_too_much(base.spec)
+        make_sweep(sweep_dir, base.resolved, replace(sweep, import_paths=tuple(base.import_paths)))
         return Started(sweep_dir=sweep_dir, numbers=numbers, sent=None)
     questions = Questions(environ)  # Slurm answers while this process checks the points
     check_points(base.resolved, sweep.points, environ, is_array=True)
@@ -308,7 +310,7 @@ def _reasons(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
     if sweep.backend == "slurm":
         yield from _jobs(sweep_dir, array.settled(sweep_dir, environ), environ)
     for run in map(sweep_dir.run, sweep.points):
-        if works_here(run):
+        if local.works_here(run):
             yield f"its run {run.name} runs on this machine"
 
 
