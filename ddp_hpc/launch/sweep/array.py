@@ -32,9 +32,7 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     make_sweep,
     points_in_queue,
     read_sweep,
-    record_array,
-    record_refusal,
-    record_sending,
+    record,
     refuse_existing,
 )
 from ddp_hpc.run.spec import RunSpec
@@ -185,9 +183,9 @@ def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
         return sweep
     job_id = _lost_array(sweep_dir, sweep, environ)
     if job_id is None:
-        record_refusal(sweep_dir)
+        record(sweep_dir, refused=True)
     else:
-        record_array(sweep_dir, job_id)
+        record(sweep_dir, array=job_id)
     return read_sweep(sweep_dir)
 
 
@@ -232,20 +230,20 @@ def _send_array(
     tasks = as_ranges(number - sending.offset for number in sending.numbers)
     throttle = "" if at_most is None else f"%{at_most}"
     script, name, count = sweep_dir.files.job_script, sweep_dir.name, len(sending.numbers)
-    record_sending(sweep_dir, sending)
+    record(sweep_dir, sending=as_ranges(sending.numbers), offset=sending.offset)
     try:
         job_id = allocate_array(
             script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=[str(sending.offset)]
         )
     except ConfigError:
         with suppress(OSError):  # a full disk; what Slurm has said is worth more
-            record_refusal(sweep_dir)
+            record(sweep_dir, refused=True)
         raise
     except SlurmBusyError:
         # sbatch was ended while it waited or while it asked again, so Slurm may have accepted the array.
         found = _lost_array(sweep_dir, read_sweep(sweep_dir), environ)
         if found is None:
-            record_refusal(sweep_dir)
+            record(sweep_dir, refused=True)
             raise
         job_id = found
     except SlurmUnavailableError as error:
@@ -253,5 +251,5 @@ def _send_array(
             f"The answer of sbatch was lost, so Slurm may have accepted {count} points of {name}. Look for jobs of this name: `squeue --me "
             f"--name={name}`. `ddp-hpc sweep continue {name}` asks Slurm for them before it submits any again. {error}"
         ) from error
-    record_array(sweep_dir, job_id)
+    record(sweep_dir, array=job_id)
     return job_id

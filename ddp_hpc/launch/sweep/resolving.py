@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.launch.sweep.points import Point, as_set
+from ddp_hpc.launch.sweep.points import Point, as_set, as_text
 from ddp_hpc.run.config import Overlay, Resolved
 from ddp_hpc.run.config.keys import is_section, key_of, unknown_key
 from ddp_hpc.run.config.paths import literal
@@ -44,7 +43,7 @@ class Points:
         settings: dict[str, Any] = {key: value for key, value in point.settings.items() if _is_key(key)}
         settings |= {"name": point.name, "runs_dir": self._runs_dir}
         if self._command:
-            words = {**{key: _as_word(value) for key, value in point.settings.items()}, POINT: point.name}
+            words = {**{key: as_text(value) for key, value in point.settings.items()}, POINT: point.name}
             settings["script.command"] = [
                 _BRACES.sub(lambda match: words.get(match[1], match[0]), word) for word in self._command
             ]
@@ -56,12 +55,6 @@ class Points:
 
 def _is_key(key: str) -> bool:
     return key_of(key) is not None or is_section(key)
-
-
-def _as_word(value: Any) -> str:
-    if type(value) is int:
-        return str(value)  # as JSON has it
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, str], *, is_array: bool) -> None:
@@ -82,7 +75,7 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
             keys |= {key} if _is_key(key) else set()
         # To resolve 1,000 points takes as long as all the rest of a submission, and many differ in a script's words alone.
         settings = as_set({key: value for key, value in point.settings.items() if key in keys})
-        are_plain = is_plain and not any("\0" in _as_word(one) for one in point.settings.values())
+        are_plain = is_plain and not any("\0" in as_text(one) for one in point.settings.values())
         if settings not in resolved or not are_plain or NAME_PATTERN.fullmatch(point.name) is None:
             made.resolved(point)
         resolved.add(settings)

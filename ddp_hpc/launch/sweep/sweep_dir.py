@@ -25,7 +25,6 @@ from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.leftovers import name_beside
 from ddp_hpc.base.patience import known
 from ddp_hpc.cluster.slurm import states
-from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.run.config import Resolved, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
@@ -210,20 +209,9 @@ def refuse_existing(sweep: SweepDir) -> None:
         )
 
 
-def record_sending(sweep: SweepDir, sending: Sending) -> None:
-    """Record that an array is about to be sent."""
-    record = {"sending": as_ranges(sending.numbers), "offset": sending.offset, "at": time.time()}
-    append_json_line(sweep.ledger, record)
-
-
-def record_array(sweep: SweepDir, job_id: str) -> None:
-    """Record that Slurm has accepted the array that was sent last."""
-    append_json_line(sweep.ledger, {"array": job_id, "at": time.time()})
-
-
-def record_refusal(sweep: SweepDir) -> None:
-    """Record that Slurm has not accepted the array that was sent last."""
-    append_json_line(sweep.ledger, {"refused": True, "at": time.time()})
+def record(sweep: SweepDir, **fields: object) -> None:
+    """Add a line to the ledger: an array that is about to be sent, that Slurm has accepted, or that it has refused."""
+    append_json_line(sweep.ledger, {**fields, "at": time.time()})
 
 
 def from_ranges(text: str) -> tuple[int, ...]:
@@ -248,8 +236,8 @@ def read_sweep(sweep: SweepDir) -> Sweep:
             at_most=header["at_most"],
             stop_after_failures=header["stop_after_failures"],
         )
-        for record in records:
-            found = _after(found, record)
+        for one in records:
+            found = _after(found, one)
     except OSError as error:
         raise UnreadableError(
             f"The sweep's list of points {sweep.ledger} cannot be read now: {error.strerror}. Try again later."
@@ -261,42 +249,42 @@ def read_sweep(sweep: SweepDir) -> Sweep:
     return found
 
 
-def _after(sweep: Sweep, record: Mapping[str, Any]) -> Sweep:
+def _after(sweep: Sweep, line: Mapping[str, Any]) -> Sweep:
     """Return the sweep after what a line says of its arrays, or of what the user has decided on it since."""
     of, since = sweep.unanswered, sweep.sent_since_cancel
-    if "sending" in record:
+    if "sending" in line:
         # Older versions wrote the points beside a token, and the token into the lines that follow.
-        sending = Sending(numbers=from_ranges(record.get("points", record["sending"])), offset=record["offset"])
+        sending = Sending(numbers=from_ranges(line.get("points", line["sending"])), offset=line["offset"])
         return replace(
             sweep, unanswered=sending, sent_since_cancel=None if since is None else since.union(sending.numbers)
         )
-    if "array" in record:
+    if "array" in line:
         if of is None:
-            raise ValueError(f"array {record['array']} has no points")
-        array = SentArray(job_id=record["array"], numbers=of.numbers, offset=of.offset, at=record["at"])
+            raise ValueError(f"array {line['array']} has no points")
+        array = SentArray(job_id=line["array"], numbers=of.numbers, offset=of.offset, at=line["at"])
         return replace(sweep, unanswered=None, arrays=(*sweep.arrays, array))
-    if "refused" in record:
+    if "refused" in line:
         return replace(sweep, unanswered=None, sent_since_cancel=since and since - sweep.unanswered_numbers)
-    if "cancelled" in record:
-        is_cancelled = bool(record["cancelled"])
+    if "cancelled" in line:
+        is_cancelled = bool(line["cancelled"])
         return replace(sweep, is_cancelled=is_cancelled, sent_since_cancel=frozenset() if is_cancelled else since)
-    if "continued" in record:
-        forgiven = {int(number): attempt for number, attempt in record["forgiven"].items()}
-        return replace(sweep, is_cancelled=bool(record["is_cancelled"]), forgiven=forgiven, **record["limits"])
+    if "continued" in line:
+        forgiven = {int(number): attempt for number, attempt in line["forgiven"].items()}
+        return replace(sweep, is_cancelled=bool(line["is_cancelled"]), forgiven=forgiven, **line["limits"])
     return sweep
 
 
 def record_cancelled(sweep: SweepDir) -> None:
     """Record that the user has cancelled the sweep: no other point starts until the user continues it."""
-    append_json_line(sweep.ledger, {"cancelled": True, "at": time.time()})
+    record(sweep, cancelled=True)
 
 
 def record_continued(
     sweep: SweepDir, *, is_cancelled: bool, forgiven: Mapping[int, int], limits: Mapping[str, int | None]
 ) -> None:
     """Record with what the user continues the sweep; `is_cancelled`: points that have not begun stay cancelled."""
-    record = {"is_cancelled": is_cancelled, "forgiven": dict(forgiven), "limits": dict(limits)}
-    append_json_line(sweep.ledger, {"continued": time.time(), **record})
+    fields = {"is_cancelled": is_cancelled, "forgiven": dict(forgiven), "limits": dict(limits)}
+    append_json_line(sweep.ledger, {"continued": time.time(), **fields})
 
 
 def load_base(sweep: SweepDir, *, is_patient: bool = False) -> Resolved:
