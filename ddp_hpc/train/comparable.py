@@ -16,11 +16,7 @@ from ddp_hpc.run.run_dir.replays import CHANGES_NO_NUMBER, AttemptInputs, read_i
 
 
 def not_comparable(run: RunDir, before: Difference, *, attempt: int, world_size: int, processor: str) -> str:
-    """Return what this attempt computes with that the attempt of a difference had not; empty if both have the same.
-
-    Raises:
-        OSError: if the records of what they compute with cannot be read.
-    """
+    """Return what this attempt computes with that the attempt of a difference had not; empty if both have the same."""
     num = len(before.digests)
     if num != world_size:
         return f"attempt {before.attempt} had {num} ranks, this attempt has {world_size}"

@@ -139,11 +139,7 @@ def _function_meant(target: str) -> str:
 
 
 def load_builder(target: str) -> Callable[..., Recipe]:
-    """Import `module:function` (or a built-in recipe's name) and return the function.
-
-    Raises:
-        ConfigError: if the module cannot be imported or has no such function.
-    """
+    """Import `module:function` (or a built-in recipe's name) and return the function."""
     module_name, _, function_name = BUILT_IN.get(target, target).partition(":")
     if not function_name:
         raise ConfigError(
@@ -191,11 +187,7 @@ def returns_recipe(target: str, builder: Callable[..., object]) -> bool | None:
 
 
 def build_recipe(target: str, args: Mapping[str, Any]) -> Recipe:
-    """Call the builder and check that it returned a `Recipe`.
-
-    Raises:
-        ConfigError: if there is no such function, it does not accept or use these arguments, or it returns something else.
-    """
+    """Call the builder and check that it returned a `Recipe`."""
     builder = load_builder(target)
     check_args(target, builder, args)
     recipe = _call(target, builder, args)
@@ -224,11 +216,7 @@ def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) 
 
 
 def check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) -> None:
-    """Check the arguments without a call, so that a TypeError inside the function is reported as the user's own.
-
-    Raises:
-        ConfigError: if the function does not accept them.
-    """
+    """Check the arguments without a call, so that a TypeError inside the function is reported as the user's own."""
     signature = _signature(builder)
     try:
         signature.bind(**args)

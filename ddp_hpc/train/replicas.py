@@ -83,11 +83,7 @@ class Replicas:
             self.compare(state)
 
     def compare(self, state: TrainingState) -> None:
-        """Compare the state of all ranks after this step, if that is switched on, and record its digest.
-
-        Raises:
-            RanksDifferError: with the same text on all ranks, if they are not equal.
-        """
+        """Compare the state of all ranks after this step, if that is switched on, and record its digest."""
         step = state.position.step
         if self._every is None or step == self._compared:
             return

@@ -132,11 +132,7 @@ class EarlyStop:
         return self._is_known
 
     def check(self) -> None:
-        """Return if no rank has been asked, as far as this one knows.
-
-        Raises:
-            StopAskedError: if a rank has been asked.
-        """
+        """Return if no rank has been asked, as far as this one knows."""
         if self.is_asked():
             raise StopAskedError("The ranks were asked to stop before the first step.")
 

@@ -80,11 +80,7 @@ def preload(run_path: str) -> str:
 
 
 def check(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
-    """Check what needs neither data nor devices: the recipe's function and arguments, the first weights, the optimizer of a resume.
-
-    Raises:
-        ConfigError: where the job would refuse it.
-    """
+    """Check what needs neither data nor devices: the recipe's function and arguments, the first weights, the optimizer of a resume."""
     yield from _check_function(spec, environ)
     yield from _paths_that_are_not_there(spec.recipe.args)
     if spec.checkpoint.keep_best and spec.checkpoint.best_metric != "loss":

@@ -194,11 +194,7 @@ class InLoaderProcessError(Exception):
 
 
 def received(fetched: Fetched | Unread) -> Fetched:
-    """Return what a loader has fetched.
-
-    Raises:
-        SampleError: where a loader process could not read a sample.
-    """
+    """Return what a loader has fetched."""
     if isinstance(fetched, Unread):
         raise SampleError(fetched.message, fetched.affected) from InLoaderProcessError(f"\n{fetched.traceback}")
     return fetched

@@ -85,9 +85,6 @@ class LossWatch:
         """End the run on all ranks if the losses of any rank, or weights that rank zero should save, are not finite.
 
         After the last step, one such loss is enough. All ranks call this after the same step.
-
-        Raises:
-            DivergedError: with the same text on all ranks.
         """
         if self._limit is None or not self._steps:
             return
@@ -240,11 +237,7 @@ class UpdateGuard:
         self._keeps_attributes = bool(changed) and not self._not_kept
 
     def check(self) -> None:
-        """Count the updates that were skipped since the last check, which waits for the device; all ranks call this after the same step.
-
-        Raises:
-            DivergedError: if too many in a row were skipped.
-        """
+        """Count the updates that were skipped since the last check, which waits for the device; all ranks call this after the same step."""
         self._count()
         if self._last_word:
             self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite

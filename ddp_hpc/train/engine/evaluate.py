@@ -94,9 +94,6 @@ class Evaluator:
         """Start the loader's processes, and evaluate one batch as a trial that changes nothing.
 
         So a metric with a wrong shape fails before the training, not after its first epoch.
-
-        Raises:
-            ConfigError: if a metric is not one value per sample.
         """
         if self._loader is None:
             return

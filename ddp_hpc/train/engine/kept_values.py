@@ -254,22 +254,14 @@ class ToKeep:
         return [keep(value) for keep, value in self._found]
 
     def add_holder(self, holder: Any, place: str, *, without: Iterable[str]) -> None:
-        """Examine the attributes of a module or a function, except those in `without`.
-
-        Raises:
-            NotKeptError: if there is something that cannot be put back, and no list for it.
-        """
+        """Examine the attributes of a module or a function, except those in `without`."""
         self._found.append((_attributes, holder))
         for key, one in vars(holder).items():
             if key not in without:
                 self.add(one, f"{place}.{key}")
 
     def add(self, value: Any, place: str, depth: int = 0) -> None:
-        """Examine a value and all that is in it; `place` names it.
-
-        Raises:
-            NotKeptError: if there is something that cannot be put back, and no list for it.
-        """
+        """Examine a value and all that is in it; `place` names it."""
         kind = type(value)
         if self._num_values > MOST_VALUES or is_constant(kind) or id(value) in self._seen:
             return

@@ -83,9 +83,6 @@ class LoneLosses:
         """Return on which ranks the losses began not to be finite, as the end of a sentence; empty if on all.
 
         All ranks call this before a training ends as diverged.
-
-        Raises:
-            RanksDifferError: with the same text on all ranks, if their weights differ, or another attempt is to compute the step again.
         """
         self._compare()
         if not self._is_active or self._began is None:

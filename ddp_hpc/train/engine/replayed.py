@@ -73,11 +73,7 @@ class _StepTrace:
                 module.register_forward_hook(partial(self._note_output, name or "(the model)"))
 
     def after_step(self) -> bool:
-        """Write down the step that was taken; return whether it was the last one.
-
-        Raises:
-            ConfigError: if the first step is another one than the replay asks for, as its checkpoint has gone.
-        """
+        """Write down the step that was taken; return whether it was the last one."""
         t, request, step = self._t, self._request, self._t.state.position.step
         if not self._is_start_checked and request.start_step not in (None, step - 1):
             raise ConfigError(

@@ -88,11 +88,7 @@ def set_aside(
 
 
 def to_keep(model: nn.Module, others: Iterable[object], *, refused: list[str] | None = None) -> ToKeep:
-    """Return what is to be kept of the attributes of all modules, and of the `others`.
-
-    Raises:
-        NotKeptError: if there is something that cannot be put back, and no list `refused` for it.
-    """
+    """Return what is to be kept of the attributes of all modules, and of the `others`."""
     others = [*others]
     holders = _holders(model, others)
     modules = [one for one in holders if isinstance(one, nn.Module)]

@@ -36,11 +36,7 @@ class MetricsFile:
         """Held by the loop's thread or by the checkpoint writer's, which calls `flush`."""
 
     def open(self, step: int) -> list[dict[str, Any]]:
-        """Move the lines after `step`, whose steps will be repeated, to another file; return the newest of each kind before them.
-
-        Raises:
-            FencedError: if a newer attempt has the run; nothing is changed.
-        """
+        """Move the lines after `step`, whose steps will be repeated, to another file; return the newest of each kind before them."""
         end, after, newest = patiently(str(self._run.metrics), lambda: self._split(step))
         if after:
             ownership.refuse_fenced(self._run, self._attempt)
@@ -95,11 +91,7 @@ class MetricsFile:
             self._write()
 
     def flush(self) -> None:
-        """Write what waits, and wait until all lines are on the disk; nothing on other ranks than zero.
-
-        Raises:
-            OSError: if the disk does not take all of it.
-        """
+        """Write what waits, and wait until all lines are on the disk; nothing on other ranks than zero."""
         with self._writing, named(self._run.metrics):
             if (file := self._file) is None:
                 return

@@ -128,11 +128,7 @@ class Subject:
 
 
 def opener_of(name: RecorderName) -> Callable[[Subject], Recorder]:
-    """Import a back end with its library; return the function that opens it.
-
-    Raises:
-        ImportError: if the library is not installed here, or is broken.
-    """
+    """Import a back end with its library; return the function that opens it."""
     return import_module(BACK_ENDS[name]).open_recorder  # type: ignore[no-any-return]  # each has it
 
 

@@ -92,11 +92,7 @@ class RunRecorder:
         self._write_progress(position)
 
     def flush(self) -> None:
-        """Have the metrics so far on the disk; the checkpoint writer's thread calls this before it commits.
-
-        Raises:
-            OSError: if the disk does not take them.
-        """
+        """Have the metrics so far on the disk; the checkpoint writer's thread calls this before it commits."""
         self._file.flush()
 
     def plan_steps(self, total_steps: int) -> None:

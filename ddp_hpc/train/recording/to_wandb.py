@@ -32,11 +32,7 @@ Known = dict[tuple[int, str], float]
 
 
 def open_recorder(subject: Subject) -> WandB:
-    """Read which numbers earlier attempts have written.
-
-    Raises:
-        ValueError: if one of their files has another format, so that it is not known what is in it.
-    """
+    """Read which numbers earlier attempts have written."""
     folder = Path(subject.environ.get("WANDB_DIR") or subject.run.path)
     return WandB(subject, folder)
 
@@ -96,11 +92,7 @@ class WandB:
 
 
 def known_in(data: bytes, name: str) -> Known:
-    """Return the numbers in one of W&B's files, as far as it was written.
-
-    Raises:
-        ValueError: if it has another format.
-    """
+    """Return the numbers in one of W&B's files, as far as it was written."""
     if data and not data.startswith(_HEADER):
         raise ValueError(
             f"{name} is not in the format of W&B's files, so ddp-hpc does not know which steps W&B has. Move it away to have all "

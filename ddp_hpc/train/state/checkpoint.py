@@ -139,11 +139,7 @@ class Checkpointer:
         """How often a final save was repeated; the same on every rank."""
 
     def check(self, state: TrainingState) -> None:
-        """Find out before the first step whether `state` can be saved and restored.
-
-        Raises:
-            ConfigError: if it cannot.
-        """
+        """Find out before the first step whether `state` can be saved and restored."""
         training_state.check(state, DTYPES)
         round_trip.check_loading(state)
         self._made = training_state.saved_shapes(state)
@@ -167,11 +163,7 @@ class Checkpointer:
             self._watch = unsaved.Watch(state.model, state.optimizer, **functions)
 
     def _compare_between_ranks(self, state: TrainingState) -> None:
-        """Find out whether all ranks have what rank zero alone saves.
-
-        Raises:
-            ConfigError: with the same text on all ranks, if they have not.
-        """
+        """Find out whether all ranks have what rank zero alone saves."""
         rank_info = self._group.rank_info
         if rank_info.world_size == 1:
             return
@@ -188,9 +180,6 @@ class Checkpointer:
         """Find out whether what would be saved now could be restored, as a forward may have changed what the model has; `why` says why not, if known.
 
         All ranks call this after the same step: the first one, as early as that can be known, and each that is saved.
-
-        Raises:
-            ConfigError: with the same text on all ranks, if that of one rank could not.
         """
         self._is_checked_again = True
         if self._made is None or state.position.step == self._last_saved:
@@ -409,12 +398,7 @@ class Checkpointer:
 
 
 def _shard_of(report: dict[str, Any], step: int) -> ShardRecord:
-    """Return the shard that a rank reported.
-
-    Raises:
-        DivergedError: if the rank found a tensor that is not finite.
-        CheckpointError: if it could not write.
-    """
+    """Return the shard that a rank reported."""
     if "nonfinite" in report:
         raise DivergedError(f"`{report['nonfinite']}` is not finite after step {step}")
     if "error" in report:

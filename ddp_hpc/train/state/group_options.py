@@ -79,11 +79,7 @@ def put_back(groups: Sequence[dict[str, Any]], kept: Sequence[Mapping[str, Any]]
 
 
 def shown(value: Any) -> Any:
-    """Return options as the manifest shows them: tensors as numbers, tuples as lists.
-
-    Raises:
-        ConfigError: if one is of a type that cannot be kept, or a large tensor.
-    """
+    """Return options as the manifest shows them: tensors as numbers, tuples as lists."""
     if isinstance(value, dict):
         return {str(key): shown(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -92,11 +92,7 @@ class _Offer:
 
 
 def _fitting(source: Path, own: Mapping[str, Tensor], *, is_strict: bool) -> tuple[dict[str, Tensor], str]:
-    """Return the weights in a file or checkpoint that fit the model, and how the others differ.
-
-    Raises:
-        ConfigError: where none fits, or, with `is_strict`, not all do; where one cannot be sent to other ranks.
-    """
+    """Return the weights in a file or checkpoint that fit the model, and how the others differ."""
     found = _unwrapped(_read(source))
     for name in own:
         if name in found and not _has_plain_values(found[name]):

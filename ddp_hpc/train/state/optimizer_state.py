@@ -60,11 +60,7 @@ class Restored(NamedTuple):
 
 
 def attributes(model: nn.Module, optimizer: Optimizer) -> Attributes:
-    """Return an optimizer's own attributes as text.
-
-    Raises:
-        ConfigError: if one could change without notice: another optimizer, a random generator, a large tensor, an object.
-    """
+    """Return an optimizer's own attributes as text."""
     weights = {id(one): name for name, one in (*model.named_parameters(), *model.named_buffers())}
     return {name: _text(one, name, weights) for name, one in vars(optimizer).items() if name not in _of_pytorch()}
 
@@ -99,11 +95,7 @@ def _refused(place: str, value: Any) -> ConfigError:
 
 
 def kept(model: nn.Module, optimizer: Optimizer, made: Attributes) -> KeptByOptimizer:
-    """Return what a checkpoint holds of the optimizer; `made`: its attributes before any step.
-
-    Raises:
-        ConfigError: if it has something that a checkpoint cannot hold.
-    """
+    """Return what a checkpoint holds of the optimizer; `made`: its attributes before any step."""
     names, found = {id(one): name for name, one in model.named_parameters()}, KeptByOptimizer()
     outside = [key for key in dict[Any, Any](optimizer.state) if id(key) not in names]
     if outside or optimizer.state is not optimizer.state:  # a property that makes it anew
@@ -156,11 +148,7 @@ def restored(
     *,
     is_meta: bool = False,
 ) -> Restored:
-    """Return what a checkpoint has for the optimizer, whose JSON is `content`; in tensors that take no memory if `is_meta`.
-
-    Raises:
-        ConfigError: if it is of another optimizer or model.
-    """
+    """Return what a checkpoint has for the optimizer, whose JSON is `content`; in tensors that take no memory if `is_meta`."""
     refuse_other_optimizer(type(optimizer).__name__, content)
     if "odd" in content:
         raise _of_another("optimizer was saved by a ddp_hpc that kept more of optimizers than this one does", "version")
@@ -186,11 +174,7 @@ def restored(
 
 
 def refuse_other_optimizer(mine: str, content: Mapping[str, Any]) -> None:
-    """Refuse to continue from a checkpoint of another optimizer, whose JSON is `content`.
-
-    Raises:
-        ConfigError: if it is another one.
-    """
+    """Refuse to continue from a checkpoint of another optimizer, whose JSON is `content`."""
     if mine != content["type"]:
         raise _of_another(f"optimizer is {content['type']}, but this run's is {mine}", "optimizer")
 

@@ -85,13 +85,7 @@ class Restorer:
         """Called while this rank, or one that it waits for, makes progress."""
 
     def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
-        """Restore the newest checkpoint that is not damaged, the same on all ranks; return its step, or None.
-
-        Raises:
-            ConfigError: if the run had checkpoints, and none can be used; or if the newest is of another model.
-            StopAskedError: on all ranks, if one was asked to stop.
-            UnreadableError: if the file system does not answer.
-        """
+        """Restore the newest checkpoint that is not damaged, the same on all ranks; return its step, or None."""
         with without_garbage_collection():
             return self._restore_newest(state, seed=seed)
 
@@ -113,11 +107,7 @@ class Restorer:
     # --- which checkpoint: rank zero decides ---
 
     def _decide(self, key: str, decide: Callable[[], Any]) -> Any:
-        """Return on all ranks what `decide` returns on rank zero.
-
-        Raises:
-            StopAskedError: on all ranks, if rank zero raised it.
-        """
+        """Return on all ranks what `decide` returns on rank zero."""
         decided: list[Any] = []
         if self._group.rank_info.is_rank_zero:
             with suppress(StopAskedError):
@@ -154,11 +144,7 @@ class Restorer:
         return None
 
     def _set_aside(self, step: int, found: str, key: str) -> None:
-        """Rename a damaged checkpoint, while the others wait for `key`.
-
-        Raises:
-            FencedError: if a newer attempt has begun: by now, the directory may be its checkpoint of that step.
-        """
+        """Rename a damaged checkpoint, while the others wait for `key`."""
         ownership.refuse_fenced(self._run, self._attempt)
         path = checkpoint_names.checkpoint_path(self._run, step)
         with suppress(FileNotFoundError):  # renamed already: NFS may repeat a rename whose answer was lost
@@ -201,11 +187,7 @@ class Restorer:
     # --- reading ---
 
     def _send_heartbeat(self, key: str) -> None:
-        """Tell the ranks that wait for this one under `key` that it makes progress.
-
-        Raises:
-            StopAskedError: if a rank was asked to stop.
-        """
+        """Tell the ranks that wait for this one under `key` that it makes progress."""
         self._group.store.heartbeat(key)
         self._on_progress()
         self._stop.check()
@@ -285,11 +267,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def _manifest(path: Path, checksum: str) -> Manifest:
-    """Read the manifest that rank zero has read.
-
-    Raises:
-        UnreadableError: if this rank finds none, or another one: its file system does not show yet what rank zero's shows.
-    """
+    """Read the manifest that rank zero has read."""
     try:
         manifest = checkpoint_store.read_manifest(path)
     except CorruptCheckpointError as error:

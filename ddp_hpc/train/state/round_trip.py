@@ -27,11 +27,7 @@ _MOST_NAMED = 3
 
 @torch.no_grad()
 def check_loading(state: TrainingState) -> None:
-    """Load what a model with saving or loading code of its own would save, once, over other values; afterwards the model is as it was.
-
-    Raises:
-        ConfigError: if it refuses that, or a weight that is trained does not come back.
-    """
+    """Load what a model with saving or loading code of its own would save, once, over other values; afterwards the model is as it was."""
     model = state.model
     if training_state.loads_plainly(model):
         return

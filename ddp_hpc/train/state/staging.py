@@ -66,11 +66,7 @@ class Side:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def take_again(self, block: Tensor) -> None:
-        """Give a staging block memory again, the same as before unless the training has needed it.
-
-        Raises:
-            torch.OutOfMemoryError: if there is none.
-        """
+        """Give a staging block memory again, the same as before unless the training has needed it."""
         with self.stream():
             block.untyped_storage().resize_(block.nbytes)
 

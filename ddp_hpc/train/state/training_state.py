@@ -130,11 +130,7 @@ def _why_not_compared(tensor: Tensor) -> str:
 
 
 def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
-    """Find out before the first step whether the state can be saved and restored.
-
-    Raises:
-        ConfigError: if it cannot.
-    """
+    """Find out before the first step whether the state can be saved and restored."""
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     for number, group in enumerate(state.optimizer.param_groups):
         outside = [parameter for parameter in group["params"] if parameter not in names]
@@ -231,11 +227,7 @@ class Restoration:
         seed: int,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Decide which tensor is read into which object; `state` stays unchanged. `plain` and `about` are a manifest's `state` and `made`.
-
-        Raises:
-            ConfigError: if the checkpoint is of another model or optimizer.
-        """
+        """Decide which tensor is read into which object; `state` stays unchanged. `plain` and `about` are a manifest's `state` and `made`."""
         self._state = state
         self._plain = plain
         self._about = about or {}
@@ -361,11 +353,7 @@ class _WeightsToLoad:
         self.into = {names[name]: one for name, one in self._found.items()}
 
     def load(self) -> None:
-        """Load into the module what was read into the tensors.
-
-        Raises:
-            ConfigError: if a module with loading code of its own refuses it.
-        """
+        """Load into the module what was read into the tensors."""
         if self._is_plain and self._is_in_place:
             return
         try:
