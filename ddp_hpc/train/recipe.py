@@ -126,44 +126,35 @@ def nearest_names(name: object, known: Iterable[str]) -> str:
     return f"{did_you_mean(str(name), names)}Known: {', '.join(names)}."
 
 
-def _module_meant(name: str) -> str:
-    """Return the question whether a module of the working directory is meant; empty where that has one of this name."""
-    here = [path.stem for path in Path.cwd().glob("*.py")]
-    return "" if name in here else did_you_mean(name, here)
-
-
-def _function_meant(target: str) -> str:
-    """Return the right word for a function that is written as in Python, `module.function`; empty for another word."""
-    module, _, function = target.rpartition(".")
-    return f": `{module}:{function}`" if module else ""
-
-
 def load_builder(target: str) -> Callable[..., Recipe]:
     """Import `module:function` (or a built-in recipe's name) and return the function."""
     module_name, _, function_name = BUILT_IN.get(target, target).partition(":")
     if not function_name:
+        module, _, function = target.rpartition(".")  # written as in Python
         raise ConfigError(
             f"`recipe.target` is {target!r}, but there is no built-in recipe of that name. {nearest_names(target, BUILT_IN)} "
-            f"Name your own function as `module:function`{_function_meant(target)}."
+            f"Name your own function as `module:function`{f': `{module}:{function}`' if module else ''}."
         )
     try:
-        module = importlib.import_module(module_name)
+        imported = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
+        here = [path.stem for path in Path.cwd().glob("*.py")]
+        meant = "" if module_name in here else did_you_mean(module_name, here)
         raise ConfigError(
             f"`recipe.target` is {target!r}, but importing {module_name!r} raised "
-            f"{type(error).__name__}: {error}. {_module_meant(module_name)}Try `python -c 'import {module_name}'` in the directory that "
+            f"{type(error).__name__}: {error}. {meant}Try `python -c 'import {module_name}'` in the directory that "
             "you submit from."
         ) from error
-    builder = getattr(module, function_name, None)
+    builder = getattr(imported, function_name, None)
     if not callable(builder):
         is_pythons = module_name.partition(".")[0] in sys.stdlib_module_names
         advice = (
             f" Python's own {module_name!r} comes first: give your module another name."
             if is_pythons
-            else f" {did_you_mean(function_name, vars(module))}Correct the name after the colon."
+            else f" {did_you_mean(function_name, vars(imported))}Correct the name after the colon."
         )
         raise ConfigError(
-            f"`recipe.target` is {target!r}, but module {module_name!r} ({getattr(module, '__file__', 'built in')}) "
+            f"`recipe.target` is {target!r}, but module {module_name!r} ({getattr(imported, '__file__', 'built in')}) "
             f"has no function {function_name!r}.{advice}"
         )
     return builder  # type: ignore[no-any-return]  # what it returns is checked by build_recipe
@@ -217,7 +208,10 @@ def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) 
 
 def check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) -> None:
     """Check the arguments without a call, so that a TypeError inside the function is reported as the user's own."""
-    signature = _signature(builder)
+    try:
+        signature = inspect.signature(builder, eval_str=True)
+    except Exception:  # noqa: BLE001  an annotation may be any text
+        signature = inspect.signature(builder)
     try:
         signature.bind(**args)
     except TypeError as error:
@@ -234,13 +228,6 @@ def check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, A
                 f"`recipe.args.{name}` is {value!r}, but `{target}` takes {takes} there. Correct the "
                 "value, or the function's annotation."
             )
-
-
-def _signature(builder: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(builder, eval_str=True)
-    except Exception:  # noqa: BLE001  an annotation may be any text
-        return inspect.signature(builder)
 
 
 def _may_be(value: Any, wanted: Any) -> bool:

@@ -204,7 +204,8 @@ def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
         held = one if key in _REGISTERED and isinstance(value, nn.Module) else {key: one}
         for name, each in held.items():
             # A library fills its caches and flags when it is used; `state_dict` has what is more.
-            if name != "training" and not (is_librarys and _is_unset(each)):
+            is_unset = each is None or each is False or (type(each) is dict and not each)
+            if name != "training" and not (is_librarys and is_unset):
                 yield f".{name}", each
     yield from ((f".{key}", getattr(value, key)) for key in _HOOKS if isinstance(value, Tensor) and hasattr(value, key))
     if not is_librarys:
@@ -256,10 +257,6 @@ def _memory(value: Tensor) -> tuple[int, int]:
 
 def _is_flat(value: object) -> bool:
     return type(value) in _SEQUENCES and {*map(type, value)} <= _FLAT  # type: ignore[call-overload]  # fast, as it may be long
-
-
-def _is_unset(value: object) -> bool:
-    return value is None or value is False or (type(value) is dict and not value)
 
 
 @functools.cache

@@ -152,7 +152,8 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         group = _join(run, spec, rank_info, environ, attempt=attempt, listen_fd=listen_fd)
         watchdog.allow(spec.restart.build_timeout_s)  # joining has its own timeout: other nodes may start later
         phase = "building"
-        recipe = _recipe(spec)
+        configure_torch(spec)  # the same seed on every rank
+        recipe = build_recipe(spec.recipe.target, spec.recipe.args)
         # Recipes take different times on different nodes; the first collective has a shorter timeout, so wait here before it.
         group.barrier_through_store("built", silence_s=spec.restart.build_timeout_s)
         watchdog.feed()
@@ -259,12 +260,6 @@ def _join(  # noqa: PLR0913  a rank, and what it needs to join the others
     if rank_info.rank == 0:
         forget_missing(run, attempt)  # the supervisor may have written it, too
     return group
-
-
-def _recipe(spec: RunSpec) -> Recipe:
-    """Build the recipe with the same seed on every rank."""
-    configure_torch(spec)
-    return build_recipe(spec.recipe.target, spec.recipe.args)
 
 
 def _record_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -> None:

@@ -72,7 +72,7 @@ def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[s
             raise ConfigError(
                 "`attach` was called in a thread, but only the main thread can handle signals. Call it there."
             )
-        facts = _facts(os.environ)
+        facts: dict[str, Any] = json.loads(os.environ.get(ATTACHED) or "{}")  # what the worker says of the run
         names = {*stop_signals, facts["stop_signal"]} if facts else {*stop_signals}
         try:
             signals = {*SLURMS_SIGNALS, *(signal_number(str(name).removeprefix("SIG")) for name in names)}
@@ -89,13 +89,6 @@ def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[s
             num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             serve(socket_of(Path(folder), int(os.environ["RANK"])), num_ranks=num_ranks)
     return _attached[1]
-
-
-def _facts(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the worker says of the run; nothing outside of ddp-hpc."""
-    text = environ.get(ATTACHED)
-    facts: dict[str, Any] = json.loads(text) if text else {}
-    return facts
 
 
 class AttachedRun:

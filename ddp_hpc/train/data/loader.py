@@ -144,21 +144,18 @@ class SeededFetch(Dataset[Any]):
             return ""
         num = len(self._dataset)  # type: ignore[arg-type]  # map-style data has a length
         others = {(index + 1) % num, (index - 1) % num, (index + num // 2) % num} - {index}
-        return content if any(self._is_readable(epoch, other) for other in sorted(others)) else ""
+        return content if any(self._error_of(epoch, other) is None for other in sorted(others)) else ""
 
     def _fails_alike(self, error: Exception, epoch: int, index: int) -> bool:
-        try:
-            self._read(epoch, index)
-        except Exception as again:  # noqa: BLE001  whatever the user's data set raises
-            return type(again) is type(error) and place_of(again) == place_of(error) and is_of_decoder(again)
-        return False
+        again = self._error_of(epoch, index)
+        return type(again) is type(error) and place_of(again) == place_of(error) and is_of_decoder(again)
 
-    def _is_readable(self, epoch: int, index: int) -> bool:
+    def _error_of(self, epoch: int, index: int) -> Exception | None:
         try:
             self._read(epoch, index)
-        except Exception:  # noqa: BLE001  whatever the user's data set raises
-            return False
-        return True
+        except Exception as error:  # noqa: BLE001  whatever the user's data set raises
+            return error
+        return None
 
 
 def _has_plain_rows(tensor: torch.Tensor) -> bool:

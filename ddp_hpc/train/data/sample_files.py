@@ -63,20 +63,16 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
     if not _recorded:
         return
     thread = threading.current_thread()
-    if thread.name.startswith(_NO_READERS) or thread is _memory_server():
+    # multiprocessing's thread that hands the memory of sent batches over, through a socket. By itself, not by its name
+    # "Thread-N (_serve)": a data set's own thread may be called so, and what that one opens counts.
+    sharer = getattr(sys.modules.get("multiprocessing.resource_sharer"), "_resource_sharer", None)
+    if thread.name.startswith(_NO_READERS) or thread is getattr(sharer, "_thread", None):
         return
     for sources in _recorded:
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             sources.paths.add(os.fsdecode(args[0]))
         elif event == "open" or event.startswith(_OTHER_SOURCES):
             sources.has_others = True
-
-
-def _memory_server() -> threading.Thread | None:
-    """Return multiprocessing's thread that hands the memory of sent batches over, through a socket; None without one."""
-    # By itself, not by its name "Thread-N (_serve)": a data set's own thread may be called so, and what that one opens counts.
-    sharer = getattr(sys.modules.get("multiprocessing.resource_sharer"), "_resource_sharer", None)
-    return getattr(sharer, "_thread", None)
 
 
 def _content(path: str) -> str:

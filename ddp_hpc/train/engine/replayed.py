@@ -41,13 +41,16 @@ def follow_request(t: Training) -> None:
     t.after_step = trace.after_step
 
 
-class _StepTrace:
-    """What the steps of one rank compute."""
+class _StepTrace(SampleRecorder):
+    """What the steps of one rank compute; in the place of the recorder of samples, it sees each pass that counts."""
 
     def __init__(self, t: Training, request: ReplayRequest, file: IO[bytes]) -> None:
+        super().__init__(None)
+        self.is_on = True
         self._t = t
+        self._samples = t.samples
         self._request = request
-        self._file = file
+        self._trace = file
         self._entries: list[Entry] = []
         """Of the micro batches of this step."""
         self._passed: list[Entry] = []
@@ -63,7 +66,7 @@ class _StepTrace:
             inputs_and_targets=partial(self._split, t.recipe.inputs_and_targets),
             loss=partial(self._loss, t.recipe.loss),
         )
-        t.samples = _NotedSamples(t.samples, self._end_pass, self._end_backward)
+        t.samples = self
         t.state.optimizer.register_step_pre_hook(lambda *_: self._note_gradients("used gradient"))
         for name, parameter in t.state.model.named_parameters():
             if parameter.requires_grad:
@@ -82,8 +85,13 @@ class _StepTrace:
             )
         self._is_start_checked = True
         if request.traces(step):
-            options, state = [*_options(t)], [*_state_entries(t)]
-            self._write({"step": step, "entries": [*self._entries, *options, *state]})
+            options = [
+                {"kind": "option", "name": f"group {number}, {key}", "hash": repr(value)}
+                for number, group in enumerate(t.state.optimizer.param_groups)
+                for key, value in group.items()
+                if key != "params"
+            ]
+            self._write({"step": step, "entries": [*self._entries, *options, *_state_entries(t)]})
         if request.every_state or step in request.state_steps:
             self._write_state(step, is_whole=step in request.state_steps)
         if step in request.digest_steps:
@@ -106,7 +114,7 @@ class _StepTrace:
         self._write({**line, "tensors": tensors, "numbers": numbers} if is_whole else line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
+        self._trace.write(json.dumps(line).encode() + b"\n")
 
     def _is_on(self) -> bool:
         return self._request.traces(self._t.state.position.step + 1)
@@ -126,7 +134,7 @@ class _StepTrace:
         generators = rng.capture(t.group.device)
         self._passed = [_entry("random generator", name, one) for name, one in generators.items()]
         self._passed += [
-            {**_entry("batch", f"{word}{name}", one), "rows": _rows(one)}
+            {**_entry("batch", f"{word}{name}", one), "rows": [digest_of(row) for row in one] if one.dim() else []}
             for word, part in (("inputs", inputs), ("targets", targets))
             for name, one in _tensors_in(part)
         ]
@@ -146,8 +154,9 @@ class _StepTrace:
         if self._is_on() and parameter.grad is not None:
             self._passed.append(_entry("gradient", name, parameter.grad))
 
-    def _end_pass(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
+    def note(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
         """Keep a micro batch that counts; `delivered` are the ids of its samples."""
+        self._samples.note(plan, delivered)
         if not self._is_on():
             return
         number = sum(one["kind"] == "samples" for one in self._entries)
@@ -156,51 +165,20 @@ class _StepTrace:
         self._entries += self._passed
         self._passed = []
 
-    def _end_backward(self) -> None:
+    def record(self, plan: GlobalBatch) -> None:
         """Note the buffers, and the gradients that all ranks have together."""
+        self._samples.record(plan)
         if self._is_on():
             self._entries += [_entry("buffer", name, one) for name, one in self._t.state.model.named_buffers()]
             self._note_gradients("summed gradient")
+
+    def close(self) -> None:
+        self._samples.close()
 
     def _note_gradients(self, kind: str) -> None:
         if self._is_on():
             named = self._t.state.model.named_parameters()
             self._entries += [_entry(kind, name, one.grad) for name, one in named if one.grad is not None]
-
-
-class _NotedSamples(SampleRecorder):
-    """Records the samples as before, and says when a micro batch and a global batch have been through backward."""
-
-    def __init__(
-        self,
-        recorder: SampleRecorder,
-        end_pass: Callable[[MicroBatch, Sequence[int]], None],
-        end_backward: Callable[[], None],
-    ) -> None:
-        super().__init__(None)
-        self.is_on = True
-        self._recorder = recorder
-        self._end_pass = end_pass
-        self._end_backward = end_backward
-
-    def note(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
-        self._recorder.note(plan, delivered)
-        self._end_pass(plan, delivered)
-
-    def record(self, plan: GlobalBatch) -> None:
-        self._recorder.record(plan)
-        self._end_backward()
-
-    def close(self) -> None:
-        self._recorder.close()
-
-
-def _options(t: Training) -> Iterator[Entry]:
-    """Yield the optimizer's options of this step, such as the learning rate; each has its value as its hash."""
-    for number, group in enumerate(t.state.optimizer.param_groups):
-        for key, value in group.items():
-            if key != "params":
-                yield {"kind": "option", "name": f"group {number}, {key}", "hash": repr(value)}
 
 
 def _state_entries(t: Training) -> Iterator[Entry]:
@@ -229,17 +207,10 @@ def _entry(kind: str, name: str, tensor: Tensor) -> Entry:
 
 def digest_of(tensor: Tensor) -> str:
     """Return the xxh3_64 of a tensor's bytes, as a checkpoint holds them."""
-    return xxhash.xxh3_64_hexdigest(_bytes_of(tensor))
-
-
-def _bytes_of(tensor: Tensor) -> Any:
     value = tensor.detach()
     value = value.to_dense() if value.layout != torch.strided else value
-    return value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _rows(tensor: Tensor) -> list[str]:
-    return [xxhash.xxh3_64_hexdigest(_bytes_of(row)) for row in tensor] if tensor.dim() else []
+    content: Any = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -62,10 +62,12 @@ def set_aside(
     """
     others = [*others]
     modules = [one for one in _holders(model, others) if isinstance(one, nn.Module)]
+    tensors = _registered(modules)
+    copies_on = room_for_copies(tensors, device)
     restores = [
         *to_keep(model, others, refused=refused).restores(),
         *(refilled(held) for one in modules for name in _OF_PYTORCH if isinstance(held := vars(one).get(name), dict)),
-        *_of_tensors(_registered(modules), device),
+        *(kept_tensor(one, copies_on=copies_on) for one in tensors),
     ]
     parameters = [one for module in modules for one in module.parameters(recurse=False)]
     gradients = [(one, one.grad) for one in parameters]
@@ -106,12 +108,6 @@ def _registered(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the parameters and buffers of modules, each once."""
     found = [one for of in modules for name in _OF_PYTORCH[:2] for one in getattr(of, name).values() if one is not None]
     return [*{id(one): one for one in found}.values()]
-
-
-def _of_tensors(tensors: list[Tensor], device: torch.device) -> list[Any]:
-    """Copy registered tensors; return what puts each of them back."""
-    copies_on = room_for_copies(tensors, device)
-    return [kept_tensor(one, copies_on=copies_on) for one in tensors]
 
 
 def room_for_copies(tensors: Iterable[Tensor], device: torch.device) -> torch.device | None:

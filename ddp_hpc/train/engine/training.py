@@ -184,6 +184,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     checkpointer = _checkpointer(rank, recorder, save_plan)
     checkpointer.check(state)
     replicas, lone_losses = _comparing(rank, checkpointer)
+    trained = set(trained_parameters(optimizer))
     return Training(
         spec=spec,
         run=run,
@@ -195,7 +196,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         order=order,
         total_steps=total_steps,
         base_lrs=[None if (lr := options.get("lr")) is None else float(lr) for options in optimizer.param_groups],
-        untrained=_untrained(bare, optimizer),
+        untrained=[parameter for parameter in bare.parameters() if parameter not in trained],
         stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt), news=save_plan),
         checkpointer=checkpointer,
         losses=LossWatch(run, group, checkpointer, policy=on_nonfinite, lone=lone_losses),
@@ -405,11 +406,6 @@ def _refuse_lazy(recipe: Recipe) -> None:
             )
 
 
-def _untrained(bare: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    trained = set(trained_parameters(optimizer))
-    return [parameter for parameter in bare.parameters() if parameter not in trained]
-
-
 def _move_loss(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
     """Move a loss that is a module to the device: it may have class weights, or be a network itself."""
     loss = recipe.loss
@@ -444,7 +440,9 @@ def _wrap(spec: RunSpec, bare: nn.Module, group: Group) -> nn.Module:
 
 def _not_sent(model: nn.Module, error: Exception) -> ConfigError | None:
     """Return the error for a weight or buffer of a type that the ranks cannot send to each other, if that was it."""
-    rare = [(name, one.dtype) for name, one in named_tensors(model).items() if _is_rare(one.dtype)]
+    unknown = (torch.uint16, torch.uint32, torch.uint64)
+    named = [(name, one.dtype) for name, one in named_tensors(model).items()]
+    rare = [(name, dtype) for name, dtype in named if "float8" in str(dtype) or dtype in unknown]
     if not rare or "type" not in str(error):
         return None
     name, dtype = rare[0]
@@ -452,10 +450,6 @@ def _not_sent(model: nn.Module, error: Exception) -> ConfigError | None:
         f"The model has {name!r} of {dtype}, which ranks cannot send to each other ({error}), as DDP does at the start. Run on one worker; or keep its "
         "bytes in a buffer of torch.uint8 (`value.view(torch.uint8)`), and view them as what they are in `forward`."
     )
-
-
-def _is_rare(dtype: torch.dtype) -> bool:
-    return "float8" in str(dtype) or dtype in (torch.uint16, torch.uint32, torch.uint64)
 
 
 def configure_torch(spec: RunSpec) -> None:

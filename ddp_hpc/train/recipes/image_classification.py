@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.recipe import Recipe, Scorer, nearest_names
+from ddp_hpc.train.recipe import Recipe, nearest_names
 from ddp_hpc.train.recipes.image_sets import images_wanted, load_images
 from ddp_hpc.train.recipes.images import ImagesWanted, check_counts
 from ddp_hpc.train.recipes.mini_resnet import MiniResNet
@@ -53,7 +53,10 @@ def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`
         num_samples: Training samples of `fake`; 1024 when unset.
     """
     _check_model(model, width)
-    _check_label_smoothing(label_smoothing)
+    if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing < 1:  # type: ignore[redundant-expr]  # as configured
+        raise ConfigError(
+            f"`recipe.args.label_smoothing` is {label_smoothing!r}, but it must be a number from 0 up to, not including, 1."
+        )
     wanted = images_wanted(
         dataset,
         channels=None if model == MINI_RESNET else 3,
@@ -74,7 +77,7 @@ def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`
         train_data=images.train,
         eval_data=images.held_out,
         loss=nn.CrossEntropyLoss(label_smoothing=label_smoothing),
-        metrics=_metrics(images.num_classes),
+        metrics={"accuracy": accuracy, **({"accuracy_top5": accuracy_top5} if images.num_classes >= 100 else {})},
     )
 
 
@@ -86,19 +89,6 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 def accuracy_top5(outputs: Tensor, targets: Tensor) -> Tensor:
     """1 where the right class is among the five likeliest, else 0."""
     return (outputs.topk(5, dim=1).indices == targets.unsqueeze(1)).any(dim=1).float()
-
-
-def _metrics(num_classes: int) -> dict[str, Scorer]:
-    if num_classes < 100:
-        return {"accuracy": accuracy}
-    return {"accuracy": accuracy, "accuracy_top5": accuracy_top5}
-
-
-def _check_label_smoothing(share: object) -> None:
-    if not isinstance(share, (int, float)) or not 0 <= share < 1:
-        raise ConfigError(
-            f"`recipe.args.label_smoothing` is {share!r}, but it must be a number from 0 up to, not including, 1."
-        )
 
 
 def _check_model(model: str, width: int | None) -> None:

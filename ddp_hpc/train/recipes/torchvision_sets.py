@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,37 +110,21 @@ def _composed(source: TorchvisionSet, wanted: ImagesWanted, geometry: list[Any])
     )
 
 
-def _open_mnist(data_dir: Path, train: bool, may_write: bool) -> Any:
+def _open(kind: str, data_dir: Path, train: bool, may_write: bool) -> Any:
     from torchvision import datasets  # type: ignore[import-untyped]  # likewise
 
-    return datasets.MNIST(data_dir, train=train, download=may_write)
-
-
-def _open_cifar10(data_dir: Path, train: bool, may_write: bool) -> Any:
-    from torchvision import datasets
-
-    return datasets.CIFAR10(data_dir, train=train, download=may_write)
-
-
-def _open_image_folder(data_dir: Path, train: bool, _may_write: bool) -> Any:
-    from torchvision import datasets
-
-    return datasets.ImageFolder(data_dir / ("train" if train else "val"))
-
-
-def _open_imagenet(data_dir: Path, train: bool, _may_write: bool) -> Any:
-    from torchvision import datasets
-
-    return datasets.ImageNet(
-        data_dir, split="train" if train else "val"
-    )  # unpacks the archives, if that has not been done
+    if kind == "ImageFolder":
+        return datasets.ImageFolder(data_dir / ("train" if train else "val"))
+    if kind == "ImageNet":  # it unpacks the archives, if that has not been done
+        return datasets.ImageNet(data_dir, split="train" if train else "val")
+    return getattr(datasets, kind)(data_dir, train=train, download=may_write)
 
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 MNIST = TorchvisionSet(
     name="mnist",
-    open=_open_mnist,
+    open=partial(_open, "MNIST"),
     needs="`MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz`",
     mean=(0.1307,),
     std=(0.3081,),
@@ -148,7 +133,7 @@ MNIST = TorchvisionSet(
 )
 CIFAR10 = TorchvisionSet(
     name="cifar10",
-    open=_open_cifar10,
+    open=partial(_open, "CIFAR10"),
     needs="`cifar-10-python.tar.gz`",
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2470, 0.2435, 0.2616),
@@ -157,7 +142,7 @@ CIFAR10 = TorchvisionSet(
 )
 IMAGE_FOLDER = TorchvisionSet(
     name="image_folder",
-    open=_open_image_folder,
+    open=partial(_open, "ImageFolder"),
     needs="`train/CLASS/*.jpg` and `val/CLASS/*.jpg`",
     mean=IMAGENET_MEAN,
     std=IMAGENET_STD,
@@ -166,6 +151,6 @@ IMAGE_FOLDER = TorchvisionSet(
 )
 IMAGENET = IMAGE_FOLDER._replace(
     name="imagenet",
-    open=_open_imagenet,
+    open=partial(_open, "ImageNet"),
     needs="`ILSVRC2012_devkit_t12.tar.gz`, `ILSVRC2012_img_train.tar` and `ILSVRC2012_img_val.tar`",
 )

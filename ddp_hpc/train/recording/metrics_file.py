@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
@@ -40,7 +40,10 @@ class MetricsFile:
         end, after, newest = patiently(str(self._run.metrics), lambda: self._split(step))
         if after:
             ownership.refuse_fenced(self._run, self._attempt)
-            self._set_aside(after)
+            with open_private(self._run.superseded_metrics, "ab") as file:  # in case they are never repeated
+                file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in after))
+                file.flush()
+                os.fsync(file.fileno())
         # A new file also where the lines stay: an older attempt that still runs has the old one open, and writes there.
         patiently(str(self._run.metrics), lambda: self._renew(end), done="written")
         self._file = open_private(self._run.metrics, "ab", buffering=0)
@@ -67,7 +70,8 @@ class MetricsFile:
                 if newest and not any(f'"{kind}"'.encode() in raw for kind in _KINDS - newest.keys()):
                     continue
                 line = json_line(raw) if raw.endswith(b"\n") else None
-                if line is not None and _step_of(line) <= step:
+                at_step = 0 if line is None else line.get("step", 0)
+                if line is not None and (not isinstance(at_step, int) or at_step <= step):
                     newest.setdefault(str(line.get("kind")), line)
                 elif not newest:
                     end = at
@@ -125,19 +129,3 @@ class MetricsFile:
             if not num_written:  # a file system in user space may answer so, again and again
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run.metrics))
             del self._waiting[:num_written]
-
-    def _set_aside(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the lines of steps that will be repeated, in case they never are."""
-        with open_private(self._run.superseded_metrics, "a") as file:
-            file.write(_as_lines(lines))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _step_of(line: Mapping[str, Any]) -> int:
-    step = line.get("step", 0)
-    return step if isinstance(step, int) else 0
-
-
-def _as_lines(records: Iterable[Mapping[str, Any]]) -> str:
-    return "".join(msgspec.json.encode(record).decode() + "\n" for record in records)

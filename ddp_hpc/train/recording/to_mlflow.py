@@ -71,7 +71,9 @@ class MLflow:
 
     def record(self, row: MetricsRow) -> None:
         for tag, value in row.numbers.items():
-            name = self._name(tag)
+            if tag not in self._names:
+                self._names[tag] = accepted_name(tag, {*self._names.values()})
+            name = self._names[tag]
             if name not in self._asked:
                 history = self._client.get_metric_history(self._run_id, name)
                 self._sent.values |= {(one.step, name): one.value for one in history}
@@ -89,11 +91,6 @@ class MLflow:
 
     def close(self, ending: Ending) -> None:
         self._client.set_terminated(self._run_id, _STATUS[ending])
-
-    def _name(self, tag: str) -> str:
-        if tag not in self._names:
-            self._names[tag] = accepted_name(tag, {*self._names.values()})
-        return self._names[tag]
 
 
 def accepted_name(tag: str, taken: set[str]) -> str:

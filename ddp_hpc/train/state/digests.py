@@ -57,6 +57,7 @@ def of_all(digests: Mapping[str, int]) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
+@torch.no_grad()
 def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the digest of each tensor, a signed 64-bit number, by its name.
 
@@ -64,18 +65,13 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for device in dict.fromkeys(tensor.device for tensor in tensors.values()):
-        there = [name for name, tensor in tensors.items() if tensor.device == device]
-        found |= zip(there, _on_one_device([tensors[name] for name in there], device), strict=True)
+        there = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
+        names, alone = [*there], [*there.values()]
+        groups = [*_groups(alone)]
+        sums = [(_of_alike if is_alike else _of_any)([alone[place] for place in places]) for places, is_alike in groups]
+        places = (names[place] for places, _ in groups for place in places)
+        found |= zip(places, torch.cat(sums).tolist(), strict=True)
     return {name: found[name] for name in tensors}
-
-
-@torch.no_grad()
-def _on_one_device(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
-    groups = [*_groups(tensors)]
-    sums = [(_of_alike if is_alike else _of_any)([tensors[place] for place in places]) for places, is_alike in groups]
-    numbers: list[int] = torch.cat(sums or [torch.zeros(0, dtype=torch.int64, device=device)]).tolist()
-    found = zip((place for places, _ in groups for place in places), numbers, strict=True)
-    return [number for _, number in sorted(found)]
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[tuple[Sequence[int], bool]]:

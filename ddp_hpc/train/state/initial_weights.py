@@ -7,7 +7,7 @@ import math
 import os
 import pickle
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -40,17 +40,10 @@ def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> N
         _load(spec, state, group)
     elif state.ema is not None and state.world_size > 1:
         # It was made of this rank's own weights, before DDP sent rank zero's to all ranks.
-        _copy_tensors(state.model, state.ema.module)
-
-
-@torch.no_grad()
-def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
-    for theirs, own in zip(_tensors(source), _tensors(target), strict=True):
-        own.copy_(theirs)
-
-
-def _tensors(module: nn.Module) -> Iterable[Tensor]:
-    return chain(module.parameters(), module.buffers())
+        own, theirs = (chain(one.parameters(), one.buffers()) for one in (state.ema.module, state.model))
+        with torch.no_grad():
+            for average, weight in zip(own, theirs, strict=True):
+                average.copy_(weight)
 
 
 def _load(spec: RunSpec, state: TrainingState, group: Group) -> None:
@@ -93,9 +86,19 @@ class _Offer:
 
 def _fitting(source: Path, own: Mapping[str, Tensor], *, is_strict: bool) -> tuple[dict[str, Tensor], str]:
     """Return the weights in a file or checkpoint that fit the model, and how the others differ."""
-    found = _unwrapped(_read(source))
+    found = _read(source)
+    for prefix in _WRAPPERS:
+        if found and all(name.startswith(prefix) for name in found):
+            found = {name.removeprefix(prefix): one for name, one in found.items()}
     for name in own:
-        if name in found and not _has_plain_values(found[name]):
+        one = found.get(name)
+        if one is not None and (
+            one.layout != torch.strided
+            or one.is_nested
+            or one.is_quantized
+            or one.is_meta
+            or type(one) not in (Tensor, nn.Parameter)
+        ):
             raise ConfigError(
                 f"`train.init_from` is {str(source)!r}, but its weight {name!r} is sparse, nested, quantised, distributed or without values. "
                 "Write it as a plain dense tensor: `to_dense()`, `dequantize()` or `full_tensor()` make one."
@@ -117,11 +120,6 @@ def _fitting(source: Path, own: Mapping[str, Tensor], *, is_strict: bool) -> tup
             f"`train.init_from` is {str(source)!r}, but none of its weights fits the model: {misfits}. Name a file or run with weights of this model."
         )
     return fitting, misfits
-
-
-def _has_plain_values(one: Tensor) -> bool:
-    is_dense = one.layout == torch.strided and not one.is_nested and not one.is_quantized and not one.is_meta
-    return is_dense and type(one) in (Tensor, nn.Parameter)
 
 
 def _received(read: Mapping[str, Tensor], offer: _Offer, group: Group) -> dict[str, Tensor]:
@@ -209,10 +207,3 @@ def _weights_in(content: Any, source: Path) -> dict[str, Tensor]:
             "Write it with `torch.save(model.state_dict(), PATH)`."
         )
     return {str(name): one for name, one in content.items()}
-
-
-def _unwrapped(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    for prefix in _WRAPPERS:
-        if found and all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): one for name, one in found.items()}
-    return found

@@ -216,7 +216,7 @@ class Restorer:
             manifest = patiently(str(path), partial(_manifest, path, checksum), on_wait=moved)
             reader = ShardReader(path, manifest, self._group, moved)
             stored = shards.stored_tensors(path, manifest.shards, reader.headers())
-            saved = {name: _saved_tensor(one) for name, one in stored.items()}
+            saved = {name: SavedTensor(torch.Size(one.shape), _TORCH_DTYPES[one.dtype]) for name, one in stored.items()}
             restoration = Restoration(state, saved, manifest.state, seed=seed, about=manifest.made)
             reader.copy(stored, restoration.into)
         except CorruptCheckpointError as error:
@@ -414,10 +414,6 @@ class _Targets:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _saved_tensor(stored: StoredTensor) -> SavedTensor:
-    return SavedTensor(torch.Size(stored.shape), _TORCH_DTYPES[stored.dtype])
 
 
 def to_torch(raw: RawTensor) -> Tensor:

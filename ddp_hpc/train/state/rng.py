@@ -31,7 +31,14 @@ def seed_host_libraries(seed: int) -> None:
 
 def capture(device: torch.device) -> dict[str, Tensor]:
     """Return the state of every generator of this process, by name, as CPU tensors."""
-    states = {"torch": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
+    version, words, gauss = random.getstate()
+    of_numpy = cast("tuple[str, NDArray[np.uint32], int, int, float]", np.random.get_state())  # noqa: NPY002
+    _, keys, position, has_gauss, other_gauss = of_numpy
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *words, gauss is not None, _bits(gauss or 0.0)], dtype=torch.int64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss, _bits(other_gauss)], dtype=torch.int64),
+    }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -42,7 +49,9 @@ def restore(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     version, *words, has_gauss, bits = states["python"].tolist()
     random.setstate((version, tuple(words), _float_from_bits(bits) if has_gauss else None))
-    _set_numpy_state(states["numpy"])
+    *words, position, has_gauss, bits = states["numpy"].tolist()
+    keys = np.array(words, dtype=np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, _float_from_bits(bits)))  # noqa: NPY002
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
 
@@ -74,26 +83,9 @@ class HostGenerators:
         np.random.set_state(self._numpy)  # noqa: NPY002
 
 
-def _python_state() -> Tensor:
-    version, words, gauss = random.getstate()
-    return torch.tensor([version, *words, gauss is not None, _bits(gauss or 0.0)], dtype=torch.int64)
-
-
 def _bits(value: float) -> int:
     return int(np.float64(value).view(np.int64))
 
 
 def _float_from_bits(bits: int) -> float:
     return float(np.int64(bits).view(np.float64))
-
-
-def _numpy_state() -> Tensor:
-    state = cast("tuple[str, NDArray[np.uint32], int, int, float]", np.random.get_state())  # noqa: NPY002
-    _, words, position, has_gauss, gauss = state
-    return torch.tensor([*words.tolist(), position, has_gauss, _bits(gauss)], dtype=torch.int64)
-
-
-def _set_numpy_state(state: Tensor) -> None:
-    *words, position, has_gauss, bits = state.tolist()
-    keys = np.array(words, dtype=np.uint32)
-    np.random.set_state(("MT19937", keys, position, has_gauss, _float_from_bits(bits)))  # noqa: NPY002

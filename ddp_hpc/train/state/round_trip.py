@@ -38,7 +38,7 @@ def check_loading(state: TrainingState) -> None:
         saved = {name: one.detach().to(copies_on or one.device, copy=True) for name, one in model.state_dict().items()}
         before = {name: one.detach().to(copies_on or one.device, copy=True) for name, one in names.items()}
         for one in names.values():
-            _change(one)
+            one.detach().copy_(_bytes(one).bitwise_not().view(one.dtype).view(one.shape))  # all of its bits
         try:
             training_state.load(model, saved)
         except Exception as error:
@@ -48,7 +48,11 @@ def check_loading(state: TrainingState) -> None:
             ) from error
         now = dict(model.named_parameters())
         lost = [
-            name for name, one in before.items() if name not in now or not _is_same(now[name], one.to(state.device))
+            name
+            for name, one in before.items()
+            if name not in now
+            or (now[name].shape, now[name].dtype) != (one.shape, one.dtype)
+            or not torch.equal(_bytes(now[name]), _bytes(one.to(state.device)))
         ]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -60,16 +64,6 @@ def check_loading(state: TrainingState) -> None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _change(tensor: Tensor) -> None:
-    """Change all bits of a tensor."""
-    changed = _bytes(tensor).bitwise_not().view(tensor.dtype).view(tensor.shape)
-    tensor.detach().copy_(changed)
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(_bytes(one), _bytes(other))
 
 
 def why_not_restored(state: TrainingState, dtypes: Container[torch.dtype]) -> str:
@@ -151,13 +145,9 @@ def of_all_ranks(state: TrainingState) -> dict[str, int]:
 
 def why_ranks_differ(reports: Iterable[Mapping[str, int]]) -> str:
     """Say what of `of_all_ranks` ranks do not have equal."""
-    names = _listed(digests.differing([*reports]))
+    names = digests.differing([*reports])
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return (
-        f"The ranks do not have the same {names}, but a checkpoint holds one value for all. Make it equal on all ranks, or a buffer, or a tensor that "
+        f"The ranks do not have the same {', '.join(f'`{name}`' for name in names[:_MOST_NAMED])}{more}, but a checkpoint holds one value for all. Make it equal on all ranks, or a buffer, or a tensor that "
         "`get_extra_state` returns: that is saved for each rank."
     )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{', '.join(f'`{name}`' for name in names[:_MOST_NAMED])}{more}"

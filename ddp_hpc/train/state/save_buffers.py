@@ -108,11 +108,21 @@ class SaveBuffers:
         self._layout = ()  # should one of the next lines fail
         tensors = [item.tensor for item in named]
         self._places = packed_places(tensors)
-        self._header = shards.shard_header(list(map(_whole_entry, named, self._places)))
+        self._header = shards.shard_header(
+            [  # each tensor is written whole: one piece, as large as the tensor
+                TensorEntry(item.name, DTYPES[item.tensor.dtype], shape, *place, shape, (0,) * len(shape))
+                for item, place in zip(named, self._places, strict=True)
+                for shape in [tuple(item.tensor.shape)]
+            ]
+        )
         num_bytes = sum(one.nbytes for one in tensors)
         if not self._blocks or num_bytes > sum(block.nbytes for block in self._blocks):
             self._blocks, self._spans, self._views = [], [], []  # before new ones are made
-            self._blocks = self._made(num_bytes)
+            if self._staging is None:
+                self._blocks = [torch.empty(num_bytes, dtype=torch.uint8)]
+            else:
+                side = self._staging.side
+                self._blocks = [side.host_block(size) for size in block_sizes(num_bytes, largest=side.largest_block)]
         self._spans = [[] for _ in self._blocks]
         for item, place in zip(named, self._places, strict=True):
             for number, _, part in self._cut(place):
@@ -122,12 +132,6 @@ class SaveBuffers:
         else:
             self._views = [view_of(self._blocks[0], *both) for both in zip(self._places, tensors, strict=True)]
         self._layout = layout
-
-    def _made(self, num_bytes: int) -> list[Tensor]:
-        if self._staging is None:
-            return [torch.empty(num_bytes, dtype=torch.uint8)]
-        side = self._staging.side
-        return [side.host_block(size) for size in block_sizes(num_bytes, largest=side.largest_block)]
 
     def _send(self, begin: int, content: Tensor) -> None:
         """Copy bytes to their place in the blocks."""
@@ -152,12 +156,6 @@ def block_sizes(num_bytes: int, *, largest: int) -> list[int]:
         sizes.append(max(size, min(num_bytes, largest // 64)))
         num_bytes -= sizes[-1]
     return sizes
-
-
-def _whole_entry(item: NamedTensor, place: Place) -> TensorEntry:
-    """Return the entry of a tensor that is written whole: one piece, as large as the tensor."""
-    shape = tuple(item.tensor.shape)
-    return TensorEntry(item.name, DTYPES[item.tensor.dtype], shape, *place, shape, (0,) * len(shape))
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -78,9 +78,12 @@ def tensors(state: TrainingState, kept: KeptByOptimizer | None = None) -> list[N
 
     Where `numbers` is called too, `kept_of_optimizer` can be given to both.
     """
-    weights = [*_weights("model", state.model, state), *_averages(state)]
+    weights = [one for prefix, module in _modules(state) for one in _weights(prefix, module, state)]
     of_optimizer = [NamedTensor(name, one, None) for name, one in (kept or state.kept_of_optimizer()).tensors.items()]
-    return [*weights, *of_optimizer, *_own_tensors(state)]
+    generators = {f"rng.{name}": one for name, one in rng.capture(state.device).items()}
+    own = {"loss_meter": state.loss_meter, **generators}
+    of_rank = [NamedTensor(f"rank.{state.rank}/{name}", one, state.rank) for name, one in own.items()]
+    return [*weights, *of_optimizer, *of_rank]
 
 
 def tensors_of_all(state: TrainingState) -> list[NamedTensor]:
@@ -240,19 +243,19 @@ class Restoration:
         self._of_optimizer = optimizer_state.restored(state.model, state.optimizer, plain["optimizer"], saved)
         self._own_options = plain["optimizer"].get("own_options", [])
         group_options.check(state.optimizer.param_groups, self._own_options)
-        self._own = {name: one.empty() for name, one in saved.items() if self._is_own(name)}
+        starts = (f"rank.{state.rank}/rng.", f"rank.{state.rank}/loss_meter")  # and on rank zero, all loss meters
+        self._own = {
+            name: one.empty()
+            for name, one in saved.items()
+            if name.startswith(starts)
+            or (state.rank == 0 and name.startswith("rank.") and name.endswith("/loss_meter"))
+        }
         self._num_ranks = len({name.partition("/")[0] for name in saved if name.startswith("rank.")})
         self.into: dict[str, Tensor] = dict(self._own)
         """Where to read each tensor that this rank needs: of the saved shape and dtype, on any device, with any strides."""
         for weights in self._weights:
             self.into |= weights.into
         self.into |= self._of_optimizer.into
-
-    def _is_own(self, name: str) -> bool:
-        """Return whether this rank needs a tensor that one rank owned: its own ones, and on rank zero all loss meters."""
-        return name.startswith((f"rank.{self._state.rank}/rng.", f"rank.{self._state.rank}/loss_meter")) or (
-            name.startswith("rank.") and name.endswith("/loss_meter") and self._state.rank == 0
-        )
 
     def finish(self) -> None:
         """Use what was read into the tensors, and restore the numbers."""
@@ -314,11 +317,6 @@ def is_each_ranks(name: str, model: nn.Module) -> bool:
     """Tell whether each rank has a value of its own under this name of a `state_dict`: DDP does not send rank zero's to all."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return name.rpartition(".")[2] == "_extra_state" or name in ignored
-
-
-def _averages(state: TrainingState) -> Iterator[NamedTensor]:
-    if state.ema is not None:
-        yield from _weights("ema", state.ema.module, state)
 
 
 class _WeightsToLoad:
@@ -444,13 +442,3 @@ def _some(what: str, names: Sequence[str]) -> str:
     """Return the first names as text, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"{what}: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
-
-
-# --- what each rank has of its own -----------------------------------------------------------------------------------
-
-
-def _own_tensors(state: TrainingState) -> Iterator[NamedTensor]:
-    prefix = f"rank.{state.rank}"
-    yield NamedTensor(f"{prefix}/loss_meter", state.loss_meter, state.rank)
-    for name, value in rng.capture(state.device).items():
-        yield NamedTensor(f"{prefix}/rng.{name}", value, state.rank)
