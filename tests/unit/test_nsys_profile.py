@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from ddp_hpc.train.recording import nsys_profile
-from ddp_hpc.train.recording.nsys_profile import NsysProfile
+from ddp_hpc.train.recording import step_profile
+from ddp_hpc.train.recording.step_profile import NsysProfile
 
 
 class Loop:
@@ -19,7 +19,7 @@ class Loop:
         self.calls: list[str] = []
         self.depth = 0
         self.notes: list[str] = []
-        monkeypatch.setattr(nsys_profile, "why_not_by_nsys", lambda _: "")
+        monkeypatch.setattr(step_profile, "why_not_by_nsys", lambda _: "")
         monkeypatch.setattr(torch.cuda.profiler, "start", lambda: self.calls.append(f"start at {self.done + 1}"))
         monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: self.calls.append(f"stop after {self.done}"))
         monkeypatch.setattr(torch.cuda.nvtx, "range_push", self._push)

@@ -1,4 +1,4 @@
-"""Records some steps of a rank with PyTorch's profiler, as a trace and as a table of operators.
+"""Has some steps of a rank recorded, each in a range with its phases: by PyTorch's profiler, or by Nsight Systems.
 
 It stands in the place of the phases' timer, which the loop calls anyway, so a run without a profile pays nothing for it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,11 +18,11 @@ from torch.autograd.profiler import profile as AnyProfiler  # noqa: N812  a clas
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_hpc.base.durable import make_directories, private_mode, replace_text
+from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.profile_notes import note_profile
 from ddp_hpc.run.spec.training import ProfileSpec
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.recording.nsys_profile import RESUMED_BEHIND, NsysProfile, ends_before
 from ddp_hpc.train.recording.phase_times import BEGIN_STEPS, PhaseTimes
 
 log = logging.getLogger(__name__)
@@ -53,17 +54,15 @@ def phase_timer(
     return StepProfile(spec.steps, trace, run.profile_table(attempt, rank), group.device, next_step, note=note)
 
 
-class StepProfile(PhaseTimes):
-    """Times the phases, and records them and all operators of the chosen steps.
+class ChosenSteps(PhaseTimes):
+    """Times the phases, and has the chosen steps recorded; a recorder that fails is left alone, and the training goes on."""
 
-    A profiler that fails is left alone, and the training goes on.
-    """
+    range: Callable[[str], Any]
+    """Makes the context manager of a step or a phase in the record."""
 
-    def __init__(  # noqa: PLR0913  where, when and what it records
+    def __init__(
         self,
         steps: tuple[int, int],
-        trace: Path,
-        table: Path,
         device: torch.device,
         next_step: Callable[[], int],
         *,
@@ -72,19 +71,24 @@ class StepProfile(PhaseTimes):
         """`note` is called with the reason where nothing is recorded."""
         super().__init__()
         self._first, self._last = steps
-        self._trace, self._table = trace, table
         self._device = device
         self._next_step = next_step
         self._note = note
-        self._why_not = ends_before(self._first)
-        self._profiler: Any = None
-        """While it records, or is about to."""
-        self._is_recording = False
+        self._why_not = f"the attempt ended before step {self._first}; set `profile.steps` to steps that the run takes"
         self._is_over = False
         self._step = self._began_at = 0
-        """The newest step that it records, and the first one: a run may resume among the chosen steps."""
+        """The newest step that is recorded, and the first one: a run may resume among the chosen steps."""
         self._ranges: list[Any] = []
         """The ranges of the step and of the phase, in this order, while it records."""
+
+    def prepare(self) -> None:
+        """Do before the first step that is recorded what takes time."""
+
+    def start(self) -> None:
+        """Begin to record."""
+
+    def stop(self) -> None:
+        """Write what has been recorded, or let go of what was prepared."""
 
     def enter(self, phase: str) -> None:
         """End the phase before, and begin this one, and whatever begins or ends with it."""
@@ -92,7 +96,8 @@ class StepProfile(PhaseTimes):
         if self._is_over:
             return
         step = self._next_step()
-        if self._is_recording and step > self._last:
+        if step > self._last:
+            self._why_not = "the attempt began behind these steps; set `profile.steps` to later ones"
             self.close()
         elif step >= self._first - 1:
             self._guarded(lambda: self._follow(step, phase))
@@ -104,33 +109,122 @@ class StepProfile(PhaseTimes):
             self._guarded(self._finish)
 
     def _follow(self, step: int, phase: str) -> None:
-        if step > self._last:  # the run has resumed behind these steps
+        self.prepare()
+        # An evaluation and a save come after their step, and belong to it, though the next one is counted already.
+        if step >= self._first and step != self._step and phase in BEGIN_STEPS:
+            if not self._began_at:
+                self.start()
+                self._began_at = step
+            self._leave(0)
+            self._step = step
+            self._begin(f"step {step}")
+        if self._began_at:
+            self._leave(1)
+            self._begin(phase)
+
+    def _finish(self) -> None:
+        if not self._began_at:
+            self._note(self._why_not)
+        self._leave(0)
+        self.stop()
+
+    def _begin(self, name: str) -> None:
+        one = self.range(name)
+        one.__enter__()
+        self._ranges.append(one)
+
+    def _leave(self, num_kept: int) -> None:
+        while len(self._ranges) > num_kept:
+            self._ranges.pop().__exit__(None, None, None)
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  the training matters more
             self._is_over = True
-            self._note(RESUMED_BEHIND)
-            return
+            self._ranges = []
+            self._note(f"{type(error).__name__}: {error}")
+            log.warning(
+                "the profile of steps %d to %d cannot be recorded: %s: %s. The training goes on without it.",
+                self._first,
+                self._last,
+                type(error).__name__,
+                error,
+            )
+
+
+class NsysProfile(ChosenSteps):
+    """Tells Nsight Systems, which has started this process (`under_nsys`), which steps to record."""
+
+    range = staticmethod(torch.cuda.nvtx.range)
+
+    def __init__(
+        self,
+        steps: tuple[int, int],
+        device: torch.device,
+        next_step: Callable[[], int],
+        *,
+        note: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        super().__init__(steps, device, next_step, note=note)
+        if why_not := why_not_by_nsys(device):
+            self._is_over = True
+            note(why_not)
+            log.warning("steps %d to %d are not recorded: %s. The training goes on without it.", *steps, why_not)
+
+    def start(self) -> None:
+        torch.cuda.profiler.start()
+
+    def stop(self) -> None:
+        if self._began_at:
+            torch.cuda.synchronize(self._device)  # else kernels that still run would be missing
+            torch.cuda.profiler.stop()
+            log.info("nsys has recorded steps %d to %d", self._began_at, self._step)
+
+
+def why_not_by_nsys(device: torch.device) -> str:
+    """Return why nsys records nothing of this rank, or an empty text."""
+    if shutil.which("nsys") is None:
+        return (
+            f"`profile.kind` is 'nsys', but there is no program 'nsys' on the PATH of {host_name()}. Have the job load it "
+            "(`slurm.modules`), or set PATH by `env.PATH`"
+        )
+    on_gpu = "nsys records from cudaProfilerStart on, which takes a GPU; use `profile.kind=torch`"
+    return "" if device.type == "cuda" else on_gpu
+
+
+class StepProfile(ChosenSteps):
+    """Records the chosen steps with PyTorch's profiler, as a trace and as a table of operators."""
+
+    range = record_function
+
+    def __init__(  # noqa: PLR0913  where, when and what it records
+        self,
+        steps: tuple[int, int],
+        trace: Path,
+        table: Path,
+        device: torch.device,
+        next_step: Callable[[], int],
+        *,
+        note: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        super().__init__(steps, device, next_step, note=note)
+        self._trace, self._table = trace, table
+        self._profiler: Any = None
+        """While it records, or is about to."""
+
+    def prepare(self) -> None:
+        # The step before the first one starts what PyTorch needs, which takes time and would stand in the trace.
         if self._profiler is None:
-            # The step before the first one starts what PyTorch needs, which takes time and would stand in the trace.
             _refuse_second_profiler()
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
             self._profiler = profile(activities=activities, record_shapes=True)
             self._profiler.prepare_trace()
             self._end_before_another()
-        if step < self._first:
-            return
-        if not self._is_recording:
-            if phase not in BEGIN_STEPS:  # after the last step of a training
-                return
-            _refuse_second_profiler()
-            self._profiler.start_trace()
-            self._is_recording = True
-        # An evaluation and a save come after their step, and belong to it, though the next one is counted already.
-        if step != self._step and phase in BEGIN_STEPS:
-            self._leave(0)
-            self._began_at = self._began_at or step
-            self._step = step
-            self._begin(f"step {step}")
-        self._leave(1)
-        self._begin(phase)
+
+    def start(self) -> None:
+        _refuse_second_profiler()
+        self._profiler.start_trace()
 
     def _end_before_another(self) -> None:
         """Have this profile end when another profiler of this process begins, as a recipe's own: PyTorch crashes with two."""
@@ -147,25 +241,11 @@ class StepProfile(PhaseTimes):
 
         AnyProfiler._prepare_trace = prepare_other  # type: ignore[method-assign]  # noqa: SLF001
 
-    def _begin(self, name: str) -> None:
-        one = record_function(name)
-        one.__enter__()
-        self._ranges.append(one)
-
-    def _leave(self, num_kept: int) -> None:
-        while len(self._ranges) > num_kept:
-            self._ranges.pop().__exit__(None, None, None)
-
-    def _finish(self) -> None:
+    def stop(self) -> None:
         profiler = self._profiler
-        if not self._is_recording:
-            self._note(self._why_not)
         if profiler is None:
             return
-        self._leave(0)
-        if (
-            not self._is_recording
-        ):  # the training ended before the first of these steps: what was prepared has to be undone
+        if not self._began_at:  # what was prepared has to be undone
             profiler.start_trace()
             profiler.stop_trace()
             return
@@ -189,21 +269,6 @@ class StepProfile(PhaseTimes):
         rows = averages.table(sort_by=by, row_limit=_MOST_ROWS, max_name_column_width=80)
         replace_text(self._table, f"steps {self._began_at} to {self._step}\n\n{rows}\n", durable=False)
         log.info("profile of steps %d to %d: %s", self._began_at, self._step, self._trace)
-
-    def _guarded(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001  the training matters more
-            self._is_over = True
-            self._ranges = []
-            self._note(f"{type(error).__name__}: {error}")
-            log.warning(
-                "the profile of steps %d to %d cannot be recorded: %s: %s. The training goes on without it.",
-                self._first,
-                self._last,
-                type(error).__name__,
-                error,
-            )
 
 
 def _refuse_second_profiler() -> None:
