@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from ddp_hpc.base.errors import RanksDifferError
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.differences import (
+    FINITE,
+    NOT_FINITE,
     Difference,
     Repetition,
     Sample,
@@ -62,9 +64,9 @@ class Replicas:
         wait_for_save: Callable[[], object] = lambda: None,
     ) -> None:
         """Compare at multiples of `every_steps`; None: never. `wait_for_save` returns when no save is being written any more."""
-        self._run = run
-        self._group = group
-        self._attempt = attempt
+        self.run = run
+        self.group = group
+        self.attempt = attempt
         self._every = every_steps
         self._wait_for_save = wait_for_save
         self.next_step = _NEVER if every_steps is None else 0
@@ -96,10 +98,10 @@ class Replicas:
         compared, left_out = training_state.tensors_to_compare(state)
         self._note_left_out(left_out)
         mine = digests.of_named(compared)
-        rank_info = self._group.rank_info
+        rank_info = self.group.rank_info
         slots = torch.zeros(rank_info.world_size, dtype=torch.int64)
         slots[rank_info.rank] = digests.as_number(digests.of_all(mine))
-        found = [digests.from_number(number) for number in self._group.sum(slots).tolist()]
+        found = [digests.from_number(number) for number in self.group.sum(slots).tolist()]
         if len(set(found)) > 1:
             self._end(step, found, mine, state)
         if rank_info.is_rank_zero:
@@ -109,16 +111,16 @@ class Replicas:
         """Find the steps after which an earlier attempt's ranks differed, the same on all ranks: they are compared again."""
         self._open = []
         steps: list[int] = []
-        if self._group.rank_info.is_rank_zero:
-            self._open = [one for one in read_differences(self._run) if one.is_open]
+        if self.group.rank_info.is_rank_zero:
+            self._open = [one for one in read_differences(self.run) if one.is_open]
             steps = sorted({one.step for one in self._open})
-        self._open_steps = self._group.broadcast_through_store("replicas/open", steps)
+        self._open_steps = self.group.broadcast_through_store("replicas/open", steps)
 
     # --- rank zero ---
 
     def _note_left_out(self, left_out: Mapping[str, str]) -> None:
         """Log once which tensors are not compared."""
-        if not self._group.rank_info.is_rank_zero:
+        if not self.group.rank_info.is_rank_zero:
             return
         new = {name: why for name, why in left_out.items() if name not in self._left_out}
         self._left_out.update(new)
@@ -129,33 +131,24 @@ class Replicas:
 
     def _agreed(self, step: int, digest: str, state: TrainingState) -> None:
         """Record the digest, and who was wrong where earlier attempts' ranks differed after this step."""
-        world_size = self._group.rank_info.world_size
+        world_size = self.group.rank_info.world_size
         with self._errors_logged():
-            record_digest(self._run, attempt=self._attempt, step=step, world_size=world_size, digest=digest)
+            record_digest(self.run, attempt=self.attempt, step=step, world_size=world_size, digest=digest)
             for one in [one for one in self._open or () if one.step == step]:
-                found = Repetition(
-                    attempt=self._attempt,
-                    digest=digest,
-                    values=_values_at(state, one.samples),
-                    not_comparable=not_comparable(
-                        self._run,
-                        one,
-                        attempt=self._attempt,
-                        world_size=world_size,
-                        processor=processor_of(state.device),
-                    ),
-                )
-                self._tell(by_repetition(one, found))
+                self._open = [other for other in self._open or () if other is not one]
+                self.conclude(one, digest, _values_at(state, one.samples))
 
-    def _tell(self, difference: Difference) -> None:
-        """Record what this attempt says of an earlier one's difference."""
-        self._open = [one for one in self._open or () if one.attempt != difference.attempt]
-        write_difference(self._run, difference)
+    def conclude(self, one: Difference, digest: str, values: Mapping[str, Sequence[float]]) -> None:
+        """Record what this attempt, which has computed the step again, says of an earlier one's difference."""
+        group, attempt = self.group, self.attempt
+        different = not_comparable(
+            self.run, one, attempt=attempt, world_size=group.rank_info.world_size, processor=processor_of(group.device)
+        )
+        found = Repetition(attempt=attempt, digest=digest, values=values, not_comparable=different)
+        concluded = by_repetition(one, found)
+        write_difference(self.run, concluded)
         log.warning(
-            "attempt %d ended because %s: %s. The training continues.",
-            difference.attempt,
-            difference.what,
-            difference.who,
+            "attempt %d ended because %s: %s. The training continues.", one.attempt, concluded.what, concluded.who
         )
 
     # --- a difference ---
@@ -165,7 +158,7 @@ class Replicas:
         self._wait_for_save()
         named = {item.name: item.tensor for item in training_state.tensors_of_all(state)}
         tensors = {name: [mine[name], [*one.shape], str(one.dtype)] for name, one in named.items()}
-        reports = self._group.gathered_by_rank_zero(
+        reports = self.group.gathered_by_rank_zero(
             {"host": host_name(), "processor": processor_of(state.device), "tensors": tensors}
         )
         names = digests.differing([one["tensors"] for one in reports])
@@ -173,10 +166,10 @@ class Replicas:
         sampled = [] if _unlike(names, reports) else names[:_MOST_SAMPLED]
         samples = [
             self._sample(name, named[name])
-            for name in self._group.broadcast_through_store(f"replicas/{step}/sampled", sampled)
+            for name in self.group.broadcast_through_store(f"replicas/{step}/sampled", sampled)
         ]
-        text = self._explain(step, found, reports, names, samples) if self._group.rank_info.is_rank_zero else None
-        raise RanksDifferError(self._group.last_word(f"replicas/{step}/message", text))
+        text = self._explain(step, found, reports, names, samples) if self.group.rank_info.is_rank_zero else None
+        raise RanksDifferError(self.group.last_word(f"replicas/{step}/message", text))
 
     def _sample(self, name: str, tensor: Tensor) -> Sample:
         """Return the first elements of a tensor that are not equal on all ranks; on rank zero, with the values of all."""
@@ -192,7 +185,7 @@ class Replicas:
             if len(places) >= _MOST_PLACES:
                 break
         places = places[:_MOST_PLACES]
-        values = self._group.gathered_by_rank_zero(_floats(flat, places))
+        values = self.group.gathered_by_rank_zero(_floats(flat, places))
         return Sample(tensor=name, places=tuple(places), values=tuple(map(tuple, values)))
 
     def _explain(
@@ -206,7 +199,7 @@ class Replicas:
         """Record the difference, and return the message of all ranks."""
         newest = by_vote(
             Difference(
-                attempt=self._attempt,
+                attempt=self.attempt,
                 step=step,
                 digests=tuple(found),
                 hosts=tuple(one["host"] for one in reports),
@@ -219,8 +212,8 @@ class Replicas:
             )
         )
         with self._errors_logged():
-            write_difference(self._run, newest)
-        return message_of(self._run, newest)
+            write_difference(self.run, newest)
+        return message_of(self.run, newest)
 
     @contextmanager
     def _errors_logged(self) -> Any:
@@ -232,6 +225,80 @@ class Replicas:
             if not self._is_losing:
                 log.warning("the state's digests cannot be recorded: %s. The training goes on without them.", error)
             self._is_losing = True
+
+
+class NonfiniteLosses:
+    """In which step the losses begin not to be finite, and on which ranks.
+
+    If only some ranks have such a loss, a wrong bit may be the cause, so another attempt computes the step again. All ranks have the
+    same weights, so one attempt alone does not show whether a processor or a sample was bad; one step later, all have weights that are
+    not finite, and equal digests. If the next attempt finds finite losses in that step, the ranks with the others were wrong. If it ends
+    in the same way, the training diverges.
+    """
+
+    def __init__(self, replicas: Replicas, state: TrainingState, *, tries_again: bool) -> None:
+        """`tries_again`: whether another attempt may follow."""
+        self._replicas = replicas
+        self._state = state
+        self._is_active = tries_again and replicas.group.rank_info.world_size > 1
+        self._began: tuple[int, bool] | None = None
+        """The first step of the row of bad ones, and whether this rank's loss was bad in it."""
+        self._open: list[Difference] | None = None
+        """On rank zero, earlier attempts whose losses no attempt has computed again."""
+
+    def note(self, step: int, *, is_mine: bool, is_finite: bool) -> None:
+        """Take note of a step's losses: whether this rank's was not finite, and whether those of all were."""
+        if not is_finite:
+            self._began = self._began or (step, is_mine)
+            return
+        self._began = None
+        if not (self._is_active and self._replicas.group.rank_info.is_rank_zero):
+            return
+        with suppress(OSError):  # what cannot be read or written now is concluded by a later attempt, or not at all
+            if self._open is None:
+                known = read_differences(self._replicas.run)
+                self._open = [one for one in known if one.of_loss and one.repeated_in is None]
+            for one in [one for one in self._open if one.step == step]:
+                self._open.remove(one)
+                self._replicas.conclude(one, FINITE, {})
+
+    def end(self) -> str:
+        """Return on which ranks the losses began not to be finite, as the end of a sentence; empty if on all.
+
+        All ranks call this before a training ends as diverged. Their weights may differ, or another attempt may have to compute the
+        step again: then they end with the same RanksDifferError.
+        """
+        run, group = self._replicas.run, self._replicas.group
+        self._replicas.compare(self._state)
+        if not self._is_active or self._began is None:
+            return ""
+        step, is_mine = self._began
+        own = {"bad": is_mine, "host": host_name(), "processor": processor_of(group.device)}
+        found = group.gathered_by_rank_zero(own)
+        answer = ["", ""]
+        if found and not all(one["bad"] for one in found):
+            now = Difference(
+                attempt=self._replicas.attempt,
+                step=step,
+                digests=tuple(NOT_FINITE if one["bad"] else FINITE for one in found),
+                hosts=tuple(one["host"] for one in found),
+                processors=tuple(one["processor"] for one in found),
+                tensors=("the loss",),
+                num_tensors=1,
+                at=time.time(),
+                of_loss=True,
+            )
+            # Once since the newest checkpoint: an earlier attempt may have ended so, and no rank was proved wrong.
+            newest = max(checkpoint_names.committed_steps(run), default=0)
+            before = [one for one in read_differences(run) if one.of_loss and one.step > newest and not one.odd_ranks]
+            answer = [f", first {now.where_not_finite}", "" if before else message_of(run, now)]
+            if not before:
+                with suppress(OSError):  # then no later attempt can tell who was wrong
+                    write_difference(run, now)
+        first, message = group.broadcast_through_store("lone-losses", answer)
+        if message:
+            raise RanksDifferError(group.last_word("lone-losses/end", message))
+        return str(first)
 
 
 def message_of(run: RunDir, difference: Difference) -> str:

@@ -23,18 +23,19 @@ from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.engine import divergence
 from ddp_hpc.train.engine.divergence import LossWatch
-from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.optimizer import trained_parameters
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.replicas import NonfiniteLosses, Replicas
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.checkpoint import Checkpointer
 from tests.distributed.processes import in_group
 from tests.distributed.whole_runs import Workplace
 from tests.strange.one_process import trained
 from tests.strange.walks import Case, begin, close
+from tests.unit.made_state import make_state
 
 EXPLODING = """
 import torch
@@ -42,7 +43,6 @@ from torch.utils.data import TensorDataset
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.optimizer import trained_parameters
-from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.training import Training
 
 
@@ -428,8 +428,9 @@ def test_all_ranks_end_with_the_same_words_though_one_alone_saw_it(tmp_path: Pat
 
     def look(group: Group) -> tuple[str, bool]:
         run = RunDir(tmp_path / "run")
-        lone = LoneLosses(run, group, attempt=0, tries_again=False, compare=lambda: None)
-        watch = LossWatch(run, group, made_checkpointer(run, group), policy="stop", lone=lone)
+        replicas = Replicas(run, group, attempt=0, every_steps=None)
+        nonfinite = NonfiniteLosses(replicas, make_state(), tries_again=False)
+        watch = LossWatch(run, group, made_checkpointer(run, group), policy="stop", nonfinite=nonfinite)
         for step in range(10, 20):
             bad = group.rank_info.rank == 1 and step >= 12
             watch.note(step, torch.tensor(float("nan") if bad else 1.0))

@@ -16,11 +16,11 @@ from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import OnNonfinite
 from ddp_hpc.train.engine.kept_values import NotKeptError
-from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.optimizer import can_skip, of_closure, trained_parameters
 from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
 from ddp_hpc.train.engine.traces import Kept, Place, kept, places, restore, restore_where
 from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.replicas import NonfiniteLosses
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class LossWatch:
         checkpointer: Checkpoints,
         *,
         policy: OnNonfinite,
-        lone: LoneLosses,
+        nonfinite: NonfiniteLosses,
     ) -> None:
         self._run = run
         self._group = group
@@ -68,7 +68,7 @@ class LossWatch:
         self._steps: list[int] = []
         self._losses: list[Tensor] = []
         self._num_in_a_row = 0
-        self._lone = lone
+        self._nonfinite = nonfinite
         if self._limit is not None:
             checkpointer.newest_losses = self._newest
 
@@ -99,7 +99,7 @@ class LossWatch:
         *num_bad, is_refused = self._group.sum(votes).tolist()
         self._steps, self._losses = [], []
         for step, count in enumerate(num_bad, first):
-            self._lone.note(step, is_mine=bool(own[step - first]), is_finite=not count)
+            self._nonfinite.note(step, is_mine=bool(own[step - first]), is_finite=not count)
             self._num_in_a_row = self._num_in_a_row + 1 if count else 0
             if self._num_in_a_row == self._limit:
                 self._end(f"the loss is not finite since step {step - self._limit + 1}")
@@ -110,7 +110,7 @@ class LossWatch:
 
     def _end(self, what: str) -> None:
         self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
-        what += self._lone.end()
+        what += self._nonfinite.end()
         text = diverged(self._run, what) if self._group.rank_info.is_rank_zero else None
         raise DivergedError(self._group.last_word("diverged", text))
 

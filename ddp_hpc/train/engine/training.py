@@ -25,7 +25,6 @@ from ddp_hpc.train.engine import modes
 from ddp_hpc.train.engine.compiled import CompiledPasses, PlainPasses, compile_model
 from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.evaluate import Evaluator
-from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.lr_schedule import lr_factor
 from ddp_hpc.train.engine.optimizer import begin_momentum, build_optimizer, refuse_closure, trained_parameters
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
@@ -37,7 +36,7 @@ from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.recording.step_numbers import StepNumbers
 from ddp_hpc.train.recording.step_profile import phase_timer
 from ddp_hpc.train.recording.timeline import AttemptWorld, Timeline
-from ddp_hpc.train.replicas import Replicas
+from ddp_hpc.train.replicas import NonfiniteLosses, Replicas
 from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
@@ -183,7 +182,10 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     recorder, save_plan = _recording(rank, order, total_steps)
     checkpointer = _checkpointer(rank, recorder, save_plan)
     checkpointer.check(state)
-    replicas, lone_losses = _comparing(rank, checkpointer)
+    every_steps = spec.integrity.every_steps
+    replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
+    tries_again = on_nonfinite == "stop" and every_steps is not None
+    nonfinite = NonfiniteLosses(replicas, state, tries_again=tries_again)
     trained = set(trained_parameters(optimizer))
     return Training(
         spec=spec,
@@ -199,8 +201,8 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         untrained=[parameter for parameter in bare.parameters() if parameter not in trained],
         stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt), news=save_plan),
         checkpointer=checkpointer,
-        losses=LossWatch(run, group, checkpointer, policy=on_nonfinite, lone=lone_losses),
-        guard=UpdateGuard(run, bare, checkpointer, is_active=on_nonfinite == "skip", before_end=lone_losses.end),
+        losses=LossWatch(run, group, checkpointer, policy=on_nonfinite, nonfinite=nonfinite),
+        guard=UpdateGuard(run, bare, checkpointer, is_active=on_nonfinite == "skip", before_end=nonfinite.end),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=rank.watchdog.feed),
         recorder=recorder,
         passes=CompiledPasses(order, group.rank_info.rank) if spec.train.compile else PlainPasses(),
@@ -262,21 +264,6 @@ def _checkpointer(rank: _Rank, recorder: RunRecorder, save_plan: SavePlan) -> Ch
         on_buffers=recorder.buffers_made,
         is_stop_asked=partial(rank.stop.is_set, look_at_file=rank.group.rank_info.is_rank_zero),
     )
-
-
-def _comparing(rank: _Rank, checkpointer: Checkpointer) -> tuple[Replicas, LoneLosses]:
-    """Return what compares the ranks' weights, and what does it after a loss that is not finite."""
-    spec, run, group, attempt = rank.spec, rank.run, rank.group, rank.attempt
-    every_steps = spec.integrity.every_steps
-    replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
-    lone_losses = LoneLosses(
-        run,
-        group,
-        attempt=attempt,
-        tries_again=spec.train.on_nonfinite == "stop" and every_steps is not None,
-        compare=partial(replicas.compare, rank.state),
-    )
-    return replicas, lone_losses
 
 
 def _auto_interval(
