@@ -309,4 +309,5 @@ def _report(run: RunDir, attempt: int, failure: WorkerFailure, training: Trainin
     log.error("%s", failure.exception if failure.is_plain else failure.traceback)
     write_failure(run.rank_error(attempt, failure.rank), failure)
     if training:
+        training.recorder.progress(training.state.position, now=True)
         training.recorder.close("failed")

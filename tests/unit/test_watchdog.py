@@ -212,11 +212,11 @@ import os, sys, time
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train import worker
 
-def recipe(spec):
+def recipe(target, args):
     time.sleep(4.0)
     raise ConfigError("it is built")
 
-worker._recipe = recipe
+worker.build_recipe = recipe
 environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0",
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 os._exit(worker.main(sys.argv[1], environ, attempt=0))

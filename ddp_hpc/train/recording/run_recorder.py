@@ -195,8 +195,8 @@ class RunRecorder:
             self._saved_at = manifest.stat().st_mtime
 
     def progress(self, position: Position, *, now: bool = False) -> None:
-        """Replace progress.json, at most about once a second. The loop also calls this after its first step."""
-        if not self._is_writer:
+        """Replace progress.json, at most about once a second; nothing before `open`. The loop also calls this after its first step."""
+        if not self._is_writer or not self._written_at:
             return
         if self._measured_at is None:
             self._measure_rate(position)
