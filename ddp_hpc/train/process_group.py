@@ -155,6 +155,13 @@ class Group:
         dist.gather(padded, into)
         return [json.loads(one.numpy().tobytes()) for one in into or ()]
 
+    def numbers_of_all(self, own: int) -> list[int]:
+        """Return the number of each rank, by rank; it has at most 64 bits."""
+        slots = torch.zeros(self.rank_info.world_size, dtype=torch.int64)
+        slots[self.rank_info.rank] = own
+        numbers: list[int] = self.sum(slots).tolist()
+        return numbers
+
     def last_word(self, key: str, text: str | None) -> str:
         """Return rank zero's text on every rank, when all have it: rank zero serves the store, so it must not leave before."""
         told = str(self.broadcast_through_store(key, text))

@@ -99,9 +99,8 @@ class Replicas:
         self._note_left_out(left_out)
         mine = digests.of_named(compared)
         rank_info = self.group.rank_info
-        slots = torch.zeros(rank_info.world_size, dtype=torch.int64)
-        slots[rank_info.rank] = digests.as_number(digests.of_all(mine))
-        found = [digests.from_number(number) for number in self.group.sum(slots).tolist()]
+        numbers = self.group.numbers_of_all(digests.as_number(digests.of_all(mine)))
+        found = [digests.from_number(number) for number in numbers]
         if len(set(found)) > 1:
             self._end(step, found, mine, state)
         if rank_info.is_rank_zero:

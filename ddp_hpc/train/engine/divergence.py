@@ -18,7 +18,7 @@ from ddp_hpc.run.spec import OnNonfinite
 from ddp_hpc.train.engine.kept_values import NotKeptError
 from ddp_hpc.train.engine.optimizer import can_skip, of_closure, trained_parameters
 from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
-from ddp_hpc.train.engine.traces import Kept, Place, kept, places, restore, restore_where
+from ddp_hpc.train.engine.traces import Copied, Place, copy_places, places, restore, restore_where
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.replicas import NonfiniteLosses
 
@@ -159,7 +159,7 @@ class UpdateGuard:
         self._model = model
         self.is_active = is_active
         self._places: list[Place] | None = None
-        self._kept: list[Kept] = []
+        self._copies: list[Copied] = []
         self._attributes: dict[str, _Trace] = {}
         self._keeps_attributes = True
         self._not_kept = ""
@@ -178,9 +178,9 @@ class UpdateGuard:
             self._attributes = _attributes(self._model)
             weights = [*self._model.parameters()]
             copies_on = room_for_copies(weights, weights[0].device) if weights else None
-            self._kept = kept(places(self._model, with_parameters=True), copies_on=copies_on)
+            self._copies = copy_places(places(self._model, with_parameters=True), copies_on=copies_on)
         else:
-            self._kept = kept(self._places)
+            self._copies = copy_places(self._places)
         if self._keeps_attributes:
             try:
                 self._restores = to_keep(self._model, ()).restores()
@@ -209,7 +209,7 @@ class UpdateGuard:
 
     def put_back_if(self, is_bad: Tensor, optimizer: torch.optim.Optimizer) -> bool | None:
         """Put back what the forward has changed if `is_bad` is not 0; return whether it is, None where the host does not know."""
-        found, restores, self._kept, self._restores = self._kept, self._restores, [], ()
+        found, restores, self._copies, self._restores = self._copies, self._restores, [], ()
         waits = self.why_waits or not all(one.can_be_chosen(is_bad.device) for one in found)
         if self._places is None:
             self._learn(optimizer, found)
@@ -223,13 +223,17 @@ class UpdateGuard:
             put_back()
         return True
 
-    def _learn(self, optimizer: torch.optim.Optimizer, found: Sequence[Kept]) -> None:
+    def _learn(self, optimizer: torch.optim.Optimizer, found: Sequence[Copied]) -> None:
         """See in the first step what the forward changes: besides the buffers, perhaps parameters, or attributes of modules."""
         self._places = [
             (one.module, one.name) for one in found if not isinstance(one.tensor, nn.Parameter) or one.is_changed()
         ]
         changed = [key for key, one in _attributes(self._model).items() if one.differs(self._attributes.get(key))]
-        self.why_waits = _why_waits(optimizer, changed)
+        self.why_waits = ""
+        if changed:
+            self.why_waits = f"the forward changes `{changed[0]}`, which is neither a buffer nor a parameter"
+        elif not can_skip(optimizer):
+            self.why_waits = f"the optimizer ({type(optimizer).__name__}) has no fused kernels that leave an update out"
         if self.why_waits and any(one.is_cuda for one in self._model.parameters()):
             log.info("`train.on_nonfinite=skip` waits for the device in each step: %s", self.why_waits)
         if changed and self._not_kept:
@@ -289,30 +293,20 @@ class _Trace(NamedTuple):
 
 def _attributes(model: nn.Module) -> dict[str, _Trace]:
     """Return what a module's forward may change besides buffers and parameters: its own attributes, and what is in containers."""
-    return {
-        f"{name}.{key}".lstrip("."): _trace(value)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if key not in _OF_MODULES
-    }
-
-
-def _trace(value: object) -> _Trace:
-    if isinstance(value, Tensor):
-        return _Trace(value, (), [value._version])  # noqa: SLF001
-    parts = [*value, *(value.values() if isinstance(value, dict) else ())] if isinstance(value, _CONTAINERS) else []
-    return _Trace(value, parts, [*map(id, parts)])
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _OF_MODULES:
+                continue
+            parts = (
+                [*value, *(value.values() if isinstance(value, dict) else ())] if isinstance(value, _CONTAINERS) else []
+            )
+            signs = [value._version] if isinstance(value, Tensor) else [*map(id, parts)]  # noqa: SLF001
+            found[f"{name}.{key}".lstrip(".")] = _Trace(value, parts, signs)
+    return found
 
 
 _CONTAINERS = (list, dict, set, deque)
-
-
-def _why_waits(optimizer: torch.optim.Optimizer, changed: Sequence[str]) -> str:
-    if changed:
-        return f"the forward changes `{changed[0]}`, which is neither a buffer nor a parameter"
-    if not can_skip(optimizer):
-        return f"the optimizer ({type(optimizer).__name__}) has no fused kernels that leave an update out"
-    return ""
 
 
 def _not_finite(optimizer: torch.optim.Optimizer) -> Tensor:

@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
@@ -94,25 +94,15 @@ def _memory(value: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]] | Non
     return value.data_ptr(), tuple(value.shape), value.stride()
 
 
-def _array(value: np.ndarray[Any, Any]) -> Restore:
-    copied = value.copy()
+def _content(value: Any) -> Restore:
+    """Keep what an array or a bytearray holds, or the state of a generator."""
+    if isinstance(value, GENERATORS):
+        state = state_of(value)
+        return lambda: set_state(value, state)
+    copied, whole = value.copy(), slice(None) if isinstance(value, bytearray) else ...
 
     def restore() -> None:
-        value[...] = copied
-
-    return restore
-
-
-def _generator(value: Any) -> Restore:
-    state = state_of(value)
-    return lambda: set_state(value, state)
-
-
-def _bytes(value: bytearray) -> Restore:
-    content = bytes(value)
-
-    def restore() -> None:
-        value[:] = content
+        value[whole] = copied
 
     return restore
 
@@ -158,57 +148,36 @@ def _nothing(value: Any) -> Restore:
 # --- what is in a value ----------------------------------------------------------------------------------------------
 
 
-def _in_sequence(value: Iterable[Any]) -> Children:
-    return ((f"[{number}]", one) for number, one in enumerate(value))
+def _children(value: Any, keep: Keep) -> Children:
+    for name in _PARTS.get(type(value), ()):
+        yield f".{name}", getattr(value, name)
+    if isinstance(value, dict):
+        for key, one in value.items():
+            name = repr(key) if type(key) in (str, int) else "..."
+            yield f" key {name}", key
+            yield f"[{name}]", one
+    elif isinstance(value, (list, set, deque, tuple, frozenset)):
+        yield from ((f"[{number}]", one) for number, one in enumerate(value))
+    elif isinstance(value, weakref.ref):
+        yield "()", value()
+    elif keep is _attributes or isinstance(value, Tensor):
+        yield from ((f".{key}", one) for key, one in vars(value).items())
 
 
-def _in_dict(value: dict[Any, Any]) -> Children:
-    for key, one in value.items():
-        name = repr(key) if type(key) in (str, int) else "..."
-        yield f" key {name}", key
-        yield f"[{name}]", one
-
-
-def _in_default(value: defaultdict[Any, Any]) -> Children:
-    yield ".default_factory", value.default_factory
-    yield from _in_dict(value)
-
-
-def _in_object(value: Any) -> Children:
-    return ((f".{key}", one) for key, one in vars(value).items())
-
-
-def _in_partial(value: functools.partial[Any]) -> Children:
-    yield from [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
-    yield from _in_object(value)
-
-
-def _of_method(value: Any) -> Children:
-    yield ".__self__", value.__self__
-
-
-def _referred(value: weakref.ref[Any]) -> Children:
-    yield "()", value()
-
-
-def _none(value: Any) -> Children:
-    del value
-    return ()
-
-
-_TYPES: dict[type, tuple[Keep, Callable[[Any], Children]]] = {
-    **dict.fromkeys((dict, OrderedDict, Counter), (refilled, _in_dict)),
-    **dict.fromkeys((list, set, deque), (refilled, _in_sequence)),
-    **dict.fromkeys((tuple, frozenset), (_nothing, _in_sequence)),
-    **dict.fromkeys(GENERATORS, (_generator, _none)),
-    **dict.fromkeys((types.MethodType, types.BuiltinMethodType, types.MethodWrapperType), (_nothing, _of_method)),
-    defaultdict: (refilled, _in_default),
-    bytearray: (_bytes, _none),
-    types.SimpleNamespace: (_attributes, _in_object),
-    functools.partial: (_attributes, _in_partial),
-    weakref.ref: (_nothing, _referred),
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_PARTS: dict[type, Sequence[str]] = {
+    **dict.fromkeys(_METHODS, ("__self__",)),
+    defaultdict: ("default_factory",),
+    functools.partial: ("func", "args", "keywords"),
 }
-"""By its exact type: how a value is put back, and what is in it."""
+"""By its exact type: attributes of a value that `vars` does not have."""
+_TYPES: dict[type, Keep] = {
+    **dict.fromkeys((dict, OrderedDict, Counter, defaultdict, list, set, deque), refilled),
+    **dict.fromkeys((tuple, frozenset, weakref.ref, *_METHODS), _nothing),
+    **dict.fromkeys((bytearray, *GENERATORS), _content),
+    **dict.fromkeys((types.SimpleNamespace, functools.partial), _attributes),
+}
+"""By its exact type: how a value is put back."""
 
 _CONSTANT = frozenset({
     *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, object),
@@ -266,7 +235,7 @@ class ToKeep:
         if self._num_values > MOST_VALUES or is_constant(kind) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        keep, children = self._how(value, kind, place)
+        keep = self._how(value, kind, place)
         if keep is not _nothing:
             self._found.append((keep, value))
         if depth == _DEEPEST:
@@ -275,26 +244,24 @@ class ToKeep:
         if _is_flat(value, kind):
             self._has_counted(len(value) // _FLAT, place)
             return
-        for name, one in children(value):
+        for name, one in _children(value, keep):
             if not self._has_counted(1, place):
                 return
             self.add(one, place + name, depth + 1)
 
-    def _how(self, value: Any, kind: type, place: str) -> tuple[Keep, Callable[[Any], Children]]:
+    def _how(self, value: Any, kind: type, place: str) -> Keep:
         if kind in _TYPES:
             return _TYPES[kind]
         if issubclass(kind, tuple) and not hasattr(value, "__dict__"):
-            return _nothing, _in_sequence
+            return _nothing
         if kind in (Tensor, nn.Parameter):
-            is_kept = self._has_room(value.numel() * value.element_size(), place)
-            return kept_tensor if is_kept else _nothing, _in_object
+            return kept_tensor if self._has_room(value.numel() * value.element_size(), place) else _nothing
         if kind is np.ndarray and not value.dtype.hasobject:
-            is_kept = value.flags.writeable and self._has_room(value.nbytes, place)
-            return _array if is_kept else _nothing, _none
+            return _content if value.flags.writeable and self._has_room(value.nbytes, place) else _nothing
         if _is_plain(kind):
-            return _attributes, _in_object
+            return _attributes
         self._refuse(f"`{place}` is of the type {kind.__name__}")
-        return _nothing, _none
+        return _nothing
 
     def _refuse(self, what: str) -> None:
         if self._refused is None:
@@ -339,9 +306,7 @@ class _Plain:
 
 def _is_plain(kind: type) -> bool:
     """Tell whether objects of a class are no more than their attributes."""
-    has_slots = any({*_names(one.__dict__.get("__slots__", ()))} - {"__dict__", "__weakref__"} for one in kind.__mro__)
+    slots = [one.__dict__.get("__slots__", ()) for one in kind.__mro__]
+    names = {name for some in slots for name in ([some] if isinstance(some, str) else some)}
+    has_slots = bool(names - {"__dict__", "__weakref__"})
     return bool(kind.__dictoffset__) and not has_slots and kind.__basicsize__ <= _Plain.__basicsize__
-
-
-def _names(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots

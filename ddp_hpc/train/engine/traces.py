@@ -1,4 +1,4 @@
-"""Restores the tensors of a model after a pass that is not to count: the same tensor objects, with their old values."""
+"""Restores the tensors of a model after a pass whose update is skipped: the same tensor objects, with their old values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Place = tuple[nn.Module, str]
 """A module, and the name of a buffer or parameter of it."""
 
 
-class Kept(NamedTuple):
+class Copied(NamedTuple):
     """A buffer or parameter of a module, and a copy of its value; both are None for a buffer without a value."""
 
     module: nn.Module
@@ -39,16 +39,9 @@ class Kept(NamedTuple):
         now, before = self.now(), self.before
         if now is None or before is None:
             return now is before
-        is_alike = (now.shape, now.dtype, now.device, now.layout) == (
-            before.shape,
-            before.dtype,
-            before.device,
-            before.layout,
-        )
-        is_plain = (
-            now.device == device and now.layout == torch.strided and now.is_contiguous()
-        )  # one that is expanded has one number in many places
-        return is_alike and is_plain
+        kinds = [(one.shape, one.dtype, one.device, one.layout) for one in (now, before)]
+        # One that is expanded has one number in many places.
+        return kinds[0] == kinds[1] and kinds[0][2:] == (device, torch.strided) and now.is_contiguous()
 
 
 def places(model: nn.Module, *, with_parameters: bool) -> Iterator[Place]:
@@ -59,20 +52,20 @@ def places(model: nn.Module, *, with_parameters: bool) -> Iterator[Place]:
             yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
 
 
-def kept(found: Iterable[Place], *, copies_on: torch.device | None = None) -> list[Kept]:
+def copy_places(found: Iterable[Place], *, copies_on: torch.device | None = None) -> list[Copied]:
     """Copy what is at these places, to another device if one is named."""
-    return [_kept(module, name, getattr(module, name), copies_on) for module, name in found]
-
-
-def _kept(module: nn.Module, name: str, tensor: Tensor | None, copies_on: torch.device | None) -> Kept:
-    if tensor is None:
-        return Kept(module, name, None, None, 0)
-    before = tensor.detach().clone() if copies_on is None else tensor.detach().to(copies_on, copy=True)
-    return Kept(module, name, tensor, before, tensor._version)  # noqa: SLF001
+    copies = []
+    for module, name in found:
+        tensor = getattr(module, name)
+        before = None if tensor is None else tensor.detach()
+        if before is not None:
+            before = before.clone() if copies_on is None else before.to(copies_on, copy=True)
+        copies.append(Copied(module, name, tensor, before, 0 if tensor is None else tensor._version))  # noqa: SLF001
+    return copies
 
 
 @torch.no_grad()
-def restore(found: list[Kept]) -> None:
+def restore(found: list[Copied]) -> None:
     """Put back what was copied."""
     for module, name, tensor, before, _ in found:
         held = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers  # noqa: SLF001  its own `__setattr__` may refuse
@@ -82,7 +75,7 @@ def restore(found: list[Kept]) -> None:
 
 
 @torch.no_grad()
-def restore_where(found: list[Kept], is_wrong: Tensor) -> None:
+def restore_where(found: list[Copied], is_wrong: Tensor) -> None:
     """Put back what was copied if a tensor on the device is true; the host does not wait to know."""
     for one in found:
         now = one.now()

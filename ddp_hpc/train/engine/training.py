@@ -35,7 +35,7 @@ from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.recording.step_numbers import StepNumbers
 from ddp_hpc.train.recording.step_profile import phase_timer
-from ddp_hpc.train.recording.timeline import AttemptWorld, Timeline
+from ddp_hpc.train.recording.timeline import Timeline
 from ddp_hpc.train.replicas import NonfiniteLosses, Replicas
 from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
@@ -178,7 +178,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     state = _initial_state(spec, recipe, group, order, precision)
     bare, optimizer, on_nonfinite = state.model, state.optimizer, spec.train.on_nonfinite
     phases = phase_timer(spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1)
-    rank = _Rank(spec, recipe, run, group, attempt, stop, watchdog or Watchdog(None), precision, state, phases)
+    rank = _Rank(spec, run, group, attempt, stop, watchdog or Watchdog(None), phases)
     recorder, save_plan = _recording(rank, order, total_steps)
     checkpointer = _checkpointer(rank, recorder, save_plan)
     checkpointer.check(state)
@@ -221,14 +221,11 @@ class _Rank:
     """What a rank is given, and what it computes with: several parts of a training are made of most of it."""
 
     spec: RunSpec
-    recipe: Recipe
     run: RunDir
     group: Group
     attempt: int
     stop: StopFlag
     watchdog: Watchdog
-    precision: Precision
-    state: TrainingState
     phases: PhaseTimes
 
 
@@ -237,7 +234,8 @@ def _recording(rank: _Rank, order: SampleOrder, total_steps: int) -> tuple[RunRe
     spec, run, group = rank.spec, rank.run, rank.group
     world_size, is_rank_zero = group.rank_info.world_size, group.rank_info.is_rank_zero
     num_gpus = world_size if group.device.type == "cuda" else 0
-    timeline = Timeline(run, rank.attempt, AttemptWorld(world_size, num_gpus), rank.phases) if is_rank_zero else None
+    workers = {"world_size": world_size, "num_gpus": num_gpus}
+    timeline = Timeline(run, rank.attempt, workers, rank.phases) if is_rank_zero else None
     recorder = RunRecorder(
         run,
         spec,

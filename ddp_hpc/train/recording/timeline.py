@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Any
 
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -19,23 +19,21 @@ SHARE = 0.01
 """That time grows with the attempt, to this share of its age, so that a week has about 1,200 lines of 250 bytes."""
 
 
-@dataclass(frozen=True)
-class AttemptWorld:
-    """The workers of an attempt."""
-
-    size: int
-    num_gpus: int
-
-
 class Timeline:
     """The notes of one attempt. A note that the disk refuses is left out: the training goes on."""
 
     def __init__(
-        self, run: RunDir, attempt: int, world: AttemptWorld, phases: PhaseTimes, clock: Callable[[], float] = time.time
+        self,
+        run: RunDir,
+        attempt: int,
+        workers: Mapping[str, int],
+        phases: PhaseTimes,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`workers` are `world_size` and `num_gpus`."""
         self._run = run
         self._attempt = attempt
-        self._world = world
+        self._workers = workers
         self._phases = phases
         self._before: Mapping[str, float] = {}
         self._clock = clock
@@ -49,16 +47,7 @@ class Timeline:
         with suppress(OSError):
             with open_private(self._run.timeline, "ab") as file:
                 self._fd = os.dup(file.fileno())
-            self._write(
-                Mark(
-                    kind="begin",
-                    attempt=self._attempt,
-                    at=self._began_at,
-                    step=step,
-                    world_size=self._world.size,
-                    num_gpus=self._world.num_gpus,
-                )
-            )
+            self._note("begin", step, self._began_at, **self._workers)
 
     def look(self, step: int, *, now: bool = False) -> None:
         """Note the time in each phase, if it was not noted recently, or `now`."""
@@ -68,23 +57,19 @@ class Timeline:
         self._looked_at = at
         so_far = self._phases.so_far()
         seconds = {name: round(one - self._before.get(name, 0.0), 4) for name, one in so_far.seconds.items()}
-        self._write(
-            Mark(kind="phases", attempt=self._attempt, at=at, step=step, num_steps=so_far.num_steps, phases=seconds)
-        )
+        self._note("phases", step, at, num_steps=so_far.num_steps, phases=seconds)
 
     def saved(self, step: int, *, seconds: float) -> None:
         """Note a committed checkpoint; the checkpoint writer's thread calls this."""
-        self._write(Mark(kind="save", attempt=self._attempt, at=self._clock(), step=step, seconds=round(seconds, 4)))
+        self._note("save", step, self._clock(), seconds=round(seconds, 4))
 
     def evaluated(self, step: int, *, seconds: float) -> None:
         """Note an evaluation that has just ended."""
-        self._write(
-            Mark(kind="evaluation", attempt=self._attempt, at=self._clock(), step=step, seconds=round(seconds, 4))
-        )
+        self._note("evaluation", step, self._clock(), seconds=round(seconds, 4))
 
     def planned(self, step: int, interval: Mapping[str, float]) -> None:
         """Note a new interval between checkpoints, and the numbers that it was chosen by."""
-        self._write(Mark(kind="interval", attempt=self._attempt, at=self._clock(), step=step, interval=interval))
+        self._note("interval", step, self._clock(), interval=interval)
 
     def close(self) -> None:
         """Note no more."""
@@ -92,9 +77,9 @@ class Timeline:
             os.close(self._fd)
             self._fd = None
 
-    def _write(self, mark: Mark) -> None:
+    def _note(self, kind: Any, step: int, at: float, **more: Any) -> None:
         if self._fd is not None:
             # One write(2) with O_APPEND: two threads never mix their lines. The line break before it ends what a killed writer
             # may have left incomplete.
             with suppress(OSError):
-                os.write(self._fd, b"\n" + encode(mark))
+                os.write(self._fd, b"\n" + encode(Mark(kind=kind, attempt=self._attempt, at=at, step=step, **more)))

@@ -168,9 +168,7 @@ class Checkpointer:
         if rank_info.world_size == 1:
             return
         mine = round_trip.of_all_ranks(state)
-        slots = torch.zeros(rank_info.world_size, dtype=torch.int64)
-        slots[rank_info.rank] = digests.as_number(digests.of_all(mine))
-        if len(set(self._group.sum(slots).tolist())) == 1:
+        if len({*self._group.numbers_of_all(digests.as_number(digests.of_all(mine)))}) == 1:
             return
         reports = self._group.gathered_by_rank_zero(mine)
         text = round_trip.why_ranks_differ(reports) if rank_info.is_rank_zero else None
