@@ -169,27 +169,36 @@ class Group:
         return told
 
     def barrier_through_store(
-        self, key: str, *, on_heartbeat: Callable[[], object] = lambda: None, silence_s: float | None = None
-    ) -> None:
-        """Wait until every rank has called this with the same key.
+        self,
+        key: str,
+        own: Any = None,
+        *,
+        on_heartbeat: Callable[[], object] = lambda: None,
+        silence_s: float | None = None,
+    ) -> list[Any]:
+        """Wait until every rank has called this with the same key; return what all of them pass as JSON, by rank.
 
         It waits while the missing ranks send heartbeats for `barrier_key(key)`; without a heartbeat, for `silence_s` (default:
         the store's own).
         """
         if not self.rank_info.is_rank_zero:
-            self.store.set(self.barrier_key(key), "")
-            self.store.get(key, on_heartbeat=on_heartbeat, silence_s=silence_s)
-            return
+            self.store.set(self.barrier_key(key), json.dumps(own))
+            found: list[Any] = json.loads(self.store.get(key, on_heartbeat=on_heartbeat, silence_s=silence_s))
+            return found
 
         # Rank zero waits for the others one after the other. Those that have arrived wait for rank zero alone, so it
         # passes the heartbeats of the missing ranks on to them.
         def pass_heartbeat_on() -> None:
-            on_heartbeat()
             self.store.heartbeat(key)
+            on_heartbeat()
 
-        for rank in range(1, self.rank_info.world_size):
+        others = [
             self.store.get(f"{key}/{rank}", on_heartbeat=pass_heartbeat_on, silence_s=silence_s)
-        self.store.set(key, "")
+            for rank in range(1, self.rank_info.world_size)
+        ]
+        found = [own, *map(json.loads, others)]
+        self.store.set(key, json.dumps(found))
+        return found
 
     def barrier_key(self, key: str) -> str:
         """Return the key that this rank sets when it arrives, and sends heartbeats for until then."""

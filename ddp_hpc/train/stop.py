@@ -27,6 +27,7 @@ from ddp_hpc.base.errors import FencedError, StopAskedError
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.processes import STOP_SIGNALS, unblock_signals
 from ddp_hpc.train.process_group import Group, RankInfo
+from ddp_hpc.train.save_plan import SavePlan
 
 CONSENSUS_INTERVAL_S = 0.5
 _EARLY_INTERVAL_S = 1.0
@@ -148,16 +149,6 @@ class Ranks(Protocol):
         """Add up a tensor over the ranks, in place, and return it."""
 
 
-class News(Protocol):
-    """What rank zero tells all ranks when they exchange their flags: a number, so that it costs no exchange of its own."""
-
-    def to_announce(self, step: int, /) -> int:
-        """Return rank zero's number after `step`."""
-
-    def announced(self, number: int, /) -> None:
-        """Take rank zero's number over; called on all ranks, rank zero included."""
-
-
 class StopConsensus:
     """Decides at which steps the ranks exchange their flags, and whether all of them stop.
 
@@ -166,9 +157,9 @@ class StopConsensus:
     """
 
     def __init__(
-        self, group: Ranks, flag: StopFlag, *, is_fenced: Callable[[], bool], news: News | None = None
+        self, group: Ranks, flag: StopFlag, *, is_fenced: Callable[[], bool], news: SavePlan | None = None
     ) -> None:
-        """`news` tells all ranks a number of rank zero's at each exchange."""
+        """`news` tells all ranks a number of rank zero's at each exchange, so that this costs no exchange of its own."""
         self._group = group
         self._flag = flag
         self._is_fenced = is_fenced

@@ -49,7 +49,9 @@ os._exit(worker.main(sys.argv[1], environ, attempt=0))
 def test_an_optimizer_that_adds_a_group_fails_after_the_step_that_it_reached(tmp_path: Path) -> None:
     (tmp_path / "unfreezing.py").write_text(RECIPE)
     run = make_run(tmp_path)
-    run.config.write_text("name: digits\nrecipe: {target: 'unfreezing:build'}\ntrain: {global_batch_size: 4, epochs: 2}\n")
+    run.config.write_text(
+        "name: digits\nrecipe: {target: 'unfreezing:build'}\ntrain: {global_batch_size: 4, epochs: 2}\n"
+    )
 
     done = subprocess.run(
         [sys.executable, "-c", MAIN, str(run.path)],

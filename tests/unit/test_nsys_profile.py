@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
-from ddp_hpc.train.recording import step_profile
-from ddp_hpc.train.recording.step_profile import NsysProfile
+from ddp_hpc.run.run_dir.profile_notes import read_profiles
+from ddp_hpc.run.spec.training import ProfileSpec
+from ddp_hpc.train.recording.step_profile import NsysProfile, phase_timer
+from tests.made_run import make_run
+from tests.unit.test_step_profile import OfRank
 
 
 class Loop:
@@ -19,7 +23,6 @@ class Loop:
         self.calls: list[str] = []
         self.depth = 0
         self.notes: list[str] = []
-        monkeypatch.setattr(step_profile, "why_not_by_nsys", lambda _: "")
         monkeypatch.setattr(torch.cuda.profiler, "start", lambda: self.calls.append(f"start at {self.done + 1}"))
         monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: self.calls.append(f"stop after {self.done}"))
         monkeypatch.setattr(torch.cuda.nvtx, "range_push", self._push)
@@ -135,16 +138,17 @@ def test_a_failure_of_cuda_that_ends_the_training_is_no_second_failure(monkeypat
     ("program", "why"), [(None, "there is no program 'nsys' on the PATH of"), ("/opt/nsys", "which takes a GPU")]
 )
 def test_a_rank_without_nsys_or_without_a_gpu_trains_on_and_says_why(
-    program: str | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    program: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda _: program)
-    notes: list[str] = []
+    run = make_run(tmp_path)
+    asked = ProfileSpec(kind="nsys", steps=(2, 3))
 
-    timer = NsysProfile((2, 3), torch.device("cpu"), lambda: 2, note=notes.append)
+    timer = phase_timer(asked, run, OfRank(0), attempt=0, next_step=lambda: 2)  # type: ignore[arg-type]
     timer.enter("forward")
     timer.close()
 
     assert why in caplog.text
-    [note] = notes
-    assert why in note
+    [noted] = read_profiles(run, is_alive=True)
+    assert why in noted.why
     assert timer.so_far().seconds["other"] > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any, NamedTuple
@@ -197,18 +197,6 @@ def received(fetched: Fetched | Unread) -> Fetched:
     return fetched
 
 
-class _MicroBatches:
-    """The DataLoader's batch sampler: yields micro batches, each as a list of one."""
-
-    def __init__(self, global_batches: Iterable[GlobalBatch]) -> None:
-        self._global_batches = global_batches
-
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        for global_batch in self._global_batches:
-            for micro_batch in global_batch.micro_batches:
-                yield [micro_batch]
-
-
 class LoadedGlobalBatch(NamedTuple):
     """A global batch with its samples, in the order of its micro batches."""
 
@@ -221,7 +209,8 @@ def load_global_batches(
 ) -> Iterator[LoadedGlobalBatch]:
     """Yield the global batches of `sampler` with their samples; loading runs ahead, also into the next epoch."""
     plans, ahead = tee(sampler)  # each global batch is computed once, for the loader and for the loop
-    fetch, micro_batches = SeededFetch(dataset, sampler.order.seed, collate), _MicroBatches(ahead)
+    fetch = SeededFetch(dataset, sampler.order.seed, collate)
+    micro_batches = ([one] for global_batch in ahead for one in global_batch.micro_batches)
     fetched: Iterator[Fetched]
     if data.num_workers or pin_memory:
         fetched = map(received, begin(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory)))

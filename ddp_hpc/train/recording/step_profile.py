@@ -49,6 +49,10 @@ def phase_timer(
 
     note()
     if spec.kind == "nsys":
+        if why_not := why_not_by_nsys(group.device):
+            note(why_not)
+            log.warning("steps %d to %d are not recorded: %s. The training goes on without it.", *spec.steps, why_not)
+            return PhaseTimes()
         return NsysProfile(spec.steps, group.device, next_step, note=note)
     trace = run.profile_trace(attempt, rank)
     return StepProfile(spec.steps, trace, run.profile_table(attempt, rank), group.device, next_step, note=note)
@@ -157,20 +161,6 @@ class NsysProfile(ChosenSteps):
     """Tells Nsight Systems, which has started this process (`under_nsys`), which steps to record."""
 
     range = staticmethod(torch.cuda.nvtx.range)
-
-    def __init__(
-        self,
-        steps: tuple[int, int],
-        device: torch.device,
-        next_step: Callable[[], int],
-        *,
-        note: Callable[[str], object] = lambda _: None,
-    ) -> None:
-        super().__init__(steps, device, next_step, note=note)
-        if why_not := why_not_by_nsys(device):
-            self._is_over = True
-            note(why_not)
-            log.warning("steps %d to %d are not recorded: %s. The training goes on without it.", *steps, why_not)
 
     def start(self) -> None:
         torch.cuda.profiler.start()

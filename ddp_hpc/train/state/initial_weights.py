@@ -8,7 +8,6 @@ import os
 import pickle
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -50,38 +49,26 @@ def _load(spec: RunSpec, state: TrainingState, group: Group) -> None:
     # Rank zero alone reads, and sends the others what fits: thousands of ranks that read one file wait for the file system, and
     # the other run may commit a newer checkpoint at this very moment.
     fitting: dict[str, Tensor] = {}
-    offer: _Offer | None = None
+    offer: dict[str, Any] = {}
     if group.rank_info.is_rank_zero:
         try:
             source = find_weights(str(spec.train.init_from), runs_dir=spec.path.parent)
             fitting, misfits = _fitting(source, state.model.state_dict(), is_strict=spec.train.init_strict)
             tensors = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in fitting.items()}
-            offer = _Offer(found=f"{source}{f' ({misfits})' if misfits else ''}", tensors=tensors)
+            offer = {"found": f"{source}{f' ({misfits})' if misfits else ''}", "tensors": tensors}
         except (ConfigError, UnreadableError) as error:
-            offer = _Offer(refusal=(type(error).__name__, str(error)))
+            offer = {"refusal": [type(error).__name__, str(error)]}
         except (OSError, ValueError) as error:  # of the search for the file; a name with a zero byte is a ValueError
-            offer = _Offer(refusal=(UnreadableError.__name__, _unreadable(spec.train.init_from, error)))
-    offer = _Offer(**group.broadcast_through_store("init_from", None if offer is None else asdict(offer)))
-    if offer.refusal is not None:
-        kind, text = offer.refusal
+            offer = {"refusal": [UnreadableError.__name__, _unreadable(spec.train.init_from, error)]}
+    offer = group.broadcast_through_store("init_from", offer)
+    if "refusal" in offer:
+        kind, text = offer["refusal"]
         group.let_all_read("init_from/refused")
         raise (ConfigError if kind == ConfigError.__name__ else UnreadableError)(text)
-    state.model.load_state_dict(_received(fitting, offer, group), strict=False)
+    state.model.load_state_dict(_received(fitting, offer["tensors"], group), strict=False)
     if state.ema is not None:
         state.ema.module.load_state_dict(state.model.state_dict())
-    log.info("loaded %d of %d weights from %s", len(offer.tensors), len(state.model.state_dict()), offer.found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Offer:
-    """What rank zero has read, as JSON can hold it."""
-
-    refusal: Sequence[str] | None = None
-    """The class and the text of the error, where the weights cannot be used."""
-    found: str = ""
-    """The file, and how its weights differ from the model's."""
-    tensors: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
-    """Name -> dtype and shape of the tensors that rank zero sends, in this order."""
+    log.info("loaded %d of %d weights from %s", len(offer["tensors"]), len(state.model.state_dict()), offer["found"])
 
 
 def _fitting(source: Path, own: Mapping[str, Tensor], *, is_strict: bool) -> tuple[dict[str, Tensor], str]:
@@ -122,12 +109,14 @@ def _fitting(source: Path, own: Mapping[str, Tensor], *, is_strict: bool) -> tup
     return fitting, misfits
 
 
-def _received(read: Mapping[str, Tensor], offer: _Offer, group: Group) -> dict[str, Tensor]:
-    """Return the tensors of rank zero on each rank, in the host's memory; one after the other is on the device."""
+def _received(
+    read: Mapping[str, Tensor], tensors: Mapping[str, tuple[str, Sequence[int]]], group: Group
+) -> dict[str, Tensor]:
+    """Return the tensors of rank zero, by name with dtype and shape, in each rank's host memory; one after the other is on the device."""
     if group.rank_info.world_size == 1:
         return dict(read)
     received = {}
-    for name, (dtype, shape) in offer.tensors.items():
+    for name, (dtype, shape) in tensors.items():
         # As bytes: gloo and NCCL do not know all of PyTorch's dtypes.
         if read:
             dist.broadcast(read[name].contiguous().reshape(-1).view(torch.uint8).to(group.device), 0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import logging
 import socket
 from bisect import bisect_right
@@ -225,30 +224,14 @@ class Restorer:
             report["stopped"] = ""
         except ConfigError as error:
             refused = error
-        reports = self._exchange_reports(key, report)
+        # The slowest reader may take as long as it sends heartbeats; a stop comes as the report of a rank that reads.
+        reports = self._group.barrier_through_store(key, report, on_heartbeat=self._move)
         self._group.sum(torch.zeros(1))  # all have read these: rank zero serves the store, so it must not leave before
         _judge(reports)
         if refused is not None:
             raise refused
         if restoration is not None:  # as it is, or `_judge` has raised
             restoration.finish()
-
-    def _exchange_reports(self, key: str, report: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the reports of all ranks; wait for the slowest reader as long as it sends heartbeats."""
-        group = self._group
-        if not group.rank_info.is_rank_zero:
-            group.store.set(group.barrier_key(key), json.dumps(report))
-            return list(group.broadcast_through_store(key, on_heartbeat=self._move))
-
-        def pass_heartbeat_on() -> None:  # a stop comes as the report of a rank that reads
-            group.store.heartbeat(key)
-            self._move()
-
-        others = [
-            group.store.get(f"{key}/{rank}", on_heartbeat=pass_heartbeat_on)
-            for rank in range(1, group.rank_info.world_size)
-        ]
-        return list(group.broadcast_through_store(key, [report, *map(json.loads, others)]))
 
 
 @contextmanager
