@@ -17,7 +17,7 @@ from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.train.auto_interval import AutoInterval, IntervalFacts, read_job
+from ddp_hpc.train.auto_interval import AutoInterval, read_job
 from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.data.sample_records import SampleRecorder
@@ -245,8 +245,16 @@ def _recording(rank: _Rank, order: SampleOrder, total_steps: int) -> tuple[RunRe
         order=order,
         timeline=timeline,
     )
-    job = partial(read_job, run, rank.attempt, max(1, world_size // group.rank_info.local_world_size))
-    interval = None if timeline is None else _auto_interval(spec, group, job, rank.phases, timeline)
+    interval = None
+    if timeline is not None and spec.checkpoint.every_steps == "auto":
+        on_gpu = partial(torch.cuda.synchronize, group.device)
+        interval = AutoInterval(
+            Bounds(shortest_s=spec.checkpoint.min_interval_s, longest_s=spec.checkpoint.max_interval_s),
+            partial(read_job, run, rank.attempt, max(1, world_size // group.rank_info.local_world_size)),
+            phases=rank.phases.so_far,
+            note=timeline.planned,
+            wait_for_device=on_gpu if group.device.type == "cuda" else lambda: None,
+        )
     return recorder, SavePlan(spec.checkpoint.every_steps, interval, max_failing_s=spec.checkpoint.max_failing_s)
 
 
@@ -261,21 +269,6 @@ def _checkpointer(rank: _Rank, recorder: RunRecorder, save_plan: SavePlan) -> Ch
         on_progress=rank.watchdog.feed,
         on_buffers=recorder.buffers_made,
         is_stop_asked=partial(rank.stop.is_set, look_at_file=rank.group.rank_info.is_rank_zero),
-    )
-
-
-def _auto_interval(
-    spec: RunSpec, group: Group, job: Callable[[], IntervalFacts], phases: PhaseTimes, timeline: Timeline
-) -> AutoInterval | None:
-    """Return what chooses when to save, where the spec leaves that to us."""
-    if spec.checkpoint.every_steps != "auto":
-        return None
-    return AutoInterval(
-        Bounds(shortest_s=spec.checkpoint.min_interval_s, longest_s=spec.checkpoint.max_interval_s),
-        job,
-        phases=phases.so_far,
-        note=timeline.planned,
-        wait_for_device=partial(torch.cuda.synchronize, group.device) if group.device.type == "cuda" else lambda: None,
     )
 
 

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.recipe import Recipe, nearest_names
-from ddp_hpc.train.recipes.image_sets import images_wanted, load_images
-from ddp_hpc.train.recipes.images import ImagesWanted, check_counts
+from ddp_hpc.train.recipes import digits, fake_images
+from ddp_hpc.train.recipes import torchvision_sets as tv
+from ddp_hpc.train.recipes.images import Images, ImagesWanted, check_counts
 from ddp_hpc.train.recipes.mini_resnet import MiniResNet
-from ddp_hpc.train.recipes.torchvision_sets import need_torchvision
 
+IMAGE_SETS: Mapping[str, tuple[Callable[[ImagesWanted], Images], ImagesWanted]] = {
+    "digits": (digits.load, ImagesWanted(channels=1, image_size=8)),
+    "fake": (fake_images.load, ImagesWanted(channels=3, image_size=32)),
+    "mnist": (partial(tv.load, tv.MNIST), ImagesWanted(channels=1, image_size=28, augment=True)),
+    "cifar10": (partial(tv.load, tv.CIFAR10), ImagesWanted(channels=3, image_size=32, augment=True)),
+    "image_folder": (partial(tv.load, tv.IMAGE_FOLDER), ImagesWanted(channels=3, image_size=224, augment=True)),
+    "imagenet": (partial(tv.load, tv.IMAGENET), ImagesWanted(channels=3, image_size=224, augment=True)),
+}
+"""What `recipe.args.dataset` may be: how a set is loaded, and its usual form."""
 MINI_RESNET = "mini_resnet"
 MINI_RESNET_WIDTH = 16
 
@@ -57,7 +68,7 @@ def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`
         raise ConfigError(
             f"`recipe.args.label_smoothing` is {label_smoothing!r}, but it must be a number from 0 up to, not including, 1."
         )
-    wanted = images_wanted(
+    wanted = _images_wanted(
         dataset,
         channels=None if model == MINI_RESNET else 3,
         num_classes=num_classes,
@@ -66,19 +77,40 @@ def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`
         data_dir=data_dir,
         num_samples=num_samples,
     )
-    images = load_images(dataset, wanted)
+    images = IMAGE_SETS[dataset][0](wanted)
+    if wanted.num_classes is not None and wanted.num_classes < images.num_classes:
+        raise ConfigError(
+            f"`recipe.args.num_classes` is {wanted.num_classes}, but {dataset!r} has {images.num_classes} classes. "
+            f"Leave it unset, or ask for {images.num_classes} or more."
+        )
+    num_classes = wanted.num_classes or images.num_classes
     network = (
-        MiniResNet(in_channels=wanted.channels, num_classes=images.num_classes, width=width or MINI_RESNET_WIDTH)
+        MiniResNet(in_channels=wanted.channels, num_classes=num_classes, width=width or MINI_RESNET_WIDTH)
         if model == MINI_RESNET
-        else _torchvision_network(model, wanted, images.num_classes)
+        else _torchvision_network(model, wanted, num_classes)
     )
     return Recipe(
         model=network,
         train_data=images.train,
         eval_data=images.held_out,
         loss=nn.CrossEntropyLoss(label_smoothing=label_smoothing),
-        metrics={"accuracy": accuracy, **({"accuracy_top5": accuracy_top5} if images.num_classes >= 100 else {})},
+        metrics={"accuracy": accuracy, **({"accuracy_top5": accuracy_top5} if num_classes >= 100 else {})},
     )
+
+
+def _images_wanted(dataset: str, **asked: Any) -> ImagesWanted:
+    """Return the usual form of a set, changed by what is asked for; None asks for nothing."""
+    if dataset not in IMAGE_SETS:
+        raise ConfigError(
+            f"`recipe.args.dataset` is {dataset!r}, but that is not a built-in data set. {nearest_names(dataset, IMAGE_SETS)} "
+            "For your own data, write your own recipe: docs/recipes.md."
+        )
+    if dataset != "fake" and asked.get("num_samples") is not None:
+        raise ConfigError(
+            f"`recipe.args.num_samples` is {asked['num_samples']!r}, but the size of {dataset!r} is fixed. "
+            "Leave it unset; only 'fake' can be of any size."
+        )
+    return replace(IMAGE_SETS[dataset][1], **{key: value for key, value in asked.items() if value is not None})
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -96,7 +128,7 @@ def _check_model(model: str, width: int | None) -> None:
     check_counts(width=width)
     if model == MINI_RESNET:
         return
-    need_torchvision(f"`recipe.args.model` is {model!r}")
+    tv.need_torchvision(f"`recipe.args.model` is {model!r}")
     from torchvision import models  # type: ignore[import-untyped]  # torchvision ships no types
 
     known = models.list_models(module=models)
