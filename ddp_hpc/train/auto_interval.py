@@ -77,7 +77,7 @@ class AutoInterval:
         self._num_saves = self._num_written = 0
         self._speeds: deque[tuple[int, float]] = deque(maxlen=_NEWEST_SPEEDS)
         self._every = 0
-        self._is_told_measured = False
+        self._has_reported_measured = False
 
     def begin(self) -> None:
         """Read what earlier attempts have recorded; training begins now."""
@@ -98,7 +98,7 @@ class AutoInterval:
         self._num_saves += 1
         self._saved_at = self._clock()
         self._stalls.append(self._saved_at - began)
-        if self._every and not self._is_told_measured:
+        if self._every and not self._has_reported_measured:
             self.choose(step)  # the attempt may fail before the next exchange, and the next one needs what was measured
 
     def written(self, seconds: float | None) -> None:
@@ -123,9 +123,9 @@ class AutoInterval:
         interval = choose(costs, self._bounds, is_measured=is_measured, first_within_s=first_within_s)
         every = max(1, round(interval.seconds / step_s))
         is_news = self._every == 0 or is_worth_changing(self._every, every)
-        if is_news or is_measured > self._is_told_measured:
-            self._every, self._is_told_measured = every, is_measured
-            self._tell(step, step_s, costs, interval)
+        if is_news or is_measured > self._has_reported_measured:
+            self._every, self._has_reported_measured = every, is_measured
+            self._report(step, step_s, costs, interval)
         return max(1, round(within(self._every * step_s, interval, self._bounds) / step_s))
 
     def _step_s(self) -> float | None:
@@ -156,7 +156,7 @@ class AutoInterval:
             ),
         )
 
-    def _tell(self, step: int, step_s: float, costs: SaveCosts, interval: Interval) -> None:
+    def _report(self, step: int, step_s: float, costs: SaveCosts, interval: Interval) -> None:
         seconds = self._every * step_s
         self._note(
             step,

@@ -14,7 +14,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -83,22 +82,14 @@ class _LoadedMeanwhile:
         found = getattr(module, "__spec__", None)
         if module is None or found is None or getattr(found, "_initializing", False):
             return None
-        return ModuleSpec(name, _Loaded(module, found), origin=found.origin)  # type: ignore[arg-type]  # a loader by its methods
+        return ModuleSpec(name, self, origin=found.origin, loader_state=found)  # type: ignore[arg-type]  # a loader by its methods
 
-
-class _Loaded:
-    """Loads a module that is loaded."""
-
-    def __init__(self, module: ModuleType, spec: ModuleSpec) -> None:
-        self._module = module
-        self._spec = spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002  importlib passes it
-        return self._module
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        with suppress(AttributeError):  # `torch._dynamo.config` has the names of its settings, and no others
-            module.__spec__ = self._spec  # importlib has put its own there
+        if isinstance(found := getattr(module.__spec__, "loader_state", None), ModuleSpec):
+            module.__spec__ = found  # importlib has put its own there
 
 
 def put_in_place(stand_in: StandIn) -> None:

@@ -164,9 +164,9 @@ class Group:
 
     def last_word(self, key: str, text: str | None) -> str:
         """Return rank zero's text on every rank, when all have it: rank zero serves the store, so it must not leave before."""
-        told = str(self.broadcast_through_store(key, text))
+        received = str(self.broadcast_through_store(key, text))
         self.sum(torch.zeros(1))
-        return told
+        return received
 
     def barrier_through_store(
         self,

@@ -190,14 +190,14 @@ class StopConsensus:
         # All that the ranks decide here comes from this one sum, so all decide the same: a rank that stopped alone would
         # leave the others waiting for it in the next step's all-reduce.
         votes = self._group.sum(torch.tensor([vote, pause, number], dtype=torch.int64))
-        stop_votes, pause_sum, told = votes.tolist()
+        stop_votes, pause_sum, announced = votes.tolist()
         if stop_votes >= _FENCED_VOTE:
             raise FencedError(
                 f"A newer start of the run has replaced this one, which stops at step {step} without a checkpoint. You need do nothing."
             )
         self.next_step = step + pause_sum
         if self._news is not None:
-            self._news.announced(told)
+            self._news.announced(announced)
         return bool(stop_votes > 0)
 
     def _steps_until_next(self, step: int) -> int:

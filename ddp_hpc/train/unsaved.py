@@ -46,7 +46,7 @@ def named(**roots: object) -> Iterator[None]:
     """Log what changes meanwhile."""
     before = unsaved(roots)
     yield
-    tell(changed(before, unsaved(roots)))
+    warn_of_changes(changed(before, unsaved(roots)))
 
 
 class Watch:
@@ -56,7 +56,7 @@ class Watch:
         self._model, self._optimizer = model, optimizer
         self._roots = {"model": model, "optimizer": optimizer, **functions}
         self._before, self._shapes = self._now(), self._shapes_of_buffers()
-        self._told = set[str]()
+        self._named_before = set[str]()
 
     def _now(self) -> dict[str, int]:
         saved = [one for one in self._model.state_dict().values() if isinstance(one, Tensor)]
@@ -73,8 +73,8 @@ class Watch:
 
     def changed(self) -> list[str]:
         """Return the places of what has changed, each once."""
-        found = [place for place in changed(self._before, self._now()) if place not in self._told]
-        self._told.update(found)
+        found = [place for place in changed(self._before, self._now()) if place not in self._named_before]
+        self._named_before.update(found)
         return found
 
     def why_refused(self, changed: Iterable[str]) -> str:
@@ -102,7 +102,7 @@ def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     ]
 
 
-def tell(places: Sequence[str], what: str = "the first step") -> None:
+def warn_of_changes(places: Sequence[str], what: str = "the first step") -> None:
     """Log which places have changed."""
     if places:
         more = f" and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""

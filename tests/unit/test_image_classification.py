@@ -122,7 +122,7 @@ def test_a_new_block_passes_its_shortcut_through() -> None:
 
 @pytest.mark.parametrize(("in_channels", "size"), [(1, 4), (1, 28), (3, 33), (5, 64)])
 def test_mini_resnet_takes_images_of_any_size_and_number_of_channels(in_channels: int, size: int) -> None:
-    network = MiniResNet(in_channels=in_channels, num_classes=7, width=8, blocks_per_stage=2)
+    network = MiniResNet(in_channels=in_channels, num_classes=7, width=8)
 
     assert network(torch.rand(2, in_channels, size, size)).shape == (2, 7)
 

@@ -42,13 +42,13 @@ class CompiledPasses(PlainPasses):
             len(range(rank, min(order.num_samples, order.micro_batch_size * order.world_size), order.world_size)) or 1
         )
         self._graphs_before: int | None = None
-        self._is_told = self._is_warming_up = False
+        self._has_reported = self._is_warming_up = False
 
     def around(self, plan: MicroBatch) -> AbstractContextManager[object]:
         if self._is_warming_up:
             return _AS_IT_IS
-        if not self._is_told and self._graphs_before is not None:
-            self._tell(_num_graphs() - self._graphs_before)
+        if not self._has_reported and self._graphs_before is not None:
+            self._report(_num_graphs() - self._graphs_before)
         if len(plan.indices) != self._size:
             return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]  # a context manager's class
         if self._graphs_before is None:
@@ -66,8 +66,8 @@ class CompiledPasses(PlainPasses):
             yield
         self._is_warming_up = False
 
-    def _tell(self, num_graphs: int) -> None:
-        self._is_told = True
+    def _report(self, num_graphs: int) -> None:
+        self._has_reported = True
         if not num_graphs:
             log.warning(
                 "`train.compile` is on, but PyTorch has compiled nothing of the model, so the training runs as without it. "

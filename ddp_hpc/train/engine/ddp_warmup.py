@@ -102,9 +102,9 @@ def of_unused(error: Exception, model: nn.Module) -> ConfigError | None:
     if (found := _WITHOUT_GRADIENT.search(text_of(error))) is None:
         return None
     names = [name for name, one in model.named_parameters() if one.requires_grad]
-    told = [f"`{names[number]}`" for number in map(int, (found[1] or "").split()) if number < len(names)]
+    missing = [f"`{names[number]}`" for number in map(int, (found[1] or "").split()) if number < len(names)]
     return ConfigError(
-        f"The last backward pass gave no gradient to {', '.join(told[:5]) or 'some parameters'}{', and more' if len(told) > 5 else ''}, and "
+        f"The last backward pass gave no gradient to {', '.join(missing[:5]) or 'some parameters'}{', and more' if len(missing) > 5 else ''}, and "
         "DDP waits for one of each parameter. If forward does not use them in each pass, set "
         "`train.find_unused_parameters=true`; if it never does, remove them, or call `requires_grad_(False)` on them."
     )

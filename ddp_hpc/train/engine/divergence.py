@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -102,13 +102,14 @@ class LossWatch:
             self._nonfinite.note(step, is_mine=bool(own[step - first]), is_finite=not count)
             self._num_in_a_row = self._num_in_a_row + 1 if count else 0
             if self._num_in_a_row == self._limit:
-                self._end(f"the loss is not finite since step {step - self._limit + 1}")
+                self.end(f"the loss is not finite since step {step - self._limit + 1}")
         if is_last and self._num_in_a_row and self._policy == "stop":
-            self._end(f"the loss is not finite since step {last - self._num_in_a_row + 1}")
+            self.end(f"the loss is not finite since step {last - self._num_in_a_row + 1}")
         if is_refused:
-            self._end(str(self._checkpointer.refused))
+            self.end(str(self._checkpointer.refused))
 
-    def _end(self, what: str) -> None:
+    def end(self, what: str) -> NoReturn:
+        """End the run on all ranks as diverged; they may have a better reason."""
         self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
         what += self._nonfinite.end()
         text = diverged(self._run, what) if self._group.rank_info.is_rank_zero else None
@@ -143,19 +144,9 @@ class UpdateGuard:
     where the optimizer has no kernels that leave an update out, or where the forward changes more than tensors.
     """
 
-    def __init__(
-        self,
-        run: RunDir,
-        model: nn.Module,
-        checkpointer: Checkpoints,
-        *,
-        is_active: bool,
-        before_end: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Call `before_end` on all ranks before the run ends: it may raise a better reason."""
-        self._run = run
-        self._before_end = before_end
-        self._checkpointer = checkpointer
+    def __init__(self, model: nn.Module, *, is_active: bool, end: Callable[[str], object]) -> None:
+        """`end` ends the run on all ranks, for a reason."""
+        self._end = end
         self._model = model
         self.is_active = is_active
         self._places: list[Place] | None = None
@@ -244,9 +235,7 @@ class UpdateGuard:
         """Count the updates that were skipped since the last check, which waits for the device; all ranks call this after the same step."""
         self._count()
         if self._last_word:
-            self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
-            self._before_end()
-            raise DivergedError(diverged(self._run, self._last_word))
+            self._end(self._last_word)
 
     def _count(self) -> None:
         noted, self._noted = self._noted, []

@@ -186,6 +186,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
     tries_again = on_nonfinite == "stop" and every_steps is not None
     nonfinite = NonfiniteLosses(replicas, state, tries_again=tries_again)
+    losses = LossWatch(run, group, checkpointer, policy=on_nonfinite, nonfinite=nonfinite)
     trained = set(trained_parameters(optimizer))
     return Training(
         spec=spec,
@@ -201,8 +202,8 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         untrained=[parameter for parameter in bare.parameters() if parameter not in trained],
         stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt), news=save_plan),
         checkpointer=checkpointer,
-        losses=LossWatch(run, group, checkpointer, policy=on_nonfinite, nonfinite=nonfinite),
-        guard=UpdateGuard(run, bare, checkpointer, is_active=on_nonfinite == "skip", before_end=nonfinite.end),
+        losses=losses,
+        guard=UpdateGuard(bare, is_active=on_nonfinite == "skip", end=losses.end),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=rank.watchdog.feed),
         recorder=recorder,
         passes=CompiledPasses(order, group.rank_info.rank) if spec.train.compile else PlainPasses(),

@@ -37,23 +37,18 @@ class MiniResNet(nn.Module):
     Images need at least 4 pixels a side: every stage after the first halves them.
     """
 
-    def __init__(self, *, in_channels: int, num_classes: int, width: int = 16, blocks_per_stage: int = 1) -> None:
+    def __init__(self, *, in_channels: int, num_classes: int, width: int = 16) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
         )
         self.stages = nn.Sequential(
-            _stage(width, width, blocks_per_stage, stride=1),
-            _stage(width, 2 * width, blocks_per_stage, stride=2),
-            _stage(2 * width, 4 * width, blocks_per_stage, stride=2),
+            nn.Sequential(BasicBlock(width, width, 1)),
+            nn.Sequential(BasicBlock(width, 2 * width, 2)),
+            nn.Sequential(BasicBlock(2 * width, 4 * width, 2)),
         )
         self.fc = nn.Linear(4 * width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         features: Tensor = self.stages(self.stem(x))
         return self.fc(features.mean(dim=(2, 3)))  # type: ignore[no-any-return]  # a module's call is untyped
-
-
-def _stage(in_channels: int, channels: int, num_blocks: int, *, stride: int) -> nn.Sequential:
-    first = BasicBlock(in_channels, channels, stride)
-    return nn.Sequential(first, *(BasicBlock(channels, channels, 1) for _ in range(num_blocks - 1)))

@@ -146,9 +146,9 @@ class RunRecorder:
             rates["tokens_per_s"] = None if rates["samples_per_s"] is None else self._token_rate
         self._write("train", position, {"loss": loss, "lr": lr, **more, **rates})
         words = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
-        told = "".join(f"  {rate:.0f} {words[name]}" for name, rate in rates.items() if rate is not None)
+        shown = "".join(f"  {rate:.0f} {words[name]}" for name, rate in rates.items() if rate is not None)
         rate = "" if lr is None else f"  lr {lr:.4g}"
-        log.info("step %d/%d  loss %.4f%s%s", position.step, self._total_steps, loss, rate, told)
+        log.info("step %d/%d  loss %.4f%s%s", position.step, self._total_steps, loss, rate, shown)
         if not math.isfinite(loss):
             log.warning(
                 "the loss is %s at step %d; `train.on_nonfinite` (stop, skip or ignore) says whether the run continues; a lower `train.lr` may help",

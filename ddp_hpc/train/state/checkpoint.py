@@ -152,7 +152,7 @@ class Checkpointer:
         lost = "" if self._watch is None else self._watch.why_refused(changed)
         self.check_again(state, why=round_trip.why_not_restored(state, DTYPES) or lost)
         self._compare_between_ranks(state)
-        unsaved.tell(changed)
+        unsaved.warn_of_changes(changed)
         if will_save:  # the optimizer has made its state in this step, so its size is known
             self.wait()
             self._writing = self._writer.submit(self._make_buffers, self._mine(state))
@@ -218,7 +218,7 @@ class Checkpointer:
             return
         self.wait()
         if self._watch is not None:  # a teacher that begins as its student changes with the second step
-            unsaved.tell(self._watch.changed(), "the training")
+            unsaved.warn_of_changes(self._watch.changed(), "the training")
             self._watch = None
         rank_info = self._group.rank_info
         with without_garbage_collection():
@@ -362,10 +362,10 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001
             shutil.rmtree(uncommitted, ignore_errors=True)
             message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        self._tell_outcome(own_key, message)
+        self._report_outcome(own_key, message)
         self._on_result(SaveResult(manifest.step, time.monotonic() - began, message))
 
-    def _tell_outcome(self, key: str, message: str | None) -> None:
+    def _report_outcome(self, key: str, message: str | None) -> None:
         """Tell all ranks whether a save was committed, and since when none was."""
         if message is None:
             self._committed_at = time.time()
