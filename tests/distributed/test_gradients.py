@@ -19,8 +19,9 @@ from torch.utils.data import TensorDataset
 
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.train.data import sample_order
 from ddp_hpc.train.data.loader import LoadedGlobalBatch
-from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, Position, SampleOrder, global_batches
+from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, Position, SampleOrder
 from ddp_hpc.train.engine.loop import accumulate_gradients, warmed_up, without_sync
 from ddp_hpc.train.engine.training import Training, prepare
 from ddp_hpc.train.process_group import Group
@@ -199,7 +200,7 @@ def expected(window_name: str) -> tuple[list[Tensor], float]:
         world_size=1,
     )
     begin = WINDOWS[window_name]
-    (window,) = global_batches(order, begin, total_steps=begin.step + 1, rank=0)
+    (window,) = sample_order.RankSampler(order=order, start=begin, total_steps=begin.step + 1, rank=0)
     (whole,) = window.micro_batches
     inputs, targets = recipe.train_data[torch.tensor(whole.indices)]
     loss = recipe.loss(recipe.model(inputs), targets)

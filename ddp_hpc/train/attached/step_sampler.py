@@ -8,7 +8,7 @@ from dataclasses import asdict
 from torch.utils.data import Sampler
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.data.sample_order import Position, SampleOrder, global_batches
+from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 
 
 class StepSampler(Sampler[list[int]]):
@@ -42,7 +42,7 @@ class StepSampler(Sampler[list[int]]):
         begin = self._next
         end = self._next = self.order.position_after(begin, self.order.steps_left(begin))
         # `_next` is set now: a loader may read ahead, or not to the end.
-        batches = global_batches(self.order, begin, total_steps=end.step, rank=self._rank)
+        batches = RankSampler(order=self.order, start=begin, total_steps=end.step, rank=self._rank)
         return ([index for one in batch.micro_batches for index in one.indices] for batch in batches)
 
     def set_epoch(self, epoch: int) -> None:

@@ -150,29 +150,30 @@ class RankSampler:
     rank: int
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        return global_batches(self.order, self.start, total_steps=self.total_steps, rank=self.rank)
+        """Yield every global batch, over as many epochs as that takes.
 
-
-def global_batches(order: SampleOrder, start: Position, *, total_steps: int, rank: int) -> Iterator[GlobalBatch]:
-    """Yield every global batch from `start` up to `total_steps`, over as many epochs as that takes.
-
-    The order of one epoch is kept. Near the epoch's end only what is left of it is, and a thread makes the next one.
-    """
-    position, shuffled = start, partial(permutation, order.num_samples, order.seed)
-    near_end = order.num_samples // NEAR_END if order.num_samples >= WORTH_A_THREAD else 0
-    coming: Future[torch.Tensor] | None = None
-    with ThreadPoolExecutor(1, "order of samples") as beside:
-        while position.step < total_steps:
-            # None are left if the user changed the batch size or `drop_last` in the middle of the epoch: take the next epoch.
-            if not order.samples_left(position):
-                position = Position(step=position.step, epoch=position.epoch + 1)
-            left = (coming.result() if coming else shuffled(position.epoch))[position.samples_in_epoch :]
-            left, coming = left[: order.samples_left(position)], None
-            while len(left) and position.step < total_steps:
-                if len(left) <= near_end and not coming and position.step + order.steps_left(position) < total_steps:
-                    left = left.clone()  # a view would keep the whole order
-                    coming = beside.submit(shuffled, position.epoch + 1)
-                samples, left = left[: order.global_batch_size].tolist(), left[order.global_batch_size :]
-                batch = _global_batch(order, position, samples, rank, is_last=not len(left))
-                yield batch
-                position = batch.after
+        The order of one epoch is kept. Near the epoch's end only what is left of it is, and a thread makes the next one.
+        """
+        position, order, total_steps = self.start, self.order, self.total_steps
+        shuffled = partial(permutation, order.num_samples, order.seed)
+        near_end = order.num_samples // NEAR_END if order.num_samples >= WORTH_A_THREAD else 0
+        coming: Future[torch.Tensor] | None = None
+        with ThreadPoolExecutor(1, "order of samples") as beside:
+            while position.step < total_steps:
+                # None are left if the user changed the batch size or `drop_last` in the middle of the epoch: take the next epoch.
+                if not order.samples_left(position):
+                    position = Position(step=position.step, epoch=position.epoch + 1)
+                left = (coming.result() if coming else shuffled(position.epoch))[position.samples_in_epoch :]
+                left, coming = left[: order.samples_left(position)], None
+                while len(left) and position.step < total_steps:
+                    if (
+                        len(left) <= near_end
+                        and not coming
+                        and position.step + order.steps_left(position) < total_steps
+                    ):
+                        left = left.clone()  # a view would keep the whole order
+                        coming = beside.submit(shuffled, position.epoch + 1)
+                    samples, left = left[: order.global_batch_size].tolist(), left[order.global_batch_size :]
+                    batch = _global_batch(order, position, samples, self.rank, is_last=not len(left))
+                    yield batch
+                    position = batch.after

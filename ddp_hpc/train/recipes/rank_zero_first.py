@@ -25,15 +25,10 @@ def rank_zero_first(make: Callable[[bool], T]) -> T:
     """
     if not dist.is_initialized():
         return make(True)
-    if dist.get_rank() == 0:
-        return _lead(make)
-    failure = _broadcast(None)
-    if failure is not None:
-        raise ConfigError(failure)
-    return make(False)
-
-
-def _lead(make: Callable[[bool], T]) -> T:
+    if dist.get_rank() != 0:
+        if (failure := _broadcast(None)) is not None:
+            raise ConfigError(failure)
+        return make(False)
     try:
         made = make(True)
     except Exception as error:

@@ -64,6 +64,21 @@ DTYPES = {
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Let Python search for no garbage in the `with` block; for the moments in which the table of a state is made."""
+    # The table of 60,000 tensors is some hundred thousand small objects, which all stay until the end. Python would walk
+    # all of them again and again, as their number grows, and find no garbage: half of a restore's time, and of what a save takes from the loop
+    # (https://docs.python.org/3/library/gc.html#gc.set_threshold).
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Restorer:
     """Restores the state of one rank; made once in an attempt."""
 
@@ -83,12 +98,9 @@ class Restorer:
         self._on_progress = on_progress
         """Called while this rank, or one that it waits for, makes progress."""
 
+    @without_garbage_collection()
     def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
         """Restore the newest checkpoint that is not damaged, the same on all ranks; return its step, or None."""
-        with without_garbage_collection():
-            return self._restore_newest(state, seed=seed)
-
-    def _restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
         damaged: tuple[int, str] | None = None
         for number in itertools.count():
             key = f"resume/{number}"
@@ -232,21 +244,6 @@ class Restorer:
             raise refused
         if restoration is not None:  # as it is, or `_judge` has raised
             restoration.finish()
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Let Python search for no garbage in the `with` block; for the moments in which the table of a state is made."""
-    # The table of 60,000 tensors is some hundred thousand small objects, which all stay until the end. Python would walk
-    # all of them again and again, as their number grows, and find no garbage: half of a restore's time, and of what a save takes from the loop
-    # (https://docs.python.org/3/library/gc.html#gc.set_threshold).
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _manifest(path: Path, checksum: str) -> Manifest:
