@@ -74,12 +74,7 @@ class SeededFetch(Dataset[Any]):
             return Unread(text_of(error), error.affected, "".join(traceback.format_exception(error)))
 
     def fetched(self, micro_batch: Sequence[MicroBatch]) -> Fetched:
-        """Fetch a list of one micro batch.
-
-        Raises:
-            SampleError: where a sample cannot be read.
-            RuntimeError: where `collate_fn` raises StopIteration.
-        """
+        """Fetch a list of one micro batch."""
         (wanted,) = micro_batch
         if self._is_of_tensors:
             # `torch.tensor` takes four times as long

@@ -156,7 +156,7 @@ class Restorer:
 
     def _set_aside(self, step: int, found: str, key: str) -> None:
         """Rename a damaged checkpoint, while the others wait for `key`."""
-        ownership.refuse_fenced(self._run, self._attempt)
+        ownership.refuse_fenced(self._run, self._attempt)  # by now, the directory may be a newer attempt's
         path = checkpoint_names.checkpoint_path(self._run, step)
         with suppress(FileNotFoundError):  # renamed already: NFS may repeat a rename whose answer was lost
             aside = patiently(
@@ -169,12 +169,7 @@ class Restorer:
             )
 
     def _refuse_to_begin_anew(self, damaged: tuple[int, str] | None) -> None:
-        """Return if the run never had a checkpoint, and none that was `damaged` has been read.
-
-        Raises:
-            ConfigError: if it had some, and they are surely gone or damaged.
-            UnreadableError: if nobody can know now: perhaps a file system is not mounted.
-        """
+        """Refuse where the run had a checkpoint: with ConfigError if it is surely gone or damaged, UnreadableError if it may come back."""
         run, folder = self._run, self._run.checkpoints
         known_step = newest_committed(run) or (damaged and damaged[0])
         aside = checkpoint_names.steps_set_aside(run)
@@ -261,11 +256,6 @@ def _judge(reports: Sequence[Mapping[str, Any]]) -> None:
     """Return if all ranks have verified the checkpoint.
 
     The memory, network card or stale cache of one node may change bytes. Then the files are sound, and must not be renamed.
-
-    Raises:
-        CorruptCheckpointError: if all found it damaged.
-        StopAskedError: if one was asked to stop.
-        UnreadableError: if some found it damaged, and others did not.
     """
     if any("stopped" in one for one in reports):
         raise StopAskedError("The ranks were asked to stop while they restored a checkpoint.")

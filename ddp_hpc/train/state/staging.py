@@ -57,11 +57,7 @@ class Side:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def staging_block(self, num_bytes: int) -> Tensor:
-        """Return memory of the GPU, from the part of PyTorch's cache that is our stream's.
-
-        Raises:
-            torch.OutOfMemoryError: if there is none.
-        """
+        """Return memory of the GPU, from the part of PyTorch's cache that is our stream's."""
         with self.stream():
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
