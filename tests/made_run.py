@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ddp_hpc.run.checkpoints.checkpoint_store import Manifest
 from ddp_hpc.run.checkpoints.shards import TensorEntry
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.ledger import record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Attempt, End, Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 
@@ -35,7 +35,21 @@ def add_attempt(run: RunDir, attempt: int = 0, *, ending: Any = None, reason: st
     """Write an attempt's start to the ledger, and its end where it has one."""
     record_start(run, attempt=attempt, job_id=f"job-{attempt}")
     if ending is not None:
-        record_end(run, attempt=attempt, ending=ending, exit_code=0, reason=reason)
+        record_end(run, attempt, End(ending=ending, exit_code=0, reason=reason))
+
+
+def made_attempt(number: int = 0, **more: Any) -> Attempt:
+    """Return an attempt, with a failed end where anything of an end is given."""
+    return changed(Attempt(attempt=number, job_id="7", host="node1", pid=1, started_at=0.0), **more)
+
+
+def changed(attempt: Attempt, **more: Any) -> Attempt:
+    """Return an attempt with other values, also of its end."""
+    of_end = {name: more.pop(name) for name in End.__dataclass_fields__ if name in more}
+    if "ending" in of_end and of_end["ending"] is None:
+        return replace(attempt, end=None, **more)
+    end = replace(attempt.end or End(ending=Ending.FAILED), **of_end) if of_end else attempt.end
+    return replace(attempt, end=end, **more)
 
 
 def progress(attempt: int = 0, step: int = 20, **more: Any) -> Progress:

@@ -81,24 +81,24 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
     yield "means", about.means
     yield "to do", to_do(run, attempt, verdict, word=word)
     ended = f"{BY_NAME[verdict.end].title}; " if verdict.end else ""
-    then = ended + _THEN[attempt.next] if attempt.ending is not None else ""
+    then = ended + _THEN[attempt.next] if attempt.end else ""
     yield "then", f"{then}: {attempt.why_last}" if attempt.why_last else then
 
 
 def _entity(attempt: Attempt, verdict: Verdict) -> str:
     """Return the sample or file; of a run that one has ended, the ledger's."""
-    return attempt.entity if attempt.why_last and attempt.entity else verdict.entity
+    return attempt.root.entity if attempt.why_last and attempt.root.entity else verdict.entity
 
 
 def _alike(ledger: Ledger, attempt: Attempt) -> str:
     """Return which other attempts failed in the same way, at the same sample or file."""
-    about = (attempt.fingerprint, attempt.entity)
+    about = (attempt.root.fingerprint, attempt.root.entity)
     others = [
         one.attempt
         for one in ledger.attempts
-        if (one.fingerprint, one.entity) == about and one.attempt != attempt.attempt
+        if (one.root.fingerprint, one.root.entity) == about and one.attempt != attempt.attempt
     ]
-    if not attempt.fingerprint or not others:
+    if not attempt.root.fingerprint or not others:
         return ""
     return f"{'attempt' if len(others) == 1 else 'attempts'} {', '.join(map(str, others))} failed in the same way"
 
@@ -152,7 +152,7 @@ def as_record(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> 
         "in_short": verdict.in_short or None,
         "place": verdict.place or None,
         "entity": _entity(attempt, verdict) or None,
-        "fingerprint": attempt.fingerprint or verdict.fingerprint or None,
+        "fingerprint": attempt.root.fingerprint or verdict.fingerprint or None,
         "num_cascades": verdict.num_cascades,
         "num_alike": verdict.num_alike,
         "to_do": to_do(run, attempt, verdict, word=word) if about else None,

@@ -94,14 +94,14 @@ def _write_down(run: RunDir, since: int, reason: str) -> None:
         newest = Ledger.read(run).newest
         if newest is None or newest.attempt < since or (newest.ending is not None and not newest.next):
             return
-        cause = newest.cause or Cause.SUPERVISOR_DIED
-        end = End(cause=cause, last_step=newest.last_step, failed_nodes=newest.failed_nodes)
-        full_reason = "; ".join(
-            filter(None, [newest.reason, reason, "ddp-hpc does not start it again, so submit the run again"])
+        then = "ddp-hpc does not start it again, so submit the run again"
+        end = End(
+            ending=Ending.FAILED,
+            exit_code=exit_codes.FAILED,
+            reason="; ".join(filter(None, [newest.reason, reason, then])),
+            cause=newest.cause or Cause.SUPERVISOR_DIED,
         )
-        record_end(
-            run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=exit_codes.FAILED, reason=full_reason, end=end
-        )
+        record_end(run, newest.attempt, end)  # what an earlier line says of it besides, stays
     except OSError as error:
         sys.stderr.write(
             f"note: ddp-hpc could not write to {run.attempts} how the run ended: {error}. Checkpoints are not affected, but "

@@ -65,21 +65,13 @@ class Notifier:
 
     def ended(self, conclusion: Conclusion) -> None:
         """Note the end of an attempt. One that was stopped and goes on does not count."""
-        ending, follows = conclusion.decision.ending, conclusion.decision.next
-        state, reason = str(ending), conclusion.reason
-        if ending == Ending.FENCED:
+        number, end = conclusion.attempt, conclusion.end
+        if end.ending == Ending.FENCED:
             return  # a newer start of the run says what becomes of it
-        if ending not in _ENDED_WELL:
-            self._tell(
-                "failure",
-                conclusion.attempt,
-                state=state,
-                attempt=conclusion.attempt,
-                reason=reason,
-                follows=str(follows),
-            )
-        elif not follows:
-            self._tell("end", conclusion.attempt, state=state, attempt=conclusion.attempt, reason=reason)
+        if end.ending not in _ENDED_WELL:
+            self._tell("failure", number, state=end.ending, attempt=number, reason=end.reason, follows=end.next)
+        elif not end.next:
+            self._tell("end", number, state=end.ending, attempt=number, reason=end.reason)
 
     def leave(self, *, goes_on: bool) -> None:
         """Wait for the commands that still run, before this process ends or gives its job back."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.differences import Difference, read_differences
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, read_failures
-from ddp_hpc.run.run_dir.ledger import End, Ending, JobFacts, Ledger, record_end, record_more, record_start
+from ddp_hpc.run.run_dir.ledger import End, JobFacts, Ledger, record_end, record_more, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
     QueuedJob,
@@ -96,9 +96,9 @@ class RunRecords:
         record_start(self.run, attempt=attempt, job_id=job_id, job=job)
         return attempt
 
-    def end(self, attempt: int, ending: Ending, *, exit_code: int, reason: str, end: End | None) -> None:
+    def end(self, attempt: int, end: End) -> None:
         """Write into the ledger how an attempt ended."""
-        record_end(self.run, attempt=attempt, ending=ending, exit_code=exit_code, reason=reason, end=end)
+        record_end(self.run, attempt, end)
 
     def differences(self) -> Sequence[Difference]:
         """Return what the ranks of attempts had that differed, the oldest first."""

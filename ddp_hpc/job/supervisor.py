@@ -124,8 +124,8 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         takeover.end_leftover_steps(run, allocation, os.environ)
     lock_fds = _take(run, allocation) if arguments.lock_fd is None else [arguments.lock_fd]
     if arguments.after is not None:
-        death = takeover.Death(how=exit_codes.described(arguments.after), since=arguments.since)
-        code = takeover.take_over(run, allocation, os.environ, death)
+        how = exit_codes.described(arguments.after)
+        code = takeover.take_over(run, allocation, os.environ, how=how, since=arguments.since)
         if code is not None:
             return code
     records = RunRecords(run)
@@ -185,11 +185,11 @@ def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is
         if newest is None or newest.ending is not None or newest.pid != os.getpid():
             records.begin_without_workers(job_id=_job_id(allocation), job=_facts(allocation))
             ledger = records.ledger()
-        next_ = takeover.write_down_death(run, ledger, allocation, reason, may_go_on=is_guarded)
+        end = takeover.write_down_death(run, ledger, allocation, reason, may_go_on=is_guarded)
     except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
         last_resort.print_error(error)
         return exit_codes.UNDECIDED
-    return exit_codes.UNDECIDED if next_ else exit_codes.FAILED
+    return exit_codes.UNDECIDED if end.next else exit_codes.FAILED
 
 
 _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
@@ -309,7 +309,7 @@ def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, r
     """Record the start and the end of an attempt that started no workers."""
     records = RunRecords(run)
     attempt = records.begin_without_workers(job_id=_job_id(allocation), job=_facts(allocation))
-    records.end(attempt, TABLE[cause].ending, exit_code=exit_code, reason=reason, end=End(cause=cause))
+    records.end(attempt, End(ending=TABLE[cause].ending, exit_code=exit_code, reason=reason, cause=cause))
     if cause != Cause.REFUSED:
         sys.stderr.write(f"ended: {reason}\n")
 
@@ -322,7 +322,7 @@ def _leave_node(context: JobContext, error: ConfigError) -> int:
     outcome = Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node)
     conclusion = last_resort.conclude(context, attempt, outcome)
     last_resort.leave(context, conclusion)
-    return conclusion.exit_code
+    return conclusion.end.exit_code
 
 
 def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> int:
@@ -347,19 +347,19 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
                 outcome = network_probe.examine(context, attempt, outcome)
             conclusion = last_resort.conclude(context, attempt, outcome)
             notifier.ended(conclusion)
-            if conclusion.decision.next != Next.IN_PLACE:
+            if conclusion.end.next != Next.IN_PLACE:
                 break
-            sys.stderr.write(f"note: {conclusion.reason}; ddp-hpc starts the workers again\n")
+            sys.stderr.write(f"note: {conclusion.end.reason}; ddp-hpc starts the workers again\n")
             if context.job is not None and conclusion.is_slurm_away:
                 context.job.await_answer()
     finally:
         workers.close()
         unstage(staged, context.allocation, context.environ)
-    notifier.leave(goes_on=bool(conclusion.decision.next))
+    notifier.leave(goes_on=bool(conclusion.end.next))
     last_resort.leave(context, conclusion)
-    if not conclusion.decision.next:  # a job that goes on is ended by Slurm at any moment from here
+    if not conclusion.end.next:  # a job that goes on is ended by Slurm at any moment from here
         _note_machine_use(run, attempt)
-    return conclusion.exit_code
+    return conclusion.end.exit_code
 
 
 def _note_machine_use(run: RunDir, attempt: int) -> None:

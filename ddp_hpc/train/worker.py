@@ -43,7 +43,7 @@ from ddp_hpc.train.engine.training import Training, configure_torch, prepare
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.late_compiler import DYNAMO, import_compiler_late
 from ddp_hpc.train.process_group import Group, RankInfo
-from ddp_hpc.train.recipe import BUILT_IN, Recipe, build_recipe, check_args, imported_code, load_builder, returns_recipe
+from ddp_hpc.train.recipe import BUILT_IN, build_recipe, check_args, imported_code, load_builder, returns_recipe
 from ddp_hpc.train.recording.beside import PATIENCE_S
 from ddp_hpc.train.recording.rank_log import open_rank_log
 from ddp_hpc.train.state import rng

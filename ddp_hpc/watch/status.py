@@ -260,8 +260,8 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         slow_ranks=_slow_now(seen, last) if state in {"running", "stopping"} else [],
         source=source,
         age_s=age_s,
-        entity=last.entity if last and seen.has_begun else "",
-        fingerprint=last.fingerprint if last and seen.has_begun else "",
+        entity=last.root.entity if last and seen.has_begun else "",
+        fingerprint=last.root.fingerprint if last and seen.has_begun else "",
         why_last=last.why_last if last and seen.has_begun else "",
         mended=_mended(seen.attempts),
     )

@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission.preflight import capacity
-from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from tests.unit.fake_slurm import FakeSlurm
@@ -105,7 +105,7 @@ def dependency(name: str) -> str:
 def fail_train() -> RunDir:
     run = RunDir(Path("runs/digits-train").absolute())
     record_start(run, attempt=0, job_id="11")
-    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="the data is missing.")
+    record_end(run, 0, End(ending=Ending.FAILED, exit_code=1, reason="the data is missing."))
     return run
 
 
@@ -201,7 +201,7 @@ def test_a_run_that_waits_by_after_names_the_run_and_says_when_it_will_never_sta
     assert reason("Dependency") == "the job waits until first has finished"
     run = RunDir(Path("runs/first").absolute())
     record_start(run, attempt=0, job_id="11")
-    record_end(run, attempt=0, ending=Ending.STOPPED, exit_code=99)
+    record_end(run, 0, End(ending=Ending.STOPPED, exit_code=99))
     assert reason("DependencyNeverSatisfied").startswith("first was stopped, so the job will not start; cancel it")
     assert main(["logs", "--follow", "then"]) == 1
     assert "error: Job 12 of then never starts: first was stopped" in capsys.readouterr().err

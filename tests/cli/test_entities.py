@@ -26,8 +26,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     for attempt, next_ in enumerate((Next.IN_PLACE, Next.NOTHING)):
         record_start(run, attempt=attempt, job_id="7")
         why = "" if next_ else WHY
-        end = End(cause=Cause.WORKER_CRASHED, next=next_, root=POISONED, why_last=why)
-        record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, reason=f"rank 0: bad; {why}", end=end)
+        end = End(
+            ending=Ending.FAILED,
+            exit_code=1,
+            reason=f"rank 0: bad; {why}",
+            cause=Cause.WORKER_CRASHED,
+            next=next_,
+            root=POISONED,
+            why_last=why,
+        )
+        record_end(run, attempt, end)
         add_failure(
             run, attempt, exception="SampleError: `train_data[17]` raised ValueError: bad", exception_type="SampleError"
         )

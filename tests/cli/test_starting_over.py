@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunDir:
     made.path.mkdir(parents=True)
     made.config.write_text("name: demo\n")
     record_start(made, attempt=0, job_id="1")
-    record_end(made, attempt=0, ending=Ending.FINISHED, exit_code=0, end=End(cause=Cause.FINISHED))
+    record_end(made, 0, End(ending=Ending.FINISHED, exit_code=0, cause=Cause.FINISHED))
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").touch()

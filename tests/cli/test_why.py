@@ -35,8 +35,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def end_badly(run: RunDir, attempt: int) -> None:
     record_start(run, attempt=attempt, job_id="1")
-    end = End(cause=Cause.WORKER_CRASHED)
-    record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, reason="rank 1: KeyError: 7", end=end)
+    end = End(ending=Ending.FAILED, exit_code=1, reason="rank 1: KeyError: 7", cause=Cause.WORKER_CRASHED)
+    record_end(run, attempt, end)
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -179,7 +179,7 @@ def test_status_and_why_say_first_what_a_rank_said_before_the_time_limit(
     run = make_run(tmp_path / "runs")
     record_start(run, attempt=0, job_id="1")
     reason = "the job reached its time limit"
-    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason=reason, end=End(cause=Cause.TIME_LIMIT))
+    record_end(run, 0, End(ending=Ending.FAILED, exit_code=1, reason=reason, cause=Cause.TIME_LIMIT))
 
     assert f"reason      {reason}\n" in said(capsys, "status", "digits")
 

@@ -136,7 +136,7 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
 
 def _end(run: RunDir, ending: Ending, *, last_step: int | None) -> None:
     del _specs[run.path]
-    record_end(run, attempt=Ledger.read(run).newest_number, ending=ending, exit_code=0, end=End(last_step=last_step))
+    record_end(run, Ledger.read(run).newest_number, End(ending=ending, exit_code=0, last_step=last_step))
     os.close(_held.pop(run.path))
 
 

@@ -11,6 +11,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import for_nan_check, launched, ranks
 from ddp_hpc.job.nan_check import nan_check_rule
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger
 from tests.distributed.whole_runs import Workplace
+from tests.made_run import made_attempt
 
 RECIPE = """
 import torch
@@ -34,8 +35,8 @@ resources: {workers_per_node: 2}
 train: {epochs: 1, global_batch_size: 4}
 """
 RANKS = ranks_by_shape(node_rank=0, num_nodes=1, num_workers=2, local_rank=0)
-DIVERGED = Attempt(attempt=3, job_id="", host="", pid=1, started_at=0.0, cause=Cause.DIVERGED)
-CRASHED = Attempt(attempt=3, job_id="", host="", pid=1, started_at=0.0, cause=Cause.WORKER_CRASHED)
+DIVERGED = made_attempt(3, cause=Cause.DIVERGED)
+CRASHED = made_attempt(3, cause=Cause.WORKER_CRASHED)
 
 
 @pytest.mark.long

@@ -47,7 +47,7 @@ def trains(job: Job, *plan: dict[str, str], every_steps: int = 2, **more: Any) -
 
 
 def entities(job: Job) -> list[tuple[str, bool]]:
-    return [(one.entity, one.may_recover) for one in job.attempts]
+    return [(one.root.entity, one.root.may_recover) for one in job.attempts]
 
 
 @pytest.mark.parametrize(("ranks", "num_workers"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.long)])
@@ -62,7 +62,7 @@ def test_a_sample_that_cannot_be_decoded_ends_the_run_after_two_attempts_with_it
     assert code == exit_codes.FAILED
     assert (first.cause, first.next, first.why_last) == ("worker crashed", "in place", "")
     assert (second.cause, second.next, second.ending) == ("worker crashed", "", "failed")
-    assert (first.entity, first.may_recover) == ("train_data[9]", False)
+    assert (first.root.entity, first.root.may_recover) == ("train_data[9]", False)
     assert first.root == second.root
     assert "`train_data[9]` ended two attempts in a row in the same way" in second.why_last
     assert "raised JSONDecodeError: Expecting property name" in second.reason
@@ -103,9 +103,9 @@ def test_a_later_step_is_progress_though_no_checkpoint_came(job: Job) -> None:
 
     assert code == exit_codes.FINISHED
     first, second, third = job.attempts
-    assert first.failed_step is not None
-    assert second.failed_step is not None
-    assert first.failed_step < second.failed_step
+    assert first.root.failed_step is not None
+    assert second.root.failed_step is not None
+    assert first.root.failed_step < second.root.failed_step
     assert third.first_step == 0
 
 
@@ -119,5 +119,5 @@ def test_a_script_gets_its_attempts_as_neither_its_steps_nor_its_order_are_known
 
     job.finish()
 
-    assert [(one.entity, one.may_recover) for one in job.attempts] == [("index.json", True)] * 3
+    assert [(one.root.entity, one.root.may_recover) for one in job.attempts] == [("index.json", True)] * 3
     assert "3 attempts in a row" in job.attempts[-1].why_last

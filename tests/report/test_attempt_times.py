@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import AttemptTime, attempt_times, read_times
 from ddp_hpc.watch.goodput import goodput_of
 from ddp_hpc.watch.report.timeline import rows_of
+from tests.made_run import made_attempt
 from tests.report.made import Plan, large_run, made_run
 
 PROGRESS = Progress(attempt=0, step=10, at=150.0)
@@ -22,7 +22,7 @@ PROGRESS = Progress(attempt=0, step=10, at=150.0)
 
 def attempt(number: int = 0, started_at: float = 100.0, **more: Any) -> Attempt:
     given: dict[str, Any] = {"ending": Ending.FINISHED, "ended_at": started_at + 100.0, **more}
-    return replace(Attempt(attempt=number, job_id="1", host="here", pid=1, started_at=started_at), **given)
+    return made_attempt(number, job_id="1", started_at=started_at, **given)
 
 
 def begin(attempt: int = 0, at: float = 120.0, step: int = 0) -> Mark:

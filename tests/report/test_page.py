@@ -105,14 +105,7 @@ def test_a_run_in_the_queue_has_a_page(tmp_path: Path) -> None:
 def test_a_run_that_died_before_its_first_step_says_why(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="1")
-    record_end(
-        run,
-        attempt=0,
-        ending=Ending.FAILED,
-        exit_code=1,
-        reason="rank 1: KeyError: 7",
-        end=End(cause=Cause.WORKER_CRASHED),
-    )
+    record_end(run, 0, End(ending=Ending.FAILED, exit_code=1, reason="rank 1: KeyError: 7", cause=Cause.WORKER_CRASHED))
     add_failure(run, rank=1, exception="KeyError: 7", traceback=TRACEBACK, exception_type="KeyError")
     add_log(run, TRACEBACK, rank=1)
 
@@ -130,7 +123,7 @@ def test_a_run_that_died_before_its_first_step_says_why(tmp_path: Path) -> None:
 def test_a_script_says_what_is_missing_and_how_to_get_it(saves: int, said: str, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="1")
-    record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0)
+    record_end(run, 0, End(ending=Ending.FINISHED, exit_code=0))
     write_progress(run, Progress(attempt=0, saves=saves, at=NOW))
 
     found = page(run)

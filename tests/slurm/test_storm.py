@@ -65,7 +65,7 @@ def finished_run(folder: Path, name: str, *, attempt: int = 0, **line: object) -
     run = make_run(folder, name)
     run.attempts.touch()
     record_start(run, attempt=attempt, job_id="1")
-    record_end(run, attempt=attempt, ending=Ending.FINISHED, exit_code=0, end=End(cause=Cause.FINISHED))
+    record_end(run, attempt, End(ending=Ending.FINISHED, exit_code=0, cause=Cause.FINISHED))
     if line:
         append_json_line(run.attempts, {"attempt": attempt, **line})
     add_metrics(run, [{"kind": "train", "step": step, "loss": 1 / step} for step in (2, 4)])

@@ -23,7 +23,7 @@ from ddp_hpc.launch.sweep.points import points_of
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep
 from ddp_hpc.launch.sweep.values import parse_axis
 from ddp_hpc.run.config import resolve
-from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.watch import logs
@@ -308,7 +308,7 @@ def test_a_wait_for_slurm_reads_the_number_of_the_job_again(tmp_path: Path, monk
 
     monkeypatch.setattr(slurm, "read_queued_job", read)
     record_start(run, attempt=0, job_id="7")
-    record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0)
+    record_end(run, 0, End(ending=Ending.FINISHED, exit_code=0))
 
     assert slurm.wait(run, 0, {}).ending == Ending.FINISHED
     assert not answers

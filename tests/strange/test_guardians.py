@@ -83,8 +83,8 @@ def test_a_guardian_that_gives_up_says_so_in_the_ledger(tmp_path: Path, next_: N
     run = make_run(tmp_path)
     add_attempt(run, ending="failed" if next_ else None)
     if next_:
-        end = End(cause=Cause.SUPERVISOR_DIED, next=next_)
-        record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="killed", end=end)
+        end = End(ending=Ending.FAILED, exit_code=1, reason="killed", cause=Cause.SUPERVISOR_DIED, next=next_)
+        record_end(run, 0, end)
 
     guardian._write_down(run, 0, "the supervisor was killed by signal 9, 6 times in a row")
 

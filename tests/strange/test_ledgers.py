@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from tests.made_run import make_run
 
 ODD = {
@@ -32,7 +32,7 @@ def test_an_odd_line_is_skipped_and_that_is_said_once(
     record_start(run, attempt=0, job_id="1")
     with run.attempts.open("ab") as ledger:
         ledger.write(ODD[odd] + b"\n")
-    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="rank 1: OSError")
+    record_end(run, 0, End(ending=Ending.FAILED, exit_code=1, reason="rank 1: OSError"))
     record_start(run, attempt=2, job_id="2")
 
     found = [[(one.attempt, one.job_id, one.reason) for one in Ledger.read(run).attempts] for _ in range(2)]
@@ -67,7 +67,7 @@ def test_what_another_version_adds_is_left_out(tmp_path: Path) -> None:
 
 def test_the_number_of_an_attempt_whose_first_line_is_lost_is_not_given_again(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    record_end(run, attempt=4, ending=Ending.FAILED, exit_code=1)
+    record_end(run, 4, End(ending=Ending.FAILED, exit_code=1))
 
     assert Ledger.read(run).attempts == ()
     assert Ledger.read(run).newest_number == 4

@@ -29,8 +29,17 @@ def add_everything(run: RunDir) -> None:
     """Write one of each record that commands read of a run."""
     failure = Root(fingerprint="ValueError", entity="train_data[17]")
     record_start(run, attempt=0, job_id="7", job=JobFacts(nodes=("node1", "node2"), ends_at=9e9, queued_at=1.0))
-    end = End(cause=Cause.HANG, last_step=10, next=Next.IN_PLACE, failed_nodes=("node2",), root=failure)
-    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="it hung", end=end)
+    end = End(
+        ending=Ending.FAILED,
+        exit_code=1,
+        reason="it hung",
+        cause=Cause.HANG,
+        last_step=10,
+        next=Next.IN_PLACE,
+        failed_nodes=("node2",),
+        root=failure,
+    )
+    record_end(run, 0, end)
     record_start(run, attempt=1, job_id="7", first_step=10)
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=1.0, backend="local"))
     write_awaited(run, "7", [Awaited(path=str(run.path), job_id="6")])

@@ -216,7 +216,7 @@ def note_commit(run: RunDir, how: str) -> None:
         add_progress(run, last_checkpoint=4)
         return
     record_start(run, attempt=0, job_id="1")
-    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, end=End(last_step=4))
+    record_end(run, 0, End(ending=Ending.FAILED, exit_code=1, last_step=4))
 
 
 @pytest.mark.usefixtures("_little_patience")
@@ -364,8 +364,15 @@ def begin_thrice(run: RunDir) -> Ledger:
     for attempt, first_step in enumerate((0, 2, 2)):
         record_start(run, attempt=attempt, job_id="", first_step=first_step)
         if attempt < 2:
-            end = End(cause=Cause.SUPERVISOR_DIED, last_step=2, next=Next.IN_PLACE)
-            record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, reason="killed", end=end)
+            end = End(
+                ending=Ending.FAILED,
+                exit_code=1,
+                reason="killed",
+                cause=Cause.SUPERVISOR_DIED,
+                last_step=2,
+                next=Next.IN_PLACE,
+            )
+            record_end(run, attempt, end)
     return Ledger.read(run)
 
 
@@ -376,11 +383,11 @@ def test_a_supervisors_death_is_judged_by_the_checkpoints_where_the_configuratio
     ledger = begin_thrice(run)
     make_unreadable(run.config)
 
-    next_ = takeover.write_down_death(run, ledger, None, "killed")
+    end = takeover.write_down_death(run, ledger, None, "killed")
 
     newest = Ledger.read(run).newest
     assert newest is not None
-    assert (next_, newest.next, newest.last_step) == ("in place", "in place", 4)
+    assert (end.next, newest.next, newest.last_step) == ("in place", "in place", 4)
 
 
 def test_a_supervisors_death_is_judged_by_the_configuration_though_that_cannot_be_read_at_first(run: RunDir) -> None:
@@ -392,10 +399,10 @@ def test_a_supervisors_death_is_judged_by_the_configuration_though_that_cannot_b
     server = threading.Timer(0.3, lambda: kept.replace(run.config))
     server.start()
 
-    next_ = takeover.write_down_death(run, ledger, None, "killed")
+    end = takeover.write_down_death(run, ledger, None, "killed")
 
     server.join()
-    assert next_ == ""
+    assert end.next == ""
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

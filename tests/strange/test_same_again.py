@@ -88,9 +88,9 @@ def test_a_ledger_of_yesterday_ends_nothing_early_and_todays_lines_follow_in_it(
     after_one = one.last
     fails(one, POISONED)
 
-    assert (after_one.next, after_one.entity) == ("in place", "train_data[17]")
+    assert (after_one.next, after_one.root.entity) == ("in place", "train_data[17]")
     assert one.last.next == ""
-    assert Ledger.read(one.run).attempts[0].may_recover
+    assert Ledger.read(one.run).attempts[0].root.may_recover
 
 
 def test_a_line_of_another_version_with_odd_values_is_skipped_and_ends_nothing_early(supervised: Make) -> None:

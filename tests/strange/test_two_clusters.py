@@ -13,7 +13,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.sweep.start import continue_sweep, delete_sweep
 from ddp_hpc.launch.sweep.sweep_dir import read_sweep
-from ddp_hpc.run.run_dir.ledger import Ending, record_end
+from ddp_hpc.run.run_dir.ledger import End, Ending, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from tests.made_run import make_run
@@ -78,7 +78,7 @@ def test_a_run_that_has_ended_there_is_used_here_and_its_number_names_no_job_of_
     lab: Lab, tmp_path: Path
 ) -> None:
     run = run_on_alpha(tmp_path / "runs")
-    record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0, reason="")
+    record_end(run, 0, End(ending=Ending.FINISHED, exit_code=0))
     slurm._names.clear()
     lab.has(
         "scontrol",

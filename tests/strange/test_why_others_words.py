@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
+from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.watch.why.findings import AttemptFacts, Verdict
 from ddp_hpc.watch.why.lines import LogLine, clean
 from ddp_hpc.watch.why.signatures import match_exception
 from ddp_hpc.watch.why.verdict import verdict_of
+from tests.made_run import made_attempt
 
 
 def verdict_on(text: str, *, exit_code: int = 1) -> Verdict:
     """Return the verdict on a script of one rank that printed this and exited."""
-    attempt = Attempt(
-        attempt=0, job_id="1", host="n", pid=1, started_at=0.0, ending=Ending.FAILED, cause=Cause.WORKER_CRASHED
-    )
+    attempt = made_attempt(cause=Cause.WORKER_CRASHED)
     failure = WorkerFailure(rank=0, host="n", at=0.0, step=0, exception="", log="", of_script=True, exit_code=exit_code)
     lines = [LogLine(Path("rank-0.log"), number, clean(line)) for number, line in enumerate(text.splitlines())]
     return verdict_of(AttemptFacts(attempt=attempt, failures=[failure], logs={0: lines}))

@@ -67,7 +67,7 @@ class Supervised:
     def conclude(self, attempt: int, outcome: Outcome) -> Conclusion:
         """End an attempt so, and do what follows, where the job ends with it."""
         conclusion = conclude(self.context, attempt, outcome)
-        if conclusion.decision.next != Next.IN_PLACE:
+        if conclusion.end.next != Next.IN_PLACE:
             leave(self.context, conclusion)
         return conclusion
 

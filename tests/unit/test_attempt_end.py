@@ -28,7 +28,7 @@ def test_a_finished_run_is_done_and_nobody_owns_it_any_more(supervised: Make) ->
     assert (one.last.ending, one.last.cause, one.last.next) == ("finished", "finished", "")
     assert one.run.done.exists()
     assert ownership.claims(one.run) == []
-    assert concluded.exit_code == 0
+    assert concluded.end.exit_code == 0
     assert one.slurm.orders() == []
 
 
@@ -88,7 +88,7 @@ def test_an_attempt_that_lost_the_run_leaves_the_word_to_the_newer_one(supervise
     assert (first.ending, first.cause) == ("fenced", None)
     assert second.ending is None
     assert ownership.claims(one.run) == [newer]
-    assert concluded.exit_code == exit_codes.FENCED
+    assert concluded.end.exit_code == exit_codes.FENCED
 
 
 def test_a_run_that_is_stopped_by_its_user_does_not_go_back(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ddp_hpc.base import exit_codes
 from ddp_hpc.cluster.slurm.queries import JobRecord, parse_job
 from ddp_hpc.job.ending.causes import Evidence, cause_of
+from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir.ledger import Cause
 
 FINISHED, STOPPED, FAILED = exit_codes.FINISHED, exit_codes.STOPPED, exit_codes.FAILED
@@ -32,7 +33,10 @@ ENDING = job("COMPLETING", ends_at=NOW)
 
 
 def evidence(code: int, **more: Any) -> Evidence:
-    return Evidence(code=code, now=NOW, lead_s=LEAD_S, **more)
+    of_outcome = {
+        name: more.pop(name) for name in Outcome.__dataclass_fields__ if name in more and name != "lost_nodes"
+    }
+    return Evidence(outcome=Outcome(code=code, **of_outcome), now=NOW, lead_s=LEAD_S, **more)
 
 
 # --- one sign at a time ----------------------------------------------------------------------------------------------
@@ -249,8 +253,8 @@ def test_what_scontrol_prints_of_a_job_is_understood(
 
 @given(
     st.builds(
-        Evidence,
-        code=st.sampled_from([0, 1, 2, 97, 98, 99, -9]),
+        evidence,
+        st.sampled_from([0, 1, 2, 97, 98, 99, -9]),
         owns_run=st.booleans(),
         stop_request=st.sampled_from([None, "end", "requeue"]),
         is_out_of_time=st.booleans(),
@@ -276,6 +280,6 @@ def test_every_evidence_has_a_cause_and_only_code_zero_is_finished(found: Eviden
     cause = cause_of(found)
 
     assert isinstance(cause, Cause)
-    assert (cause == "finished") == (found.code == FINISHED)
+    assert (cause == "finished") == (found.outcome.code == FINISHED)
     if found.job is None:
         assert cause not in {"cancelled", "preempted"}

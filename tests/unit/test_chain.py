@@ -11,7 +11,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.sweep.chain import dependency, split_when
 from ddp_hpc.run.config import load_resolved
-from ddp_hpc.run.run_dir.ledger import Ending, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import End, Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_done
 from ddp_hpc.run.workload.table import workload_of
@@ -20,7 +20,7 @@ from tests.made_run import make_run
 
 def ended(run: RunDir, ending: Ending) -> None:
     record_start(run, attempt=0, job_id="7")
-    record_end(run, attempt=0, ending=ending, exit_code=1)
+    record_end(run, 0, End(ending=ending, exit_code=1))
     if ending == Ending.FINISHED:
         write_done(run, workload_of(load_resolved(run.config)).goal)
 

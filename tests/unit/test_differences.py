@@ -25,6 +25,7 @@ from ddp_hpc.run.run_dir.ledger import Attempt, Cause
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import AttemptInputs
 from ddp_hpc.train.comparable import what_differs
+from tests.made_run import changed, made_attempt
 
 
 def difference(digests: str, *, attempt: int = 0, kinds: str = "", values: Any = (), **more: Any) -> Difference:
@@ -226,8 +227,7 @@ def test_what_is_not_recorded_is_not_taken_for_the_same() -> None:
 
 
 def attempt(number: int, **more: Any) -> Attempt:
-    known = {"job_id": "7", "host": "node1", "pid": 1, "started_at": 0.0, "nodes": ("node1", "node2"), **more}
-    return Attempt(attempt=number, cause=Cause.RANKS_DIFFER, **known)
+    return made_attempt(number, **{"nodes": ("node1", "node2"), "cause": Cause.RANKS_DIFFER, **more})
 
 
 def test_the_node_of_a_wrong_rank_is_that_of_its_place() -> None:
@@ -240,9 +240,9 @@ def test_the_node_of_a_wrong_rank_is_that_of_its_place() -> None:
 
 def test_a_repetition_corrects_the_ledger_of_the_earlier_attempt() -> None:
     told = difference("ab", odd_ranks=(1,), told_by="repetition", told_in=1)
-    attempts = [attempt(0), replace(attempt(1), cause=Cause.FINISHED)]
+    attempts = [attempt(0), changed(attempt(1), cause=Cause.FINISHED)]
 
-    assert wrong_ranks.corrected(attempts, [told]) == [replace(attempts[0], failed_nodes=("node2",))]
+    assert wrong_ranks.corrected(attempts, [told]) == [changed(attempts[0], failed_nodes=("node2",))]
     assert wrong_ranks.corrected(wrong_ranks.corrected(attempts, [told]), [told]) == []
 
 
@@ -252,7 +252,7 @@ def test_the_node_of_a_rank_that_lost_a_vote_and_was_right_is_readmitted() -> No
 
     assert wrong_ranks.corrected(attempts, [voted]) == []
     found = by_repetition(voted, repeated(digest="a"))
-    assert wrong_ranks.corrected(attempts, [found]) == [replace(attempts[0], failed_nodes=("node2", "node3"))]
+    assert wrong_ranks.corrected(attempts, [found]) == [changed(attempts[0], failed_nodes=("node2", "node3"))]
 
 
 def test_what_happens_twice_in_the_same_way_is_no_nodes_failure() -> None:

@@ -22,7 +22,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import for_debug
 from ddp_hpc.cluster.slurm.queries import NodeState, parse_node_reasons
 from ddp_hpc.job import preflight
 from ddp_hpc.run.config import resolve
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
+from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight, read_preflight, write_preflight
 from ddp_hpc.watch.diagnose.doctor import login, questions
@@ -31,6 +31,7 @@ from ddp_hpc.watch.diagnose.doctor.login import LoginSite
 from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, result_of
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of
+from tests.made_run import made_attempt
 
 SLURM: dict[str, str] = {
     "scontrol": """case "$*" in
@@ -541,16 +542,7 @@ def test_only_failures_exclude_nodes_and_never_all_of_them() -> None:
     ],
 )
 def test_why_shows_what_the_check_found(cause: Cause, failed_nodes: tuple[str, ...], failure: str) -> None:
-    attempt = Attempt(
-        attempt=0,
-        job_id="1",
-        host="h",
-        pid=1,
-        started_at=0.0,
-        ending=Ending.FAILED,
-        cause=cause,
-        failed_nodes=failed_nodes,
-    )
+    attempt = made_attempt(cause=cause, failed_nodes=failed_nodes)
 
     verdict = verdict_of(AttemptFacts(attempt=attempt, preflight=FAILED))
 

@@ -12,6 +12,7 @@ from ddp_hpc.run.requeue import Situation, decide, fails_again
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next, Root
 from ddp_hpc.run.spec import RestartSpec
+from tests.made_run import made_attempt
 
 CONTENT = "3 bytes, sha256 1"
 POISONED = Root(fingerprint="f1", entity="train_data[17]", entity_version=CONTENT, may_recover=False, failed_step=5)
@@ -21,8 +22,8 @@ OF_SCRIPT = replace(POISONED, failed_step=None)
 def attempt(number: int, root: Root | None = None, **more: Any) -> Attempt:
     known: dict[str, Any] = {"cause": Cause.WORKER_CRASHED, "last_step": 4, "first_step": 0, **more}
     if root is not None:
-        known |= {name: getattr(root, name) for name in Root.__dataclass_fields__}
-    return Attempt(attempt=number, job_id="7", host="node1", pid=1, started_at=0.0, **known)
+        known["root"] = root
+    return made_attempt(number, **known)
 
 
 NEWEST = attempt(1, first_step=4, cause=None, last_step=None)

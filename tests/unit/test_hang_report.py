@@ -33,7 +33,7 @@ def test_a_job_that_was_suspended_begins_again_without_blame(supervised: Make) -
 
     concluded = conclude(one.context, attempt, replace(CRASHED, was_suspended=True))
 
-    assert (concluded.cause, one.last.next, one.last.failed_nodes) == ("suspended", "in place", ())
+    assert (concluded.end.cause, one.last.next, one.last.failed_nodes) == ("suspended", "in place", ())
     assert "suspended for longer than `restart.hang_timeout_s`" in one.last.reason
 
 
@@ -47,7 +47,7 @@ def test_a_recipe_that_is_never_built_is_named_and_blames_no_node(supervised: Ma
 
     concluded = conclude(one.context, attempt, CRASHED)
 
-    assert concluded.cause == "hang"
+    assert concluded.end.cause == "hang"
     assert one.last.reason.startswith(
         "no rank made progress for 900 s"
         if is_built
@@ -71,7 +71,7 @@ def test_a_hang_that_cannot_be_written_down_is_a_hang_all_the_same(supervised: M
 
     concluded = one.ends(Outcome(code=exit_codes.FAILED, is_unresponsive=True))
 
-    assert (concluded.cause, one.last.cause) == ("hang", "hang")
+    assert (concluded.end.cause, one.last.cause) == ("hang", "hang")
     assert "no rank made progress" in one.last.reason
 
 
@@ -83,8 +83,8 @@ def test_a_node_that_no_other_reaches_is_left_out_at_once(supervised: Make) -> N
 
     concluded = conclude(one.context, attempt, replace(CRASHED, network=cut_off))
 
-    assert (concluded.cause, one.last.next, one.last.failed_nodes) == ("hang", "requeue", ("node2",))
-    assert concluded.decision.exclude == ("node2",)
+    assert (concluded.end.cause, one.last.next, one.last.failed_nodes) == ("hang", "requeue", ("node2",))
+    assert concluded.exclude == ("node2",)
     assert (
         "; all ranks wait for each other, and node2 does not reach the other nodes on the network of 10.2.0.1: no"
         in one.last.reason
@@ -139,7 +139,7 @@ def test_workers_that_lost_their_connections_are_explained_by_a_broken_network(s
 
     concluded = conclude(one.context, attempt, replace(CRASHED, network=cut_off))
 
-    assert (concluded.cause, one.last.next, one.last.failed_nodes) == ("worker crashed", "requeue", ("node2",))
+    assert (concluded.end.cause, one.last.next, one.last.failed_nodes) == ("worker crashed", "requeue", ("node2",))
     assert "; node2 does not reach the other nodes" in one.last.reason
 
 

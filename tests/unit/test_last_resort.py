@@ -38,7 +38,7 @@ def test_errors_of_ours_without_progress_end_the_run(supervised: Make, monkeypat
 
     found = [last_resort.conclude(one.context, one.begin(), CRASHED) for _ in range(2)]
 
-    assert [each.decision.next for each in found] == ["requeue", ""]
+    assert [each.end.next for each in found] == ["requeue", ""]
     assert "2 attempts in a row ended without a new checkpoint" in one.last.reason
 
 
@@ -67,7 +67,7 @@ def test_the_newest_checkpoint_is_known_though_the_ledger_cannot_be_read(supervi
 
     conclusion = last_resort.conclude(one.context, attempt, CRASHED)
 
-    assert conclusion.last_step == 4
+    assert conclusion.end.last_step == 4
 
 
 def test_a_decision_with_fewer_facts_waits_no_second_time_for_checkpoints_that_cannot_be_listed(
@@ -82,7 +82,7 @@ def test_a_decision_with_fewer_facts_waits_no_second_time_for_checkpoints_that_c
 
     conclusion = last_resort.conclude(one.context, attempt, CRASHED)
 
-    assert (conclusion.decision.next, conclusion.last_step) == ("requeue", None)
+    assert (conclusion.end.next, conclusion.end.last_step) == ("requeue", None)
     waits = [record for record in caplog.records if "Trying again" in record.getMessage()]
     assert len(waits) == 1
 

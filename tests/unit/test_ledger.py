@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.run.run_dir import ledger
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, Root, record_end, record_start
 from tests.made_run import make_run
 
 OLD = (
@@ -41,10 +43,18 @@ def test_words_are_written_as_plain_texts(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("os.getpid", lambda: 12)
     monkeypatch.setattr(ledger, "start_ticks", lambda _: 34)
     job = JobFacts(nodes=("node1", "node2"), ends_at=9.5, restart=1)
-    end = End(cause=Cause.NODE_FAILED, last_step=16, next=Next.REQUEUE, failed_nodes=("node2",))
+    end = End(
+        ending=Ending.FAILED,
+        exit_code=1,
+        reason="rank 1: OSError",
+        cause=Cause.NODE_FAILED,
+        last_step=16,
+        next=Next.REQUEUE,
+        failed_nodes=("node2",),
+    )
 
     record_start(run, attempt=3, job_id="7", job=job, first_step=8)
-    record_end(run, attempt=3, ending=Ending.FAILED, exit_code=1, reason="rank 1: OSError", end=end)
+    record_end(run, 3, end)
 
     written = [line.strip(" ") for line in run.attempts.read_text().splitlines() if line.strip()]
     assert written == OLD.splitlines()
@@ -55,6 +65,31 @@ def test_a_word_is_its_text_wherever_it_is_printed(word: Ending | Cause | Next) 
     assert f"{word}" == f"{word:s}" == str(word) == str(word.value)
     assert json.dumps({"is": word}) == json.dumps({"is": word.value})
     assert {word.value: 1}[word] == 1
+
+
+def test_an_end_without_a_cause_leaves_what_an_earlier_line_says_of_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=0, job_id="7")
+    root = Root(fingerprint="f1", entity="train_data[1]", failed_step=0)
+    known = End(
+        ending=Ending.FAILED, cause=Cause.NODE_FAILED, last_step=1, next=Next.SLURM, failed_nodes=("n",), root=root
+    )
+    record_end(run, 0, known)
+    record_end(run, 0, End(ending=Ending.FENCED, exit_code=exit_codes.FENCED, reason="newer"))
+
+    [fenced] = Ledger.read(run).attempts
+    assert fenced.end is not None
+    how: dict[str, Any] = {
+        "ending": Ending.FENCED,
+        "exit_code": exit_codes.FENCED,
+        "reason": "newer",
+        "ended_at": fenced.ended_at,
+    }
+    assert fenced.end == replace(known, **how)
+
+    record_end(run, 0, End(ending=Ending.FAILED, cause=Cause.SUPERVISOR_DIED))  # it says that nothing follows
+    [last] = Ledger.read(run).attempts
+    assert (last.cause, last.next, last.failed_nodes, last.root) == (Cause.SUPERVISOR_DIED, "", ("n",), root)
 
 
 def test_nothing_that_follows_is_false() -> None:
@@ -77,7 +112,7 @@ def test_a_ledger_answers_for_one_attempt_or_several(tmp_path: Path) -> None:
     assert (Ledger.read(run).newest, Ledger.read(run).newest_number, Ledger.read(run).newest_committed) == (None, -1, 0)
     for number in (0, 2, 3):
         record_start(run, attempt=number, job_id=f"job {number}", first_step=number * 10)
-    record_end(run, attempt=2, ending=Ending.FAILED, exit_code=1, end=End(last_step=70))
+    record_end(run, 2, End(ending=Ending.FAILED, exit_code=1, last_step=70))
     append_json_line(run.attempts, {"attempt": 5, "ending": "failed"})  # the line of its start is lost
 
     found = Ledger.read(run)

@@ -46,7 +46,7 @@ def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice
     first, second = Ledger.read(one.run).attempts
     assert (first.cause, first.next, first.failed_nodes) == (*mute, ())
     assert (second.cause, second.next) == ("node failed" if blamed else mute[0], "requeue")
-    assert second.failed_nodes == concluded.decision.exclude == blamed
+    assert second.failed_nodes == concluded.exclude == blamed
     assert (
         "node2 cannot start a worker's Python and import its modules; the 1 other nodes can" in second.reason
     ) is bool(blamed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.notify import Notifier
-from ddp_hpc.run.requeue import Decision
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, QueuedJob, write_progress, write_queued_job
@@ -53,8 +51,8 @@ def told(run: RunDir, of: Notifier) -> list[dict[str, str]]:
 
 
 def end(ending: Ending, follows: Next = Next.NOTHING, attempt: int = 0) -> Conclusion:
-    decision = Decision(ending=ending, next=follows)
-    return Conclusion(attempt=attempt, cause=Cause.WORKER_CRASHED, decision=decision, reason="rank 1: out of memory")
+    end = End(ending=ending, cause=Cause.WORKER_CRASHED, next=follows, reason="rank 1: out of memory")
+    return Conclusion(attempt=attempt, end=end)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def test_a_requeued_job_does_not_tell_the_start_again_and_a_new_submission_does(
 
 def test_an_attempt_after_a_supervisor_that_died_on_this_machine_is_no_new_start(run: RunDir) -> None:
     record_start(run, attempt=0, job_id="1")
-    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=-9, end=End(next=Next.IN_PLACE))
+    record_end(run, 0, End(ending=Ending.FAILED, exit_code=-9, next=Next.IN_PLACE))
     of = notifier(run)
 
     of.begun(1)
@@ -142,7 +140,7 @@ def test_the_first_save_of_an_attempt_that_fails_is_told_once(run: RunDir) -> No
 def test_a_reason_that_is_longer_than_a_variable_may_be_is_cut(run: RunDir) -> None:
     of = notifier(run)
 
-    of.ended(replace(end(Ending.FAILED), reason="x" * 10**6 + "\0"))
+    of.ended(Conclusion(attempt=0, end=End(ending=Ending.FAILED, reason="x" * 10**6 + "\0")))
 
     assert told(run, of)[0]["reason"] == "x" * 4000
 

@@ -10,6 +10,7 @@ import pytest
 from ddp_hpc.run.checkpoints.past_saves import NEWEST, Past, PastAttempt, first_within_s, past_of, read_past, summary
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause
 from ddp_hpc.run.run_dir.timeline import Mark
+from tests.made_run import made_attempt
 from tests.report.made import Plan, made_run
 
 LOST = PastAttempt(
@@ -18,7 +19,7 @@ LOST = PastAttempt(
 
 
 def attempt(number: int = 0, cause: Cause | None = Cause.WORKER_CRASHED, **more: object) -> Attempt:
-    return Attempt(attempt=number, job_id="7", host="n", pid=1, started_at=1000.0, cause=cause, **more)  # type: ignore[arg-type]
+    return made_attempt(number, started_at=1000.0, cause=cause, **more)
 
 
 def marks(number: int = 0, *, first: int = 0, saved: int | None = 60, reached: int = 100) -> list[Mark]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.records import after_stop, read_progress, write_progress
 from tests.made_run import make_run, progress
 
@@ -16,7 +16,7 @@ from tests.made_run import make_run, progress
 def test_an_attempt_is_its_start_and_its_end(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="17")
-    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="rank 1: OSError")
+    record_end(run, 0, End(ending=Ending.FAILED, exit_code=1, reason="rank 1: OSError"))
     record_start(run, attempt=1, job_id="18")
 
     first, second = Ledger.read(run).attempts

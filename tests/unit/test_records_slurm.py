@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,14 @@ def test_an_attempt_on_this_machine_has_neither(tmp_path: Path) -> None:
 def test_the_users_cancel_is_the_last_word_whatever_the_processes_say_later(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="17", job=JobFacts(["node1"]))
-    record_end(run, attempt=0, ending=Ending.CANCELLED, exit_code=-9, reason="cancelled by the user")
-    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="srun: error")
+    record_end(run, 0, End(ending=Ending.CANCELLED, exit_code=-9, reason="cancelled by the user"))
+    record_end(run, 0, End(ending=Ending.FAILED, exit_code=1, reason="srun: error"))
     record_start(run, attempt=1, job_id="18", job=JobFacts(["node1"]))
 
     first, second = Ledger.read(run).attempts
 
     assert (first.ending, first.exit_code, first.reason) == ("cancelled", -9, "cancelled by the user")
-    assert asdict(second)["ending"] is None
+    assert second.end is None
 
 
 # --- what decides about the next attempt -----------------------------------------------------------------------------
@@ -139,8 +139,16 @@ def test_the_users_cancel_is_the_last_word_whatever_the_processes_say_later(tmp_
 def test_how_an_attempt_ended_and_what_follows_are_read_as_written(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=3, job_id="17", job=JobFacts(["node1", "node2"], restart=2), first_step=40)
-    end = End(cause=Cause.NODE_FAILED, last_step=60, next=Next.REQUEUE, failed_nodes=("node2",))
-    record_end(run, attempt=3, ending=Ending.FAILED, exit_code=1, reason="lost node2", end=end)
+    end = End(
+        ending=Ending.FAILED,
+        exit_code=1,
+        reason="lost node2",
+        cause=Cause.NODE_FAILED,
+        last_step=60,
+        next=Next.REQUEUE,
+        failed_nodes=("node2",),
+    )
+    record_end(run, 3, end)
 
     (attempt,) = Ledger.read(run).attempts
 
@@ -164,14 +172,8 @@ def test_a_ledger_of_before_there_were_causes_is_still_read(tmp_path: Path) -> N
 def test_an_end_corrected_later_wins_over_the_first(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="17")
-    record_end(
-        run,
-        attempt=0,
-        ending=Ending.STOPPED,
-        exit_code=99,
-        end=End(cause=Cause.PREEMPTED, last_step=8, next=Next.REQUEUE),
-    )
-    record_end(run, attempt=0, ending=Ending.CANCELLED, exit_code=99, end=End(cause=Cause.CANCELLED))
+    record_end(run, 0, End(ending=Ending.STOPPED, exit_code=99, cause=Cause.PREEMPTED, last_step=8, next=Next.REQUEUE))
+    record_end(run, 0, End(ending=Ending.CANCELLED, exit_code=99, cause=Cause.CANCELLED))
 
     (attempt,) = Ledger.read(run).attempts
 

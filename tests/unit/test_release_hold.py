@@ -95,8 +95,8 @@ def test_a_user_who_asks_has_slurm_let_in_as_many_nodes_as_the_job_needs(tmp_pat
     run.config.write_text(render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "test"))))
     for attempt, node in enumerate(["node2", "node2", "node4", "node4", "node4"]):
         record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node2", "node4")))
-        end = End(cause=Cause.WORKER_CRASHED, failed_nodes=(node,))
-        record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, end=end)
+        end = End(ending=Ending.FAILED, exit_code=1, cause=Cause.WORKER_CRASHED, failed_nodes=(node,))
+        record_end(run, attempt, end)
     write_queued_job(run, QueuedJob(job_id="7", attempt=5, at=0.0, since=0))
 
     assert hasten(run, slurm.environ)
@@ -127,7 +127,7 @@ def test_a_job_that_waits_only_since_the_queue_was_listed_is_started_all_the_sam
 ) -> None:
     slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
     record_start(run, attempt=0, job_id="7")
-    record_end(run, attempt=0, ending=Ending.STOPPED, exit_code=99, end=End(next=Next.REQUEUE))
+    record_end(run, 0, End(ending=Ending.STOPPED, exit_code=99, next=Next.REQUEUE))
     write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0, since=0))
     slurm.knows_job(state="PENDING", reason="BeginTime")
     row = "".join(f"{one}\\037" for one in ["7", "7", "N/A", "COMPLETING", *[""] * 10]).removesuffix("\\037")

@@ -20,6 +20,7 @@ from ddp_hpc.run.requeue import (
 )
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next
 from ddp_hpc.run.spec import RestartSpec
+from tests.made_run import changed, made_attempt
 
 POLICY = RestartSpec()
 CAUSES = tuple(Cause)
@@ -28,8 +29,7 @@ NEVER_IN_PLACE = RestartSpec(in_place=False)
 
 
 def attempt(number: int = 0, **more: Any) -> Attempt:
-    known = {"job_id": "7", "host": "node1", "pid": 1, "started_at": 0.0, **more}
-    return Attempt(attempt=number, **known)
+    return made_attempt(number, **more)
 
 
 # --- decisions -------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_a_node_that_computed_something_wrong_is_left_out_at_once() -> None:
     wrong = attempt(1, failed_nodes=("node2",), cause=Cause.RANKS_DIFFER, ended_at=NOW - 60)
 
     assert bad_nodes([wrong], POLICY, now=NOW) == ["node2"]
-    assert bad_nodes([replace(wrong, cause=Cause.HANG)], POLICY, now=NOW) == []
+    assert bad_nodes([changed(wrong, cause=Cause.HANG)], POLICY, now=NOW) == []
 
 
 AWAY = [cause for cause, row in TABLE.items() if row.next == Next.REQUEUE]
@@ -329,9 +329,7 @@ def test_the_newest_attempt_counts_by_the_cause_that_the_ledger_does_not_have_ye
 def test_an_attempt_that_was_not_begun_on_bad_nodes_counts_only_where_the_next_gets_them_again(
     failed_nodes: list[tuple[str, ...]], count: int
 ) -> None:
-    *before, _ = [
-        replace(attempt(number, cause="node failed"), failed_nodes=f) for number, f in enumerate(failed_nodes)
-    ]
+    *before, _ = [attempt(number, cause="node failed", failed_nodes=f) for number, f in enumerate(failed_nodes)]
     attempts = [*before, attempt(len(before), cause=None)]
 
     assert num_without_progress(attempts, 0, Cause.WORKER_CRASHED) == count

@@ -145,7 +145,7 @@ def test_a_requeue_that_is_refused_while_slurm_answers_now_and_then_is_no_refusa
     one = supervised()
     concluded = conclude(one.context, one.begin(), CRASHED)
     asked = tmp_path / "asked"
-    concluded = replace(concluded, decision=replace(concluded.decision, next=Next.REQUEUE))
+    concluded = replace(concluded, end=replace(concluded.end, next=Next.REQUEUE))
     shown = "JobId=7 JobName=x UserId=ada(1) JobState=PENDING Reason=None Restarts=$n PreemptTime=None Command=x"
     answers = f'n=$(cat {asked} | wc -l); if [ "$n" = 1 ]; then echo x >> {asked}; {SLURM_IS_AWAY}; fi; n=$((n > 1)); echo "{shown}"'
     refuses = f"echo x >> {asked}; echo 'Job is pending execution' >&2; exit 1"
@@ -198,7 +198,7 @@ def test_a_job_that_ddp_hpc_has_cancelled_does_not_go_back_also_while_it_is_pree
 
     leave(one.context, concluded)
 
-    assert (concluded.cause, one.last.ending, one.last.next) == ("preempted", "cancelled", "")
+    assert (concluded.end.cause, one.last.ending, one.last.next) == ("preempted", "cancelled", "")
     assert one.slurm.orders() == []
 
 
@@ -243,7 +243,7 @@ def test_a_job_that_is_cancelled_while_it_is_preempted_does_not_go_back(
 
     leave(one.context, concluded)
 
-    assert one.last.cause == (concluded.cause if is_back else "cancelled")
+    assert one.last.cause == (concluded.end.cause if is_back else "cancelled")
     assert one.last.next == ("requeue" if is_back else "")
     assert bool(one.slurm.orders()) == is_back
 

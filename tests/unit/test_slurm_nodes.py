@@ -128,8 +128,8 @@ def test_a_new_submission_remembers_where_the_run_failed(
     run = make_run(tmp_path)
     for attempt in (0, 1):
         record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1", "node2")))
-        end = End(cause=Cause.WORKER_CRASHED, failed_nodes=("node1",))
-        record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, end=end)
+        end = End(ending=Ending.FAILED, exit_code=1, cause=Cause.WORKER_CRASHED, failed_nodes=("node1",))
+        record_end(run, attempt, end)
     spec = RunSpec(name=run.name, runs_dir=str(tmp_path), resources=TWO_NODES, slurm=asked)
 
     request = SubmitRequest(resolved=Resolved(spec, {}), import_paths=[], environ=slurm.environ)

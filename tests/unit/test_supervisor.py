@@ -84,8 +84,8 @@ def has_trained(run: RunDir, *, since: int = 0, **more: Any) -> None:
     facts = JobFacts(nodes=("node1", "node2"))
     record_start(run, attempt=0, job_id="7", job=facts)
     add_checkpoint(run, 4)
-    end = End(cause=Cause.PREEMPTED, last_step=4, next=Next.SLURM)
-    record_end(run, attempt=0, ending=Ending.STOPPED, exit_code=exit_codes.STOPPED, end=end)
+    end = End(ending=Ending.STOPPED, exit_code=exit_codes.STOPPED, cause=Cause.PREEMPTED, last_step=4, next=Next.SLURM)
+    record_end(run, 0, end)
     write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0, since=since, **more))
 
 
@@ -162,8 +162,8 @@ def begun(run: RunDir, attempt: int = 0, *, next_: Next | None = None, exit_code
     record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1", "node2")))
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0))
     if next_ is not None:
-        end = End(cause=Cause.PREEMPTED, next=next_)
-        record_end(run, attempt=attempt, ending=Ending.STOPPED, exit_code=exit_code, reason="preempted", end=end)
+        end = End(ending=Ending.STOPPED, exit_code=exit_code, reason="preempted", cause=Cause.PREEMPTED, next=next_)
+        record_end(run, attempt, end)
 
 
 def test_supervisors_that_die_without_a_new_checkpoint_end_the_run_with_the_reason(

@@ -375,7 +375,7 @@ def test_a_task_of_an_array_that_came_late_does_not_start_a_point_that_has_finis
     assert prepare_task(sweep_dir, 0, task(lab, array="77", number=2, job="80")) is None
     assert "job 14_2 has the point already" in capsys.readouterr().err
     record_start(run, attempt=0, job_id="14_2")
-    record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0, reason="")
+    record_end(run, 0, End(ending=Ending.FINISHED, exit_code=0))
     lab.has("scontrol", KNOWS_NO_JOB)
     assert prepare_task(sweep_dir, 0, task(lab, array="77", number=2, job="80")) is None
     assert "the run has finished" in capsys.readouterr().err
@@ -497,7 +497,7 @@ def test_no_other_point_starts_once_as_many_have_failed_as_the_sweep_allows(
     first = prepare_task(sweep_dir, 0, task(lab, array="14", number=0, job="20"))
     assert first is not None
     record_start(first, attempt=0, job_id="14_0")
-    record_end(first, attempt=0, ending=Ending.FAILED, exit_code=1, reason="")
+    record_end(first, 0, End(ending=Ending.FAILED, exit_code=1))
 
     assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
 
@@ -548,7 +548,7 @@ def test_failures_are_counted_since_the_sweep_was_continued_so_that_a_retry_is_n
     run = prepare_task(sweep_dir, 0, task(lab, array="15", number=0, job="30"))
     assert run is not None
     record_start(run, attempt=1, job_id="15_0")
-    record_end(run, attempt=1, ending=Ending.FAILED, exit_code=1, reason="")
+    record_end(run, 1, End(ending=Ending.FAILED, exit_code=1))
     assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None, "the retry has failed, too"
     continue_sweep(sweep_dir, lab.environ, limits={})
     assert prepare_task(sweep_dir, 0, task(lab, array="16", number=1, job="40")) is not None
@@ -637,9 +637,9 @@ def test_continue_starts_what_has_begun_and_lost_its_job_but_nothing_that_slurm_
     unsubmitted.config.write_text("name: x\n")
     for number, run in ((2, died), (3, alone), (4, runs), (5, follows)):
         record_start(run, attempt=0, job_id=f"14_{number}")
-    record_end(alone, attempt=0, ending=Ending.CANCELLED, exit_code=-9, reason="")
+    record_end(alone, 0, End(ending=Ending.CANCELLED, exit_code=-9))
     write_queued_job(alone, QueuedJob(job_id="14_3", attempt=0, at=1.0, cancelled_at=2.0))
-    record_end(follows, attempt=0, ending=Ending.STOPPED, exit_code=0, end=End(next=Next.SUCCESSOR))
+    record_end(follows, 0, End(ending=Ending.STOPPED, exit_code=0, next=Next.SUCCESSOR))
     write_queued_job(follows, QueuedJob(job_id="88", attempt=1, at=1.0))
     finish(failed, Ending.FAILED)
     finish(finished, Ending.FINISHED)
@@ -785,7 +785,7 @@ def finish(run: RunDir, ending: Ending) -> None:
     run.path.mkdir(exist_ok=True)
     run.config.write_text(f"name: {run.name}\n")
     record_start(run, attempt=0, job_id="14_0")
-    record_end(run, attempt=0, ending=ending, exit_code=0, reason="")
+    record_end(run, 0, End(ending=ending, exit_code=0))
 
 
 def test_a_job_after_a_sweep_waits_for_its_arrays_and_is_refused_while_points_have_no_job(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def begin(run: RunDir, job_id: str, *, at: float, attempt: int = 0) -> None:
 
 
 def end(run: RunDir, ending: Ending, *, attempt: int = 0, follows: Next = Next.NOTHING, reason: str = "") -> None:
-    record_end(run, attempt=attempt, ending=ending, exit_code=0, reason=reason, end=End(next=follows))
+    record_end(run, attempt, End(ending=ending, exit_code=0, reason=reason, next=follows))
 
 
 def test_points_beyond_a_limit_are_not_sent_by_who_follows_and_the_end_is_the_end_of_the_others(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ddp_hpc.launch.sweep.resolving import Points, check_points
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 from ddp_hpc.launch.sweep.values import Axis, parse_axis
 from ddp_hpc.run.config import Resolved, render_resolved, resolve
-from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.records import QueuedJob
 from tests.made_run import make_run
 
@@ -266,7 +266,7 @@ def test_a_point_that_scancel_has_ended_goes_on_and_one_that_its_user_has_cancel
 ) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="7")
-    record_end(run, attempt=0, ending=Ending.CANCELLED, exit_code=-15)
+    record_end(run, 0, End(ending=Ending.CANCELLED, exit_code=-15))
     job = QueuedJob(job_id="7", attempt=0, at=0.0, since=0, backend="slurm", cancelled_at=cancelled_at)
 
     assert point_states._left(Ledger.read(run).newest, job if has_job else None) == left

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ddp_hpc.base import processes
-from ddp_hpc.run.run_dir.ledger import Ending, record_end
+from ddp_hpc.run.run_dir.ledger import End, Ending, record_end
 from ddp_hpc.run.run_dir.records import Progress, numbers_of, write_progress
 from ddp_hpc.run.run_dir.rereading import Tail
 from ddp_hpc.watch.follow import follow
@@ -30,7 +30,7 @@ def test_a_run_is_looked_at_until_its_attempt_ends(tmp_path: Path) -> None:
 
     def finish() -> None:
         add_metrics(run, [evaluation(30)])
-        record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0)
+        record_end(run, 0, End(ending=Ending.FINISHED, exit_code=0))
 
     acts: Iterator[Callable[[], object]] = iter(
         [
@@ -65,7 +65,7 @@ def test_following_goes_on_over_the_attempts_that_follow(tmp_path: Path) -> None
     assert processes.take_lock(run.lock) is not None
 
     def pause(_: object) -> None:
-        record_end(run, attempt=1, ending=Ending.FINISHED, exit_code=0)
+        record_end(run, 1, End(ending=Ending.FINISHED, exit_code=0))
 
     looks = list(follow(run, 0, clock=lambda: LATER, pause=pause))
 
@@ -87,7 +87,7 @@ def test_what_a_scripts_rank_zero_prints_comes_once_over_all_attempts_and_of_a_r
         add_log(run, "second\n", attempt=1)
 
     acts: Iterator[Callable[[], object]] = iter(
-        [again, partial(record_end, run, attempt=1, ending=Ending.FINISHED, exit_code=0)]
+        [again, partial(record_end, run, 1, End(ending=Ending.FINISHED, exit_code=0))]
     )
 
     looks = list(follow(run, 0, clock=lambda: LATER, pause=lambda _: next(acts)()))

@@ -23,7 +23,7 @@ from ddp_hpc.watch.status import (
     read_status,
     status_of,
 )
-from tests.made_run import add_progress, make_run, progress
+from tests.made_run import add_progress, changed, made_attempt, make_run, progress
 
 RUN = RunDir(Path("runs/digits"))
 NOW = 10_000.0
@@ -33,8 +33,8 @@ DOWN = "Slurm does not answer"
 def attempt(number: int = 0, ending: Ending | None = None, *, started_at: float = 800.0) -> Attempt:
     """Return an attempt of job 7 on another host."""
     ended_at = None if ending is None else started_at + 50
-    return Attempt(
-        attempt=number, job_id="7", host="node1", pid=1, started_at=started_at, cluster="slurm", nodes=("node1",),
+    return made_attempt(
+        number, started_at=started_at, cluster="slurm", nodes=("node1",),
         ends_at=NOW + 600, ending=ending, ended_at=ended_at, reason="" if ending is None else "of old",
     )  # fmt: skip
 
@@ -165,7 +165,7 @@ STATES: list[tuple[str, Observation, State, str]] = [
 def test_a_run_that_leaves_out_nodes_while_others_are_gone_is_told_how_to_get_them_back(
     reason: str, failed_nodes: tuple[str, ...], *, is_told: bool
 ) -> None:
-    before = replace(attempt(ending=Ending.FAILED), failed_nodes=failed_nodes, next=Next.REQUEUE)
+    before = changed(attempt(ending=Ending.FAILED), failed_nodes=failed_nodes, next=Next.REQUEUE)
 
     status = status_of(RUN, seen(before, said=word("PENDING", reason), queued_for=1))
 

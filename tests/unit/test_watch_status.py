@@ -16,7 +16,7 @@ from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Next
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress
 from ddp_hpc.watch.status import SILENCE_S, Observation, State, _without_refused, read_status, status_of
-from tests.made_run import add_attempt, add_checkpoint, add_progress, make_run, progress
+from tests.made_run import add_attempt, add_checkpoint, add_progress, changed, made_attempt, make_run, progress
 
 RUN = RunDir(Path("runs/digits"))
 NOW = 1010.0
@@ -25,11 +25,9 @@ NOW = 1010.0
 def attempt(number: int = 0, ending: Ending | None = None, *, host: str = "here", started_at: float = 800.0) -> Attempt:
     """Return an entry of the ledger."""
     ended_at = None if ending is None else started_at + 50
-    return Attempt(
-        attempt=number,
-        job_id="7",
+    return made_attempt(
+        number,
         host=host,
-        pid=1,
         started_at=started_at,
         ending=ending,
         ended_at=ended_at,
@@ -169,15 +167,15 @@ def test_a_progress_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("is_held", "state"), [(True, "starting"), (False, "interrupted")])
 def test_an_attempt_that_another_is_to_follow_in_place_has_none_where_nobody_lives(is_held: bool, state: str) -> None:
-    between = replace(attempt(0, Ending.FAILED), next=Next.IN_PLACE)
+    between = changed(attempt(0, Ending.FAILED), next=Next.IN_PLACE)
 
     assert status_of(RUN, seen([between], is_held=is_held)).state == state
 
 
 def test_a_failure_that_a_restart_mended_is_named_but_none_that_the_user_mended() -> None:
-    failed = replace(attempt(0, Ending.FAILED), reason="rank 1 was killed\nlog", next=Next.IN_PLACE)
+    failed = changed(attempt(0, Ending.FAILED), reason="rank 1 was killed\nlog", next=Next.IN_PLACE)
     again = replace(failed, attempt=1)
-    submitted = replace(failed, next=Next.NOTHING)
+    submitted = changed(failed, next=Next.NOTHING)
 
     def mended(*attempts: Attempt) -> str:
         return status_of(RUN, seen(attempts, is_held=False, is_done=True)).mended

@@ -24,6 +24,7 @@ from ddp_hpc.watch.why.exceptions import tracebacks, uncaught
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.lines import LogLine, clean, number_of, tail
 from ddp_hpc.watch.why.verdict import verdict_of
+from tests.made_run import made_attempt
 
 USERS = """Traceback (most recent call last):
   File "/home/me/train.py", line 57, in <module>
@@ -40,9 +41,7 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0. Some of 
 
 
 def attempt(cause: Cause | None = Cause.WORKER_CRASHED, **more: Any) -> Attempt:
-    ending = more.pop("ending", Ending.FAILED)
-    known = {"job_id": "1", **more}
-    return Attempt(attempt=0, host="node0", pid=1, started_at=0.0, ending=ending, cause=cause, **known)
+    return made_attempt(**{"host": "node0", "job_id": "1", "cause": cause, **more})
 
 
 def report(rank: int, exception: str = "", **more: Any) -> WorkerFailure:

@@ -75,7 +75,7 @@ def _reason(run_dir: RunDir, attempt: int, reason: str) -> str:
 
     ledger = Ledger.read(run_dir)
     ended = chosen_attempt(run_dir, ledger, attempt)
-    has_no_report = ended.ending == Ending.FAILED and not ended.fingerprint
+    has_no_report = ended.ending == Ending.FAILED and not ended.root.fingerprint
     if ended.reason != reason or not (has_no_report or ended.cause in MAY_FOLLOW):
         return reason
     verdict = verdict_of(read_facts(run_dir, ledger, ended))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ddp_hpc.base import exit_codes
-from ddp_hpc.job.ending import blame, wrong_ranks
+from ddp_hpc.job.ending import blame
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import cause_of
-from ddp_hpc.job.ending.evidence import Recorded, gather, has_trained
+from ddp_hpc.job.ending.evidence import Recorded, gather
 from ddp_hpc.job.ending.hang_report import report_hang
 from ddp_hpc.job.ending.roots import root_of
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.run import requeue
-from ddp_hpc.run.requeue import Decision, Situation
+from ddp_hpc.run.requeue import Situation
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, silent_end
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Root
+from ddp_hpc.run.run_dir.ledger import Cause, End
 
 _ENDED_EARLY = (
     "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "
@@ -30,73 +29,36 @@ class Conclusion:
     """What an attempt's end means."""
 
     attempt: int
-    cause: Cause
-    decision: Decision
-    reason: str
-    last_step: int | None = None
-    """Of the newest checkpoint."""
-    failed_nodes: tuple[str, ...] = ()
-    """The nodes that failed, where a node did."""
-    root: Root = field(default_factory=Root)
-    """The failure that came first."""
+    end: End
+    exclude: tuple[str, ...] = ()
+    """Nodes that the next attempt should not get."""
     is_slurm_away: bool = False
     """Whether the controller did not answer, or was not asked."""
-
-    @property
-    def exit_code(self) -> int:
-        return self.decision.ending.exit_code
-
-    @property
-    def end(self) -> End:
-        """What the ledger says of it."""
-        return End(
-            cause=self.cause,
-            last_step=self.last_step,
-            next=self.decision.next,
-            failed_nodes=self.failed_nodes,
-            root=self.root,
-            why_last=self.decision.why,
-        )
 
 
 def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     """Find out why an attempt ended, decide what follows, and write both into the ledger."""
-    known = Recorded.read(context.records, attempt)
-    differences = context.records.differences()
-    corrected = wrong_ranks.corrected(known.ledger.attempts, differences)
-    with best_effort():
-        for one in corrected:
-            context.records.blame(one.attempt, one.failed_nodes)
-    known = known.with_corrected(corrected)
-    evidence = gather(context, attempt, outcome, known.ledger)
-    cause, failure = cause_of(evidence), known.failure
-    if cause == Cause.HANG:
-        failure = report_hang(context, attempt, known.failures, outcome.network)
+    known = Recorded.read(context, attempt)
+    evidence = gather(context, attempt, outcome, known)
+    cause = cause_of(evidence)
+    failure = next(iter(known.failures), None)
+    explained = report_hang(context, attempt, known.failures, outcome.network) if cause == Cause.HANG else failure
     unreached = blame.unreached_nodes(cause, outcome.network, context.nodes)
-    failed_nodes = unreached or blame.failed_nodes(cause, failure, evidence, node_of=context.node_of)
-    differs_as = wrong_ranks.same_again(differences, known.attempts, attempt)
-    if cause == Cause.RANKS_DIFFER:
-        own = next((one for one in differences if one.attempt == attempt and differs_as is None), None)
-        failed_nodes = wrong_ranks.nodes_of(own, context.nodes)
-    if outcome.avoided_nodes:
-        # A node that is avoided for its earlier failures has not failed again. If this counted, it would be avoided for ever.
-        before = requeue.bad_nodes(known.ledger.attempts, context.spec.restart, now=time.time())
-        failed_nodes = tuple(node for node in failed_nodes if node not in before)
-    if cause == Cause.REFUSED and has_trained(_with_same_input(context, known.attempts)):
-        cause = Cause.WORKER_CRASHED
-        failed_nodes = blame.refusing_nodes(failure, context.nodes, node_of=context.node_of)
+    failed_nodes = unreached or blame.failed_nodes(cause, context, known, evidence, explained)
     bad_nodes = blame.bad_nodes(known.attempts, attempt, cause, failed_nodes, context.spec.restart)
     newest_step = context.workload.progress(context.run, known.ledger)
     root = root_of(cause, known.failures, hosts=context.nodes)
+    poisoned = requeue.fails_again(known.attempts, root, newest_step)
+    is_without_progress = poisoned and context.workload.seen_progress(context.run) == newest_step
     situation = Situation(
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
         has_obeyed=outcome.code in _OBEYED,
         num_without_progress=requeue.num_without_progress(known.attempts, newest_step, cause),
         without_progress=context.workload.without_progress,
-        fails_again=_fails_again(context, known.attempts, root, newest_step),
-        differs_as=differs_as,
-        has_no_report=failure is None,
+        fails_again=poisoned if is_without_progress else "",
+        differs_as=known.differs_as,
+        has_no_report=explained is None,
         is_on_slurm=context.allocation is not None,
         is_supervised=context.is_supervised,
         goes_on_here=context.workload.goes_on_here,
@@ -106,47 +68,36 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         may_requeue=context.spec.slurm.requeue,
     )
     decision = requeue.decide(situation, context.spec.restart)
-    remarks = _remarks(context, attempt) if cause == Cause.FINISHED else _of_network(cause, outcome)
-    conclusion = Conclusion(
-        attempt=attempt,
+    message = _message(cause, outcome, explained)
+    end = End(
+        ending=decision.ending,
+        exit_code=decision.ending.exit_code,
+        reason="; ".join(filter(None, [message, *_remarks(context, attempt, cause, outcome), decision.why])),
         cause=cause,
-        decision=decision,
-        reason="; ".join(filter(None, [_message(cause, outcome, failure), *remarks, decision.why])),
         last_step=newest_step,
+        next=decision.next,
         failed_nodes=failed_nodes,
         root=root,
-        is_slurm_away=context.allocation is not None and evidence.job is None,
+        why_last=decision.why,
     )
-    _write(context, conclusion)
-    return conclusion
+    _write(context, attempt, end)
+    is_slurm_away = context.allocation is not None and evidence.job is None
+    return Conclusion(attempt=attempt, end=end, exclude=decision.exclude, is_slurm_away=is_slurm_away)
 
 
-def _with_same_input(context: JobContext, attempts: Sequence[Attempt]) -> Sequence[Attempt]:
-    """Return the attempts whose input the newest one has: on one machine, a submission may change it, and waits for the refusal."""
-    return attempts if context.allocation else [one for one in attempts if one.job_id == attempts[-1].job_id]
-
-
-def _fails_again(context: JobContext, attempts: Sequence[Attempt], root: Root, newest_step: int) -> str:
-    """Return the sample of which the attempt failed as the one before it, if the file system shows no progress."""
-    entity = requeue.fails_again(attempts, root, newest_step)
-    return entity if entity and context.workload.seen_progress(context.run) == newest_step else ""
-
-
-def _remarks(context: JobContext, attempt: int) -> Sequence[str]:
-    """Return what the workers of a run that has finished have remarked; the first few, as ranks often remark the same."""
+def _remarks(context: JobContext, attempt: int, cause: Cause, outcome: Outcome) -> Sequence[str]:
+    """Return what the workers of a run that has finished have remarked, and what is wrong with the network where they lost connections."""
     remarks: Sequence[str] = []
-    with best_effort():
-        remarks = context.records.remarks(attempt, context.world.world_size)
+    if cause == Cause.FINISHED:
+        with best_effort():
+            remarks = context.records.remarks(attempt, context.world.world_size)
+    elif cause == Cause.WORKER_CRASHED and outcome.network is not None and outcome.network.is_faulty:
+        return [outcome.network.words]  # the report of a hang says it itself
     return remarks[:_MOST_REMARKS]
 
 
 _MOST_REMARKS = 3
-
-
-def _of_network(cause: Cause, outcome: Outcome) -> Sequence[str]:
-    """Return what is wrong with the network, where workers lost their connections; the report of a hang says it itself."""
-    is_told = cause == Cause.WORKER_CRASHED and outcome.network is not None and outcome.network.is_faulty
-    return [outcome.network.words] if is_told and outcome.network is not None else []
+"""Ranks often remark the same."""
 
 
 def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
@@ -159,40 +110,33 @@ def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> s
 _MOST_CHARACTERS = 4000
 
 
-def _write(context: JobContext, conclusion: Conclusion) -> None:
+def _write(context: JobContext, attempt: int, end: End) -> None:
     """Record how an attempt ended; remove the stop request that it obeyed, and the claim of a run's last attempt."""
-    cause, decision = conclusion.cause, conclusion.decision
-    if cause == Cause.FINISHED:
+    is_fenced = end.cause == Cause.FENCED
+    if end.cause == Cause.FINISHED:
         with best_effort():
             context.records.write_done(context.workload.goal)
     with best_effort():
-        context.records.end(
-            conclusion.attempt,
-            decision.ending,
-            exit_code=conclusion.exit_code,
-            reason=conclusion.reason,
-            # The newer attempt has already recorded what became of the fenced one.
-            end=None if cause == Cause.FENCED else conclusion.end,
-        )
+        # The newer attempt has already recorded what became of the fenced one.
+        how = End(ending=end.ending, exit_code=end.exit_code, reason=end.reason) if is_fenced else end
+        context.records.end(attempt, how)
     with best_effort():
-        if cause == Cause.STOP_ASKED:
+        if end.cause == Cause.STOP_ASKED:
             context.records.forget_stop_request()  # obeyed: whoever starts the job again wants the run to continue
-        if not decision.next and cause != Cause.FENCED:
-            context.records.release(conclusion.attempt)
+        if not end.next and not is_fenced:
+            context.records.release(attempt)
 
 
 _OBEYED = {exit_codes.STOPPED, exit_codes.STOPPED_EARLY}
 """What workers exit with that have stopped as they were asked to, perhaps before they had anything to save."""
 _OF_WORKERS = {
-    *(
-        Cause.WORKER_CRASHED,
-        Cause.HANG,
-        Cause.REFUSED,
-        Cause.DIVERGED,
-        Cause.RANKS_DIFFER,
-        Cause.NOT_SAVED,
-        Cause.STOP_ASKED,
-    )
+    Cause.WORKER_CRASHED,
+    Cause.HANG,
+    Cause.REFUSED,
+    Cause.DIVERGED,
+    Cause.RANKS_DIFFER,
+    Cause.NOT_SAVED,
+    Cause.STOP_ASKED,
 }
 """Causes that a worker's report explains best."""
 

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from ddp_hpc.base import exit_codes
+from ddp_hpc.job.ending import wrong_ranks
 from ddp_hpc.job.ending.causes import Evidence
+from ddp_hpc.job.ending.evidence import Recorded
+from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.spec.launch import RestartSpec
 
-NodeOf = Callable[[int], str | None]
-"""From a rank to the name of its node, where that is known."""
-
 
 def failed_nodes(
-    cause: Cause, failure: WorkerFailure | None, evidence: Evidence, *, node_of: NodeOf
+    cause: Cause, context: JobContext, known: Recorded, evidence: Evidence, failure: WorkerFailure | None
 ) -> tuple[str, ...]:
     """Return the nodes whose failure it may have been. An exception of the user's code counts against none, nor does a lost connection."""
-    if cause == Cause.NODE_FAILED:
-        return tuple(evidence.lost_nodes)
-    if failure is None or cause not in {Cause.HANG, Cause.WORKER_CRASHED}:
-        return ()
-    is_hang_of_node = cause == Cause.HANG and failure.phase != "building"
-    is_crash = failure.signal is not None and not (failure.is_secondary or failure.is_code_error)
-    is_nodes = is_hang_of_node or is_crash or failure.is_hardware
-    node = node_of(failure.rank) if failure.rank >= 0 else None
-    return (node,) if is_nodes and node is not None else ()
+    match cause:
+        case Cause.NODE_FAILED if evidence.outcome.avoided_nodes:
+            # A node that is avoided for its earlier failures has not failed again. If this counted, it would be avoided for ever.
+            before = requeue.bad_nodes(known.ledger.attempts, context.spec.restart, now=time.time())
+            return tuple(node for node in evidence.lost_nodes if node not in before)
+        case Cause.NODE_FAILED:
+            return tuple(evidence.lost_nodes)
+        case Cause.RANKS_DIFFER if known.differs_as is None:
+            return wrong_ranks.nodes_of(known.difference, context.nodes)
+        case Cause.HANG | Cause.WORKER_CRASHED if failure is not None:
+            is_refusal = evidence.outcome.code == exit_codes.REFUSED  # its node lacks what others have, such as a mount
+            is_hang_of_node = cause == Cause.HANG and failure.phase != "building"
+            is_crash = failure.signal is not None and not (failure.is_secondary or failure.is_code_error)
+            host = failure.host if is_refusal else None
+            node = context.node_of(failure.rank) if failure.rank >= 0 else host
+            is_nodes = is_refusal or is_hang_of_node or is_crash or failure.is_hardware
+            return (node,) if is_nodes and node in context.nodes else ()
+    return ()
 
 
 def unreached_nodes(cause: Cause, network: NetworkFindings | None, nodes: Collection[str]) -> tuple[str, ...]:
@@ -39,21 +49,11 @@ def unreached_nodes(cause: Cause, network: NetworkFindings | None, nodes: Collec
     return tuple(node for node in network.bad_nodes if node in nodes)
 
 
-def refusing_nodes(failure: WorkerFailure | None, nodes: Collection[str], *, node_of: NodeOf) -> tuple[str, ...]:
-    """Return the node that lacks what the others have, such as a GPU, a mount or an image."""
-    if failure is None:
-        return ()
-    node = node_of(failure.rank) if failure.rank >= 0 else failure.host
-    return (node,) if node is not None and node in nodes else ()
-
-
 def bad_nodes(
     attempts: Sequence[Attempt], attempt: int, cause: Cause, failed_nodes: Sequence[str], policy: RestartSpec
-) -> tuple[str, ...]:
+) -> list[str]:
     """Return the nodes that have failed too often, the attempt that has just ended included."""
     now = time.time()
-    completed = [
-        replace(one, cause=cause, failed_nodes=tuple(failed_nodes), ended_at=now) if one.attempt == attempt else one
-        for one in attempts
-    ]
-    return tuple(requeue.bad_nodes(completed, policy, now=now))
+    end = End(ending=Ending.FAILED, ended_at=now, cause=cause, failed_nodes=tuple(failed_nodes))
+    completed = [replace(one, end=end) if one.attempt == attempt else one for one in attempts]
+    return requeue.bad_nodes(completed, policy, now=now)

@@ -9,6 +9,7 @@ from typing import Literal
 from ddp_hpc.base import exit_codes
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.cluster.slurm.queries import JobRecord
+from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.requeue import SLURMS_SLOP_S
 from ddp_hpc.run.run_dir.ledger import Cause
 
@@ -17,21 +18,14 @@ from ddp_hpc.run.run_dir.ledger import Cause
 class Evidence:
     """What is known when all workers have exited."""
 
-    code: int
-    """What their exit codes mean together."""
+    outcome: Outcome
     owns_run: bool = True
     stop_request: Literal["end", "requeue"] | None = None
     """What the user asked for."""
     has_script_asked: bool = False
     """Whether a script asked for another attempt, though neither it nor the supervisor had been asked to stop."""
-    is_out_of_time: bool = False
-    """Whether the supervisor asked them to stop because the time limit was near."""
-    is_unresponsive: bool = False
-    """Whether the supervisor killed them because they wrote nothing for too long."""
-    was_suspended: bool = False
-    """Whether Slurm suspended the job, the supervisor included, for longer than the hang timeout."""
-    has_failed_preflight: bool = False
-    """Whether no workers were started, because the check of the nodes failed."""
+    has_trained: bool = False
+    """Whether an attempt with the same input has trained: then that input is valid."""
     has_stacks: bool = False
     """Whether a watchdog timed out and dumped the stacks."""
     lost_nodes: Sequence[str] = ()
@@ -79,17 +73,17 @@ def cause_of(evidence: Evidence) -> Cause:
     return next(cause for cause in (read(evidence) for read in _READINGS) if cause is not None)
 
 
-def _by_exit_code(evidence: Evidence) -> Cause | None:
-    if evidence.code == exit_codes.FINISHED:
+def _cause_by_exit_code(evidence: Evidence) -> Cause | None:
+    if evidence.outcome.code == exit_codes.FINISHED:
         return Cause.FINISHED
-    if evidence.code == exit_codes.DIVERGED and evidence.owns_run:
+    if evidence.outcome.code == exit_codes.DIVERGED and evidence.owns_run:
         return Cause.DIVERGED  # all ranks agreed on it, whatever Slurm does to the job meanwhile
-    if evidence.code == exit_codes.RANKS_DIFFER and evidence.owns_run:
+    if evidence.outcome.code == exit_codes.RANKS_DIFFER and evidence.owns_run:
         return Cause.RANKS_DIFFER
-    return Cause.FENCED if evidence.code == exit_codes.FENCED or not evidence.owns_run else None
+    return Cause.FENCED if evidence.outcome.code == exit_codes.FENCED or not evidence.owns_run else None
 
 
-def _by_slurm(evidence: Evidence) -> Cause | None:
+def _cause_by_slurm(evidence: Evidence) -> Cause | None:
     """Return why Slurm is ending the job, if it is."""
     # While a job ends, scontrol shows COMPLETING and hides the final state behind it (squeue(1), JOB STATE CODES,
     # https://slurm.schedmd.com/squeue.html). Three fields still tell the reason: a job that was requeued has a higher
@@ -123,39 +117,39 @@ def is_cancelled(job: JobRecord, accounted_as: str) -> bool:
     return job.preempted_at is None or states.parse_state(accounted_as) == "cancelled"
 
 
-def _by_request(evidence: Evidence) -> Cause | None:
+def _cause_of_request(evidence: Evidence) -> Cause | None:
     """Return why the workers were asked to stop, if they were."""
-    if evidence.code == exit_codes.REFUSED:
-        return Cause.REFUSED
+    if evidence.outcome.code == exit_codes.REFUSED:
+        return Cause.WORKER_CRASHED if evidence.has_trained else Cause.REFUSED
     if evidence.stop_request is not None:
         return Cause.STOP_ASKED if evidence.stop_request == "end" else Cause.REQUEUE_ASKED
     if evidence.is_preempted:
         return Cause.PREEMPTED
-    if evidence.is_out_of_time:
+    if evidence.outcome.is_out_of_time:
         return Cause.TIME_LIMIT
-    return Cause.PREFLIGHT if evidence.has_failed_preflight else None
+    return Cause.PREFLIGHT if evidence.outcome.has_failed_preflight else None
 
 
-def _by_leave(evidence: Evidence) -> Cause | None:
+def _cause_of_stop(evidence: Evidence) -> Cause | None:
     """Return why the workers stopped though the supervisor knows of no request: Slurm signalled the job steps only."""
-    if evidence.code not in (exit_codes.STOPPED, exit_codes.STOPPED_EARLY):
+    if evidence.outcome.code not in (exit_codes.STOPPED, exit_codes.STOPPED_EARLY):
         return None
     # Slurm may send the signal a minute earlier than asked (sbatch(1), `--signal`, https://slurm.schedmd.com/sbatch.html).
     ends_at = None if evidence.job is None else evidence.job.ends_at
     is_near_limit = ends_at is not None and evidence.now >= ends_at - evidence.lead_s - 2 * SLURMS_SLOP_S
-    if evidence.is_out_of_time or is_near_limit:
+    if evidence.outcome.is_out_of_time or is_near_limit:
         return Cause.TIME_LIMIT
     if evidence.has_script_asked:
         return Cause.SCRIPT_ASKED
-    return Cause.REQUEUE_ASKED if evidence.code == exit_codes.STOPPED else Cause.UNEXPLAINED
+    return Cause.REQUEUE_ASKED if evidence.outcome.code == exit_codes.STOPPED else Cause.UNEXPLAINED
 
 
-def _by_death(evidence: Evidence) -> Cause | None:
-    if evidence.code == exit_codes.NOT_SAVED:
+def _cause_of_failure(evidence: Evidence) -> Cause | None:
+    if evidence.outcome.code == exit_codes.NOT_SAVED:
         return Cause.NOT_SAVED
-    if evidence.has_stacks or evidence.is_unresponsive:
-        return Cause.SUSPENDED if evidence.was_suspended else Cause.HANG
+    if evidence.has_stacks or evidence.outcome.is_unresponsive:
+        return Cause.SUSPENDED if evidence.outcome.was_suspended else Cause.HANG
     return Cause.NODE_FAILED if evidence.lost_nodes else Cause.WORKER_CRASHED
 
 
-_READINGS = (_by_exit_code, _by_slurm, _by_request, _by_leave, _by_death)
+_READINGS = (_cause_by_exit_code, _cause_by_slurm, _cause_of_request, _cause_of_stop, _cause_of_failure)

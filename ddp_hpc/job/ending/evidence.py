@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ddp_hpc.base import exit_codes
-from ddp_hpc.job.ending import stacks
+from ddp_hpc.job.ending import stacks, wrong_ranks
+from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import Evidence
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.job.run_records import RunRecords
+from ddp_hpc.run.run_dir.differences import Difference
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
-from ddp_hpc.run.run_dir.records import QueuedJob, since_submission
+from ddp_hpc.run.run_dir.records import since_submission
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,30 +22,34 @@ class Recorded:
     """What the files of a run say when an attempt has ended, read once for the decision on what follows."""
 
     ledger: Ledger
-    queued: QueuedJob | None
-    """The newest job that was submitted."""
+    attempts: Sequence[Attempt]
+    """Those of the user's newest submission."""
     failures: Sequence[WorkerFailure]
     """Of this attempt, the first cause first."""
+    difference: Difference | None
+    """What this attempt's ranks had that differed; None where none was found."""
+    differs_as: int | None
+    """The earlier attempt in which each rank had the same values after the same step."""
 
     @classmethod
-    def read(cls, records: RunRecords, attempt: int) -> Recorded:
-        return cls(ledger=records.ledger(), queued=records.queued(), failures=records.failures(attempt))
-
-    def with_corrected(self, corrected: Sequence[Attempt]) -> Recorded:
-        """Return this with other attempts of the same numbers."""
-        by_number = {one.attempt: one for one in corrected}
-        attempts = tuple(by_number.get(one.attempt, one) for one in self.ledger.attempts)
-        return replace(self, ledger=replace(self.ledger, attempts=attempts))
-
-    @property
-    def attempts(self) -> Sequence[Attempt]:
-        """Those of the user's newest submission."""
-        return since_submission(self.ledger, self.queued)
-
-    @property
-    def failure(self) -> WorkerFailure | None:
-        """The first to fail; None without a report."""
-        return self.failures[0] if self.failures else None
+    def read(cls, context: JobContext, attempt: int) -> Recorded:
+        """Read them; correct in the ledger on which nodes earlier attempts failed, where the records show that by now."""
+        records = context.records
+        read, queued, failures = records.ledger(), records.queued(), records.failures(attempt)
+        differences = records.differences()
+        corrected = {one.attempt: one for one in wrong_ranks.corrected(read.attempts, differences)}
+        with best_effort():
+            for one in corrected.values():
+                records.blame(one.attempt, one.failed_nodes)
+        ledger = replace(read, attempts=tuple(corrected.get(one.attempt, one) for one in read.attempts))
+        attempts = since_submission(ledger, queued)
+        return cls(
+            ledger=ledger,
+            attempts=attempts,
+            failures=failures,
+            difference=next((one for one in differences if one.attempt == attempt), None),
+            differs_as=wrong_ranks.same_again(differences, attempts, attempt),
+        )
 
 
 def has_trained(attempts: Sequence[Attempt]) -> bool:
@@ -52,22 +57,21 @@ def has_trained(attempts: Sequence[Attempt]) -> bool:
     return any((one.last_step or 0) > one.first_step for one in attempts)
 
 
-def gather(context: JobContext, attempt: int, outcome: Outcome, ledger: Ledger) -> Evidence:
+def gather(context: JobContext, attempt: int, outcome: Outcome, known: Recorded) -> Evidence:
     """Return what is known of an attempt that has ended; Slurm is asked where its answer can matter."""
     records, slurm_job = context.records, context.job
     owns_run = not records.is_fenced(attempt) and outcome.code != exit_codes.FENCED
     is_clear = outcome.code == exit_codes.FINISHED or not owns_run  # Slurm, which may not even answer, adds nothing
     job = None if is_clear or slurm_job is None else slurm_job.now()
     may_ask = outcome.code == exit_codes.STOPPED and not outcome.was_signalled
+    # On one machine, a submission may change the input, and waits for the refusal.
+    same_input = [one for one in known.attempts if context.allocation or one.job_id == known.attempts[-1].job_id]
     evidence = Evidence(
-        code=outcome.code,
+        outcome=outcome,
         owns_run=owns_run,
         stop_request=records.stop_request(),
         has_script_asked=may_ask and records.has_script_asked(attempt, context.world.world_size),
-        is_out_of_time=outcome.is_out_of_time,
-        is_unresponsive=outcome.is_unresponsive,
-        was_suspended=outcome.was_suspended,
-        has_failed_preflight=outcome.has_failed_preflight,
+        has_trained=has_trained(same_input),
         has_stacks=stacks.has_stacks(context.run, attempt, context.world.world_size),
         lost_nodes=[*outcome.lost_nodes, *outcome.avoided_nodes],
         now=time.time(),
@@ -78,7 +82,7 @@ def gather(context: JobContext, attempt: int, outcome: Outcome, ledger: Ledger) 
     if slurm_job is None or job is None:
         return evidence
     if evidence.is_for_accounting:
-        evidence = replace(evidence, accounted_as=slurm_job.accounted_end(ledger))
+        evidence = replace(evidence, accounted_as=slurm_job.accounted_end(known.ledger))
     if outcome.code in (exit_codes.FINISHED, exit_codes.STOPPED):
         return evidence
     return replace(evidence, lost_nodes=sorted({*evidence.lost_nodes, *slurm_job.lost_nodes()}))

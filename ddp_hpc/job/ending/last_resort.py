@@ -17,7 +17,7 @@ from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.workers import Workers
 from ddp_hpc.run import requeue
-from ddp_hpc.run.run_dir.ledger import Cause, Ledger
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger
 from ddp_hpc.run.run_dir.records import since_submission
 
 PATIENCE_S = 600.0
@@ -49,8 +49,8 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     except Exception as error:  # noqa: BLE001  whatever failed, the job must not end because of it
         reason = "; ".join(part for part in (outcome.reason, print_error(error)) if part)
     if outcome.code == exit_codes.FENCED:
-        decision = requeue.decide(requeue.Situation(cause=Cause.FENCED), context.spec.restart)
-        return Conclusion(attempt=attempt, cause=Cause.FENCED, decision=decision, reason=reason)
+        end = End(ending=Ending.FENCED, exit_code=exit_codes.FENCED, reason=reason, cause=Cause.FENCED)
+        return Conclusion(attempt=attempt, end=end)
     num, newest_step, ledger = 1, None, None
     with suppress(Exception):
         ledger = context.records.ledger()
@@ -68,16 +68,23 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         may_requeue=context.spec.slurm.requeue,
     )
     decision = requeue.decide(situation, context.spec.restart)
-    reason = "; ".join(part for part in (reason, decision.why) if part)
-    conclusion = Conclusion(attempt=attempt, cause=_CAUSE, decision=decision, reason=reason, last_step=newest_step)
+    end = End(
+        ending=decision.ending,
+        exit_code=decision.ending.exit_code,
+        reason="; ".join(part for part in (reason, decision.why) if part),
+        cause=_CAUSE,
+        last_step=newest_step,
+        next=decision.next,
+        why_last=decision.why,
+    )
     try:
-        context.records.end(attempt, decision.ending, exit_code=conclusion.exit_code, reason=reason, end=conclusion.end)
+        context.records.end(attempt, end)
     except Exception as error:  # noqa: BLE001  requeueing the job matters more
         sys.stderr.write(
             f"note: ddp-hpc could not write to attempts.jsonl, the run's record of attempts, how attempt {attempt} ended: {error}. "
             "Checkpoints are not affected, but `ddp-hpc status` lacks this end. Check the space and the quota there.\n"
         )
-    return conclusion
+    return Conclusion(attempt=attempt, end=end, exclude=decision.exclude)
 
 
 def leave(context: JobContext, conclusion: Conclusion) -> None:
@@ -87,7 +94,7 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
     except Exception as error:
         print_error(error)
         job = context.job
-        if job is None or not conclusion.decision.next or not context.spec.slurm.requeue:
+        if job is None or not conclusion.end.next or not context.spec.slurm.requeue:
             raise
     deadline = time.monotonic() + PATIENCE_S
     while True:

@@ -49,16 +49,16 @@ _CONTINUATIONS: Mapping[Next, str] = {
 
 def leave(context: JobContext, conclusion: Conclusion) -> None:
     """Carry out the decision, now that no worker is left: requeue the job, submit the next one, or let the run end."""
-    decision, job = conclusion.decision, context.job
-    if job is None or not decision.next:
-        if conclusion.reason:
-            sys.stderr.write(f"ended: {conclusion.reason}\n")
+    end, job = conclusion.end, context.job
+    if job is None or not end.next:
+        if end.reason:
+            sys.stderr.write(f"ended: {end.reason}\n")
         return
-    sys.stderr.write(f"note: {conclusion.reason}; {_CONTINUATIONS[decision.next]}\n")
+    sys.stderr.write(f"note: {end.reason}; {_CONTINUATIONS[end.next]}\n")
     try:
         _continue_patiently(context, job, conclusion)
     except DdpHpcError as error:
-        reason = f"{conclusion.reason}; the job could not go back into the queue ({error}), so submit the run again"
+        reason = f"{end.reason}; the job could not go back into the queue ({error}), so submit the run again"
         _end_here(context.records, conclusion, reason)
 
 
@@ -78,7 +78,7 @@ def _continue_patiently(context: JobContext, job: SlurmJob, conclusion: Conclusi
 
 
 def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> None:
-    decision, records, ledger = conclusion.decision, context.records, _ledger(context)
+    follows, records, ledger = conclusion.end.next, context.records, _ledger(context)
     is_back, cause, queued = _ask_again(records, job, ledger)
     if cause is not None:
         _end_here(records, conclusion, ENDED_BY_USER[cause], cause=cause)
@@ -91,18 +91,18 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
         since=since,
         slurm_cluster=queued.slurm_cluster if queued else "",
     )
-    if decision.next == Next.SUCCESSOR and not is_back:
+    if follows == Next.SUCCESSOR and not is_back:
         job_id = job.submit_next(
-            context.run.job_script, _excluded(context, job, ledger, decision.exclude), context.spec
+            context.run.job_script, _excluded(context, job, ledger, conclusion.exclude), context.spec
         )
         _note(records, replace(next_job, job_id=job_id))
         return
     _note(records, next_job)
-    if decision.next == Next.REQUEUE and not is_back:  # else Slurm has put it back by itself
+    if follows == Next.REQUEUE and not is_back:  # else Slurm has put it back by itself
         # From inside its own job, `scontrol requeue` makes Slurm kill the batch script, and so this process (scontrol(1),
         # https://slurm.schedmd.com/scontrol.html#OPT_requeue). So the note comes first, and nothing after it is vital.
         _requeue(job)
-    _exclude(context, job, ledger, decision.exclude)
+    _exclude(context, job, ledger, conclusion.exclude)
     time.sleep(STAY_S)
 
 
@@ -155,9 +155,8 @@ def _ask_again(records: RunRecords, job: SlurmJob, ledger: Ledger) -> tuple[bool
 def _end_here(records: RunRecords, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:
     """Record that nothing follows after all; `cause` is set where the user decided so."""
     sys.stderr.write(f"note: {reason}\n")
-    end = replace(conclusion.end, cause=cause or conclusion.cause, next=Next.NOTHING)
-    ending = requeue.TABLE[cause].ending if cause else conclusion.decision.ending
-    records.end(conclusion.attempt, ending, exit_code=conclusion.exit_code, reason=reason, end=end)
+    end = replace(conclusion.end, next=Next.NOTHING, reason=reason)
+    records.end(conclusion.attempt, replace(end, cause=cause, ending=requeue.TABLE[cause].ending) if cause else end)
 
 
 def _note(records: RunRecords, next_job: QueuedJob) -> None:

@@ -38,18 +38,26 @@ def close_stale(records: RunRecords, workload: Workload, job: SlurmJob) -> None:
     by_slurm = f"Slurm accounting says {state}" if state else "Slurm accounting does not say why"
     reason = f"ddp-hpc's supervisor process ended without recording why; {by_slurm}"
     progress = workload.progress(records.run, ledger)
-    end = End(cause=cause, last_step=progress, next=Next.SLURM, failed_nodes=failed)
-    records.end(newest.attempt, Ending.FAILED, exit_code=-9, reason=reason, end=end)
+    end = End(
+        ending=Ending.FAILED,
+        exit_code=-9,
+        reason=reason,
+        cause=cause,
+        last_step=progress,
+        next=Next.SLURM,
+        failed_nodes=failed,
+    )
+    records.end(newest.attempt, end)
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} ended: {reason}. This job continues the run.\n")
 
 
-def end_done(records: RunRecords, workload: Workload, attempt: int, newest_step: int) -> bool:
+def end_done(records: RunRecords, workload: Workload, attempt: int, newest_step: int) -> End | None:
     """Record that an attempt has finished the run, if it has: its supervisor died between that and the end in the ledger."""
-    is_done = records.is_done(workload.goal)
-    if is_done:
-        end = End(cause=Cause.FINISHED, last_step=newest_step)
-        records.end(attempt, Ending.FINISHED, exit_code=exit_codes.FINISHED, reason="", end=end)
-    return is_done
+    if not records.is_done(workload.goal):
+        return None
+    end = End(ending=Ending.FINISHED, exit_code=exit_codes.FINISHED, cause=Cause.FINISHED, last_step=newest_step)
+    records.end(attempt, end)
+    return end
 
 
 def nodes_to_avoid(context: JobContext, job: SlurmJob, ledger: Ledger) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, UnreadableError
@@ -54,58 +54,53 @@ def _is_held(run: RunDir, patience_s: float) -> bool:
     return False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Death:
-    """What the guardian knows of the supervisors before this one."""
-
-    how: str
-    """How the last of them ended, for people."""
-    since: int = 0
-    """The number of the first attempt that they may have begun."""
-
-
-def take_over(run: RunDir, allocation: Allocation | None, environ: Mapping[str, str], death: Death) -> int | None:
+def take_over(
+    run: RunDir, allocation: Allocation | None, environ: Mapping[str, str], *, how: str, since: int = 0
+) -> int | None:
     """Record how the dead supervisor's attempt ended, and do what it had decided but not done.
 
-    Returns the exit code where nothing is left to do, else None.
+    `how` says how the supervisor ended; `since` is the first attempt that it, or one before it, may have begun. Returns the exit
+    code where nothing is left to do, else None.
     """
-    records = RunRecords(run)
-    ledger = records.ledger()
+    ledger = Ledger.read(run)
     newest = ledger.newest
-    if newest is None or newest.attempt < death.since or not _is_of_this_start(newest, allocation):
+    if newest is None or newest.attempt < since or not _is_of_this_start(newest, allocation):
         return None
-    if newest.ending is None:
-        next_ = write_down_death(run, ledger, allocation, f"ddp-hpc's supervisor process {death.how}")
-        if next_ == Next.IN_PLACE:
-            return None
-        newest = records.ledger().newest or newest
-    if newest.next in {Next.REQUEUE, Next.SUCCESSOR} and allocation is not None:
-        return _leave(run, newest, allocation, environ)
-    if newest.next == Next.IN_PLACE:
+    end = newest.end or write_down_death(run, ledger, allocation, f"ddp-hpc's supervisor process {how}")
+    if end.next in {Next.REQUEUE, Next.SUCCESSOR} and allocation is not None:
+        return _leave(run, newest.attempt, end, allocation, environ)
+    if end.next == Next.IN_PLACE:
         return None
-    return exit_codes.FAILED if newest.exit_code is None or newest.exit_code < 0 else newest.exit_code
+    return exit_codes.FAILED if end.exit_code < 0 else end.exit_code
 
 
 def write_down_death(
     run: RunDir, ledger: Ledger, allocation: Allocation | None, reason: str, *, may_go_on: bool = True
-) -> Next:
-    """Record the end of the newest attempt, whose supervisor could not; return what follows: nothing if no guardian is there."""
+) -> End:
+    """Record the end of the newest attempt, whose supervisor could not; return it. Nothing follows if no guardian is there."""
     asked, newest, records = _asked(run), ledger.newest, RunRecords(run)
     assert newest is not None  # noqa: S101  the callers looked
     workload = asked[1] if asked else None
     newest_step = progress_without_spec(run, ledger) if workload is None else workload.progress(run, ledger)
-    if workload is not None and end_done(records, workload, newest.attempt, newest_step):
-        return Next.NOTHING
+    if workload is not None and (done := end_done(records, workload, newest.attempt, newest_step)):
+        return done
     attempts = since_submission(ledger, records.queued())
     decision = _decide(attempts, asked, allocation, newest_step)
     if not may_go_on:
         decision = Decision(ending=decision.ending, why=decision.why)
     reason = "; ".join(part for part in (reason, decision.why) if part)
-    end = End(cause=Cause.SUPERVISOR_DIED, last_step=newest_step, next=decision.next)
-    records.end(newest.attempt, Ending.FAILED, exit_code=exit_codes.FAILED, reason=reason, end=end)
+    end = End(
+        ending=Ending.FAILED,
+        exit_code=exit_codes.FAILED,
+        reason=reason,
+        cause=Cause.SUPERVISOR_DIED,
+        last_step=newest_step,
+        next=decision.next,
+    )
+    records.end(newest.attempt, end)
     then = "; ddp-hpc tries to continue the run on the same nodes" if decision.next == Next.IN_PLACE else ""
     sys.stderr.write(f"note: attempt {newest.attempt} ended: {reason}{then}\n")
-    return decision.next
+    return end
 
 
 def _decide(
@@ -147,13 +142,13 @@ def _is_of_this_start(newest: Attempt, allocation: Allocation | None) -> bool:
     return (newest.job_id, newest.restart) == (allocation.scontrol_id, allocation.restart_count)
 
 
-def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> int | None:
+def _leave(run: RunDir, attempt: int, end: End, allocation: Allocation, environ: Mapping[str, str]) -> int | None:
     """Requeue the job as was decided, if the dead supervisor has not done so."""
     asked, noted = _asked(run), RunRecords(run).queued()
     if asked is None:
         return None
     spec, workload = asked
-    if newest.next == Next.REQUEUE or noted is None or noted.job_id == allocation.scontrol_id:
+    if end.next == Next.REQUEUE or noted is None or noted.job_id == allocation.scontrol_id:
         context = JobContext(
             run=run,
             spec=spec,
@@ -163,14 +158,5 @@ def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mappin
             is_for_slurm=True,
             environ=environ,
         )
-        decision = Decision(ending=newest.ending or Ending.FAILED, next=newest.next, exclude=newest.failed_nodes)
-        conclusion = Conclusion(
-            attempt=newest.attempt,
-            cause=newest.cause or Cause.UNEXPLAINED,
-            decision=decision,
-            reason=newest.reason,
-            last_step=newest.last_step,
-            failed_nodes=newest.failed_nodes,
-        )
-        leave(context, conclusion)
-    return exit_codes.FAILED if newest.exit_code is None else newest.exit_code
+        leave(context, Conclusion(attempt=attempt, end=end, exclude=end.failed_nodes))
+    return end.exit_code

@@ -34,9 +34,9 @@ def corrected(attempts: Sequence[Attempt], differences: Sequence[Difference]) ->
     """
     by_attempt = {one.attempt: one for one in differences}
     found = [
-        replace(one, failed_nodes=_nodes_now_known(by_attempt[one.attempt], one, differences))
+        replace(one, end=replace(one.end, failed_nodes=_nodes_now_known(by_attempt[one.attempt], one, differences)))
         for one in attempts
-        if one.cause == Cause.RANKS_DIFFER and one.attempt in by_attempt
+        if one.end and one.end.cause == Cause.RANKS_DIFFER and one.attempt in by_attempt
     ]
     return [one for one in found if one not in attempts]
 

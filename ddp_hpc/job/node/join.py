@@ -140,8 +140,9 @@ class _Joining:
         newest = ledger.newest
         if newest is not None and newest.ending is None:
             reason = "the launcher that started the workers ended them before they recorded how this attempt ended"
-            end = End(cause=Cause.UNEXPLAINED, last_step=workload.progress(self.run, ledger))
-            records.end(newest.attempt, Ending.FAILED, exit_code=-9, reason=reason, end=end)
+            progress = workload.progress(self.run, ledger)
+            end = End(ending=Ending.FAILED, exit_code=-9, reason=reason, cause=Cause.UNEXPLAINED, last_step=progress)
+            records.end(newest.attempt, end)
         records.forget_stop_request()
         attempt = records.claim(records.ledger())
         first_step = workload.progress(self.run, records.ledger())
@@ -177,8 +178,8 @@ class _Joining:
         assert self.context is not None  # noqa: S101  rank zero has begun the attempt
         self.is_stop_asked = self.context.records.stop_request() is not None
         conclusion = last_resort.conclude(self.context, attempt, Outcome(code=code))
-        if conclusion.reason:
-            sys.stderr.write(f"ended: {conclusion.reason}\n")
+        if conclusion.end.reason:
+            sys.stderr.write(f"ended: {conclusion.end.reason}\n")
 
 
 def _values(variables: object) -> dict[str, str]:

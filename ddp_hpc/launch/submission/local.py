@@ -233,8 +233,8 @@ def _let_live() -> None:
             one.returncode = 0  # it is set, so `Popen.__del__` asks for nothing
 
 
-def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]) -> Attempt | None:
-    """Wait until the attempt trains, or its script has run for a moment, or it has ended; return its ledger entry if it has."""
+def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]) -> End | None:
+    """Wait until the attempt trains, or its script has run for a moment, or it has ended; return its end if it has."""
     from ddp_hpc.run.run_dir.failure_reports import read_failures  # late: a dry run starts nothing
 
     deadline = time.monotonic() + START_PATIENCE_S
@@ -244,7 +244,7 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
         newest = patiently(str(run.attempts), lambda: Ledger.read(run).newest)
         entry = newest if newest is not None and newest.attempt >= attempt else None
         if entry is not None and entry.is_last:
-            return entry
+            return entry.end
         progress = patiently(str(run.progress), lambda: read_progress(run))
         if progress is not None and progress.attempt >= attempt:
             ran_s = time.monotonic() - began.setdefault(progress.attempt, time.monotonic())
@@ -332,9 +332,9 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
         )
     try:
         if attempt.ending is None or attempt.next:
-            end = End(cause=Cause.CANCELLED, last_step=attempt.last_step, failed_nodes=attempt.failed_nodes)
-            code, reason = -signal.SIGKILL, "cancelled by the user"
-            record_end(run, attempt=attempt.attempt, ending=Ending.CANCELLED, exit_code=code, reason=reason, end=end)
+            reason = "cancelled by the user"
+            end = End(ending=Ending.CANCELLED, exit_code=-signal.SIGKILL, reason=reason, cause=Cause.CANCELLED)
+            record_end(run, attempt.attempt, end)
     except OSError as error:  # such as a full disk, which may be why the user cancels
         if not attempt.lives(here):
             raise

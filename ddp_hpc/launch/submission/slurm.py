@@ -39,7 +39,7 @@ from ddp_hpc.launch.submission.run_dir_setup import (
 )
 from ddp_hpc.launch.submission.snapshot import notes_on_copy, path_in_snapshot, source_of, take_snapshot
 from ddp_hpc.run.run_dir import ownership, rereading
-from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next, record_end
+from ddp_hpc.run.run_dir.ledger import Attempt, End, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
     QueuedJob,
@@ -360,7 +360,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         newest = Ledger.read(run).newest
         if newest is not None and newest.job_id == job.job_id and newest.ending is None:
             number, reason = newest.attempt, "cancelled by the user"
-            record_end(run, attempt=number, ending=Ending.CANCELLED, exit_code=-9, reason=reason)
+            record_end(run, number, End(ending=Ending.CANCELLED, exit_code=-9, reason=reason))
     except OSError as error:
         unwritten = error
     if unwritten is not None:

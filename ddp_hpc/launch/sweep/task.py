@@ -27,7 +27,7 @@ from ddp_hpc.launch.sweep.resolving import Points
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep
 from ddp_hpc.run.config import render_resolved
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.ledger import Ending, Ledger, record_end
+from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 
@@ -77,8 +77,8 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
             write_queued_job(run, replace(before, cancelled_at=before.cancelled_at or time.time()))
             newest = Ledger.read(run).newest
             if newest is not None and newest.ending is None:
-                reason = "its sweep was cancelled"
-                record_end(run, attempt=newest.attempt, ending=Ending.CANCELLED, exit_code=-9, reason=reason)
+                end = End(ending=Ending.CANCELLED, exit_code=-9, reason="its sweep was cancelled")
+                record_end(run, newest.attempt, end)
         sys.stderr.write(
             f"note: {point} of {sweep_dir.name} is not started: the sweep was cancelled. `ddp-hpc sweep continue {sweep_dir.name}` submits it "
             "again\n"

@@ -116,6 +116,39 @@ class Root:
 
 
 @dataclass(frozen=True, kw_only=True)
+class End:
+    """How an attempt ended, and what follows: the ledger's second line of it."""
+
+    ending: Ending
+    exit_code: int = exit_codes.FAILED
+    """Of the supervisor; minus the number of a signal."""
+    reason: str = ""
+    ended_at: float | None = None
+    cause: Cause | None = None
+    last_step: int | None = None
+    """Of the newest checkpoint when it ended."""
+    next: Next = Next.NOTHING
+    failed_nodes: tuple[str, ...] = ()
+    """The nodes that failed, where a node did."""
+    root: Root = field(default_factory=Root)
+    why_last: str = ""
+    """Why no attempt follows, where one might be expected."""
+
+    @property
+    def as_record(self) -> Mapping[str, Any]:
+        """The keys of the line that say something; the others leave what an earlier line says of the same attempt."""
+        flat, default = _flat(self), _flat(End(ending=self.ending))
+        always = {"ending", "exit_code", "reason", *(["next"] if self.cause else [])}
+        return {key: value for key, value in flat.items() if key in always or value != default[key]}
+
+
+def _flat(end: End) -> dict[str, Any]:
+    record = asdict(end)
+    root = record.pop("root")
+    return {**record, **root}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attempt:
     """One attempt at a run: from the ledger's line of its start, and of its end where it has one."""
 
@@ -132,46 +165,61 @@ class Attempt:
     """Of the job, rank zero's first."""
     ends_at: float | None = None
     """When the job's time limit ends it, where that is known."""
-    ending: Ending | None = None
-    ended_at: float | None = None
-    reason: str = ""
-    exit_code: int | None = None
     first_step: int = 0
     """Of the newest checkpoint when it began, 0 without one."""
-    last_step: int | None = None
-    """Of the newest checkpoint when it ended."""
     restart: int = 0
     """How often Slurm had started the job again."""
     queued_at: float | None = None
     """When the job that begins with this attempt was put into the queue, where that is known."""
-    cause: Cause | None = None
-    next: Next = Next.NOTHING
-    failed_nodes: tuple[str, ...] = ()
-    """The nodes that failed, where a node did."""
     image: str = ""
     """Identity of the image that it ran in; empty without an image, or where that is not known."""
-    fingerprint: str = ""
-    """Of the failure that came first, without rank, node, time and entity; empty where no process reported one."""
-    entity: str = ""
-    """The sample or the file that this failure concerns."""
-    entity_version: str = ""
-    """Size and time of that file when the attempt failed; of a sample that is proved to last, size and hash of its file."""
-    may_recover: bool = True
-    """Whether another attempt may get past that failure; false only where that is proved."""
-    failed_step: int | None = None
-    """The step at which it failed, where a process reported that."""
-    why_last: str = ""
-    """Why no attempt follows, where one might be expected."""
+    end: End | None = None
+    """None as long as no end is recorded."""
+
+    @property
+    def ending(self) -> Ending | None:
+        return self.end.ending if self.end else None
+
+    @property
+    def ended_at(self) -> float | None:
+        return self.end.ended_at if self.end else None
+
+    @property
+    def cause(self) -> Cause | None:
+        return self.end.cause if self.end else None
+
+    @property
+    def next(self) -> Next:
+        return self.end.next if self.end else Next.NOTHING
+
+    @property
+    def reason(self) -> str:
+        return self.end.reason if self.end else ""
+
+    @property
+    def last_step(self) -> int | None:
+        return self.end.last_step if self.end else None
+
+    @property
+    def failed_nodes(self) -> tuple[str, ...]:
+        return self.end.failed_nodes if self.end else ()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.end.exit_code if self.end else None
+
+    @property
+    def why_last(self) -> str:
+        return self.end.why_last if self.end else ""
 
     @property
     def root(self) -> Root:
-        """The failure that came first."""
-        return Root(**{name: getattr(self, name) for name in Root.__dataclass_fields__})
+        return self.end.root if self.end else Root()
 
     @property
     def is_last(self) -> bool:
         """Whether it has ended, and no other is to follow."""
-        return self.ending is not None and not self.next
+        return self.end is not None and not self.end.next
 
     def lives(self, host: str) -> bool:
         """Return whether its supervisor runs on this `host`; a later process with the same pid does not count."""
@@ -204,7 +252,7 @@ class Ledger:
     def read(cls, run: RunDir) -> Ledger:
         """Read the ledger; skip a line that does not record an attempt, and log that once."""
         fields = _fields_by_attempt(run)
-        attempts = tuple(Attempt(**known) for _, known in sorted(fields.items()) if known.keys() >= _BEGUN)
+        attempts = tuple(_attempt_of(known) for _, known in sorted(fields.items()) if known.keys() >= _BEGUN)
         return cls(attempts, max(fields, default=-1))
 
     @property
@@ -271,9 +319,22 @@ def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
 @cache
 def _line_type() -> type[msgspec.Struct]:
     """Return the type of a line: what `Attempt` has, of which a line leaves out all but the attempt's number."""
-    types = annotations_of(Attempt)
-    optional = [(name, kind | msgspec.UnsetType, msgspec.UNSET) for name, kind in types.items() if name != "attempt"]
+    types = {**annotations_of(Root), **annotations_of(End), **annotations_of(Attempt)}
+    optional = [
+        (name, kind | msgspec.UnsetType, msgspec.UNSET) for name, kind in types.items() if name not in _NOT_IN_LINE
+    ]
     return msgspec.defstruct("Line", [("attempt", int), *optional])
+
+
+_NOT_IN_LINE = {"attempt", "end", "root"}
+"""A line has the fields of these two, and not these."""
+
+
+def _attempt_of(known: Mapping[str, Any]) -> Attempt:
+    start, end, root = (
+        {name: known[name] for name in kind.__dataclass_fields__ if name in known} for kind in (Attempt, End, Root)
+    )
+    return Attempt(**start, end=End(**end, root=Root(**root)) if "ending" in end else None)
 
 
 def _note_odd_line(run: RunDir, text: str) -> None:
@@ -317,37 +378,6 @@ def record_more(run: RunDir, *, attempt: int, **known: object) -> None:
     append_json_line(run.attempts, {"attempt": attempt, **known})
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """What the ledger's second line of an attempt says besides how it ended."""
-
-    cause: Cause | None = None
-    last_step: int | None = None
-    next: Next = Next.NOTHING
-    failed_nodes: tuple[str, ...] = ()
-    root: Root = field(default_factory=Root)
-    why_last: str = ""
-
-    @property
-    def as_record(self) -> Mapping[str, Any]:
-        """The keys of the line; of the root and of `why_last`, those that say something."""
-        record = asdict(self)
-        about = {**record.pop("root"), "why_last": record.pop("why_last")}
-        return {**record, **{key: value for key, value in about.items() if value != getattr(Attempt, key)}}
-
-
-def record_end(  # noqa: PLR0913  a record's fields
-    run: RunDir, *, attempt: int, ending: Ending, exit_code: int, reason: str = "", end: End | None = None
-) -> None:
+def record_end(run: RunDir, attempt: int, end: End) -> None:
     """Write into the ledger how an attempt ended."""
-    append_json_line(
-        run.attempts,
-        {
-            "attempt": attempt,
-            "ending": ending,
-            "exit_code": exit_code,
-            "reason": reason,
-            **({} if end is None else end.as_record),
-            "ended_at": time.time(),
-        },
-    )
+    append_json_line(run.attempts, {"attempt": attempt, **end.as_record, "ended_at": time.time()})
