@@ -35,7 +35,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     threads,
 )
 from ddp_hpc.cluster.slurm.steps import probe_argv
-from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
+from ddp_hpc.job.launcher import STEPS, Launch, agent_argv, step_of_agents
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.launch.submission.request import SubmitRequest
@@ -153,7 +153,7 @@ def _start_on_slurm(launch: Launch, spec: RunSpec) -> _Start:
     if spec.launcher == "agent":
         step = shlex.join(step_of_agents(launch))
     else:
-        step = shlex.join(STEPS[spec.launcher](Start(launch=launch, attempt=0, meeting=_IN_JOB)))
+        step = shlex.join(STEPS[spec.launcher](launch, 0, _IN_JOB))
         step = step.replace(str(_IN_JOB), "ADDRESS PORT").replace("ADDRESS:0", "ADDRESS:PORT")
     probe = shlex.join([*probe_argv(launch.world.num_nodes), "..."])
     address = Fact(rule="the job chooses the network when it has its nodes")

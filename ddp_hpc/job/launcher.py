@@ -25,21 +25,13 @@ class Launch:
     wrapper: CommandWrapper = BARE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """What to start where each attempt is a job step of its own."""
-
-    launch: Launch
-    attempt: int
-    meeting: Meeting
-
-
 def agent_argv(launch: Launch) -> list[str]:
     """Return the command of the node agent on this machine."""
     teardown_s = launch.workload.teardown_s
     limit = [] if teardown_s is None else ["--teardown-s", f"{teardown_s:g}"]
-    worker = ["--worker", launch.workload.worker, *_stop_signal(launch), *_nsys(launch), *limit]
-    return [*launch.wrapper.command, "-m", "ddp_hpc.job.node.agent", str(launch.run.path), *worker, *_crew(launch)]
+    stop = ["--stop-signal", launch.workload.stop_signal]
+    worker = ["--worker", launch.workload.worker, *stop, *_nsys(launch), *limit, *_num_workers(launch)]
+    return [*launch.wrapper.command, "-m", "ddp_hpc.job.node.agent", str(launch.run.path), *worker]
 
 
 def step_of_agents(launch: Launch) -> list[str]:
@@ -47,25 +39,23 @@ def step_of_agents(launch: Launch) -> list[str]:
     return [*_step(launch, tasks_per_node=1), *agent_argv(launch), "--in-step"]
 
 
-def step_of_tasks(start: Start) -> list[str]:
+def step_of_tasks(launch: Launch, attempt: int, meeting: Meeting) -> list[str]:
     """Return the command that starts one task a worker."""
-    launch = start.launch
     step = _step(launch, tasks_per_node=launch.world.workers_per_node)
-    return [*step, *launch.wrapper.command, *_task(start), *_gpus(launch), "--meet", str(start.meeting)]
+    return [*step, *launch.wrapper.command, *_task(launch, attempt), *_gpus(launch), "--meet", str(meeting)]
 
 
-def step_of_torchrun(start: Start) -> list[str]:
+def step_of_torchrun(launch: Launch, attempt: int, meeting: Meeting) -> list[str]:
     """Return the command that starts one torchrun a node, through `job.torchrun_node`, which knows the node's address."""
-    launch, world = start.launch, start.launch.world
-    meeting = ["--meet", str(start.meeting)]
-    sampled = [f"--run={launch.run.path}", f"--attempt={start.attempt}"]
-    node = ["-m", "ddp_hpc.job.node.torchrun_node", *_crew(launch), *_stop_signal(launch), *sampled, *meeting, "--"]
+    world, sampled = launch.world, [f"--run={launch.run.path}", f"--attempt={attempt}"]
+    module, stop = ["-m", "ddp_hpc.job.node.torchrun_node"], ["--stop-signal", launch.workload.stop_signal]
+    node = [*module, *_num_workers(launch), *stop, *sampled, "--meet", str(meeting), "--"]
     options = [
         f"--nnodes={world.num_nodes}",
         f"--nproc-per-node={world.workers_per_node}",
         f"--max-restarts={launch.spec.torchrun.max_restarts}",
     ]
-    return [*_step(launch, tasks_per_node=1), *launch.wrapper.command, *node, *options, *_task(start)]
+    return [*_step(launch, tasks_per_node=1), *launch.wrapper.command, *node, *options, *_task(launch, attempt)]
 
 
 def _step(launch: Launch, *, tasks_per_node: int) -> list[str]:
@@ -75,12 +65,12 @@ def _step(launch: Launch, *, tasks_per_node: int) -> list[str]:
     return [*step, *launch.wrapper.srun_args]
 
 
-def _task(start: Start) -> list[str]:
-    options = ["--worker", start.launch.workload.worker, "--attempt", str(start.attempt), *_nsys(start.launch)]
-    return ["-m", "ddp_hpc.job.node.task", str(start.launch.run.path), *options]
+def _task(launch: Launch, attempt: int) -> list[str]:
+    options = ["--worker", launch.workload.worker, "--attempt", str(attempt), *_nsys(launch)]
+    return ["-m", "ddp_hpc.job.node.task", str(launch.run.path), *options]
 
 
-def _crew(launch: Launch) -> list[str]:
+def _num_workers(launch: Launch) -> list[str]:
     asked = launch.spec.resources.cpus_per_worker
     cpus = [] if asked is None else ["--cpus-per-worker", str(asked)]
     return ["--num-workers", str(launch.world.workers_per_node), *cpus, *_gpus(launch)]
@@ -91,17 +81,10 @@ def _gpus(launch: Launch) -> list[str]:
     return ["--gpus", str(num_gpus)] if num_gpus else []
 
 
-def _stop_signal(launch: Launch) -> list[str]:
-    return ["--stop-signal", launch.workload.stop_signal]
-
-
 def _nsys(launch: Launch) -> list[str]:
     ranks = launch.workload.nsys
     return [f"--nsys={','.join(map(str, ranks))}"] if ranks else []
 
 
-STEPS: Mapping[str, Callable[[Start], list[str]]] = {
-    "srun": step_of_tasks,
-    "torchrun": step_of_torchrun,
-}
+STEPS: Mapping[str, Callable[[Launch, int, Meeting], list[str]]] = {"srun": step_of_tasks, "torchrun": step_of_torchrun}
 """Value of `launcher` -> the command of the job step of one attempt; agents have one step for all attempts."""

@@ -15,8 +15,8 @@ from ddp_hpc.base.record import known_record
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.notifier import TIMEOUT_S
-from ddp_hpc.run.run_dir.ledger import Ending
-from ddp_hpc.run.run_dir.records import Progress, failed_save, read_progress
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger
+from ddp_hpc.run.run_dir.records import Progress, failed_save, read_progress, read_queued_job
 from ddp_hpc.run.spec.launch import NotifyEvent
 
 PATIENCE_S = 5.0
@@ -37,8 +37,8 @@ class Notifier:
 
     def begun(self, attempt: int) -> None:
         """Note the start of an attempt: the first of the user's submission is the run's start."""
-        records = self.context.records
-        queued, before = records.queued(), records.ledger().before(attempt)
+        run = self.context.run
+        queued, before = read_queued_job(run), Ledger.read(run).before(attempt)
         if self.context.allocation is not None:
             since = attempt if queued is None else queued.since
         elif before is not None and before.next:

@@ -107,7 +107,10 @@ def checked(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Outco
         return None
     found: Preflight | None = None
     with diagnosis("the nodes before the workers start"):
-        if _is_first(context.records.ledger(), attempt):
+        ledger = Ledger.read(context.run)
+        begun, before = ledger.attempt(attempt), ledger.before(attempt)
+        # Only in the first attempt of this start of the job, the nodes are new to the run.
+        if not (begun and before and (begun.job_id, begun.restart) == (before.job_id, before.restart)):
             found = examine(_question(context, wrapper, attempt, allocation))
     if found is None or processes.is_stop_pending():
         return None  # what a check that was cut short found is no reason; the workers' start takes the signal
@@ -120,12 +123,6 @@ def checked(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Outco
         f"note: {len(found.nodes)} nodes were checked in {found.seconds:.0f} s; failures: {len(found.failures)}\n"
     )
     return outcome_of(found, spec.preflight.on_fail, nodelist=spec.slurm.nodelist or "")
-
-
-def _is_first(ledger: Ledger, attempt: int) -> bool:
-    """Tell whether an attempt is the first of this start of the job: only then the nodes are new to the run."""
-    begun, before = ledger.attempt(attempt), ledger.before(attempt)
-    return begun is None or before is None or (begun.job_id, begun.restart) != (before.job_id, before.restart)
 
 
 def _question(context: JobContext, wrapper: CommandWrapper, attempt: int, allocation: Allocation) -> Question:

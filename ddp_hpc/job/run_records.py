@@ -1,127 +1,95 @@
-"""What a supervisor reads and writes in a run's directory: the ledger, the claim, the queued job, stop requests."""
+"""What a supervisor writes in a run's directory: the ledger, the claim, the queued job."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from ddp_hpc.job.slurm_job import SlurmJob
+from ddp_hpc.run.requeue import TABLE
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.differences import Difference, read_differences
-from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, read_failures
-from ddp_hpc.run.run_dir.ledger import End, JobFacts, Ledger, record_end, record_more, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ledger, record_end, record_more, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
     QueuedJob,
-    is_done,
     read_queued_job,
-    read_remarks,
     read_stop_request,
     write_done,
     write_queued_job,
     write_rendezvous_token,
 )
+from ddp_hpc.run.workload.protocol import Workload
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of one run."""
+    """The one door to what says whose a run is, and how its attempts began and ended."""
 
     run: RunDir
-
-    def ledger(self) -> Ledger:
-        return Ledger.read(self.run)
-
-    def queued(self) -> QueuedJob | None:
-        """Return the newest job that was submitted for the run."""
-        return read_queued_job(self.run)
-
-    def stop_request(self) -> Literal["end", "requeue"] | None:
-        """Return what is to follow a stop that the user has asked for."""
-        return read_stop_request(self.run)
-
-    def failures(self, attempt: int) -> Sequence[WorkerFailure]:
-        """Return the error reports of an attempt, the first cause first."""
-        return read_failures(self.run, attempt)
-
-    def remarks(self, attempt: int, world_size: int) -> Sequence[str]:
-        """Return what the workers have remarked on a run that has finished."""
-        return read_remarks(self.run, attempt, world_size)
-
-    def has_script_asked(self, attempt: int, world_size: int) -> bool:
-        """Tell whether a script asked for another attempt without having been asked to stop."""
-        return any(self.run.script_asked(attempt, rank).exists() for rank in range(world_size))
 
     def is_fenced(self, attempt: int) -> bool:
         """Tell whether a newer attempt has claimed the run."""
         return ownership.is_fenced(self.run, attempt)
 
-    def claim(self, ledger: Ledger) -> int:
-        """Claim the run for another attempt; return its number.
+    def begin(self, workload: Workload, job: SlurmJob | None, *, image: str = "") -> int:
+        """Claim the run for another attempt, and write its start into the ledger; return its number.
 
         Raises:
             FencedError: where another process has claimed it.
         """
-        attempt = ownership.next_attempt(self.run, ledger)
-        for name in ownership.claim(self.run, attempt):
+        run, ledger = self.run, Ledger.read(self.run)
+        attempt = ownership.next_attempt(run, ledger)
+        for name in ownership.claim(run, attempt):
             sys.stderr.write(
                 f"note: removed {name}, an unfinished checkpoint that killed workers left; committed ones are not affected\n"
             )
-        write_rendezvous_token(self.run.rendezvous_token(attempt))
-        if self.stop_request() is None:
-            self.run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
+        write_rendezvous_token(run.rendezvous_token(attempt))
+        if read_stop_request(run) is None:
+            run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
+        first_step = workload.progress(run, ledger)
+        if job is None:
+            record_start(run, attempt=attempt, job_id=str(os.getpid()), first_step=first_step, image=image)
+            return attempt
+        queued, facts = read_queued_job(run), job.facts()
+        if queued is not None and (queued.job_id, queued.attempt) == (job.job_id, attempt):
+            facts = replace(facts, queued_at=queued.at)
+        record_start(run, attempt=attempt, job_id=job.job_id, job=facts, first_step=first_step, image=image)
+        if queued is None or queued.job_id != job.job_id:  # plain sbatch has submitted it
+            self.note_queued(QueuedJob(job_id=job.job_id, attempt=attempt, at=time.time(), since=attempt))
+        run.gave_up.unlink(missing_ok=True)
         return attempt
 
-    def begin(self, attempt: int, *, job_id: str, job: JobFacts | None, first_step: int, image: str) -> None:
-        """Write the start of an attempt into the ledger; record a job that plain sbatch has submitted."""
-        noted = self.queued() if job is not None else None
-        if job is not None and noted is not None and (noted.job_id, noted.attempt) == (job_id, attempt):
-            job = replace(job, queued_at=noted.at)
-        record_start(self.run, attempt=attempt, job_id=job_id, job=job, first_step=first_step, image=image)
-        if job is None:
-            return
-        if noted is None or noted.job_id != job_id:
-            self.note_queued(QueuedJob(job_id=job_id, attempt=attempt, at=time.time(), since=attempt))
-        self.run.gave_up.unlink(missing_ok=True)
+    def begin_without_workers(self, job: SlurmJob | None) -> int:
+        """Write the start of an attempt that only records why no workers are started; return its number."""
+        attempt = ownership.next_attempt(self.run)
+        job_id, facts = (job.job_id, job.facts()) if job else (str(os.getpid()), None)
+        record_start(self.run, attempt=attempt, job_id=job_id, job=facts)
+        return attempt
+
+    def note_unbegun(self, job: SlurmJob | None, cause: Cause, reason: str, exit_code: int) -> None:
+        """Write the start and the end of an attempt that started no workers."""
+        attempt = self.begin_without_workers(job)
+        self.end(attempt, End(ending=TABLE[cause].ending, exit_code=exit_code, reason=reason, cause=cause))
 
     def note_queued(self, job: QueuedJob) -> None:
         """Record the job that continues the run."""
         write_queued_job(self.run, job)
 
-    def begin_without_workers(self, *, job_id: str, job: JobFacts | None) -> int:
-        """Write the start of an attempt that only records why no workers are started; return its number."""
-        attempt = ownership.next_attempt(self.run)
-        record_start(self.run, attempt=attempt, job_id=job_id, job=job)
-        return attempt
-
     def end(self, attempt: int, end: End) -> None:
         """Write into the ledger how an attempt ended."""
         record_end(self.run, attempt, end)
 
-    def differences(self) -> Sequence[Difference]:
-        """Return what the ranks of attempts had that differed, the oldest first."""
-        return read_differences(self.run)
-
-    def blame(self, attempt: int, nodes: Sequence[str]) -> None:
-        """Write into the ledger on which nodes an earlier attempt failed."""
-        record_more(self.run, attempt=attempt, failed_nodes=list(nodes))
-
-    def note_end(self, attempt: int, ends_at: float) -> None:
-        """Write into the ledger that the attempt's job ends at another time than was known."""
-        record_more(self.run, attempt=attempt, ends_at=ends_at)
-
-    def is_done(self, goal: Mapping[str, Any]) -> bool:
-        """Tell whether the run has reached this goal; asking for another makes it unfinished again."""
-        return is_done(self.run, goal)
+    def note(self, attempt: int, **known: object) -> None:
+        """Write into the ledger what has become known of an attempt: the nodes it failed on, another end of its job."""
+        record_more(self.run, attempt=attempt, **known)
 
     def write_done(self, goal: Mapping[str, Any]) -> None:
         """Record that the run has reached its goal."""
         write_done(self.run, goal)
-
-    def forget_stop_request(self) -> None:
-        self.run.stop_request.unlink(missing_ok=True)
 
     def release(self, attempt: int) -> None:
         """Give up the claim of the run's last attempt."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm import client, states
@@ -17,7 +19,8 @@ from ddp_hpc.cluster.slurm.queries import JobRecord, is_lost
 from ddp_hpc.run.run_dir.ledger import JobFacts, Ledger
 from ddp_hpc.run.spec.launch import LaunchSpec
 
-SLURM_PAUSE_S = 5.0
+T = TypeVar("T")
+SLURM_PAUSE_S = 2.0
 """How long to wait before the next try to reach Slurm."""
 END_S = 10.0
 """How long to wait for the answer when the job ends: signals to the job wait meanwhile."""
@@ -71,19 +74,8 @@ class SlurmJob:
         The same outage of the network may have killed the workers and cut Slurm off. Without this wait, attempts would fail
         one after another until `restart.max_no_progress` ends the run.
         """
-        is_noted = False
-        while True:
-            try:
-                client.job(self.job_id, self.environ)
-            except SlurmUnavailableError as error:
-                if not is_noted:
-                    sys.stderr.write(f"note: the job waits until Slurm answers; you need do nothing: {error}\n")
-                is_noted = True
-                time.sleep(SLURM_PAUSE_S)  # a stop signal is blocked and stays pending; the next attempt receives it
-            except ConfigError:
-                return
-            else:
-                return
+        with suppress(ConfigError):
+            patiently(lambda: client.job(self.job_id, self.environ))
 
     def is_running(self, other_id: str) -> bool:
         """Tell whether another job occupies nodes, as far as Slurm answers."""
@@ -150,6 +142,21 @@ class SlurmJob:
     def exclude(self, nodes: str) -> None:
         """Set the nodes that the next start of the job does not get; raise as `client.update` does."""
         client.update(self.allocation.scontrol_id, self.environ, ExcNodeList=nodes)
+
+
+def patiently(ask: Callable[[], T], patience_s: float = math.inf) -> T:
+    """Return what `ask` returns once Slurm answers, as a controller that restarts ends no job; raise where it does not in this time."""
+    deadline, is_noted = time.monotonic() + patience_s, False
+    while True:
+        try:
+            return ask()
+        except SlurmUnavailableError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_noted:
+                sys.stderr.write(f"note: the job waits until Slurm answers; you need do nothing: {error}\n")
+            is_noted = True
+            time.sleep(SLURM_PAUSE_S)  # a stop signal is blocked and stays pending; the next attempt receives it
 
 
 def _other_place(job: JobRecord, spec: LaunchSpec) -> list[str]:

@@ -25,7 +25,7 @@ from ddp_hpc.base.durable import make_directories, private_mode
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.cluster.containers import CommandWrapper, HostPaths
 from ddp_hpc.cluster.rendezvous.worker_env import for_debug, for_nan_check, giving, of_user
-from ddp_hpc.cluster.slurm.allocation import Allocation, of_outer_job, read_allocation
+from ddp_hpc.cluster.slurm.allocation import of_outer_job, read_allocation
 from ddp_hpc.cluster.slurm.directives import sent_options
 from ddp_hpc.job import preflight
 from ddp_hpc.job.choose_endpoint import meetings
@@ -36,7 +36,7 @@ from ddp_hpc.job.ending.evidence import has_trained
 from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
 from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
 from ddp_hpc.job.joining import Joining
-from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
+from ddp_hpc.job.launcher import Launch
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.nan_check import nan_check_rule
 from ddp_hpc.job.node.cpus import take_back_cpus
@@ -47,18 +47,14 @@ from ddp_hpc.job.slow_rank_monitor import SlowRankMonitor
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.wire.endpoint import Meeting
-from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
+from ddp_hpc.job.workers import Workers, names_of, workers_of
 from ddp_hpc.run.config import dropped_from, load_resolved
 from ddp_hpc.run.requeue import TABLE
 from ddp_hpc.run.run_dir.joining import write_meeting
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger, Next
 from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import (
-    QueuedJob,
-    since_submission,
-)
-from ddp_hpc.run.spec.launch import LaunchSpec
+from ddp_hpc.run.run_dir.records import QueuedJob, is_done, read_queued_job, read_stop_request, since_submission
 from ddp_hpc.run.workload.table import workload_of
 
 LOCK_PATIENCE_S = 10.0
@@ -97,147 +93,129 @@ def _main(arguments: argparse.Namespace) -> int:
     processes.restore_stop_signals()
     if arguments.stop_requested:
         processes.request_stop([os.getpid()])
-    allocation: Allocation | None = None
+    job: SlurmJob | None = None
     try:
-        _forget_rank(is_for_slurm=is_for_slurm)
-        _settle(run, arguments)
-        allocation = read_allocation(os.environ) if is_for_slurm else None
-        return _work(arguments, run, allocation)
+        _clean_environ(arguments.import_path, is_for_slurm=is_for_slurm)
+        if is_for_slurm:
+            with suppress(OSError):  # there is no log, or the file system has no modes
+                run.console.chmod(private_mode(run.console))  # Slurm has made it by the umask
+            allocation = read_allocation(os.environ)
+            job = SlurmJob(allocation=allocation, environ=os.environ) if allocation else None
+        return _work(arguments, run, job)
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         if error.exit_code == exit_codes.FAILED:
-            return _note_escaped(run, allocation, str(error), is_guarded=arguments.guarded)
+            return _note_escaped(run, job, str(error), is_guarded=arguments.guarded)
         return error.exit_code
     except OSError as error:  # a full disk, a quota, an unmounted file system: then the ledger cannot be written
         is_last = not is_for_slurm and error.errno in _LASTING
         then = f"Repair that, and submit {run.name} again." if is_last else "Check its file system."
-        sys.stderr.write(f"error: ddp-hpc cannot use {_unusable(error, run)}: {error}. {then}\n")
+        is_runs = not isinstance(error.filename, str) or Path(error.filename).is_relative_to(run.path)
+        what = f"the run's directory {run.path}" if is_runs else f"{error.filename} on {socket.gethostname()}"
+        sys.stderr.write(f"error: ddp-hpc cannot use {what}: {error}. {then}\n")
         return exit_codes.FAILED if is_last else exit_codes.UNDECIDED
     except Exception as error:  # noqa: BLE001  an error in this program: the ledger has to record it
-        return _note_escaped(run, allocation, last_resort.print_error(error), is_guarded=arguments.guarded)
-
-
-def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | None) -> int:
-    """Acquire the run, and run its attempts."""
-    is_for_slurm = arguments.cluster == "slurm"
-    if arguments.after is not None and allocation is not None:
-        takeover.end_leftover_steps(run, allocation, os.environ)
-    lock_fds = _take(run, allocation) if arguments.lock_fd is None else [arguments.lock_fd]
-    if arguments.after is not None:
-        how = exit_codes.described(arguments.after)
-        code = takeover.take_over(run, allocation, os.environ, how=how, since=arguments.since)
-        if code is not None:
-            return code
-    records = RunRecords(run)
-    queued = records.queued()
-    attempts = since_submission(records.ledger(), queued)
-    decision = _user_decision(records, allocation, queued, is_back=bool(attempts))
-    if arguments.after is None or decision is not None:  # a stop request to the supervisor that died holds for this one
-        records.forget_stop_request()
-    if decision is not None:
-        reason, code = f"{ENDED_BY_USER[decision]} while the job waited in the queue", exit_codes.STOPPED
-        _note_unbegun(run, allocation, cause=decision, reason=reason, exit_code=code)
-        return code
-    try:
-        spec = load_resolved(run.config, is_patient=True)
-        sys.stderr.writelines(f"{note}\n" for note in dropped_from(run.config))
-        _log_libraries(spec, run)
-        _prepare_environ(spec, workload_of(spec).hash_seed, is_for_slurm=is_for_slurm)
-        ends_at_nan = workload_of(spec).ends_at_nan
-        _order_nan_check(nan_check_rule(spec.debug.nan, records.ledger().newest, ends_at_nan=ends_at_nan))
-    except ConfigError as error:
-        _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
-        raise
-    context = JobContext(
-        run=run,
-        spec=spec,
-        workload=workload_of(spec),
-        world=given_world(spec, allocation),
-        allocation=allocation,
-        is_for_slurm=is_for_slurm,
-        environ=dict(os.environ),
-        is_supervised=True,
-    )
-    try:
-        paths = _host_paths(context, arguments.import_path)
-        wrapper = wrapper_of(spec, run, paths, os.environ, is_for_slurm=is_for_slurm)
-    except ConfigError as error:
-        if allocation is not None and has_trained(attempts):
-            return _leave_node(context, error)
-        _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
-        raise
-    os.environ.update(wrapper.environ)  # for whatever starts there: no command line may show values
-    return _supervise(context, wrapper, lock_fds)
-
-
-def _host_paths(context: JobContext, import_paths: Sequence[str]) -> HostPaths:
-    here = Path.cwd()
-    inputs = [*context.workload.input_paths(here)]
-    return HostPaths(work_dir=here, import_paths=[Path(path) for path in import_paths], inputs=inputs)
-
-
-def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is_guarded: bool) -> int:
-    """Record an unexpected error as the end of the attempt; return the exit code that says whether another may follow."""
-    records = RunRecords(run)
-    try:
-        ledger = records.ledger()
-        newest = ledger.newest
-        if newest is None or newest.ending is not None or newest.pid != os.getpid():
-            records.begin_without_workers(job_id=_job_id(allocation), job=_facts(allocation))
-            ledger = records.ledger()
-        end = takeover.write_down_death(run, ledger, allocation, reason, may_go_on=is_guarded)
-    except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
-        last_resort.print_error(error)
-        return exit_codes.UNDECIDED
-    return exit_codes.UNDECIDED if end.next else exit_codes.FAILED
+        return _note_escaped(run, job, last_resort.print_error(error), is_guarded=arguments.guarded)
 
 
 _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
 """Errors of a file system that last until a person repairs them."""
 
 
-def _unusable(error: OSError, run: RunDir) -> str:
-    """Return what an error concerns: the file that it names, or else the run's directory."""
-    name = error.filename
-    is_runs = not isinstance(name, str) or Path(name).is_relative_to(run.path)
-    return f"the run's directory {run.path}" if is_runs else f"{name} on {socket.gethostname()}"
+def _work(arguments: argparse.Namespace, run: RunDir, job: SlurmJob | None) -> int:
+    """Acquire the run, and run its attempts."""
+    if arguments.after is not None and job is not None:
+        takeover.end_leftover_steps(run, job)
+    lock_fds = _lock(run, job) if arguments.lock_fd is None else [arguments.lock_fd]
+    if arguments.after is not None:
+        code = takeover.take_over(run, job, how=exit_codes.described(arguments.after), since=arguments.since)
+        if code is not None:
+            return code
+    records, queued = RunRecords(run), read_queued_job(run)
+    attempts = since_submission(Ledger.read(run), queued)
+    decision = _user_decision(run, job, queued, is_back=bool(attempts))
+    if arguments.after is None or decision is not None:  # a stop request to the supervisor that died holds for this one
+        run.stop_request.unlink(missing_ok=True)
+    if decision is not None:
+        reason = f"{ENDED_BY_USER[decision]} while the job waited in the queue"
+        records.note_unbegun(job, decision, reason, exit_codes.STOPPED)
+        sys.stderr.write(f"ended: {reason}\n")
+        return exit_codes.STOPPED
+    context: JobContext | None = None
+    try:
+        context = _context(run, job, is_for_slurm=arguments.cluster == "slurm")
+        here = Path.cwd()
+        paths = HostPaths(
+            work_dir=here,
+            import_paths=[Path(path) for path in arguments.import_path],
+            inputs=[*context.workload.input_paths(here)],
+        )
+        wrapper = wrapper_of(context.spec, run, paths, os.environ, is_for_slurm=context.is_for_slurm)
+    except ConfigError as error:
+        if context is not None and job is not None and has_trained(attempts):
+            return _leave_node(context, error)
+        records.note_unbegun(job, Cause.REFUSED, str(error), exit_codes.REFUSED)
+        raise
+    os.environ.update(wrapper.environ)  # for whatever starts there: no command line may show values
+    return _supervise(context, wrapper, lock_fds)
 
 
-def _forget_rank(*, is_for_slurm: bool) -> None:
-    """Take away what a rank of another run was given, from whose script this run was submitted."""
+def _note_escaped(run: RunDir, job: SlurmJob | None, reason: str, *, is_guarded: bool) -> int:
+    """Record an unexpected error as the end of the attempt; return the exit code that says whether another may follow."""
+    try:
+        ledger = Ledger.read(run)
+        newest = ledger.newest
+        if newest is None or newest.ending is not None or newest.pid != os.getpid():
+            RunRecords(run).begin_without_workers(job)
+            ledger = Ledger.read(run)
+        end = takeover.write_down_death(run, ledger, job, reason, may_go_on=is_guarded)
+    except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
+        last_resort.print_error(error)
+        return exit_codes.UNDECIDED
+    return exit_codes.UNDECIDED if end.next else exit_codes.FAILED
+
+
+def _clean_environ(import_path: Sequence[str], *, is_for_slurm: bool) -> None:
+    """Take away what a rank of another run was given, from whose script this run was submitted; say where workers import from."""
     if not is_for_slurm:
         take_back_cpus(os.environ)
     users = of_user(os.environ)
     for name in os.environ.keys() - users.keys():
         del os.environ[name]
     os.environ.update(users)
+    if import_path:
+        os.environ[IMPORT_PATH] = os.pathsep.join(import_path)
 
 
-def _settle(run: RunDir, arguments: argparse.Namespace) -> None:
-    """Export where workers import the user's code from; restrict the mode of the log, which Slurm made by the umask."""
-    if arguments.import_path:
-        os.environ[IMPORT_PATH] = os.pathsep.join(arguments.import_path)
-    if arguments.cluster == "slurm":
-        with suppress(OSError):  # there is no log, or the file system has no modes
-            run.console.chmod(private_mode(run.console))
-
-
-def _log_libraries(spec: LaunchSpec, run: RunDir) -> None:
-    """Have NCCL and torch.distributed log, where `debug.nccl` asks for it; a variable that the run sets itself wins."""
-    variables = for_debug(spec.debug.nccl, run.nccl_logs)
-    if variables:
+def _context(run: RunDir, job: SlurmJob | None, *, is_for_slurm: bool) -> JobContext:
+    """Read what the run asks for; set the variables for every process that is started here, without those of an outer job."""
+    spec = load_resolved(run.config, is_patient=True)
+    workload = workload_of(spec)
+    sys.stderr.writelines(f"{note}\n" for note in dropped_from(run.config))
+    if libraries := for_debug(spec.debug.nccl, run.nccl_logs):
         make_directories(run.nccl_logs)
         sys.stderr.write(f"NCCL logs into {run.nccl_logs}, because `debug.nccl` is {spec.debug.nccl}\n")
-        os.environ.update(giving(variables, os.environ))
-
-
-def _prepare_environ(spec: LaunchSpec, hash_seed: int | None, *, is_for_slurm: bool) -> None:
-    """Set the variables for every process that is started here; leave out those of an outer job."""
+        os.environ.update(giving(libraries, os.environ))  # a variable that the run sets itself wins
     _set_variables(spec.environ)
     for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
         del os.environ[name]
-    if hash_seed is not None and "PYTHONHASHSEED" not in os.environ:
-        os.environ.update(giving({"PYTHONHASHSEED": str(hash_seed)}, os.environ))
+    if workload.hash_seed is not None and "PYTHONHASHSEED" not in os.environ:
+        os.environ.update(giving({"PYTHONHASHSEED": str(workload.hash_seed)}, os.environ))
+    rule = nan_check_rule(spec.debug.nan, Ledger.read(run).newest, ends_at_nan=workload.ends_at_nan)
+    if rule:
+        sys.stderr.write(f"workers check gradients for NaN, because {rule}\n")
+    os.environ.update(for_nan_check(rule))
+    allocation = job.allocation if job else None
+    return JobContext(
+        run=run,
+        spec=spec,
+        workload=workload,
+        world=given_world(spec, allocation),
+        allocation=allocation,
+        is_for_slurm=is_for_slurm,
+        environ=dict(os.environ),
+        is_supervised=True,
+    )
 
 
 def _set_variables(variables: Mapping[str, str]) -> None:
@@ -252,34 +230,24 @@ def _set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _order_nan_check(rule: str) -> None:
-    """Have the workers' launchers switch the check for NaN on, if there is a reason."""
-    if rule:
-        sys.stderr.write(f"workers check gradients for NaN, because {rule}\n")
-    os.environ.update(for_nan_check(rule))
-
-
-def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
+def _lock(run: RunDir, job: SlurmJob | None) -> list[int]:
     """Lock the run; return the file descriptors that child processes have to inherit.
 
     An earlier start of the same job may still hold the lock, on a node that Slurm cannot reach. Then this start goes on
     without the lock: its first attempt fences the older one (`ownership`).
-
-    Raises:
-        ConfigError: where another job or process works on the run.
     """
     # The lock belongs to the open file description, which all processes share that inherit the descriptor. So the run is
     # locked until the last of them has exited, whichever is killed first (flock(2),
     # https://man7.org/linux/man-pages/man2/flock.2.html).
     lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
-    newest = RunRecords(run).ledger().newest
-    if newest is not None and allocation is not None and stale_attempts.is_anothers(newest, _slurm_job(allocation)):
+    newest = Ledger.read(run).newest
+    if newest is not None and job is not None and stale_attempts.is_anothers(newest, job):
         raise ConfigError(
             f"{run.path} is already in use by job {newest.job_id}. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`."
         )
     if lock_fd is not None:
         return [lock_fd]
-    if newest is None or allocation is None or newest.job_id != allocation.scontrol_id:
+    if newest is None or job is None or newest.job_id != job.job_id:
         raise ConfigError(
             f"{run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`."
         )
@@ -290,33 +258,22 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
     return []
 
 
-def _user_decision(
-    records: RunRecords, allocation: Allocation | None, queued: QueuedJob | None, *, is_back: bool
-) -> Cause | None:
+def _user_decision(run: RunDir, job: SlurmJob | None, queued: QueuedJob | None, *, is_back: bool) -> Cause | None:
     """Return whether the user cancelled or stopped the run while its job was in the queue again.
 
     Slurm may requeue a job that is cancelled at the same moment. A request from before the user's newest submission is not
     for this job.
     """
-    if allocation is None or queued is None or queued.job_id != allocation.scontrol_id:
+    if job is None or queued is None or queued.job_id != job.job_id:
         return None
     if queued.cancelled_at is not None:
         return Cause.CANCELLED
-    return Cause.STOP_ASKED if is_back and records.stop_request() == "end" else None
-
-
-def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, reason: str, exit_code: int) -> None:
-    """Record the start and the end of an attempt that started no workers."""
-    records = RunRecords(run)
-    attempt = records.begin_without_workers(job_id=_job_id(allocation), job=_facts(allocation))
-    records.end(attempt, End(ending=TABLE[cause].ending, exit_code=exit_code, reason=reason, cause=cause))
-    if cause != Cause.REFUSED:
-        sys.stderr.write(f"ended: {reason}\n")
+    return Cause.STOP_ASKED if is_back and read_stop_request(run) == "end" else None
 
 
 def _leave_node(context: JobContext, error: ConfigError) -> int:
     """Requeue the job to get other nodes: this node lacks something that earlier attempts had, such as a mount."""
-    attempt = _begin(context, image="")
+    attempt = context.records.begin(context.workload, context.job)
     reason = f"{socket.gethostname()}: {error}"
     node = context.nodes[:1]  # the supervisor's node
     outcome = Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node)
@@ -330,17 +287,19 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
     run, workload = context.run, context.workload
     if context.job is not None:
         stale_attempts.close_stale(context.records, workload, context.job)
-    if context.records.is_done(workload.goal):
+    if is_done(run, workload.goal):
         sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
         return exit_codes.FINISHED
     staged = stage(context.spec, run, context.allocation, context.environ)
-    workers = _workers(context, moved(wrapper, staged, context.environ), lock_fds)
+    inside = moved(wrapper, staged, context.environ)
+    launch = Launch(spec=context.spec, run=run, workload=workload, world=context.world, wrapper=inside)
+    workers = workers_of(launch, lock_fds, is_for_slurm=context.is_for_slurm)
     notifier = Notifier(context=context)
     try:
         while True:
-            attempt = _begin(context, wrapper.image)
+            attempt = context.records.begin(workload, context.job, image=wrapper.image)
             notifier.begun(attempt)
-            outcome = preflight.checked(context, wrapper, attempt) or _see_through(context, workers, attempt, notifier)
+            outcome = preflight.checked(context, wrapper, attempt) or _run_workers(context, workers, attempt, notifier)
             if context.allocation is not None:
                 with diagnosis("the nodes"):
                     outcome = node_probe.blame(context, wrapper, attempt, outcome)
@@ -358,75 +317,29 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
     notifier.leave(goes_on=bool(conclusion.end.next))
     last_resort.leave(context, conclusion)
     if not conclusion.end.next:  # a job that goes on is ended by Slurm at any moment from here
-        _note_machine_use(run, attempt)
+        with suppress(OSError):  # it is for readers only
+            if use := merged(read_uses(run, attempt)):
+                words = "; ".join(in_words(use))
+                sys.stderr.write(f"note: machine use of the attempt, on average (memory: at most): {words}\n")
     return conclusion.end.exit_code
 
 
-def _note_machine_use(run: RunDir, attempt: int) -> None:
-    """Say in the log how busy the nodes were, where it was measured."""
-    with suppress(OSError):  # it is for readers only
-        if use := merged(read_uses(run, attempt)):
-            words = "; ".join(in_words(use))
-            sys.stderr.write(f"note: machine use of the attempt, on average (memory: at most): {words}\n")
-
-
-def _workers(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> Workers:
-    spec, run, world = context.spec, context.run, context.world
-    launch = Launch(spec=spec, run=run, workload=context.workload, world=world, wrapper=wrapper)
-    if not context.is_for_slurm or spec.launcher == "agent":
-        argv = step_of_agents(launch) if context.is_for_slurm else agent_argv(launch)
-        return ByAgents(argv, num_nodes=world.num_nodes, lock_fds=lock_fds)
-
-    def argv_of(attempt: int, meeting: Meeting) -> list[str]:
-        return STEPS[spec.launcher](Start(launch=launch, attempt=attempt, meeting=meeting))
-
-    return ByTasks(run, argv_of, lock_fds=lock_fds)
-
-
-def _begin(context: JobContext, image: str) -> int:
-    """Claim the run for another attempt, and write its start into the ledger; return its number.
-
-    Raises:
-        FencedError: where another process has claimed it.
-    """
-    records, job = context.records, context.job
-    ledger = records.ledger()
-    attempt = records.claim(ledger)
-    first_step = context.workload.progress(context.run, ledger)
-    facts = None if job is None else job.facts()
-    records.begin(attempt, job_id=_job_id(context.allocation), job=facts, first_step=first_step, image=image)
-    return attempt
-
-
-def _job_id(allocation: Allocation | None) -> str:
-    return allocation.scontrol_id if allocation else str(os.getpid())
-
-
-def _facts(allocation: Allocation | None) -> JobFacts | None:
-    """Return what the ledger records of a job."""
-    return None if allocation is None else _slurm_job(allocation).facts()
-
-
-def _slurm_job(allocation: Allocation) -> SlurmJob:
-    return SlurmJob(allocation=allocation, environ=os.environ)
-
-
-def _see_through(context: JobContext, workers: Workers, attempt: int, notifier: Notifier) -> Outcome:
+def _run_workers(context: JobContext, workers: Workers, attempt: int, notifier: Notifier) -> Outcome:
     """Start the workers and wait for their end; where another process uses the port, try the next one."""
     try:
-        ledger = context.records.ledger()
+        ledger = Ledger.read(context.run)
         begun = ledger.attempt(attempt)
         assert begun is not None  # noqa: S101  its start has just been written
         if not context.is_for_slurm:
-            return _watch_over(context, workers, begun, None, notifier)
-        job = _fitting(context)
+            return _wait_for_workers(context, workers, begun, None, notifier)
+        job = _fitting_job(context)
         avoided = stale_attempts.nodes_to_avoid(context, job, ledger)
         if avoided:
             reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
             return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
         preferred = context.spec.network.interfaces
         for meeting in meetings(job.allocation, attempt=attempt, environ=context.environ, preferred=preferred):
-            outcome = _watch_over(context, workers, begun, meeting, notifier)
+            outcome = _wait_for_workers(context, workers, begun, meeting, notifier)
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome
             sys.stderr.write(f"note: another process listens at {meeting.endpoint}; ddp-hpc tries another port\n")
@@ -438,7 +351,7 @@ def _see_through(context: JobContext, workers: Workers, attempt: int, notifier: 
         return last_resort.outcome_of(error, workers)
 
 
-def _fitting(context: JobContext) -> SlurmJob:
+def _fitting_job(context: JobContext) -> SlurmJob:
     """Return the job, if its allocation has the nodes and tasks that the run needs.
 
     Raises:
@@ -461,7 +374,7 @@ def _fitting(context: JobContext) -> SlurmJob:
     return job
 
 
-def _watch_over(
+def _wait_for_workers(
     context: JobContext, workers: Workers, begun: Attempt, meeting: Meeting | None, notifier: Notifier
 ) -> Outcome:
     """Start the workers and wait for their end; ask them to stop, or kill them, when it is time."""
@@ -515,7 +428,7 @@ def _monitor(context: JobContext, begun: Attempt) -> Monitor:
 
     def note_end(ends_at: float) -> None:
         with best_effort():
-            context.records.note_end(attempt, ends_at)
+            context.records.note(attempt, ends_at=ends_at)
 
     return Monitor(
         ends_at=begun.ends_at,

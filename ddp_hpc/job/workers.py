@@ -6,9 +6,11 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.job.launcher import STEPS, Launch, agent_argv, step_of_agents
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Meeting
@@ -277,6 +279,14 @@ def _verdict(run: RunDir, attempt: int, code: int, *, silent_code: int) -> int:
     else:
         others = silent_code if rank_zero_code is None else exit_codes.FAILED
     return exit_codes.joint([others], rank_zero=others if rank_zero_code is None else rank_zero_code)
+
+
+def workers_of(launch: Launch, lock_fds: Sequence[int], *, is_for_slurm: bool) -> Workers:
+    """Return what starts the workers of this launcher."""
+    if is_for_slurm and launch.spec.launcher in STEPS:
+        return ByTasks(launch.run, partial(STEPS[launch.spec.launcher], launch), lock_fds=lock_fds)
+    argv = step_of_agents(launch) if is_for_slurm else agent_argv(launch)
+    return ByAgents(argv, num_nodes=launch.world.num_nodes, lock_fds=lock_fds)
 
 
 def names_of(ranks: Sequence[int], nodes: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cluster.slurm.steps import probe_argv
-from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
+from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TorchrunSpec, TrainSpec
@@ -30,8 +30,7 @@ def start(*, address: str = "10.0.0.1", launcher: str = "agent") -> list[str]:
     )
     if launcher == "agent":
         return step_of_agents(launch_of(spec, RUN))
-    asked = Start(launch=launch_of(spec, RUN), attempt=2, meeting=Meeting(address, 29500))
-    return STEPS[launcher](asked)
+    return STEPS[launcher](launch_of(spec, RUN), 2, Meeting(address, 29500))
 
 
 SHAPES = {

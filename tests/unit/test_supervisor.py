@@ -17,6 +17,7 @@ from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.job import supervisor
 from ddp_hpc.job.ending import takeover
 from ddp_hpc.job.job_context import Outcome
+from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -212,7 +213,7 @@ def test_steps_that_a_dead_supervisor_has_left_are_cancelled(
 
     allocation = read_allocation(os.environ)
     assert allocation is not None
-    takeover.end_leftover_steps(run, allocation, os.environ)
+    takeover.end_leftover_steps(run, SlurmJob(allocation=allocation, environ=os.environ))
 
     if holder is not None:
         os.close(holder)
@@ -228,7 +229,7 @@ def test_an_error_that_nothing_was_meant_for_is_in_the_ledger(
     def watch_over(*_: object) -> Outcome:
         raise KeyError("odd")
 
-    monkeypatch.setattr(supervisor, "_watch_over", watch_over)
+    monkeypatch.setattr(supervisor, "_wait_for_workers", watch_over)
     run = make_run(tmp_path)
 
     with signals_held_back():

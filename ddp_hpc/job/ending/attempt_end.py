@@ -17,6 +17,7 @@ from ddp_hpc.run import requeue
 from ddp_hpc.run.requeue import Situation
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, silent_end
 from ddp_hpc.run.run_dir.ledger import Cause, End
+from ddp_hpc.run.run_dir.records import read_remarks
 
 _ENDED_EARLY = (
     "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "
@@ -90,7 +91,7 @@ def _remarks(context: JobContext, attempt: int, cause: Cause, outcome: Outcome) 
     remarks: Sequence[str] = []
     if cause == Cause.FINISHED:
         with best_effort():
-            remarks = context.records.remarks(attempt, context.world.world_size)
+            remarks = read_remarks(context.run, attempt, context.world.world_size)
     elif cause == Cause.WORKER_CRASHED and outcome.network is not None and outcome.network.is_faulty:
         return [outcome.network.words]  # the report of a hang says it itself
     return remarks[:_MOST_REMARKS]
@@ -122,7 +123,9 @@ def _write(context: JobContext, attempt: int, end: End) -> None:
         context.records.end(attempt, how)
     with best_effort():
         if end.cause == Cause.STOP_ASKED:
-            context.records.forget_stop_request()  # obeyed: whoever starts the job again wants the run to continue
+            context.run.stop_request.unlink(
+                missing_ok=True
+            )  # obeyed: whoever starts the job again wants the run to continue
         if not end.next and not is_fenced:
             context.records.release(attempt)
 

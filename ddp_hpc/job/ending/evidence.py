@@ -11,10 +11,10 @@ from ddp_hpc.job.ending import stacks, wrong_ranks
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import Evidence
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.run.run_dir.differences import Difference
-from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.differences import Difference, read_differences
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, read_failures
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
-from ddp_hpc.run.run_dir.records import since_submission
+from ddp_hpc.run.run_dir.records import read_queued_job, read_stop_request, since_submission
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class Recorded:
     @classmethod
     def read(cls, context: JobContext, attempt: int) -> Recorded:
         """Read them; correct in the ledger on which nodes earlier attempts failed, where the records show that by now."""
-        records = context.records
-        read, queued, failures = records.ledger(), records.queued(), records.failures(attempt)
-        differences = records.differences()
+        run = context.run
+        read, queued, failures = Ledger.read(run), read_queued_job(run), read_failures(run, attempt)
+        differences = read_differences(run)
         corrected = {one.attempt: one for one in wrong_ranks.corrected(read.attempts, differences)}
         with best_effort():
             for one in corrected.values():
-                records.blame(one.attempt, one.failed_nodes)
+                context.records.note(one.attempt, failed_nodes=one.failed_nodes)
         ledger = replace(read, attempts=tuple(corrected.get(one.attempt, one) for one in read.attempts))
         attempts = since_submission(ledger, queued)
         return cls(
@@ -59,8 +59,8 @@ def has_trained(attempts: Sequence[Attempt]) -> bool:
 
 def gather(context: JobContext, attempt: int, outcome: Outcome, known: Recorded) -> Evidence:
     """Return what is known of an attempt that has ended; Slurm is asked where its answer can matter."""
-    records, slurm_job = context.records, context.job
-    owns_run = not records.is_fenced(attempt) and outcome.code != exit_codes.FENCED
+    run, world_size, slurm_job = context.run, context.world.world_size, context.job
+    owns_run = not context.records.is_fenced(attempt) and outcome.code != exit_codes.FENCED
     is_clear = outcome.code == exit_codes.FINISHED or not owns_run  # Slurm, which may not even answer, adds nothing
     job = None if is_clear or slurm_job is None else slurm_job.now()
     may_ask = outcome.code == exit_codes.STOPPED and not outcome.was_signalled
@@ -69,10 +69,10 @@ def gather(context: JobContext, attempt: int, outcome: Outcome, known: Recorded)
     evidence = Evidence(
         outcome=outcome,
         owns_run=owns_run,
-        stop_request=records.stop_request(),
-        has_script_asked=may_ask and records.has_script_asked(attempt, context.world.world_size),
+        stop_request=read_stop_request(run),
+        has_script_asked=may_ask and any(run.script_asked(attempt, rank).exists() for rank in range(world_size)),
         has_trained=has_trained(same_input),
-        has_stacks=stacks.has_stacks(context.run, attempt, context.world.world_size),
+        has_stacks=stacks.has_stacks(run, attempt, world_size),
         lost_nodes=[*outcome.lost_nodes, *outcome.avoided_nodes],
         now=time.time(),
         lead_s=context.spec.slurm.signal_lead_s,

@@ -18,7 +18,7 @@ from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.workers import Workers
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger
-from ddp_hpc.run.run_dir.records import since_submission
+from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
 
 PATIENCE_S = 600.0
 """How long to retry a plain requeue, after requeueing the job as decided has failed."""
@@ -53,12 +53,12 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         return Conclusion(attempt=attempt, end=end)
     num, newest_step, ledger = 1, None, None
     with suppress(Exception):
-        ledger = context.records.ledger()
+        ledger = Ledger.read(context.run)
     with suppress(Exception):  # at once: `attempt_end` has waited for the file system, and the time limit may be near
         newest_step = context.workload.progress(context.run, ledger or Ledger(), is_patient=False)
     if ledger is not None and newest_step is not None:
         with suppress(Exception):
-            attempts = since_submission(ledger, context.records.queued())
+            attempts = since_submission(ledger, read_queued_job(context.run))
             num = requeue.num_without_progress(attempts, newest_step, _CAUSE)
     situation = requeue.Situation(
         cause=_CAUSE,

@@ -25,6 +25,8 @@ from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.run.requeue import reserve_s
+from ddp_hpc.run.run_dir.failure_reports import read_failures
+from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.network import NetworkFindings, write_network
 
 READY_S = 20.0
@@ -50,7 +52,7 @@ def examine(context: JobContext, attempt: int, outcome: Outcome) -> Outcome:
 def _examined(context: JobContext, attempt: int, outcome: Outcome) -> NetworkFindings | None:
     if not outcome.met_at or len(context.nodes) < 2 or not _is_suspect(context, attempt, outcome):
         return None
-    newest = context.records.ledger().newest
+    newest = Ledger.read(context.run).newest
     ends_at = newest.ends_at if newest else None
     if ends_at is not None and time.time() > ends_at - MOST_S - reserve_s(context.spec.slurm.signal_lead_s):
         return None  # the job must be requeued before its time is over
@@ -79,7 +81,7 @@ def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
         return False
     if outcome.is_unresponsive or stacks.has_stacks(context.run, attempt, context.world.world_size):
         return True
-    failures = context.records.failures(attempt)
+    failures = read_failures(context.run, attempt)
     return bool(failures) and failures[0].is_secondary  # the first cause comes first: all have lost a connection
 
 

@@ -15,7 +15,8 @@ from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import printed_by
 from ddp_hpc.run.requeue import reserve_s
-from ddp_hpc.run.run_dir.ledger import Cause
+from ddp_hpc.run.run_dir.failure_reports import read_failures
+from ddp_hpc.run.run_dir.ledger import Cause, Ledger
 
 TIMEOUT_S = 180.0
 """How long a node may take to start Python and to import what a worker needs, while other nodes do the same."""
@@ -33,14 +34,14 @@ _CODE = (
 
 def blame(context: JobContext, wrapper: CommandWrapper, attempt: int, outcome: Outcome) -> Outcome:
     """Return the outcome with the nodes that cannot start a worker, where this attempt and the one before left no report."""
-    if not _is_unexplained(outcome) or context.records.failures(attempt) or len(context.nodes) < 2:
+    if not _is_unexplained(outcome) or read_failures(context.run, attempt) or len(context.nodes) < 2:
         return outcome
-    ledger = context.records.ledger()
+    ledger = Ledger.read(context.run)
     ends_at = ledger.newest.ends_at if ledger.newest else None
     if ends_at is not None and time.time() > ends_at - TIMEOUT_S - reserve_s(context.spec.slurm.signal_lead_s):
         return outcome  # the job's time would be over before the nodes have answered, and such a job does not come back
     before = ledger.before(attempt)
-    if before is None or before.cause not in _UNEXPLAINED or context.records.failures(before.attempt):
+    if before is None or before.cause not in _UNEXPLAINED or read_failures(context.run, before.attempt):
         return outcome
     sys.stderr.write(
         "note: the workers failed twice in a row without an error report; ddp-hpc now checks that each node can start Python and import their modules\n"

@@ -15,10 +15,10 @@ from ddp_hpc.job.ending.causes import is_cancelled, is_ending
 from ddp_hpc.job.ending.stale_attempts import nodes_to_spare
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.run_records import RunRecords
-from ddp_hpc.job.slurm_job import SlurmJob
+from ddp_hpc.job.slurm_job import SlurmJob, patiently
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger, Next
-from ddp_hpc.run.run_dir.records import QueuedJob
+from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, read_stop_request
 
 EXCLUDE_PATIENCE_S = 25.0
 """How long to try to set a requeued job's excluded nodes; less than KillWait (30 s by default, slurm.conf(5)), after which
@@ -56,25 +56,10 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
         return
     sys.stderr.write(f"note: {end.reason}; {_CONTINUATIONS[end.next]}\n")
     try:
-        _continue_patiently(context, job, conclusion)
+        patiently(lambda: _continue(context, job, conclusion), SLURM_PATIENCE_S)
     except DdpHpcError as error:
         reason = f"{end.reason}; the job could not go back into the queue ({error}), so submit the run again"
         _end_here(context.records, conclusion, reason)
-
-
-def _continue_patiently(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> None:
-    """Requeue or submit; retry while Slurm does not answer, as a controller that restarts ends no job meanwhile."""
-    deadline, is_noted = time.monotonic() + SLURM_PATIENCE_S, False
-    while True:
-        try:
-            return _continue(context, job, conclusion)
-        except SlurmUnavailableError as error:
-            if time.monotonic() >= deadline:
-                raise
-            if not is_noted:
-                sys.stderr.write(f"note: the job waits until Slurm answers; you need do nothing: {error}\n")
-            is_noted = True
-            time.sleep(2.0)
 
 
 def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> None:
@@ -109,7 +94,7 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
 def _ledger(context: JobContext) -> Ledger:
     """Read the ledger; go on without it where it cannot be read, as requeueing the job matters more than its nodes."""
     try:
-        return context.records.ledger()
+        return Ledger.read(context.run)
     except OSError as error:
         sys.stderr.write(
             f"note: {context.run.attempts} cannot be read ({error}). The run continues all the same, but its next job may get "
@@ -139,12 +124,12 @@ def _ask_again(records: RunRecords, job: SlurmJob, ledger: Ledger) -> tuple[bool
     """
     # Slurm first, as it may take long to answer: the user may cancel meanwhile, which the note, read last, says.
     record = job.now()
-    queued = records.queued()
+    queued = read_queued_job(records.run)
     if queued is not None and queued.job_id == job.job_id and queued.cancelled_at is not None:
         return False, Cause.CANCELLED, queued
     if record is not None and (record.restarts or 0) > job.allocation.restart_count:
         return True, None, queued
-    if records.stop_request() == "end":
+    if read_stop_request(records.run) == "end":
         return False, Cause.STOP_ASKED, queued
     if record is None or not is_ending(record):
         return False, None, queued

@@ -14,6 +14,7 @@ from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
+from ddp_hpc.run.run_dir.records import is_done
 from ddp_hpc.run.workload.protocol import Workload
 
 
@@ -25,7 +26,7 @@ def is_anothers(newest: Attempt, job: SlurmJob) -> bool:
 
 def close_stale(records: RunRecords, workload: Workload, job: SlurmJob) -> None:
     """Record the end of the newest attempt by what Slurm knows of it, if its supervisor died before it could."""
-    ledger = records.ledger()
+    ledger = Ledger.read(records.run)
     newest = ledger.newest
     if newest is None or newest.ending is not None or newest.cluster != "slurm":
         return
@@ -53,7 +54,7 @@ def close_stale(records: RunRecords, workload: Workload, job: SlurmJob) -> None:
 
 def end_done(records: RunRecords, workload: Workload, attempt: int, newest_step: int) -> End | None:
     """Record that an attempt has finished the run, if it has: its supervisor died between that and the end in the ledger."""
-    if not records.is_done(workload.goal):
+    if not is_done(records.run, workload.goal):
         return None
     end = End(ending=Ending.FINISHED, exit_code=exit_codes.FINISHED, cause=Cause.FINISHED, last_step=newest_step)
     records.end(attempt, end)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, UnreadableError
-from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.ending.stale_attempts import end_done
@@ -21,7 +20,7 @@ from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.requeue import Decision
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import since_submission
+from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
 from ddp_hpc.run.spec.launch import LaunchSpec, RestartSpec
 from ddp_hpc.run.workload.protocol import Workload
 from ddp_hpc.run.workload.table import progress_without_spec, workload_of
@@ -34,13 +33,13 @@ CONFIG_PATIENCE_S = 10.0
 """How long to wait for a file system that does not show the run's configuration; not longer, as the time limit may be near."""
 
 
-def end_leftover_steps(run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> None:
+def end_leftover_steps(run: RunDir, job: SlurmJob) -> None:
     """Wait until the job steps of the dead supervisor have ended; cancel those that stay."""
     # srun inherits the run's lock, but its tasks do not. SIGKILL cannot be caught (signal(7)), so a killed srun passes nothing
     # on, and its tasks may train on; an agent that is stopped (SIGSTOP) does not notice either. Some file systems support no
     # locks. So Slurm is asked in any case.
     is_held = _is_held(run, LEAVE_S)
-    SlurmJob(allocation=allocation, environ=environ).cancel_steps()
+    job.cancel_steps()
     if is_held:
         _is_held(run, CANCEL_S)
 
@@ -54,9 +53,7 @@ def _is_held(run: RunDir, patience_s: float) -> bool:
     return False
 
 
-def take_over(
-    run: RunDir, allocation: Allocation | None, environ: Mapping[str, str], *, how: str, since: int = 0
-) -> int | None:
+def take_over(run: RunDir, job: SlurmJob | None, *, how: str, since: int = 0) -> int | None:
     """Record how the dead supervisor's attempt ended, and do what it had decided but not done.
 
     `how` says how the supervisor ended; `since` is the first attempt that it, or one before it, may have begun. Returns the exit
@@ -64,19 +61,21 @@ def take_over(
     """
     ledger = Ledger.read(run)
     newest = ledger.newest
-    if newest is None or newest.attempt < since or not _is_of_this_start(newest, allocation):
+    if newest is None or newest.attempt < since:
         return None
-    end = newest.end or write_down_death(run, ledger, allocation, f"ddp-hpc's supervisor process {how}")
-    if end.next in {Next.REQUEUE, Next.SUCCESSOR} and allocation is not None:
-        return _leave(run, newest.attempt, end, allocation, environ)
+    here = (job.job_id, job.allocation.restart_count) if job else None
+    is_of_this_start = (newest.job_id, newest.restart) == here if here else newest.cluster == "local"
+    if not is_of_this_start:
+        return None
+    end = newest.end or write_down_death(run, ledger, job, f"ddp-hpc's supervisor process {how}")
+    if end.next in {Next.REQUEUE, Next.SUCCESSOR} and job is not None:
+        return _leave(run, newest.attempt, end, job)
     if end.next == Next.IN_PLACE:
         return None
     return exit_codes.FAILED if end.exit_code < 0 else end.exit_code
 
 
-def write_down_death(
-    run: RunDir, ledger: Ledger, allocation: Allocation | None, reason: str, *, may_go_on: bool = True
-) -> End:
+def write_down_death(run: RunDir, ledger: Ledger, job: SlurmJob | None, reason: str, *, may_go_on: bool = True) -> End:
     """Record the end of the newest attempt, whose supervisor could not; return it. Nothing follows if no guardian is there."""
     asked, newest, records = _asked(run), ledger.newest, RunRecords(run)
     assert newest is not None  # noqa: S101  the callers looked
@@ -84,10 +83,10 @@ def write_down_death(
     newest_step = progress_without_spec(run, ledger) if workload is None else workload.progress(run, ledger)
     if workload is not None and (done := end_done(records, workload, newest.attempt, newest_step)):
         return done
-    attempts = since_submission(ledger, records.queued())
-    decision = _decide(attempts, asked, allocation, newest_step)
-    if not may_go_on:
-        decision = Decision(ending=decision.ending, why=decision.why)
+    attempts = since_submission(ledger, read_queued_job(run))
+    decision = _decide(attempts, asked, newest_step)
+    # Without Slurm, too, another attempt follows: the guardian starts a supervisor for it.
+    follows = Next.IN_PLACE if job is None and decision.next else decision.next
     reason = "; ".join(part for part in (reason, decision.why) if part)
     end = End(
         ending=Ending.FAILED,
@@ -95,35 +94,23 @@ def write_down_death(
         reason=reason,
         cause=Cause.SUPERVISOR_DIED,
         last_step=newest_step,
-        next=decision.next,
+        next=follows if may_go_on else Next.NOTHING,
     )
     records.end(newest.attempt, end)
-    then = "; ddp-hpc tries to continue the run on the same nodes" if decision.next == Next.IN_PLACE else ""
+    then = "; ddp-hpc tries to continue the run on the same nodes" if end.next == Next.IN_PLACE else ""
     sys.stderr.write(f"note: attempt {newest.attempt} ended: {reason}{then}\n")
     return end
 
 
-def _decide(
-    attempts: Sequence[Attempt],
-    asked: tuple[LaunchSpec, Workload] | None,
-    allocation: Allocation | None,
-    newest_step: int,
-) -> Decision:
-    """Return what follows a supervisor's death: without Slurm, too, another attempt, as the guardian starts a supervisor."""
-    cause = Cause.SUPERVISOR_DIED
+def _decide(attempts: Sequence[Attempt], asked: tuple[LaunchSpec, Workload] | None, newest_step: int) -> Decision:
+    """Return what follows a supervisor's death in a job of Slurm."""
     spec, workload = asked or (None, None)
-    policy = RestartSpec() if spec is None else spec.restart
-    situation = requeue.Situation(
-        cause=cause,
-        num_without_progress=requeue.num_without_progress(attempts, newest_step, cause),
-        may_requeue=True if spec is None else spec.slurm.requeue,
-    )
-    if workload is not None:
-        situation = replace(situation, without_progress=workload.without_progress)
-    decision = requeue.decide(situation, policy)
-    if allocation is None and decision.next:
-        return Decision(ending=decision.ending, next=Next.IN_PLACE)
-    return decision
+    num = requeue.num_without_progress(attempts, newest_step, Cause.SUPERVISOR_DIED)
+    situation = requeue.Situation(cause=Cause.SUPERVISOR_DIED, num_without_progress=num)
+    if spec is not None and workload is not None:
+        words, may_requeue = workload.without_progress, spec.slurm.requeue
+        situation = replace(situation, without_progress=words, may_requeue=may_requeue)
+    return requeue.decide(situation, RestartSpec() if spec is None else spec.restart)
 
 
 def _asked(run: RunDir) -> tuple[LaunchSpec, Workload] | None:
@@ -136,27 +123,21 @@ def _asked(run: RunDir) -> tuple[LaunchSpec, Workload] | None:
     return spec, workload_of(spec)
 
 
-def _is_of_this_start(newest: Attempt, allocation: Allocation | None) -> bool:
-    if allocation is None:
-        return newest.cluster == "local"
-    return (newest.job_id, newest.restart) == (allocation.scontrol_id, allocation.restart_count)
-
-
-def _leave(run: RunDir, attempt: int, end: End, allocation: Allocation, environ: Mapping[str, str]) -> int | None:
+def _leave(run: RunDir, attempt: int, end: End, job: SlurmJob) -> int | None:
     """Requeue the job as was decided, if the dead supervisor has not done so."""
-    asked, noted = _asked(run), RunRecords(run).queued()
+    asked, noted = _asked(run), read_queued_job(run)
     if asked is None:
         return None
     spec, workload = asked
-    if end.next == Next.REQUEUE or noted is None or noted.job_id == allocation.scontrol_id:
+    if end.next == Next.REQUEUE or noted is None or noted.job_id == job.job_id:
         context = JobContext(
             run=run,
             spec=spec,
             workload=workload,
-            world=given_world(spec, allocation),
-            allocation=allocation,
+            world=given_world(spec, job.allocation),
+            allocation=job.allocation,
             is_for_slurm=True,
-            environ=environ,
+            environ=job.environ,
         )
         leave(context, Conclusion(attempt=attempt, end=end, exclude=end.failed_nodes))
     return end.exit_code

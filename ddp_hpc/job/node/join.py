@@ -35,9 +35,9 @@ from ddp_hpc.job.node.python_environ import (
 )
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.failure_reports import report
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import read_rendezvous_token
+from ddp_hpc.run.run_dir.records import read_rendezvous_token, read_stop_request
 from ddp_hpc.run.workload.protocol import load_worker
 from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.run.world import World
@@ -136,17 +136,15 @@ class _Joining:
             environ=dict(os.environ),
         )
         records, workload = self.context.records, self.context.workload
-        ledger = records.ledger()
+        ledger = Ledger.read(self.run)
         newest = ledger.newest
         if newest is not None and newest.ending is None:
             reason = "the launcher that started the workers ended them before they recorded how this attempt ended"
             progress = workload.progress(self.run, ledger)
             end = End(ending=Ending.FAILED, exit_code=-9, reason=reason, cause=Cause.UNEXPLAINED, last_step=progress)
             records.end(newest.attempt, end)
-        records.forget_stop_request()
-        attempt = records.claim(records.ledger())
-        first_step = workload.progress(self.run, records.ledger())
-        records.begin(attempt, job_id=str(os.getpid()), job=None, first_step=first_step, image="")
+        self.run.stop_request.unlink(missing_ok=True)
+        attempt = records.begin(workload, None)
         sys.stderr.write(f"{self.run.name}, attempt {attempt}: {self.place.description}\n")
         return attempt
 
@@ -176,7 +174,7 @@ class _Joining:
     def conclude(self, attempt: int, code: int) -> None:
         """Write into the ledger how the attempt ended, as far as rank zero knows."""
         assert self.context is not None  # noqa: S101  rank zero has begun the attempt
-        self.is_stop_asked = self.context.records.stop_request() is not None
+        self.is_stop_asked = read_stop_request(self.run) is not None
         conclusion = last_resort.conclude(self.context, attempt, Outcome(code=code))
         if conclusion.end.reason:
             sys.stderr.write(f"ended: {conclusion.end.reason}\n")
