@@ -37,7 +37,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.launcher import STEPS, Launch, agent_argv, step_of_agents
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.wire.endpoint import Meeting
+from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -45,7 +45,7 @@ from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.watch.save_outlook import outlook
 
-_IN_JOB = Meeting("ADDRESS", 0)
+_IN_JOB = Endpoint("ADDRESS", 0)
 """Stands for a value that only the job can determine."""
 
 

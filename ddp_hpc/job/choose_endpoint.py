@@ -17,7 +17,7 @@ from ddp_hpc.cluster.rendezvous.address import find_address, this_host
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, parse_interfaces
 from ddp_hpc.cluster.rendezvous.ports import candidate_ports, is_free
 from ddp_hpc.cluster.slurm.allocation import Allocation
-from ddp_hpc.job.wire.endpoint import Meeting
+from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.job.wire.subprocesses import ask_nodes
 
 PROBE_TIMEOUT_S = 60.0
@@ -25,24 +25,19 @@ MOST_PORTS = 20
 """How many ports to try; if all are in use, something else is wrong."""
 
 
-def meetings(
+def endpoints(
     allocation: Allocation, *, attempt: int, environ: Mapping[str, str], preferred: Sequence[str] = ()
-) -> Iterator[Meeting]:
-    """Yield endpoints, the best first; the user's own MASTER_ADDR and MASTER_PORT win, then `preferred` interfaces.
-
-    Raises:
-        ConfigError: where rank zero's node has no network, or MASTER_PORT is not a port.
-        WorkerError: where no address of rank zero's node is known.
-    """
+) -> Iterator[Endpoint]:
+    """Yield endpoints, the best first; the user's own MASTER_ADDR and MASTER_PORT win, then `preferred` interfaces."""
     address, why = address_of(allocation, environ=environ, preferred=preferred)
     for port in _ports(allocation, attempt, environ.get("MASTER_PORT")):
         if not allocation.is_on_first_node or is_free(address, port):
             sys.stderr.write(f"ranks meet at {address} port {port}: {why}\n")
-            yield Meeting(address, port, why)
+            yield Endpoint(address, port, why)
 
 
 def address_of(allocation: Allocation, *, environ: Mapping[str, str], preferred: Sequence[str] = ()) -> tuple[str, str]:
-    """Return the address of rank zero's node at which the ranks meet, and why it is this one; raise as `meetings` does."""
+    """Return the address of rank zero's node at which the ranks meet, and why it is this one; raise as `endpoints` does."""
     host, given = this_host(), environ.get("MASTER_ADDR")
     if not given:
         found = find_address(allocation, host, preferred=preferred, ask=partial(_ask_all, allocation, environ))

@@ -68,7 +68,7 @@ def _guard(run: RunDir, options: Sequence[str], *, since: int, lock_fd: int) -> 
     while True:
         began = time.monotonic()
         more = [*(["--stop-requested"] if is_stop_asked else []), *([f"--after={after}"] if after else [])]
-        after, was_signalled = _see_through([*options, *more], new_with_lock=lock_fd if after else None)
+        after, was_signalled = _run_supervisor([*options, *more], new_with_lock=lock_fd if after else None)
         is_stop_asked = is_stop_asked or was_signalled
         if after in exit_codes.DECISIONS:  # processes that the user's code left running, such as an upload, may go on
             return exit_codes.FAILED if after == exit_codes.GAVE_UP else after
@@ -118,7 +118,7 @@ def _is_cancelled(run: RunDir, since: int) -> bool:
         return False
 
 
-def _see_through(options: Sequence[str], *, new_with_lock: int | None = None) -> tuple[int, bool]:
+def _run_supervisor(options: Sequence[str], *, new_with_lock: int | None = None) -> tuple[int, bool]:
     """Start a supervisor; return its exit code, once it has ended, and whether a stop signal came meanwhile.
 
     With `new_with_lock`, a new Python interpreter runs it, which inherits this descriptor.
@@ -170,7 +170,7 @@ def _kill_leftovers() -> bool:
     The kernel kills the agent and the workers with the supervisor (PR_SET_PDEATHSIG); this is for what they have started.
     """
     try:
-        import psutil  # `_see_through` has imported it
+        import psutil  # `_run_supervisor` has imported it
     except Exception as error:  # noqa: BLE001  a supervisor that starts matters more
         sys.stderr.write(
             "note: ddp-hpc cannot look for processes that its dead supervisor process left on this node, because psutil cannot "

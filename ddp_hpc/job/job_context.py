@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddp_hpc.cluster.slurm.allocation import Allocation, shape_problem
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
+from ddp_hpc.run.requeue import reserve_s
+from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec.launch import LaunchSpec
@@ -24,10 +27,10 @@ class JobContext:
     workload: Workload
     world: World
     """The nodes and workers that this job was given; what the run asked for stands in the spec."""
-    allocation: Allocation | None
+    allocation: Allocation | None = None
     """None without Slurm, or where a job script was started outside of a job."""
-    is_for_slurm: bool
     environ: Mapping[str, str]
+    is_for_slurm: bool = False
     is_supervised: bool = False
     """Whether a supervisor starts the attempts, without Slurm, too; under `ddp-hpc join`, another program's launcher does."""
 
@@ -45,6 +48,12 @@ class JobContext:
     def nodes(self) -> tuple[str, ...]:
         """Names of the job's nodes, rank zero's first; none without Slurm."""
         return self.allocation.node_names if self.allocation else ()
+
+    def has_time(self, seconds: float) -> bool:
+        """Tell whether the job goes on for so long, and can be requeued after that: one that its time limit ends does not come back."""
+        newest = Ledger.read(self.run).newest
+        reserved_s = seconds + reserve_s(self.spec.slurm.signal_lead_s)
+        return newest is None or newest.ends_at is None or time.time() <= newest.ends_at - reserved_s
 
     def node_of(self, rank: int) -> str | None:
         """Return the name of the node that a rank works on."""

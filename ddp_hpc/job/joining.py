@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.base.errors import UnreadableError
@@ -74,7 +74,8 @@ class Joining:
             findings = self.probe(self.context.nodes, self.met_at)
             with best_effort():
                 write_network(self.context.run, self.attempt, findings)
-            sys.stderr.write(f"note: {reached(findings, self._nodes_of(missing), self.context.nodes[0])}\n")
+            nodes = list(dict.fromkeys(node for rank in missing if (node := self.context.node_of(rank)) is not None))
+            sys.stderr.write(f"note: {reached(findings, nodes, self.context.nodes[0])}\n")
 
     def _may_train(self) -> bool:
         """Tell whether a recipe's rank zero may report its steps: then all have joined. A script's reports that it was started."""
@@ -97,21 +98,18 @@ class Joining:
         self._have_all_started = not absent
         return absent
 
-    def _nodes_of(self, ranks: Iterable[int]) -> list[str]:
-        return list(dict.fromkeys(node for rank in ranks if (node := self.context.node_of(rank)) is not None))
-
     def _words(self, missing: Sequence[int], absent: Sequence[int]) -> str:
         began = f"the first rank has waited for {WAIT_S:.0f} s or more"
         if not missing:
             return f"{began}: all ranks have reached rank zero, but they have not all connected to each other"
-        named = ", ".join(self._named(rank, is_absent=rank in absent) for rank in missing[:_MOST_NAMED])
+        named = []
+        for rank in missing[:_MOST_NAMED]:
+            node = self.context.node_of(rank)
+            how = "has not started" if rank in absent else "runs, but has not reached rank zero"
+            named.append(f"rank {rank}{f' on {node}' if node else ''} (its process {how})")
+        names = ", ".join(named)
         more = f", and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        return f"{began} for {named}{more}; all ranks wait until they have joined"
-
-    def _named(self, rank: int, *, is_absent: bool) -> str:
-        node = self.context.node_of(rank)
-        how = "its process has not started" if is_absent else "its process runs, but has not reached rank zero"
-        return f"rank {rank}{f' on {node}' if node else ''} ({how})"
+        return f"{began} for {names}{more}; all ranks wait until they have joined"
 
 
 def reached(findings: NetworkFindings, nodes: Sequence[str], zero: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ddp_hpc.cluster.containers import BARE, CommandWrapper
 from ddp_hpc.cluster.slurm.steps import step_argv
-from ddp_hpc.job.wire.endpoint import Meeting
+from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec.launch import LaunchSpec
 from ddp_hpc.run.workload.protocol import Workload
@@ -39,17 +39,17 @@ def step_of_agents(launch: Launch) -> list[str]:
     return [*_step(launch, tasks_per_node=1), *agent_argv(launch), "--in-step"]
 
 
-def step_of_tasks(launch: Launch, attempt: int, meeting: Meeting) -> list[str]:
+def step_of_tasks(launch: Launch, attempt: int, endpoint: Endpoint) -> list[str]:
     """Return the command that starts one task a worker."""
     step = _step(launch, tasks_per_node=launch.world.workers_per_node)
-    return [*step, *launch.wrapper.command, *_task(launch, attempt), *_gpus(launch), "--meet", str(meeting)]
+    return [*step, *launch.wrapper.command, *_task(launch, attempt), *_gpus(launch), "--meet", str(endpoint)]
 
 
-def step_of_torchrun(launch: Launch, attempt: int, meeting: Meeting) -> list[str]:
+def step_of_torchrun(launch: Launch, attempt: int, endpoint: Endpoint) -> list[str]:
     """Return the command that starts one torchrun a node, through `job.torchrun_node`, which knows the node's address."""
     world, sampled = launch.world, [f"--run={launch.run.path}", f"--attempt={attempt}"]
     module, stop = ["-m", "ddp_hpc.job.node.torchrun_node"], ["--stop-signal", launch.workload.stop_signal]
-    node = [*module, *_num_workers(launch), *stop, *sampled, "--meet", str(meeting), "--"]
+    node = [*module, *_num_workers(launch), *stop, *sampled, "--meet", str(endpoint), "--"]
     options = [
         f"--nnodes={world.num_nodes}",
         f"--nproc-per-node={world.workers_per_node}",
@@ -86,5 +86,8 @@ def _nsys(launch: Launch) -> list[str]:
     return [f"--nsys={','.join(map(str, ranks))}"] if ranks else []
 
 
-STEPS: Mapping[str, Callable[[Launch, int, Meeting], list[str]]] = {"srun": step_of_tasks, "torchrun": step_of_torchrun}
+STEPS: Mapping[str, Callable[[Launch, int, Endpoint], list[str]]] = {
+    "srun": step_of_tasks,
+    "torchrun": step_of_torchrun,
+}
 """Value of `launcher` -> the command of the job step of one attempt; agents have one step for all attempts."""

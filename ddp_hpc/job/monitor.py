@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -127,15 +128,11 @@ class Monitor:
         """
         if self._looked_at is not None and now - self._looked_at > self.hang_timeout_s:
             self.suspended_until = now
-        newest = max((_written_at(path) for path in self.signs_of_life), default=0.0)
+        newest = 0.0
+        for path in self.signs_of_life:
+            with suppress(OSError):
+                newest = max(newest, path.stat().st_mtime)
         since = 0.0 if self._looked_at is None else min(max(now - self._looked_at, 0.0), 2 * LOOK_S)
         self._silence_s = 0.0 if newest != self._newest_sign or newest > now else self._silence_s + since
         self._newest_sign, self._looked_at = newest, now
         return self._silence_s
-
-
-def _written_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -77,7 +77,9 @@ def examine(question: Question) -> Preflight:
     network: NetworkFindings | None = None
     if len(facts) > 1 and not processes.is_stop_pending():
         with diagnosis("the network between the nodes"):
-            network = _network(question, tuple(facts))
+            allocation = replace(question.allocation, node_names=tuple(facts))
+            address, _ = address_of(allocation, environ=question.environ, preferred=question.interfaces)
+            network = network_probe.probe(allocation.node_names, address, measures=True)
     answers = NodeAnswers(
         nodes=nodes,
         facts=facts,
@@ -88,13 +90,6 @@ def examine(question: Question) -> Preflight:
     )
     seconds = round(time.monotonic() - began, 1)
     return Preflight(at=at, seconds=seconds, nodes=nodes, findings=findings_of(answers))
-
-
-def _network(question: Question, nodes: tuple[str, ...]) -> NetworkFindings:
-    """Probe the network that the ranks would meet on, between these nodes of the job."""
-    allocation = replace(question.allocation, node_names=nodes)
-    address, _ = address_of(allocation, environ=question.environ, preferred=question.interfaces)
-    return network_probe.probe(nodes, address, measures=True)
 
 
 def checked(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Outcome | None:

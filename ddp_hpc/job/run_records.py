@@ -24,6 +24,14 @@ from ddp_hpc.run.run_dir.records import (
 )
 from ddp_hpc.run.workload.protocol import Workload
 
+LOCK_PATIENCE_S = 10.0
+"""How long the processes of a killed attempt may take to exit, which hold the run's lock."""
+
+
+def in_use(run: RunDir, by: str = "another process") -> str:
+    """Say that a run cannot be acquired."""
+    return f"{run.path} is already in use by {by}. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`."
+
 
 @dataclass(frozen=True)
 class RunRecords:

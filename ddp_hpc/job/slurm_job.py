@@ -144,17 +144,23 @@ class SlurmJob:
         client.update(self.allocation.scontrol_id, self.environ, ExcNodeList=nodes)
 
 
-def patiently(ask: Callable[[], T], patience_s: float = math.inf) -> T:
+def patiently(
+    ask: Callable[[], T],
+    patience_s: float = math.inf,
+    *,
+    errors: tuple[type[Exception], ...] = (SlurmUnavailableError,),
+    note: str = "the job waits until Slurm answers; you need do nothing",
+) -> T:
     """Return what `ask` returns once Slurm answers, as a controller that restarts ends no job; raise where it does not in this time."""
     deadline, is_noted = time.monotonic() + patience_s, False
     while True:
         try:
             return ask()
-        except SlurmUnavailableError as error:
+        except errors as error:
             if time.monotonic() >= deadline:
                 raise
             if not is_noted:
-                sys.stderr.write(f"note: the job waits until Slurm answers; you need do nothing: {error}\n")
+                sys.stderr.write(f"note: {note}: {error}\n")
             is_noted = True
             time.sleep(SLURM_PAUSE_S)  # a stop signal is blocked and stays pending; the next attempt receives it
 

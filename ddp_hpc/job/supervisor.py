@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Literal
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.discretion import is_shown
@@ -28,8 +29,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import for_debug, for_nan_check, givi
 from ddp_hpc.cluster.slurm.allocation import of_outer_job, read_allocation
 from ddp_hpc.cluster.slurm.directives import sent_options
 from ddp_hpc.job import preflight
-from ddp_hpc.job.choose_endpoint import meetings
-from ddp_hpc.job.container_launch import moved, wrapper_of
+from ddp_hpc.job.choose_endpoint import endpoints
 from ddp_hpc.job.ending import last_resort, network_probe, node_probe, stale_attempts, takeover
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.ending.evidence import has_trained
@@ -38,16 +38,15 @@ from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
 from ddp_hpc.job.joining import Joining
 from ddp_hpc.job.launcher import Launch
 from ddp_hpc.job.monitor import Monitor
-from ddp_hpc.job.nan_check import nan_check_rule
 from ddp_hpc.job.node.cpus import take_back_cpus
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.notify import Notifier
-from ddp_hpc.job.run_records import RunRecords
+from ddp_hpc.job.run_records import LOCK_PATIENCE_S, RunRecords, in_use
 from ddp_hpc.job.slow_rank_monitor import SlowRankMonitor
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.job.staging import stage, unstage
-from ddp_hpc.job.wire.endpoint import Meeting
-from ddp_hpc.job.workers import Workers, names_of, workers_of
+from ddp_hpc.job.staging import moved, stage, unstage, wrapper_of
+from ddp_hpc.job.wire.endpoint import Endpoint
+from ddp_hpc.job.workers import Workers, workers_of
 from ddp_hpc.run.config import dropped_from, load_resolved
 from ddp_hpc.run.requeue import TABLE
 from ddp_hpc.run.run_dir.joining import write_meeting
@@ -56,9 +55,6 @@ from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, is_done, read_queued_job, read_stop_request, since_submission
 from ddp_hpc.run.workload.table import workload_of
-
-LOCK_PATIENCE_S = 10.0
-"""How long the processes of a killed attempt may take to exit."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,6 +214,15 @@ def _context(run: RunDir, job: SlurmJob | None, *, is_for_slurm: bool) -> JobCon
     )
 
 
+def nan_check_rule(asked: Literal["auto", "always", "never"], newest: Attempt | None, *, ends_at_nan: bool) -> str:
+    """Return why they do, as a text; empty where they do not. `newest` is the run's newest attempt before the job's."""
+    if asked == "always":
+        return "`debug.nan` is `always`"
+    if asked == "auto" and ends_at_nan and newest is not None and newest.cause == Cause.DIVERGED:
+        return f"attempt {newest.attempt} ended because the loss was not finite (`debug.nan`): this names the rank"
+    return ""
+
+
 def _set_variables(variables: Mapping[str, str]) -> None:
     """Set the run's own variables, and log them."""
     for name, value in variables.items():
@@ -242,15 +247,11 @@ def _lock(run: RunDir, job: SlurmJob | None) -> list[int]:
     lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
     newest = Ledger.read(run).newest
     if newest is not None and job is not None and stale_attempts.is_anothers(newest, job):
-        raise ConfigError(
-            f"{run.path} is already in use by job {newest.job_id}. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`."
-        )
+        raise ConfigError(in_use(run, f"job {newest.job_id}"))
     if lock_fd is not None:
         return [lock_fd]
     if newest is None or job is None or newest.job_id != job.job_id:
-        raise ConfigError(
-            f"{run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`."
-        )
+        raise ConfigError(in_use(run))
     sys.stderr.write(
         f"note: attempt {newest.attempt} is still running on {newest.host}; this start of the job replaces it, and the old "
         "one can write no more checkpoints\n"
@@ -302,8 +303,8 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
             outcome = preflight.checked(context, wrapper, attempt) or _run_workers(context, workers, attempt, notifier)
             if context.allocation is not None:
                 with diagnosis("the nodes"):
-                    outcome = node_probe.blame(context, wrapper, attempt, outcome)
-                outcome = network_probe.examine(context, attempt, outcome)
+                    outcome = node_probe.explain_by_nodes(context, wrapper, attempt, outcome)
+                outcome = network_probe.explain_by_network(context, attempt, outcome)
             conclusion = last_resort.conclude(context, attempt, outcome)
             notifier.ended(conclusion)
             if conclusion.end.next != Next.IN_PLACE:
@@ -338,11 +339,11 @@ def _run_workers(context: JobContext, workers: Workers, attempt: int, notifier: 
             reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
             return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
         preferred = context.spec.network.interfaces
-        for meeting in meetings(job.allocation, attempt=attempt, environ=context.environ, preferred=preferred):
-            outcome = _wait_for_workers(context, workers, begun, meeting, notifier)
+        for endpoint in endpoints(job.allocation, attempt=attempt, environ=context.environ, preferred=preferred):
+            outcome = _wait_for_workers(context, workers, begun, endpoint, notifier)
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome
-            sys.stderr.write(f"note: another process listens at {meeting.endpoint}; ddp-hpc tries another port\n")
+            sys.stderr.write(f"note: another process listens at {endpoint.netloc}; ddp-hpc tries another port\n")
         raise WorkerError(_NO_FREE_PORT)  # noqa: TRY301  the handler below records it
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -352,11 +353,7 @@ def _run_workers(context: JobContext, workers: Workers, attempt: int, notifier: 
 
 
 def _fitting_job(context: JobContext) -> SlurmJob:
-    """Return the job, if its allocation has the nodes and tasks that the run needs.
-
-    Raises:
-        ConfigError: where it does not, or there is none.
-    """
+    """Return the job, if its allocation has the nodes and tasks that the run needs; refuse the run where it does not."""
     job = context.job
     if job is None:
         raise ConfigError(
@@ -375,16 +372,16 @@ def _fitting_job(context: JobContext) -> SlurmJob:
 
 
 def _wait_for_workers(
-    context: JobContext, workers: Workers, begun: Attempt, meeting: Meeting | None, notifier: Notifier
+    context: JobContext, workers: Workers, begun: Attempt, endpoint: Endpoint | None, notifier: Notifier
 ) -> Outcome:
     """Start the workers and wait for their end; ask them to stop, or kill them, when it is time."""
     monitor = _monitor(context, begun)
-    met_at = "" if meeting is None else meeting.address
+    met_at = "" if endpoint is None else endpoint.address
     joining = Joining(context=context, attempt=begun.attempt, met_at=met_at, probe=network_probe.probe)
-    if meeting is not None:
+    if endpoint is not None:
         with suppress(OSError):  # it is for readers only
-            write_meeting(context.run, begun.attempt, meeting.endpoint, meeting.why)
-    workers.begin(begun.attempt, meeting)
+            write_meeting(context.run, begun.attempt, endpoint.netloc, endpoint.why)
+    workers.begin(begun.attempt, endpoint)
     slow_ranks = SlowRankMonitor(run=context.run, attempt=begun.attempt, world_size=context.world.world_size)
     slow_ranks.start()
     with closing(slow_ranks):
@@ -411,7 +408,7 @@ def _wait_for_workers(
         was_signalled=monitor.is_signalled,
         is_unresponsive=monitor.is_unresponsive,
         was_suspended=monitor.was_just_suspended(time.time()),
-        lost_nodes=tuple(names_of(workers.silent_nodes(), context.nodes)),
+        lost_nodes=tuple(context.nodes[rank] for rank in workers.silent_nodes() if rank < len(context.nodes)),
         met_at=met_at,
     )
 

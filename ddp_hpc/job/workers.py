@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.job.launcher import STEPS, Launch, agent_argv, step_of_agents
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import ControlChannel
-from ddp_hpc.job.wire.endpoint import Meeting
+from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.failure_reports import first_failure
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -29,65 +30,65 @@ _KILLED_BY_STOP_SIGNAL = frozenset(
 just started, so no training had begun."""
 
 
-class Workers(Protocol):
-    """All workers of a run, on all its nodes."""
+class Workers(ABC):
+    """All workers of a run, on all its nodes, for one attempt after another."""
 
-    step_code: int | None
-    """Exit code of the command that started them, once it has ended; minus the number of a signal."""
+    def __init__(self, *, lock_fds: Sequence[int], leave_s: float = LEAVE_S) -> None:
+        self._lock_fds, self._leave_s = lock_fds, leave_s
+        self._attempt = -1
+        self._deadline: float | None = None
+        """Until when processes that were ordered to end may run."""
+        self.step_code: int | None = None
+        """Exit code of the command that started them, once it has ended; minus the number of a signal."""
 
-    def begin(self, attempt: int, meeting: Meeting | None) -> None:
-        """Start them for an attempt; without a meeting, all run on this machine."""
+    @abstractmethod
+    def begin(self, attempt: int, endpoint: Endpoint | None) -> None:
+        """Start them for an attempt; without an endpoint, all run on this machine."""
 
+    @abstractmethod
     def stop(self) -> None:
         """Ask them to commit a checkpoint and exit."""
 
+    @abstractmethod
     def end(self) -> None:
         """Kill them after a short time."""
 
+    @abstractmethod
     def poll(self) -> int | None:
         """Return their joint exit code once all have exited, else None; call it again and again."""
 
     def patience_s(self) -> float:
         """Return how long to wait at most before the next `poll`."""
+        return 3600.0 if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def silent_nodes(self) -> list[int]:
-        """Return the ranks of nodes that did not report how their workers ended."""
+        """Return the ranks of nodes that did not report how their workers ended; srun does not say on which node a task was lost."""
+        return []
 
+    @abstractmethod
     def close(self) -> None:
         """End all processes, and close all connections."""
 
 
-class ByAgents:
+class ByAgents(Workers):
     """Workers that an agent on each node forks, and forks again for the next attempt."""
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        *,
-        num_nodes: int,
-        lock_fds: Sequence[int],
-        leave_s: float = LEAVE_S,
-    ) -> None:
-        self._argv = argv
-        self._num_nodes = num_nodes
-        self._lock_fds = lock_fds
-        self._leave_s = leave_s
-        self._step: _Step | None = None
-        self._attempt = -1
+    def __init__(self, argv: Sequence[str], *, num_nodes: int, **more: Any) -> None:
+        super().__init__(**more)
+        self._argv, self._num_nodes = argv, num_nodes
+        self._step: _AgentsStep | None = None
         self._codes: dict[int, int] = {}
-        self._deadline: float | None = None
         self._is_forced = False
-        self.step_code: int | None = None
 
-    def begin(self, attempt: int, meeting: Meeting | None) -> None:
+    def begin(self, attempt: int, endpoint: Endpoint | None) -> None:
         """Order all agents to start their workers; start the agents first where none runs."""
         self._attempt, self._codes, self._deadline, self._is_forced = attempt, {}, None, False
         self.step_code = None
         if self._step is not None and self._step.is_over():
             self._disconnect()
         if self._step is None:
-            self._step = _Step(self._argv, self._lock_fds)
-        where = {} if meeting is None else {"meet": str(meeting)}
+            self._step = _AgentsStep(self._argv, self._lock_fds)
+        where = {} if endpoint is None else {"meet": str(endpoint)}
         self._step.line.send(do="start", attempt=attempt, **where)
 
     def stop(self) -> None:
@@ -123,9 +124,6 @@ class ByAgents:
             self._deadline += self._leave_s
         return None
 
-    def patience_s(self) -> float:
-        return 3600.0 if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-
     def silent_nodes(self) -> list[int]:
         """Return the nodes that did not answer the order to end; none where the step ended before that order."""
         return [rank for rank in range(self._num_nodes) if rank not in self._codes] if self._is_forced else []
@@ -150,17 +148,11 @@ class ByAgents:
 
 
 class _Step:
-    """The agents' job step, and the connection to it."""
+    """A job step, or an agent on this machine."""
 
-    def __init__(self, argv: Sequence[str], lock_fds: Sequence[int]) -> None:
-        self._process = subprocesses.start(argv, lock_fds, on_line=True)
+    def __init__(self, argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False) -> None:
+        self._process = subprocesses.start(argv, lock_fds, on_line=on_line)
         self._is_terminated = False
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None  # noqa: S101  `on_line`
-        assert stdout is not None  # noqa: S101
-        self.line = ControlChannel(os.dup(stdout.fileno()), os.dup(stdin.fileno()))
-        stdin.close()
-        stdout.close()
 
     @property
     def code(self) -> int | None:
@@ -172,8 +164,11 @@ class _Step:
 
     def end(self) -> None:
         """Ask srun to end its step; the second time, kill srun."""
+        # At SIGTERM, srun ends its step on all nodes. SIGKILL cannot be caught, so srun passes nothing on, and its tasks may
+        # run on until Slurm notices (srun(1), https://slurm.schedmd.com/srun.html). So SIGKILL comes second.
         if not self.is_over():
-            _have_srun_end(self._process.pid, at_once=self._is_terminated)
+            end = processes.kill if self._is_terminated else processes.terminate
+            end([self._process.pid])
         self._is_terminated = True
 
     def await_end(self, patience_s: float) -> None:
@@ -185,6 +180,23 @@ class _Step:
                 deadline += patience_s
                 self.end()
 
+    def ask_to_stop(self) -> None:
+        """Send the stop signal, which srun passes on."""
+        processes.request_stop([self._process.pid])
+
+
+class _AgentsStep(_Step):
+    """The agents' job step, and the connection to it."""
+
+    def __init__(self, argv: Sequence[str], lock_fds: Sequence[int]) -> None:
+        super().__init__(argv, lock_fds, on_line=True)
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None  # noqa: S101  `on_line`
+        assert stdout is not None  # noqa: S101
+        self.line = ControlChannel(os.dup(stdout.fileno()), os.dup(stdin.fileno()))
+        stdin.close()
+        stdout.close()
+
 
 def ask_by_file(run: RunDir, attempt: int) -> None:
     """Ask the ranks to stop by the file that rank zero looks for; not where a newer attempt owns the run, which it would stop."""
@@ -193,74 +205,49 @@ def ask_by_file(run: RunDir, attempt: int) -> None:
             ask_to_stop(run, by="supervisor")
 
 
-class ByTasks:
+class ByTasks(Workers):
     """Workers that srun or torchrun start, as a step of its own for each attempt."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        argv_of: Callable[[int, Meeting], Sequence[str]],
-        *,
-        lock_fds: Sequence[int],
-        leave_s: float = LEAVE_S,
-    ) -> None:
-        self._run = run
-        self._argv_of = argv_of
-        self._lock_fds = lock_fds
-        self._leave_s = leave_s
-        self._attempt = -1
-        self._is_alive = False
-        self._deadline: float | None = None
-        self.step_code: int | None = None
+    def __init__(self, run: RunDir, argv_of: Callable[[int, Endpoint], Sequence[str]], **more: Any) -> None:
+        super().__init__(**more)
+        self._run, self._argv_of = run, argv_of
+        self._step: _Step | None = None
 
-    def begin(self, attempt: int, meeting: Meeting | None) -> None:
+    def begin(self, attempt: int, endpoint: Endpoint | None) -> None:
         """Start the step."""
-        assert meeting is not None  # noqa: S101  only agents work without Slurm
+        assert endpoint is not None  # noqa: S101  only agents work without Slurm
         self._attempt, self._deadline, self.step_code = attempt, None, None
-        self._process = subprocesses.start(self._argv_of(attempt, meeting), self._lock_fds)
-        self._is_alive = True
+        self._step = _Step(self._argv_of(attempt, endpoint), self._lock_fds)
 
     def stop(self) -> None:
         """Ask by the signal that srun passes on, and by the file that rank zero looks for."""
         ask_by_file(self._run, self._attempt)
-        processes.request_stop([self._process.pid])
+        if self._step:
+            self._step.ask_to_stop()
 
     def end(self) -> None:
         """Ask srun to end the step; the second time, kill srun."""
-        is_first, self._deadline = self._deadline is None, time.monotonic() + self._leave_s
-        _have_srun_end(self._process.pid, at_once=not is_first)
+        self._deadline = time.monotonic() + self._leave_s
+        if self._step:
+            self._step.end()
 
     def poll(self) -> int | None:
         """Return the exit code that rank zero recorded, once srun has exited."""
-        code = self._process.poll()
+        assert self._step is not None  # noqa: S101  `begin` comes first
+        code = self._step.code
         if code is None:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self.end()
             return None
-        self._is_alive, self.step_code = False, code
-        return _verdict(
-            self._run, self._attempt, code, silent_code=_code_of_silent(code, is_ours=self._deadline is not None)
-        )
-
-    def patience_s(self) -> float:
-        return 3600.0 if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-
-    def silent_nodes(self) -> list[int]:
-        return []  # srun does not say on which node a task was lost
+        self.step_code = code
+        silent_code = _code_of_silent(code, is_ours=self._deadline is not None)
+        return _joint_code(self._run, self._attempt, code, silent_code=silent_code)
 
     def close(self) -> None:
-        if self._is_alive:
-            self.end()
-        while self._is_alive and self.poll() is None:
-            processes.await_signal(0.1)
-
-
-def _have_srun_end(pid: int, *, at_once: bool) -> None:
-    """Ask srun to end its step, or kill srun."""
-    # At SIGTERM, srun ends its step on all nodes. SIGKILL cannot be caught, so srun passes nothing on, and its tasks may run on
-    # until Slurm notices (srun(1), https://slurm.schedmd.com/srun.html). So SIGKILL comes second.
-    end = processes.kill if at_once else processes.terminate
-    end([pid])
+        """End the step where it still runs."""
+        if self._step and not self._step.is_over():
+            self._step.end()
+            self._step.await_end(self._leave_s)
 
 
 def _code_of_silent(code: int | None, *, is_ours: bool) -> int:
@@ -268,7 +255,7 @@ def _code_of_silent(code: int | None, *, is_ours: bool) -> int:
     return exit_codes.STOPPED_EARLY if code in _KILLED_BY_STOP_SIGNAL and not is_ours else exit_codes.FAILED
 
 
-def _verdict(run: RunDir, attempt: int, code: int, *, silent_code: int) -> int:
+def _joint_code(run: RunDir, attempt: int, code: int, *, silent_code: int) -> int:
     """Return what a step's end means: what rank zero recorded, or else what the first error report says."""
     rank_zero_code = take_rank_zero_exit(run, attempt)
     if rank_zero_code is not None and code == exit_codes.FINISHED:
@@ -287,9 +274,3 @@ def workers_of(launch: Launch, lock_fds: Sequence[int], *, is_for_slurm: bool) -
         return ByTasks(launch.run, partial(STEPS[launch.spec.launcher], launch), lock_fds=lock_fds)
     argv = step_of_agents(launch) if is_for_slurm else agent_argv(launch)
     return ByAgents(argv, num_nodes=launch.world.num_nodes, lock_fds=lock_fds)
-
-
-def names_of(ranks: Sequence[int], nodes: Sequence[str]) -> list[str]:
-    """Return the names of nodes by their ranks."""
-    names: Mapping[int, str] = dict(enumerate(nodes))
-    return [names[rank] for rank in ranks if rank in names]

@@ -42,7 +42,6 @@ DOORS: dict[str, set[str]] = {
     "subprocess": {
         "prove/certify/trial.py",
         "job/wire/subprocesses.py",
-        "job/node/join_node.py",
         "job/node/machine_use.py",
         "job/node/torchrun_node.py",
         "job/node/unpack.py",

@@ -12,7 +12,7 @@ import pytest
 
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.worker_env import of_user
-from ddp_hpc.job.node.short_tmpdir import shorten_tmpdir
+from ddp_hpc.job.node.python_environ import shorten_tmpdir
 
 LOAD = """
 import os, torch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cluster.rendezvous.worker_env import for_nan_check, launched, ranks_by_shape
-from ddp_hpc.job.nan_check import nan_check_rule
+from ddp_hpc.job.supervisor import nan_check_rule
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger
 from tests.distributed.whole_runs import Workplace
 from tests.made_run import made_attempt

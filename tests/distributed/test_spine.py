@@ -22,7 +22,7 @@ SLURMS_OWN = {
     ("launch/submission/slurm.py", "submit"),
     ("launch/render.py", "render"),
     ("launch/submission/allocate.py", "allocate"),
-    ("job/choose_endpoint.py", "meetings"),
+    ("job/choose_endpoint.py", "endpoints"),
     ("job/launcher.py", "step_of_agents"),
     ("job/ending/requeue_job.py", "leave"),
 }

@@ -17,7 +17,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.cli.plan import launch_plan
 from ddp_hpc.job.ending import attempt_end
 from ddp_hpc.job.job_context import Outcome
-from ddp_hpc.job.wire.endpoint import Meeting
+from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.job.workers import ByTasks
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.run.config import Resolved, load_resolved
@@ -76,7 +76,7 @@ def test_an_end_without_a_record_is_told_by_what_is_known_of_it(step_code: int |
 def test_a_step_that_was_killed_leaves_its_signal(tmp_path: Path) -> None:
     kill_self = [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"]
     workers = ByTasks(make_run(tmp_path), lambda *_: kill_self, lock_fds=[])
-    workers.begin(0, Meeting("10.0.0.1", 29500))
+    workers.begin(0, Endpoint("10.0.0.1", 29500))
 
     deadline = time.monotonic() + 60
     while workers.poll() is None:

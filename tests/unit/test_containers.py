@@ -23,9 +23,9 @@ from ddp_hpc.cluster.containers import (
     missing_sources,
     sif_architecture,
 )
-from ddp_hpc.job.container_launch import wrapper_of
 from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
-from ddp_hpc.job.wire.endpoint import Meeting
+from ddp_hpc.job.staging import wrapper_of
+from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.launch.submission.preflight.image import look_at_image
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -177,9 +177,9 @@ def test_the_runs_own_variables_are_set_inside_over_the_images(monkeypatch: pyte
 def test_python_alone_goes_inside_and_srun_stays_outside(launcher: str) -> None:
     wrapper = CommandWrapper(python="/opt/python", prefix=("runtime", "image"), srun_args=("--of-the-runtime",))
     launch = launch_of(spec(), RUN, wrapper)
-    meeting = Meeting("10.0.0.1", 29500)
+    endpoint = Endpoint("10.0.0.1", 29500)
 
-    argv = step_of_agents(launch) if launcher == "agent" else STEPS[launcher](launch, 0, meeting)
+    argv = step_of_agents(launch) if launcher == "agent" else STEPS[launcher](launch, 0, endpoint)
 
     at = argv.index("--of-the-runtime")
     assert argv[0] == "srun"

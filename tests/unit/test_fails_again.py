@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job.ending.roots import root_of
+from ddp_hpc.job.ending.blame import root_of
 from ddp_hpc.run.requeue import Situation, decide, fails_again
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next, Root

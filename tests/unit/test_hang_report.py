@@ -162,7 +162,7 @@ def test_an_end_that_no_network_explains_costs_no_probe(supervised: Make, outcom
     one = supervised()
     attempt = one.begin()
 
-    assert network_probe.examine(one.context, attempt, outcome) is outcome
+    assert network_probe.explain_by_network(one.context, attempt, outcome) is outcome
 
 
 def test_a_job_whose_time_is_nearly_over_is_not_kept_by_a_probe(supervised: Make) -> None:
@@ -170,7 +170,7 @@ def test_a_job_whose_time_is_nearly_over_is_not_kept_by_a_probe(supervised: Make
     record_start(one.run, attempt=0, job_id="7", job=JobFacts(nodes=NODES, ends_at=time.time() + 30))
     hung = Outcome(code=exit_codes.FAILED, is_unresponsive=True, met_at="10.2.0.1")
 
-    assert network_probe.examine(one.context, 0, hung) is hung
+    assert network_probe.explain_by_network(one.context, 0, hung) is hung
 
 
 def test_a_hang_has_one_task_on_each_node_probe_the_network_and_keeps_what_it_found(
@@ -195,7 +195,7 @@ def test_a_hang_has_one_task_on_each_node_probe_the_network_and_keeps_what_it_fo
     attempt = one.begin()
     hung = Outcome(code=exit_codes.FAILED, is_unresponsive=True, met_at="127.0.0.1")
 
-    outcome = network_probe.examine(one.context, attempt, hung)
+    outcome = network_probe.explain_by_network(one.context, attempt, hung)
     conclude(one.context, attempt, outcome)
 
     kept = read_network(one.run, attempt)
@@ -288,7 +288,7 @@ def test_a_probe_that_fails_leaves_the_decision_to_the_supervisor(
         one.run.attempts.unlink()
         one.run.attempts.mkdir()
 
-    assert network_probe.examine(one.context, attempt, hung) is hung
+    assert network_probe.explain_by_network(one.context, attempt, hung) is hung
     assert "could not examine the network between the nodes and continues without it" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
-from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TorchrunSpec, TrainSpec
 from tests.made_launch import launch_of
@@ -30,7 +30,7 @@ def start(*, address: str = "10.0.0.1", launcher: str = "agent") -> list[str]:
     )
     if launcher == "agent":
         return step_of_agents(launch_of(spec, RUN))
-    return STEPS[launcher](launch_of(spec, RUN), 2, Meeting(address, 29500))
+    return STEPS[launcher](launch_of(spec, RUN), 2, Endpoint(address, 29500))
 
 
 SHAPES = {
@@ -127,23 +127,23 @@ def test_an_agent_is_told_of_cpus_only_where_they_were_asked_for(cpus: int | Non
 
 
 @pytest.mark.parametrize(
-    ("meeting", "text", "endpoint"),
+    ("endpoint", "text", "netloc"),
     [
-        (Meeting("10.0.0.1", 29500), "10.0.0.1 29500", "10.0.0.1:29500"),
-        (Meeting("fd00::1", 1), "fd00::1 1", "[fd00::1]:1"),
-        (Meeting("fe80::1%eth0", 65535), "fe80::1%eth0 65535", "[fe80::1%eth0]:65535"),
+        (Endpoint("10.0.0.1", 29500), "10.0.0.1 29500", "10.0.0.1:29500"),
+        (Endpoint("fd00::1", 1), "fd00::1 1", "[fd00::1]:1"),
+        (Endpoint("fe80::1%eth0", 65535), "fe80::1%eth0 65535", "[fe80::1%eth0]:65535"),
     ],
 )
-def test_a_meeting_is_read_as_it_was_written(meeting: Meeting, text: str, endpoint: str) -> None:
-    assert str(meeting) == text
-    assert Meeting.parse(text) == meeting
-    assert meeting.endpoint == endpoint
+def test_an_endpoint_is_read_as_it_was_written(endpoint: Endpoint, text: str, netloc: str) -> None:
+    assert str(endpoint) == text
+    assert Endpoint.parse(text) == endpoint
+    assert endpoint.netloc == netloc
 
 
 @pytest.mark.parametrize("text", ["", "10.0.0.1", "10.0.0.1:29500", "10.0.0.1 port"])
 def test_what_is_no_meeting_is_none(text: str) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        Meeting.parse(text)
+        Endpoint.parse(text)
 
 
 def has_ipv6() -> bool:
@@ -159,8 +159,8 @@ ADDRESSES = ["127.0.0.1", pytest.param("::1", marks=pytest.mark.skipif(not has_i
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_a_port_that_is_taken_is_told_from_other_errors(address: str) -> None:
-    with listen(Meeting(address, 0)) as first:
-        taken = Meeting(address, first.getsockname()[1])
+    with listen(Endpoint(address, 0)) as first:
+        taken = Endpoint(address, first.getsockname()[1])
 
         with pytest.raises(PortTakenError, match=f"{address} {taken.port}"):
             listen(taken)
@@ -168,7 +168,7 @@ def test_a_port_that_is_taken_is_told_from_other_errors(address: str) -> None:
 
 def test_a_port_that_is_taken_on_all_addresses_is_taken() -> None:
     with socket.create_server(("0.0.0.0", 0)) as somebody:  # noqa: S104  # as somebody else's server does
-        taken = Meeting("127.0.0.1", somebody.getsockname()[1])
+        taken = Endpoint("127.0.0.1", somebody.getsockname()[1])
 
         with pytest.raises(PortTakenError):
             listen(taken)
@@ -176,11 +176,11 @@ def test_a_port_that_is_taken_on_all_addresses_is_taken() -> None:
 
 def test_an_address_that_is_not_this_nodes_is_no_taken_port() -> None:
     with pytest.raises(OSError, match="assign requested address"):
-        listen(Meeting("192.0.2.1", 0))
+        listen(Endpoint("192.0.2.1", 0))
 
 
 def test_nobody_hears_on_another_address() -> None:
-    with listen(Meeting("127.0.0.1", 0)) as ours:
+    with listen(Endpoint("127.0.0.1", 0)) as ours:
         port = ours.getsockname()[1]
 
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -190,7 +190,7 @@ def test_nobody_hears_on_another_address() -> None:
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_who_knocks_before_anybody_answers_is_kept(address: str) -> None:
-    with listen(Meeting(address, 0)) as ours:
+    with listen(Endpoint(address, 0)) as ours:
         knocks = [socket.create_connection(ours.getsockname()[:2], timeout=5) for _ in range(64)]
 
         for knock in knocks:

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.job.wire.endpoint import Meeting
-from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
+from ddp_hpc.job.wire.endpoint import Endpoint
+from ddp_hpc.job.workers import ByAgents, ByTasks, Workers
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_stop_request, write_rank_zero_exit
@@ -30,7 +30,7 @@ PATIENCE_S = 60.0
 SOON_S = 0.3
 """How long those who are told to leave are given, where a test is about those who do not."""
 FAKE_STEP = Path(__file__).with_name("fake_step.py")
-MEETING = Meeting("10.0.0.1", 29500)
+ENDPOINT = Endpoint("10.0.0.1", 29500)
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def test_the_nodes_codes_mean_something_together(
 ) -> None:
     step = make_step(start=list(enumerate(codes)))
 
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
 
     assert await_news(step.workers) == meaning
 
@@ -138,7 +138,7 @@ def test_the_nodes_codes_mean_something_together(
 def test_agents_are_told_of_the_attempt_and_where_to_meet(make_step: Callable[..., Step]) -> None:
     step = make_step(start=[(0, FINISHED), (1, FINISHED)])
 
-    step.workers.begin(3, MEETING)
+    step.workers.begin(3, ENDPOINT)
     await_news(step.workers)
 
     assert [json.loads(line) for line in step.notes[1:]] == [{"do": "start", "attempt": 3, "meet": "10.0.0.1 29500"}]
@@ -157,7 +157,7 @@ def test_the_same_agents_begin_the_next_attempt(make_step: Callable[..., Step]) 
     step = make_step(start=[(0, FAILED), (1, FAILED)])
 
     for attempt in range(3):
-        step.workers.begin(attempt, MEETING)
+        step.workers.begin(attempt, ENDPOINT)
         await_news(step.workers)
 
     assert len(step.pids) == 1
@@ -172,7 +172,7 @@ def test_a_step_that_dies_is_a_failure_and_the_next_attempt_has_a_new_one(
     codes, silent = [], []
 
     for attempt in range(2):
-        step.workers.begin(attempt, MEETING)
+        step.workers.begin(attempt, ENDPOINT)
         codes.append(await_news(step.workers))
         silent += step.workers.silent_nodes()
         until(lambda: not psutil.pid_exists(step.pids[-1]) or _is_zombie(step.pids[-1]))
@@ -198,7 +198,7 @@ def test_a_step_that_dies_of_a_stop_signal_was_told_before_it_could_listen(
 ) -> None:
     step = make_step(leaves_at="start", code=code)
 
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
 
     assert await_news(step.workers) == meaning
 
@@ -209,14 +209,14 @@ def test_what_a_node_has_said_stands_though_the_step_died_of_a_stop_signal(
 ) -> None:
     step = make_step(start=[(0, reported)], leaves_at="start", code=128 + 12)
 
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
 
     assert await_news(step.workers) == meaning
 
 
 def test_a_step_that_we_have_ended_was_not_told_to_stop(make_step: Callable[..., Step]) -> None:
     step = make_step(leaves_at="end", code=128 + 15)
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
 
     step.workers.end()
 
@@ -234,7 +234,7 @@ def _is_zombie(pid: int) -> bool:
 def test_when_one_node_fails_the_others_are_ordered_to_end(code: int, make_step: Callable[..., Step]) -> None:
     step = make_step(start=[(0, code)], end=[(1, FAILED)])
 
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
 
     assert await_news(step.workers) == code
     assert step.orders == ["start", "end"]
@@ -244,7 +244,7 @@ def test_when_one_node_fails_the_others_are_ordered_to_end(code: int, make_step:
 @pytest.mark.parametrize("code", [FINISHED, STOPPED])
 def test_a_node_that_is_done_ends_no_other(code: int, make_step: Callable[..., Step]) -> None:
     step = make_step(start=[(0, code)], stop=[(1, code)])
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
     until(lambda: step.orders == ["start"])
 
     for _ in range(20):
@@ -259,7 +259,7 @@ def test_a_node_that_is_done_ends_no_other(code: int, make_step: Callable[..., S
 def test_told_to_stop_agents_pass_it_on(make_step: Callable[..., Step]) -> None:
     step = make_step(stop=[(0, STOPPED), (1, STOPPED)])
 
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
     step.workers.stop()
 
     assert await_news(step.workers) == STOPPED
@@ -269,7 +269,7 @@ def test_told_to_stop_agents_pass_it_on(make_step: Callable[..., Step]) -> None:
 def test_told_to_end_they_are_ordered_once(make_step: Callable[..., Step]) -> None:
     step = make_step(end=[(0, FAILED), (1, FAILED)])
 
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
     for _ in range(3):
         step.workers.end()
 
@@ -283,7 +283,7 @@ def test_a_node_that_does_not_answer_the_order_to_end_is_named_and_its_step_ende
 ) -> None:
     step = make_step(leave_s=SOON_S, start=[(0, FAILED)], is_deaf=is_deaf)
 
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
     code = await_news(step.workers)
 
     assert code == FAILED
@@ -296,7 +296,7 @@ def test_after_a_step_that_had_to_be_ended_the_next_attempt_has_a_new_one(make_s
     step = make_step(leave_s=SOON_S, start=[(0, FAILED)])
 
     for attempt in range(2):
-        step.workers.begin(attempt, MEETING)
+        step.workers.begin(attempt, ENDPOINT)
         await_news(step.workers)
 
     assert len(step.pids) == 2
@@ -305,7 +305,7 @@ def test_after_a_step_that_had_to_be_ended_the_next_attempt_has_a_new_one(make_s
 def test_a_report_of_an_earlier_attempt_is_not_one_of_this(make_step: Callable[..., Step]) -> None:
     step = make_step(late=[(0, FAILED), (1, FAILED)], start=[(0, FINISHED), (1, FINISHED)])
 
-    step.workers.begin(4, MEETING)
+    step.workers.begin(4, ENDPOINT)
 
     assert await_news(step.workers) == FINISHED
 
@@ -315,7 +315,7 @@ def test_what_srun_prints_between_reports_is_passed_over(make_step: Callable[...
         prints='srun: job 7 queued\n{"progress": 3}\n[]\n{"node_ra\n', start=[(0, FINISHED), (1, FINISHED)]
     )
 
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
 
     assert await_news(step.workers) == FINISHED
 
@@ -325,7 +325,7 @@ def test_what_srun_prints_between_reports_is_passed_over(make_step: Callable[...
 )
 def test_closing_leaves_no_process_and_no_lock(more: dict[str, Any], tmp_path: Path) -> None:
     step = Step(tmp_path, leave_s=PATIENCE_S if not more else SOON_S, **more)
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
     until(lambda: step.orders)
 
     step.end_test()
@@ -344,7 +344,7 @@ def test_closing_what_never_began_is_nothing(make_step: Callable[..., Step]) -> 
 
 def test_workers_hold_the_runs_lock_as_long_as_they_live(tmp_path: Path) -> None:
     step = Step(tmp_path)
-    step.workers.begin(0, MEETING)
+    step.workers.begin(0, ENDPOINT)
     until(lambda: step.orders)
 
     os.close(step._lock_fd)
@@ -385,8 +385,8 @@ class Tasks:
         self.workers = ByTasks(run, self._argv, lock_fds=[], leave_s=leave_s)
         self._deed = deed
 
-    def _argv(self, attempt: int, meeting: Meeting) -> list[str]:
-        return [sys.executable, "-S", "-E", "-c", TASK, str(self._note), self._deed, str(attempt), meeting.endpoint]
+    def _argv(self, attempt: int, endpoint: Endpoint) -> list[str]:
+        return [sys.executable, "-S", "-E", "-c", TASK, str(self._note), self._deed, str(attempt), endpoint.netloc]
 
     @property
     def notes(self) -> list[str]:
@@ -433,7 +433,7 @@ def test_rank_zeros_word_says_what_sruns_code_cannot(
         add_failure(run, 2, **failure)
     tasks = Tasks(run, f"exit {code}")
 
-    tasks.workers.begin(2, MEETING)
+    tasks.workers.begin(2, ENDPOINT)
 
     assert await_news(tasks.workers) == meaning
     assert tasks.notes[0].endswith("['2', '10.0.0.1:29500']")
@@ -443,14 +443,14 @@ def test_a_word_of_an_earlier_attempt_is_not_taken_for_this_ones(run: RunDir) ->
     write_rank_zero_exit(run, 1, STOPPED)
     tasks = Tasks(run, "exit 1")
 
-    tasks.workers.begin(2, MEETING)
+    tasks.workers.begin(2, ENDPOINT)
 
     assert await_news(tasks.workers) == FAILED
 
 
 def test_tasks_are_told_to_stop_by_signal_and_by_file_and_the_file_is_not_the_users(run: RunDir) -> None:
     tasks = Tasks(run, "wait")
-    tasks.workers.begin(0, MEETING)
+    tasks.workers.begin(0, ENDPOINT)
     until(lambda: tasks.notes)
     write_rank_zero_exit(run, 0, STOPPED)
 
@@ -464,7 +464,7 @@ def test_tasks_are_told_to_stop_by_signal_and_by_file_and_the_file_is_not_the_us
 
 def test_tasks_of_an_ousted_attempt_leave_no_file_that_would_stop_the_newer_one(run: RunDir) -> None:
     tasks = Tasks(run, "wait")
-    tasks.workers.begin(0, MEETING)
+    tasks.workers.begin(0, ENDPOINT)
     until(lambda: tasks.notes)
     record_start(run, attempt=1, job_id="8")
 
@@ -481,7 +481,7 @@ def test_a_full_disk_keeps_tasks_from_nothing(run: RunDir, monkeypatch: pytest.M
 
     monkeypatch.setattr("ddp_hpc.job.workers.ask_to_stop", no_room)
     tasks = Tasks(run, "wait")
-    tasks.workers.begin(0, MEETING)
+    tasks.workers.begin(0, ENDPOINT)
     until(lambda: tasks.notes)
 
     tasks.workers.stop()
@@ -493,7 +493,7 @@ def test_a_full_disk_keeps_tasks_from_nothing(run: RunDir, monkeypatch: pytest.M
 @pytest.mark.parametrize("deed", ["wait", "wait deaf"])
 def test_tasks_that_are_to_end_end_whether_srun_hears_or_not(deed: str, run: RunDir) -> None:
     tasks = Tasks(run, deed, leave_s=SOON_S)
-    tasks.workers.begin(0, MEETING)
+    tasks.workers.begin(0, ENDPOINT)
     until(lambda: tasks.notes)
 
     tasks.workers.end()
@@ -507,7 +507,7 @@ def test_tasks_that_are_to_end_end_whether_srun_hears_or_not(deed: str, run: Run
 @pytest.mark.parametrize("deed", ["wait", "wait deaf", "exit 0"])
 def test_closing_leaves_no_task(deed: str, run: RunDir) -> None:
     tasks = Tasks(run, deed, leave_s=SOON_S)
-    tasks.workers.begin(0, MEETING)
+    tasks.workers.begin(0, ENDPOINT)
     until(lambda: tasks.notes)
 
     tasks.workers.close()
@@ -519,7 +519,7 @@ def test_each_attempt_is_a_step_of_its_own(run: RunDir) -> None:
     tasks = Tasks(run, "exit 1")
 
     for attempt in (4, 5):
-        tasks.workers.begin(attempt, MEETING)
+        tasks.workers.begin(attempt, ENDPOINT)
         await_news(tasks.workers)
 
     assert [note.split(" ", 2)[2] for note in tasks.notes] == [f"['{attempt}', '10.0.0.1:29500']" for attempt in (4, 5)]
@@ -527,16 +527,3 @@ def test_each_attempt_is_a_step_of_its_own(run: RunDir) -> None:
 
 def test_closing_tasks_that_never_began_is_nothing(run: RunDir) -> None:
     Tasks(run, "wait").workers.close()
-
-
-# --- names -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "names"),
-    [([], ["a", "b"], []), ([1], ["a", "b"], ["b"]), ([0, 1], [], []), ([5], ["a"], [])],
-)
-def test_nodes_are_named_by_their_ranks_where_they_have_names(
-    ranks: list[int], nodes: list[str], names: list[str]
-) -> None:
-    assert names_of(ranks, nodes) == names

@@ -209,17 +209,17 @@ def _worker_argv(run_dir: RunDir, options: Sequence[str]) -> list[str]:
 def _node_argv(run_dir: RunDir, resolved: Resolved, place: RankPlace, options: Sequence[str]) -> list[str]:
     """Return the command that starts torchrun on this node."""
     from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
-    from ddp_hpc.job.wire.endpoint import Meeting
+    from ddp_hpc.job.wire.endpoint import Endpoint
     from ddp_hpc.run.workload.table import workload_of
 
-    meeting = Meeting(LOOPBACK, 0)
+    endpoint = Endpoint(LOOPBACK, 0)
     if place.num_nodes > 1:
-        meeting = Meeting(str(place.address.value), int(str(place.port.value)))
+        endpoint = Endpoint(str(place.address.value), int(str(place.port.value)))
     stop_signal = workload_of(resolved.spec).stop_signal
     return [
         *("-m", _NODE, str(run_dir.path), f"--stop-signal={stop_signal}", "--"),
         *(f"--nnodes={place.num_nodes}", f"--nproc-per-node={place.local_world_size}"),
-        *(f"--rdzv-endpoint={meeting.endpoint}", f"--rdzv-conf=rank={place.node_rank}"),
+        *(f"--rdzv-endpoint={endpoint.netloc}", f"--rdzv-conf=rank={place.node_rank}"),
         f"--max-restarts={resolved.spec.torchrun.max_restarts}",
         *_worker_argv(run_dir, [*options, "--of-node"]),
     ]

@@ -11,7 +11,6 @@ from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import cause_of
 from ddp_hpc.job.ending.evidence import Recorded, gather
 from ddp_hpc.job.ending.hang_report import report_hang
-from ddp_hpc.job.ending.roots import root_of
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.run import requeue
 from ddp_hpc.run.requeue import Situation
@@ -48,7 +47,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     failed_nodes = unreached or blame.failed_nodes(cause, context, known, evidence, explained)
     bad_nodes = blame.bad_nodes(known.attempts, attempt, cause, failed_nodes, context.spec.restart)
     newest_step = context.workload.progress(context.run, known.ledger)
-    root = root_of(cause, known.failures, hosts=context.nodes)
+    root = blame.root_of(cause, known.failures, hosts=context.nodes)
     poisoned = requeue.fails_again(known.attempts, root, newest_step)
     is_without_progress = poisoned and context.workload.seen_progress(context.run) == newest_step
     situation = Situation(

@@ -1,4 +1,4 @@
-"""Which nodes the end of an attempt counts against."""
+"""Which nodes the end of an attempt counts against, and which failure came first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ddp_hpc.job.ending.evidence import Recorded
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending
+from ddp_hpc.run.run_dir.fingerprint import fingerprint
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Root
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.spec.launch import RestartSpec
 
@@ -57,3 +58,26 @@ def bad_nodes(
     end = End(ending=Ending.FAILED, ended_at=now, cause=cause, failed_nodes=tuple(failed_nodes))
     completed = [replace(one, end=end) if one.attempt == attempt else one for one in attempts]
     return requeue.bad_nodes(completed, policy, now=now)
+
+
+def root_of(cause: Cause, failures: Sequence[WorkerFailure], *, hosts: Sequence[str]) -> Root:
+    """Return the failure that came first; without fields where no worker reported one.
+
+    A sample that is proved to be wrong is the root, whatever other ranks report: their clocks may differ, and what they met may
+    follow from this. Where several are wrong at once, or another rank reports what may pass and does not only follow, something
+    that they share may be the reason (a file server that is away), so it may pass.
+    """
+    own = [failure for failure in failures if not (failure.is_secondary or failure.is_hang)]
+    if cause != Cause.WORKER_CRASHED or not own:
+        return Root()
+    proved = [failure for failure in own if failure.entity and not failure.may_recover]
+    first = (proved or own)[0]
+    num_entities = len({(failure.entity, failure.entity_version) for failure in proved})
+    kind = first.exception_type or f"signal {first.signal}, exit code {first.exit_code}"
+    return Root(
+        fingerprint=fingerprint(kind, first.exception, first.place, hosts=(*hosts, first.host)),
+        entity=first.entity,
+        entity_version=first.entity_version,
+        may_recover=num_entities != 1 or len(proved) < len(own),
+        failed_step=None if first.of_script else first.step,
+    )

@@ -15,6 +15,7 @@ from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.job.ending import attempt_end, requeue_job
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext, Outcome
+from ddp_hpc.job.slurm_job import patiently
 from ddp_hpc.job.workers import Workers
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger
@@ -22,7 +23,6 @@ from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
 
 PATIENCE_S = 600.0
 """How long to retry a plain requeue, after requeueing the job as decided has failed."""
-_PAUSE_S = 5.0
 _CAUSE = Cause.UNEXPLAINED
 
 
@@ -90,22 +90,17 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
 def leave(context: JobContext, conclusion: Conclusion) -> None:
     """Leave as `requeue_job` does; if that fails, requeue the job without records and excluded nodes."""
     try:
-        return requeue_job.leave(context, conclusion)
+        requeue_job.leave(context, conclusion)
     except Exception as error:
         print_error(error)
         job = context.job
         if job is None or not conclusion.end.next or not context.spec.slurm.requeue:
             raise
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            job.requeue()
-            return time.sleep(requeue_job.STAY_S)
-        except (ConfigError, SlurmUnavailableError, OSError) as error:
-            if time.monotonic() >= deadline:
-                raise
-            sys.stderr.write(
-                f"note: ddp-hpc cannot put the job back into Slurm's queue: {error}. It tries again for up to {PATIENCE_S / 60:.0f} "
-                "minutes. If the job is not in the queue after that, submit the run again.\n"
-            )
-            time.sleep(_PAUSE_S)
+    else:
+        return
+    note = (
+        f"ddp-hpc tries for up to {PATIENCE_S / 60:.0f} minutes to put the job back into Slurm's queue; if the job is not in the queue "
+        "after that, submit the run again"
+    )
+    patiently(job.requeue, PATIENCE_S, errors=(ConfigError, SlurmUnavailableError, OSError), note=note)
+    time.sleep(requeue_job.STAY_S)

@@ -24,9 +24,7 @@ from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import ControlChannel
-from ddp_hpc.run.requeue import reserve_s
 from ddp_hpc.run.run_dir.failure_reports import read_failures
-from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.network import NetworkFindings, write_network
 
 READY_S = 20.0
@@ -41,39 +39,29 @@ StepArgv = Callable[[Sequence[str]], list[str]]
 """From the names of nodes to the beginning of the command that runs one task on each."""
 
 
-def examine(context: JobContext, attempt: int, outcome: Outcome) -> Outcome:
+def explain_by_network(context: JobContext, attempt: int, outcome: Outcome) -> Outcome:
     """Return the outcome with what a probe of the network found, where the attempt hung or its ranks lost each other."""
-    found: NetworkFindings | None = None
+    explained = outcome
     with diagnosis("the network between the nodes"):
-        found = _examined(context, attempt, outcome)
-    return outcome if found is None else replace(outcome, network=found)
-
-
-def _examined(context: JobContext, attempt: int, outcome: Outcome) -> NetworkFindings | None:
-    if not outcome.met_at or len(context.nodes) < 2 or not _is_suspect(context, attempt, outcome):
-        return None
-    newest = Ledger.read(context.run).newest
-    ends_at = newest.ends_at if newest else None
-    if ends_at is not None and time.time() > ends_at - MOST_S - reserve_s(context.spec.slurm.signal_lead_s):
-        return None  # the job must be requeued before its time is over
-    sys.stderr.write(
-        "note: ddp-hpc now probes the network between the nodes, as it may be why the ranks made no progress\n"
-    )
-    findings = probe(context.nodes, outcome.met_at)
-    if findings.bad_nodes:
-        # The job gives up a bad node, so one sample is not enough: the node may have stood still for some seconds.
-        has_time = ends_at is None or time.time() <= ends_at - MOST_S - reserve_s(context.spec.slurm.signal_lead_s)
-        may_ask = has_time and not processes.is_stop_pending()
-        findings = confirmed(findings, probe(context.nodes, outcome.met_at) if may_ask else None)
-    sys.stderr.write(f"note: {findings.words} (probed in {findings.seconds:.0f} s)\n")
-    with best_effort():
-        write_network(context.run, attempt, findings)
-    return findings
+        if len(context.nodes) > 1 and _is_suspect(context, attempt, outcome) and context.has_time(MOST_S):
+            sys.stderr.write(
+                "note: ddp-hpc now probes the network between the nodes, as it may be why the ranks made no progress\n"
+            )
+            findings = probe(context.nodes, outcome.met_at)
+            if findings.bad_nodes:
+                # The job gives up a bad node, so one sample is not enough: the node may have stood still for some seconds.
+                may_ask = context.has_time(MOST_S) and not processes.is_stop_pending()
+                findings = confirmed(findings, probe(context.nodes, outcome.met_at) if may_ask else None)
+            sys.stderr.write(f"note: {findings.words} (probed in {findings.seconds:.0f} s)\n")
+            explained = replace(outcome, network=findings)
+            with best_effort():
+                write_network(context.run, attempt, findings)
+    return explained
 
 
 def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
     """Tell whether an attempt failed in a way that a broken network can cause."""
-    if outcome.code in exit_codes.GOOD or outcome.code == exit_codes.FENCED or outcome.was_suspended:
+    if outcome.code in {*exit_codes.GOOD, exit_codes.FENCED} or outcome.was_suspended or not outcome.met_at:
         return False
     if outcome.lost_nodes:
         return False  # srun would wait for them, and it is known which nodes failed

@@ -63,58 +63,41 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
 
 
 def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> None:
-    follows, records, ledger = conclusion.end.next, context.records, _ledger(context)
-    is_back, cause, queued = _ask_again(records, job, ledger)
-    if cause is not None:
-        _end_here(records, conclusion, ENDED_BY_USER[cause], cause=cause)
-        return
-    since = queued.since if queued else conclusion.attempt
-    next_job = QueuedJob(
-        job_id=job.job_id,
-        attempt=conclusion.attempt + 1,
-        at=time.time(),
-        since=since,
-        slurm_cluster=queued.slurm_cluster if queued else "",
-    )
-    if follows == Next.SUCCESSOR and not is_back:
-        job_id = job.submit_next(
-            context.run.job_script, _excluded(context, job, ledger, conclusion.exclude), context.spec
-        )
-        _note(records, replace(next_job, job_id=job_id))
-        return
-    _note(records, next_job)
-    if follows == Next.REQUEUE and not is_back:  # else Slurm has put it back by itself
-        # From inside its own job, `scontrol requeue` makes Slurm kill the batch script, and so this process (scontrol(1),
-        # https://slurm.schedmd.com/scontrol.html#OPT_requeue). So the note comes first, and nothing after it is vital.
-        _requeue(job)
-    _exclude(context, job, ledger, conclusion.exclude)
-    time.sleep(STAY_S)
-
-
-def _ledger(context: JobContext) -> Ledger:
-    """Read the ledger; go on without it where it cannot be read, as requeueing the job matters more than its nodes."""
+    follows, records, attempt = conclusion.end.next, context.records, conclusion.attempt
+    ledger = Ledger()
     try:
-        return Ledger.read(context.run)
-    except OSError as error:
+        ledger = Ledger.read(context.run)
+    except OSError as error:  # requeueing the job matters more than its nodes
         sys.stderr.write(
             f"note: {context.run.attempts} cannot be read ({error}). The run continues all the same, but its next job may get "
             "nodes on which it failed before.\n"
         )
-        return Ledger()
-
-
-def _requeue(job: SlurmJob) -> None:
-    """Requeue the job; ignore a refusal where it is back already, by Slurm or by an order whose answer was lost.
-
-    Raises:
-        ConfigError: where Slurm refuses.
-        SlurmUnavailableError: where Slurm does not answer, or answers no question about the job, either.
-    """
-    try:
-        job.requeue()
-    except ConfigError:
-        if not job.is_back():
-            raise
+    is_back, cause, queued = _ask_again(records, job, ledger)
+    if cause is not None:
+        _end_here(records, conclusion, ENDED_BY_USER[cause], cause=cause)
+        return
+    is_new_job, job_id = follows == Next.SUCCESSOR and not is_back, job.job_id
+    if is_new_job:
+        excluded = _joined(context, sorted(nodes_to_spare(context, job, ledger, conclusion.exclude)))
+        job_id = job.submit_next(context.run.job_script, excluded, context.spec)
+    with best_effort():  # as `submit` records its own
+        since, cluster = (queued.since, queued.slurm_cluster) if queued else (attempt, "")
+        next_job = QueuedJob(job_id=job_id, attempt=attempt + 1, at=time.time(), since=since, slurm_cluster=cluster)
+        records.note_queued(next_job)
+    if is_new_job:
+        return
+    if follows == Next.REQUEUE and not is_back:  # else Slurm has put it back by itself
+        # From inside its own job, `scontrol requeue` makes Slurm kill the batch script, and so this process (scontrol(1),
+        # https://slurm.schedmd.com/scontrol.html#OPT_requeue). So the note comes first, and nothing after it is vital.
+        try:
+            job.requeue()
+        except (
+            ConfigError
+        ):  # a refusal means nothing where the job is back, by Slurm or by an order whose answer was lost
+            if not job.is_back():
+                raise
+    _exclude(context, job, ledger, conclusion.exclude)
+    time.sleep(STAY_S)
 
 
 def _ask_again(records: RunRecords, job: SlurmJob, ledger: Ledger) -> tuple[bool, Cause | None, QueuedJob | None]:
@@ -142,17 +125,6 @@ def _end_here(records: RunRecords, conclusion: Conclusion, reason: str, *, cause
     sys.stderr.write(f"note: {reason}\n")
     end = replace(conclusion.end, next=Next.NOTHING, reason=reason)
     records.end(conclusion.attempt, replace(end, cause=cause, ending=requeue.TABLE[cause].ending) if cause else end)
-
-
-def _note(records: RunRecords, next_job: QueuedJob) -> None:
-    """Record the job that continues the run, as `submit` records its own."""
-    with best_effort():
-        records.note_queued(next_job)
-
-
-def _excluded(context: JobContext, job: SlurmJob, ledger: Ledger, lost: Sequence[str]) -> str:
-    """Return the list of nodes that the next job should not get: those of `slurm.exclude`, and failed ones as long as enough others are left."""
-    return _joined(context, sorted(nodes_to_spare(context, job, ledger, lost)))
 
 
 def _joined(context: JobContext, failed: Sequence[str]) -> str:

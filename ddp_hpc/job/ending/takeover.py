@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ddp_hpc.base import exit_codes, processes
@@ -17,12 +16,10 @@ from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run import requeue
 from ddp_hpc.run.config import load_resolved
-from ddp_hpc.run.requeue import Decision
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
-from ddp_hpc.run.spec.launch import LaunchSpec, RestartSpec
-from ddp_hpc.run.workload.protocol import Workload
+from ddp_hpc.run.spec.launch import RestartSpec
 from ddp_hpc.run.workload.table import progress_without_spec, workload_of
 
 LEAVE_S = 10.0
@@ -69,7 +66,12 @@ def take_over(run: RunDir, job: SlurmJob | None, *, how: str, since: int = 0) ->
         return None
     end = newest.end or write_down_death(run, ledger, job, f"ddp-hpc's supervisor process {how}")
     if end.next in {Next.REQUEUE, Next.SUCCESSOR} and job is not None:
-        return _leave(run, newest.attempt, end, job)
+        context, noted = _context(run, job), read_queued_job(run)
+        if context is None:
+            return None
+        if end.next == Next.REQUEUE or noted is None or noted.job_id == job.job_id:  # else the next job is submitted
+            leave(context, Conclusion(attempt=newest.attempt, end=end, exclude=end.failed_nodes))
+        return end.exit_code
     if end.next == Next.IN_PLACE:
         return None
     return exit_codes.FAILED if end.exit_code < 0 else end.exit_code
@@ -77,14 +79,18 @@ def take_over(run: RunDir, job: SlurmJob | None, *, how: str, since: int = 0) ->
 
 def write_down_death(run: RunDir, ledger: Ledger, job: SlurmJob | None, reason: str, *, may_go_on: bool = True) -> End:
     """Record the end of the newest attempt, whose supervisor could not; return it. Nothing follows if no guardian is there."""
-    asked, newest, records = _asked(run), ledger.newest, RunRecords(run)
+    context, newest, records, cause = _context(run, job), ledger.newest, RunRecords(run), Cause.SUPERVISOR_DIED
     assert newest is not None  # noqa: S101  the callers looked
-    workload = asked[1] if asked else None
-    newest_step = progress_without_spec(run, ledger) if workload is None else workload.progress(run, ledger)
-    if workload is not None and (done := end_done(records, workload, newest.attempt, newest_step)):
+    newest_step = context.workload.progress(run, ledger) if context else progress_without_spec(run, ledger)
+    if context and (done := end_done(records, context.workload, newest.attempt, newest_step)):
         return done
     attempts = since_submission(ledger, read_queued_job(run))
-    decision = _decide(attempts, asked, newest_step)
+    num = requeue.num_without_progress(attempts, newest_step, cause)
+    situation = requeue.Situation(cause=cause, num_without_progress=num)
+    if context:
+        words, may_requeue = context.workload.without_progress, context.spec.slurm.requeue
+        situation = replace(situation, without_progress=words, may_requeue=may_requeue)
+    decision = requeue.decide(situation, context.spec.restart if context else RestartSpec())
     # Without Slurm, too, another attempt follows: the guardian starts a supervisor for it.
     follows = Next.IN_PLACE if job is None and decision.next else decision.next
     reason = "; ".join(part for part in (reason, decision.why) if part)
@@ -92,7 +98,7 @@ def write_down_death(run: RunDir, ledger: Ledger, job: SlurmJob | None, reason: 
         ending=Ending.FAILED,
         exit_code=exit_codes.FAILED,
         reason=reason,
-        cause=Cause.SUPERVISOR_DIED,
+        cause=cause,
         last_step=newest_step,
         next=follows if may_go_on else Next.NOTHING,
     )
@@ -102,42 +108,20 @@ def write_down_death(run: RunDir, ledger: Ledger, job: SlurmJob | None, reason: 
     return end
 
 
-def _decide(attempts: Sequence[Attempt], asked: tuple[LaunchSpec, Workload] | None, newest_step: int) -> Decision:
-    """Return what follows a supervisor's death in a job of Slurm."""
-    spec, workload = asked or (None, None)
-    num = requeue.num_without_progress(attempts, newest_step, Cause.SUPERVISOR_DIED)
-    situation = requeue.Situation(cause=Cause.SUPERVISOR_DIED, num_without_progress=num)
-    if spec is not None and workload is not None:
-        words, may_requeue = workload.without_progress, spec.slurm.requeue
-        situation = replace(situation, without_progress=words, may_requeue=may_requeue)
-    return requeue.decide(situation, RestartSpec() if spec is None else spec.restart)
-
-
-def _asked(run: RunDir) -> tuple[LaunchSpec, Workload] | None:
-    """Return what the run's configuration asks for; None where it cannot be read."""
+def _context(run: RunDir, job: SlurmJob | None) -> JobContext | None:
+    """Return what the run's configuration asks for, and its job; None where it cannot be read."""
     try:
         spec = load_resolved(run.config, is_patient=True, patience_s=CONFIG_PATIENCE_S)
     except (ConfigError, UnreadableError) as error:
         sys.stderr.write(f"note: {error} So ddp-hpc decides by the defaults of `restart` whether the run continues.\n")
         return None
-    return spec, workload_of(spec)
-
-
-def _leave(run: RunDir, attempt: int, end: End, job: SlurmJob) -> int | None:
-    """Requeue the job as was decided, if the dead supervisor has not done so."""
-    asked, noted = _asked(run), read_queued_job(run)
-    if asked is None:
-        return None
-    spec, workload = asked
-    if end.next == Next.REQUEUE or noted is None or noted.job_id == job.job_id:
-        context = JobContext(
-            run=run,
-            spec=spec,
-            workload=workload,
-            world=given_world(spec, job.allocation),
-            allocation=job.allocation,
-            is_for_slurm=True,
-            environ=job.environ,
-        )
-        leave(context, Conclusion(attempt=attempt, end=end, exclude=end.failed_nodes))
-    return end.exit_code
+    allocation = job.allocation if job else None
+    return JobContext(
+        run=run,
+        spec=spec,
+        workload=workload_of(spec),
+        world=given_world(spec, allocation),
+        allocation=allocation,
+        environ=job.environ if job else {},
+        is_for_slurm=job is not None,
+    )

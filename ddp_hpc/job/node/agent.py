@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,11 @@ from ddp_hpc.job.node.python_environ import (
     leave_at_once,
     make_users_code_importable,
     python_environ,
+    run_and_leave,
+    shorten_tmpdir,
 )
-from ddp_hpc.job.node.short_tmpdir import shorten_tmpdir
 from ddp_hpc.job.wire.control_channel import ControlChannel
-from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
 from ddp_hpc.job.workers import ask_by_file
 from ddp_hpc.run.run_dir.failure_reports import report, report_killed, write_rank_end
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -67,7 +68,7 @@ from ddp_hpc.run.workload.protocol import WorkerModule, load_worker
 
 GRACE_S = 1.0
 """How long the others may take to write their error reports, after the first worker has failed."""
-ALONE = Meeting(LOOPBACK, 0)
+ALONE = Endpoint(LOOPBACK, 0)
 """The endpoint of a run on this machine alone: the kernel chooses the port."""
 
 
@@ -85,7 +86,7 @@ class NodeWorkers:
     users_environ: Mapping[str, str]
     """The environment without what this agent has set."""
     import_paths: Sequence[str]
-    meeting: Meeting = ALONE
+    endpoint: Endpoint = ALONE
     teardown_s: float | None = None
     """How long the others may take to exit, after the first worker has exited after a commit; None: no limit."""
     node_rank: int = 0
@@ -159,26 +160,19 @@ class Agent:
 
     def serve(self) -> None:
         """Carry out the supervisor's orders until it closes the connection; then kill the workers that are left."""
-        try:
-            self._serve()
-        finally:
-            # A worker that this agent has forked leaves by `os._exit`.
-            if self._probes:
-                self._probes.close()
-
-    def _serve(self) -> None:
-        failure = self._preload()
-        while True:
-            for order in self._line.read():
-                self._obey(order, failure)
-            if self._line.is_closed:
-                break
-            number = processes.await_signal(self._patience_s(), self._interruptions)
-            if number in {*processes.STOP_SIGNALS, *self._interruptions}:
-                self._ask_workers_to_stop()
-            self._look_after_workers()
-        if self._group:
-            self._kill(self._group.alive)
+        with closing(self._probes) if self._probes else nullcontext():  # a forked worker leaves by `os._exit`
+            failure = self._preload()
+            while True:
+                for order in self._line.read():
+                    self._obey(order, failure)
+                if self._line.is_closed:
+                    break
+                number = processes.await_signal(self._patience_s(), self._interruptions)
+                if number in {*processes.STOP_SIGNALS, *self._interruptions}:
+                    self._ask_workers_to_stop()
+                self._look_after_workers()
+            if self._group:
+                self._kill(self._group.alive)
 
     def _kill(self, pids: Collection[int]) -> None:
         """Kill workers, and what they have started where it does not end with them."""
@@ -212,20 +206,20 @@ class Agent:
             )
         return None
 
-    def _crew(self, attempt: int, meeting: Meeting) -> NodeWorkers:
+    def _node_workers(self, attempt: int, endpoint: Endpoint) -> NodeWorkers:
         return NodeWorkers(
             run=self._run,
             attempt=attempt,
             num_workers=self._arguments.num_workers,
             share=self._share,
-            node=node_variables(this_host().interface_towards(meeting.address), self._share.threads),
+            node=node_variables(this_host().interface_towards(endpoint.address), self._share.threads),
             # A variable that the recipe's import has set or removed counts as set or removed by the user.
             users_environ={
                 **{name: "" for name in self._given if name not in os.environ},
                 **{name: value for name, value in os.environ.items() if self._given.get(name) != value},
             },
             import_paths=self._import_paths,
-            meeting=meeting,
+            endpoint=endpoint,
             teardown_s=self._arguments.teardown_s,
             node_rank=self._node_rank,
             num_nodes=self._num_nodes,
@@ -235,8 +229,8 @@ class Agent:
     def _obey(self, order: Mapping[str, Any], failure: BaseException | None) -> None:
         match order:
             case {"do": "start", "attempt": int(attempt), **rest}:
-                meeting = Meeting.parse(str(rest["meet"])) if "meet" in rest else ALONE
-                self._start(self._crew(attempt, meeting), failure)
+                endpoint = Endpoint.parse(str(rest["meet"])) if "meet" in rest else ALONE
+                self._start(self._node_workers(attempt, endpoint), failure)
             case {"do": "stop"} if self._group:
                 self._ask_workers_to_stop()
             case {"do": "end"} if self._group:
@@ -251,9 +245,8 @@ class Agent:
             processes.allow_open_files(node_workers.num_nodes * node_workers.num_workers)
             with ExitStack() as resources:
                 collector = _collector(node_workers, may_fork=not self._must_not_fork)
-                meeting_point = (
-                    resources.enter_context(listen(node_workers.meeting)) if node_workers.node_rank == 0 else None
-                )
+                is_first = node_workers.node_rank == 0
+                meeting_point = resources.enter_context(listen(node_workers.endpoint)) if is_first else None
                 if self._must_not_fork:
                     ranks = self._spawn(node_workers, meeting_point)
                 else:
@@ -269,17 +262,13 @@ class Agent:
     def _spawn(self, node_workers: NodeWorkers, meeting_point: socket.socket | None) -> dict[int, int]:
         """Start each worker as a new process, without fork; return their ranks by pid."""
         sys.stdout.flush()
-        port = meeting_point.getsockname()[1] if meeting_point else node_workers.meeting.port
+        port = meeting_point.getsockname()[1] if meeting_point else node_workers.endpoint.port
         ranks: dict[int, int] = {}
         for local_rank in range(node_workers.num_workers):
             rank = node_workers.node_rank * node_workers.num_workers + local_rank
             cpus = ",".join(map(str, node_workers.share.cpu_sets[local_rank]))
-            options = [
-                f"--worker={self._arguments.worker}",
-                f"--attempt={node_workers.attempt}",
-                f"--agent={os.getpid()}",
-            ]
-            options.append(f"--cpus={cpus}")
+            options = [f"--worker={self._arguments.worker}", f"--attempt={node_workers.attempt}"]
+            options += [f"--agent={os.getpid()}", f"--cpus={cpus}"]
             options += [f"--nsys={self._arguments.nsys}"] if self._arguments.nsys else []
             if meeting_point and rank == 0:
                 meeting_point.set_inheritable(True)
@@ -300,12 +289,8 @@ class Agent:
     def _report_failure(self, node_workers: NodeWorkers, error: BaseException | None) -> None:
         """Write the error report of an agent that cannot start its workers."""
         error = error or RuntimeError("the agent has not imported the workers' module")
-        report(
-            node_workers.run.agent_error(node_workers.attempt, node_workers.node_rank),
-            error,
-            rank=-1,
-            log=node_workers.run.console,
-        )
+        path = node_workers.run.agent_error(node_workers.attempt, node_workers.node_rank)
+        report(path, error, rank=-1, log=node_workers.run.console)
         self._report_end(node_workers.attempt, exit_code_of(error))
 
     def _report_end(self, attempt: int, code: int) -> None:
@@ -318,16 +303,6 @@ class Agent:
             to_sample = 3600.0 if self._group.sampler else max(0.0, self._group.sampled_from - time.monotonic())
             return min(to_sample, self._group.collector.patience_s() if self._group.collector else 3600.0)
         return 1.0 if self._group.was_cut else self._group.deadline - time.monotonic()
-
-    def _sample_machine(self, group: WorkerGroup) -> None:
-        """Begin to sample how busy this node is."""
-        group.sampler = MachineSampler(
-            run=self._run,
-            environ={**os.environ, **self._python},
-            attempt=group.node_workers.attempt,
-            node_rank=self._node_rank,
-            num_gpus=self._arguments.gpus,
-        )
 
     def _look_after_workers(self) -> None:
         """Record the workers that have exited; after the last one, report to the supervisor."""
@@ -343,7 +318,13 @@ class Agent:
         if group.collector and group.deadline is None:
             group.collector.look()
         if group.sampler is None and group.deadline is None and group.alive and time.monotonic() >= group.sampled_from:
-            self._sample_machine(group)
+            group.sampler = MachineSampler(
+                run=self._run,
+                environ={**os.environ, **self._python},
+                attempt=group.node_workers.attempt,
+                node_rank=self._node_rank,
+                num_gpus=self._arguments.gpus,
+            )
         if not group.alive:
             self._group = None
             if group.sampler:
@@ -353,7 +334,17 @@ class Agent:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one supervisor."""
-    arguments = _parse(argv)
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.agent", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--worker", required=True)
+    parser.add_argument("--stop-signal", type=processes.signal_number, default="USR2", metavar="NAME")
+    parser.add_argument("--teardown-s", type=float)
+    parser.add_argument("--num-workers", type=int, required=True)
+    parser.add_argument("--cpus-per-worker", type=int)
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--in-step", action="store_true")
+    parser.add_argument("--nsys", metavar="RANKS")
+    arguments = parser.parse_args(argv)
     # PR_SET_PDEATHSIG: the kernel kills this process when its parent dies (prctl(2),
     # https://man7.org/linux/man-pages/man2/prctl.2.html). So no worker trains on after its supervisor was killed.
     processes.die_with_parent(os.getppid())
@@ -369,28 +360,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_codes.FINISHED
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.agent", description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--worker", required=True)
-    parser.add_argument("--stop-signal", type=processes.signal_number, default="USR2", metavar="NAME")
-    parser.add_argument("--teardown-s", type=float)
-    parser.add_argument("--num-workers", type=int, required=True)
-    parser.add_argument("--cpus-per-worker", type=int)
-    parser.add_argument("--gpus", type=int, default=0)
-    parser.add_argument("--in-step", action="store_true")
-    parser.add_argument("--nsys", metavar="RANKS")
-    return parser.parse_args(argv)
-
-
 def _fork(node_workers: NodeWorkers, worker: WorkerModule, meeting_point: socket.socket | None) -> dict[int, int]:
     """Fork the workers; return their ranks by pid."""
     gc.freeze()  # the workers share these pages: a garbage collection in one of them would write to them, and so copy them
     sys.stdout.flush()  # fork copies the buffer too, and each worker would print it again
-    port = meeting_point.getsockname()[1] if meeting_point else node_workers.meeting.port
-    agent_pid = (
-        os.getpid()
-    )  # read before the fork: a worker compares its parent with it, in case the agent dies meanwhile
+    port = meeting_point.getsockname()[1] if meeting_point else node_workers.endpoint.port
+    agent_pid = os.getpid()  # before the fork: a worker compares its parent with it, in case the agent dies meanwhile
     ranks: dict[int, int] = {}
     for local_rank in range(node_workers.num_workers):
         rank = node_workers.node_rank * node_workers.num_workers + local_rank
@@ -460,9 +435,9 @@ def worker_env(node_workers: NodeWorkers, local_rank: int, port: int) -> WorkerE
         num_workers=node_workers.num_workers,
         local_rank=local_rank,
     )
-    endpoint = endpoint_of_run(node_workers.meeting.address, port, is_alone=node_workers.meeting == ALONE)
+    address = endpoint_of_run(node_workers.endpoint.address, port, is_alone=node_workers.endpoint == ALONE)
     return launched(
-        "an agent", {**ranks, **endpoint, **node_workers.node}, node_workers.users_environ, node_workers.import_paths
+        "an agent", {**ranks, **address, **node_workers.node}, node_workers.users_environ, node_workers.import_paths
     )
 
 
@@ -477,20 +452,13 @@ def _note_exit(group: WorkerGroup, rank: int, code: int) -> None:
     if code not in exit_codes.GOOD and not is_ours and group.deadline is None:
         write_rank_end(node_workers.run, node_workers.attempt, rank, code)
     if code < 0 and not is_ours:
-        log, path = (
-            node_workers.run.rank_log(node_workers.attempt, rank),
-            node_workers.run.rank_error(node_workers.attempt, rank),
-        )
-        report_killed(path, -code, rank=rank, log=log, memory_ran_out=ran_out_since(group.memory_kills))
+        run, attempt, memory_ran_out = node_workers.run, node_workers.attempt, ran_out_since(group.memory_kills)
+        log = run.rank_log(attempt, rank)
+        report_killed(run.rank_error(attempt, rank), -code, rank=rank, log=log, memory_ran_out=memory_ran_out)
     limit_s = node_workers.teardown_s if code in exit_codes.GOOD else GRACE_S
     if limit_s is not None:
         group.end_within(limit_s)
 
 
 if __name__ == "__main__":
-    try:
-        result = main()
-    except BaseException:  # noqa: BLE001  the way out is the same for all: Python's shutdown prints what torch leaks
-        traceback.print_exc()
-        result = exit_codes.FAILED
-    leave_at_once(result)
+    run_and_leave(main)

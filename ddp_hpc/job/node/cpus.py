@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from ddp_hpc.cluster.machine.cgroups import kernel_text
@@ -89,16 +89,14 @@ def share_cpus(
     computing = threads(num_given, num_workers, cpus_per_worker, source="Slurm" if grant else "this host")
     is_bound = grant is None or len(cpus) <= grant.num_of_job
     sets = _assign(sorted(cpus), num_workers, each, near) if fits and is_bound else [everything] * num_workers
-    note = "" if is_bound or grant is None else _unbound(len(cpus), grant, computing.value)
+    note = ""
+    if grant is not None and not is_bound:
+        note = (
+            f"Slurm gave this job {grant.num_of_job} CPUs of the node but does not bind the job to them, so it can use all "
+            f"{len(cpus)}. Each worker computes with {computing.value} thread{'' if computing.value == '1' else 's'} and is not "
+            "pinned to CPUs; you need do nothing"
+        )
     return CpuShare(cpu_sets=tuple(sets), threads=computing, note=note)
-
-
-def _unbound(num_seen: int, grant: CpuGrant, num_threads: str | None) -> str:
-    return (
-        f"Slurm gave this job {grant.num_of_job} CPUs of the node but does not bind the job to them, so it can use all "
-        f"{num_seen}. Each worker computes with {num_threads} thread{'' if num_threads == '1' else 's'} and is not pinned to "
-        "CPUs; you need do nothing"
-    )
 
 
 def _assign(cpus: Sequence[Cpu], num_workers: int, each: int, near: Sequence[int | None]) -> list[tuple[int, ...]]:
@@ -113,22 +111,17 @@ def _assign(cpus: Sequence[Cpu], num_workers: int, each: int, near: Sequence[int
 
 def _assign_in_order(cpus: Sequence[Cpu], num_workers: int, each: int) -> list[tuple[int, ...]]:
     """Give each worker cores of its own, as long as there are enough."""
-    cores: dict[int, list[int]] = {}
+    by_core: dict[int, list[int]] = {}
     for cpu in cpus:
-        cores.setdefault(cpu.core, []).append(cpu.number)
-    per_worker = len(cores) // num_workers
-    whole = list(cores.values())
-    parts = [_threads_last(whole[at * per_worker : (at + 1) * per_worker]) for at in range(num_workers)]
+        by_core.setdefault(cpu.core, []).append(cpu.number)
+    whole, per_worker = list(by_core.values()), len(by_core) // num_workers
+    mine = [whole[at * per_worker : (at + 1) * per_worker] for at in range(num_workers)]
+    # One CPU of each core, then the second of each: a worker that wants few has cores to itself.
+    parts = [[cpu for row in zip_longest(*cores) for cpu in row if cpu is not None] for cores in mine]
     if any(len(part) < each for part in parts):  # cores of several sizes, or fewer than workers
         numbers = list(chain.from_iterable(whole))
         parts = [numbers[at * each : (at + 1) * each] for at in range(num_workers)]
     return [tuple(sorted(part[:each])) for part in parts]
-
-
-def _threads_last(cores: Sequence[Sequence[int]]) -> list[int]:
-    """Return one CPU of each core, then the second of each: a worker that wants few has cores to itself."""
-    most = max(map(len, cores), default=0)
-    return [core[thread] for thread in range(most) for core in cores if thread < len(core)]
 
 
 def read_cpus(numbers: Sequence[int], root: Path = ROOT) -> list[Cpu]:

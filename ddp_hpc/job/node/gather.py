@@ -13,7 +13,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,7 +24,7 @@ from ddp_hpc.base.durable import record_bytes
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cluster.rendezvous.choice import source_address
 from ddp_hpc.cluster.rendezvous.launchers import RankPlace
-from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rendezvous_token
 
@@ -61,18 +61,14 @@ def gather_at_port(
 
     A worker shows that it can read the run's token, which rank zero writes. So rank zero refuses workers of another run, which
     may have been given the same port, and other users.
-
-    Raises:
-        WorkerError: where a worker is missing for too long.
-        ConfigError: where another process listens at the port.
     """
-    meeting = Meeting(address, int(place.port.value or 0))
+    endpoint = Endpoint(address, int(place.port.value or 0))
     deadline = time.monotonic() + patience_s
     if place.rank != 0:
-        return Gathering(answer=_ask(meeting, place, run, deadline))
+        return Gathering(answer=_ask(endpoint, place, run, deadline))
     if not run.joining_token.exists():
         write_rendezvous_token(run.joining_token)
-    server = _listen(_own(meeting, is_alone=place.num_nodes == 1), place)
+    server = _listen(_own(endpoint, is_alone=place.num_nodes == 1), place)
     try:
         others = _await_others(server, place.world_size, _identity(place, run), deadline)
         try:
@@ -90,23 +86,23 @@ def gather_at_port(
         server.close()
 
 
-def _own(meeting: Meeting, *, is_alone: bool) -> Meeting:
+def _own(endpoint: Endpoint, *, is_alone: bool) -> Endpoint:
     """Return where rank zero listens: at that address if it is this node's, else at all of them (behind NAT, a service name)."""
-    own = source_address(meeting.address)
-    if own == meeting.address and (is_alone or not own.startswith("127.")):
-        return meeting
-    return meeting if is_alone else Meeting("::" if ":" in meeting.address else "0.0.0.0", meeting.port)  # noqa: S104  see above
+    own = source_address(endpoint.address)
+    if own == endpoint.address and (is_alone or not own.startswith("127.")):
+        return endpoint
+    return endpoint if is_alone else Endpoint("::" if ":" in endpoint.address else "0.0.0.0", endpoint.port)  # noqa: S104  see above
 
 
-def _listen(meeting: Meeting, place: RankPlace) -> socket.socket:
+def _listen(endpoint: Endpoint, place: RankPlace) -> socket.socket:
     deadline = time.monotonic() + PORT_PATIENCE_S
     while True:
         try:
-            return listen(meeting)
+            return listen(endpoint)
         except PortTakenError:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"Another process listens at port {meeting.port} of this node, where the ranks were to meet ({place.port.source}). "
+                    f"Another process listens at port {endpoint.port} of this node, where the ranks were to meet ({place.port.source}). "
                     "Set MASTER_PORT to a free port for all processes."
                 ) from None
             time.sleep(_RETRY_S)
@@ -125,7 +121,10 @@ def _await_others(server: socket.socket, world_size: int, identity: str, deadlin
     server.setblocking(False)
     try:
         while len(others) < world_size - 1:
-            ready = _readable([server, *silent], deadline)
+            with selectors.DefaultSelector() as selector:
+                for one in (server, *silent):
+                    selector.register(one, selectors.EVENT_READ, one)
+                ready = [key.data for key, _ in selector.select(max(deadline - time.monotonic(), 0.0))]
             if not ready:
                 missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in others)
                 raise WorkerError(
@@ -153,14 +152,6 @@ def _await_others(server: socket.socket, world_size: int, identity: str, deadlin
     return others
 
 
-def _readable(sockets: Sequence[socket.socket], deadline: float) -> list[socket.socket]:
-    """Wait until something can be read from some of these; return them, or none at the deadline."""
-    with selectors.DefaultSelector() as selector:
-        for one in sockets:
-            selector.register(one, selectors.EVENT_READ, one)
-        return [key.data for key, _ in selector.select(max(deadline - time.monotonic(), 0.0))]
-
-
 def _rank_at(connection: socket.socket, world_size: int, identity: str) -> int | None:
     """Return the rank that has connected; None for a worker of another run, a port scanner, or a worker that has died."""
     with suppress(OSError, ValueError):
@@ -172,13 +163,13 @@ def _rank_at(connection: socket.socket, world_size: int, identity: str) -> int |
     return None
 
 
-def _ask(meeting: Meeting, place: RankPlace, run: RunDir, deadline: float) -> Answer:
+def _ask(endpoint: Endpoint, place: RankPlace, run: RunDir, deadline: float) -> Answer:
     """Connect to rank zero, say which rank of which run this is, and wait for the answer."""
     rank, is_refused = place.rank, False
     while True:
         with (
             suppress(OSError, ValueError),
-            socket.create_connection((meeting.address, meeting.port), timeout=10.0) as line,
+            socket.create_connection((endpoint.address, endpoint.port), timeout=10.0) as line,
         ):
             line.sendall(f"{rank} {_identity(place, run)}\n".encode())
             line.settimeout(max(deadline - time.monotonic(), 1.0))
@@ -189,12 +180,12 @@ def _ask(meeting: Meeting, place: RankPlace, run: RunDir, deadline: float) -> An
         if time.monotonic() > deadline:
             if is_refused:
                 raise WorkerError(
-                    f"Rank {rank} has met rank zero of another run at {meeting.endpoint}: its run has another directory, or another "
+                    f"Rank {rank} has met rank zero of another run at {endpoint.netloc}: its run has another directory, or another "
                     "number of workers. Set MASTER_PORT to another free port for all processes of this run, and give all of them the "
                     "run's directory by the same path."
                 )
             raise WorkerError(
-                f"Rank {rank} could not meet rank zero at {meeting.endpoint}. Check that rank zero runs, that this node reaches that "
+                f"Rank {rank} could not meet rank zero at {endpoint.netloc}. Check that rank zero runs, that this node reaches that "
                 f"address, and that it sees the run's directory {run.path}."
             )
         time.sleep(_RETRY_S)
@@ -208,9 +199,6 @@ def gather_in_store(place: RankPlace, begin: Callable[[], Answer], *, patience_s
 
     The store outlives restarts of the workers, so it may hold keys of earlier ones. Each worker makes a word of its own: an answer
     counts only for those whose words it repeats.
-
-    Raises:
-        WorkerError: where a worker is missing for too long.
     """
     distributed = import_module("torch.distributed")  # the worker needs it anyway; this package imports no torch
     store = distributed.TCPStore(

@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.base.errors import ConfigError, DdpHpcError, exit_code_of
+from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.launchers import TORCHRUN, RankPlace, find_place, numeric_address, of_run, variables_of
 from ddp_hpc.cluster.rendezvous.worker_env import import_path
@@ -27,23 +26,16 @@ from ddp_hpc.job.ending import last_resort
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.gather import Gathering, gather_at_port, gather_in_store
-from ddp_hpc.job.node.python_environ import (
-    IMPORT_PATH,
-    imports_for_good,
-    leave_at_once,
-    make_users_code_importable,
-)
+from ddp_hpc.job.node.python_environ import IMPORT_PATH, make_users_code_importable, run_and_leave, run_worker
+from ddp_hpc.job.run_records import LOCK_PATIENCE_S, in_use
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_rendezvous_token, read_stop_request
-from ddp_hpc.run.workload.protocol import load_worker
 from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.run.world import World
 
-LOCK_PATIENCE_S = 10.0
-"""How long the processes of a killed attempt may take to exit."""
 _FINISHED = -1
 """In place of an attempt's number: the run has finished already."""
 
@@ -121,9 +113,7 @@ class _Joining:
         """Acquire the run, as a supervisor does; return the attempt's number."""
         self.lock_fd = processes.take_lock(self.run.lock, patience_s=LOCK_PATIENCE_S)
         if self.lock_fd is None:
-            raise ConfigError(
-                f"{self.run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {self.run.word}`."
-            )
+            raise ConfigError(in_use(self.run))
         spec = load_resolved(self.run.config, is_patient=True)
         world = World(num_nodes=self.place.num_nodes, workers_per_node=self.place.local_world_size or 1)
         self.context = JobContext(
@@ -131,8 +121,6 @@ class _Joining:
             spec=spec,
             workload=workload_of(spec),
             world=world,
-            allocation=None,
-            is_for_slurm=False,
             environ=dict(os.environ),
         )
         records, workload = self.context.records, self.context.workload
@@ -162,14 +150,14 @@ class _Joining:
             )
             computing = share_here(os.environ, num_workers, asked).threads
             made = variables_of(place, os.environ, this_host(), computing)
-            os.environ.update({**made.environ, **_values(import_path(import_paths, os.environ.get("PYTHONPATH")))})
-            with imports_for_good():
-                worker = load_worker(workload_of(spec).worker)
-                worker.preload(str(run.path))
-            return worker.main(str(run.path), os.environ, attempt=attempt, listen_fd=gathering.listen_fd)
+            paths = import_path(import_paths, os.environ.get("PYTHONPATH"))
+            of_paths = {name: fact.value for name, fact in paths.items() if fact.value is not None}
+            os.environ.update({**made.environ, **of_paths})
         except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
             report(run.rank_error(attempt, place.rank), error, rank=place.rank, log=run.console)
             return exit_code_of(error)
+        name, listen_fd = workload_of(spec).worker, gathering.listen_fd
+        return run_worker(run, name, os.environ, attempt=attempt, listen_fd=listen_fd)
 
     def conclude(self, attempt: int, code: int) -> None:
         """Write into the ledger how the attempt ended, as far as rank zero knows."""
@@ -180,19 +168,5 @@ class _Joining:
             sys.stderr.write(f"ended: {conclusion.end.reason}\n")
 
 
-def _values(variables: object) -> dict[str, str]:
-    assert isinstance(variables, dict)  # noqa: S101  our own
-    return {name: fact.value for name, fact in variables.items() if fact.value is not None}
-
-
 if __name__ == "__main__":
-    try:
-        result = main()
-    except DdpHpcError as error:
-        sys.stderr.write(f"error: {error}\n")
-        result = error.exit_code
-    except BaseException:  # noqa: BLE001  the way out is the same for all
-        traceback.print_exc()
-        result = exit_codes.FAILED
-    sys.stdout.flush()
-    leave_at_once(result)
+    run_and_leave(main)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.patience import known
-from ddp_hpc.job.node.torchrun_node import see_through
+from ddp_hpc.job.node.torchrun_node import start_torchrun, wait_for_torchrun
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -37,13 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()
     interruptions = processes.block_interruptions()  # a terminal may have started this process
-    torchrun = subprocess.Popen(
-        [sys.executable, "-m", "ddp_hpc.train.torchrun", *arguments.options],
-        env={name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)},
-        start_new_session=True,
-        preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
-    )
-    code = see_through(torchrun, arguments.stop_signal, interruptions, has_terminal=True)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
+    torchrun = start_torchrun(arguments.options, environ)
+    code = wait_for_torchrun(torchrun, arguments.stop_signal, interruptions, has_terminal=True)
     if code != exit_codes.FINISHED:
         return exit_codes.FAILED if code < 0 else code
     return _meaning(RunDir(arguments.run))

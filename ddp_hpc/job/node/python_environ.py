@@ -1,4 +1,4 @@
-"""What each process with a worker needs, however it is started: its import path, its garbage collector, its exit."""
+"""What each process with a worker needs, however it is started: import path, TMPDIR, garbage collector, exit."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import gc
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, MutableMapping
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from ddp_hpc.base import exit_codes
+from ddp_hpc.base.errors import DdpHpcError, exit_code_of
+from ddp_hpc.cluster.rank_probe.folder import LINK, ProbeFolder
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE, giving
+from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.workload.protocol import load_worker
 
 IMPORT_PATH = "_DDP_HPC_IMPORT_PATH"
 """Name of a variable with the import paths of the user's code, for workers only, in the format of PYTHONPATH."""
 SAFE_PATH = {"PYTHONSAFEPATH": "ddp_hpc"}
 """Keeps Python 3.11 and newer from importing what lies in the working directory; the value tells it from one that the user has set."""
+_LONGEST = 107 - 40
+"""Bytes (unix(7)); Python's `multiprocessing` adds 32 (`/pymp-12345678/listener-12345678`), PyTorch's `torch_shm_manager` 34."""
 
 
 def python_environ(environ: Mapping[str, str]) -> dict[str, str]:
@@ -34,7 +44,13 @@ def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
         del environ["PYTHONSAFEPATH"]
     paths = [path for path in environ.pop(IMPORT_PATH, "").split(os.pathsep) if path]
     if paths:
-        pythons = [path for path in sys.path if _is_pythons(path)]
+        library, extensions = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstdlib"))
+        pythons = [
+            path
+            for path in sys.path
+            if Path(path) in {library, extensions}
+            or (Path(path).parent in {library, library.parent} and path.endswith(("lib-dynload", ".zip")))
+        ]
         sys.path[:] = [*pythons, *paths, *(path for path in sys.path if path not in pythons)]
         environ[USERS_CODE] = os.pathsep.join(paths)
         path = os.pathsep.join([*paths, *filter(None, [environ.get("PYTHONPATH")])])
@@ -42,12 +58,19 @@ def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
     return paths
 
 
-def _is_pythons(path: str) -> bool:
-    """Tell whether a path is of the standard library: its directory, its extensions, its archive."""
-    library = Path(sysconfig.get_path("stdlib"))
-    return Path(path) in {library, Path(sysconfig.get_path("platstdlib"))} or (
-        Path(path).parent in {library, library.parent} and Path(path).name.endswith(("lib-dynload", ".zip"))
-    )
+def shorten_tmpdir(folder: ProbeFolder | None, environ: MutableMapping[str, str], *, says: bool) -> None:
+    """Give this process, and those that it starts, a link to the directory for temporary files where its path is too long for sockets."""
+    users = tempfile.gettempdir()
+    if folder is None or len(os.fsencode(users)) <= _LONGEST:
+        return
+    link = folder.path / LINK
+    link.symlink_to(users)
+    tempfile.tempdir = str(link)
+    environ.update(giving({"TMPDIR": tempfile.tempdir}, environ))
+    if says:
+        sys.stderr.write(
+            f"note: TMPDIR is {link} in the workers, a link to {users}, whose path is too long for Unix sockets\n"
+        )
 
 
 @contextmanager
@@ -63,6 +86,34 @@ def imports_for_good() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def run_worker(
+    run: RunDir, name: str, environ: MutableMapping[str, str], *, attempt: int, listen_fd: int | None = None
+) -> int:
+    """Import the workers' module of this name, and run this rank to its end; return its exit code. Whatever ends it is reported."""
+    rank = int(environ["RANK"])
+    try:
+        with imports_for_good():
+            worker = load_worker(name)
+            worker.preload(str(run.path))
+        return worker.main(str(run.path), environ, attempt=attempt, listen_fd=listen_fd)
+    except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
+        report(run.rank_error(attempt, rank), error, rank=rank, log=run.console)
+        return exit_code_of(error)
+
+
+def run_and_leave(main: Callable[[], int]) -> NoReturn:
+    """Run a process of a node, and end it without Python's shutdown, which prints what torch leaks."""
+    code = exit_codes.FAILED
+    try:
+        code = main()
+    except DdpHpcError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = error.exit_code
+    except BaseException:  # noqa: BLE001  the way out is the same for all
+        traceback.print_exc()
+    leave_at_once(code)
 
 
 def leave_at_once(code: int) -> NoReturn:

@@ -10,18 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.base.errors import exit_code_of
+from ddp_hpc.base import processes
 from ddp_hpc.job.node.cpus import keep_to
-from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
+from ddp_hpc.job.node.python_environ import make_users_code_importable, run_and_leave, run_worker
 from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
-from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.workload.protocol import load_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,20 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.cpus:
         keep_to(map(int, arguments.cpus.split(",")), os.environ)
     make_users_code_importable(os.environ)
-    try:
-        with imports_for_good():
-            worker = load_worker(arguments.worker)
-            worker.preload(str(run.path))
-    except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
-        report(run.rank_error(arguments.attempt, rank), error, rank=rank, log=run.console)
-        return exit_code_of(error)
-    return worker.main(str(run.path), os.environ, attempt=arguments.attempt, listen_fd=arguments.listen_fd)
+    attempt, listen_fd = arguments.attempt, arguments.listen_fd
+    return run_worker(run, arguments.worker, os.environ, attempt=attempt, listen_fd=listen_fd)
 
 
 if __name__ == "__main__":
-    try:
-        result = main()
-    except BaseException:  # noqa: BLE001  the way out is the same for all
-        traceback.print_exc()
-        result = exit_codes.FAILED
-    leave_at_once(result)
+    run_and_leave(main)

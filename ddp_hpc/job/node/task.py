@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.base.errors import exit_code_of
+from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.worker_env import (
@@ -35,18 +33,17 @@ from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.machine_use import MachineSampler
 from ddp_hpc.job.node.python_environ import (
-    imports_for_good,
-    leave_at_once,
     make_users_code_importable,
     python_environ,
+    run_and_leave,
+    run_worker,
+    shorten_tmpdir,
 )
-from ddp_hpc.job.node.short_tmpdir import shorten_tmpdir
 from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
-from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
 from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rank_zero_exit
-from ddp_hpc.run.workload.protocol import load_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--worker", required=True)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--meet", type=Meeting.parse, metavar="'ADDRESS PORT'")
+    parser.add_argument("--meet", type=Endpoint.parse, metavar="'ADDRESS PORT'")
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--nsys", type=parse_ranks, default=frozenset())
     parser.add_argument("--under-nsys", type=int, metavar="PID", help="nsys has started it, which has this process id")
@@ -64,23 +61,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A signal that comes during the imports stays pending until the worker has handlers.
     processes.block_awaited_signals()
     processes.block_interruptions()
-    run, meeting, python = RunDir(arguments.run), arguments.meet, python_environ(os.environ)
+    run, endpoint, python = RunDir(arguments.run), arguments.meet, python_environ(os.environ)
     if arguments.under_nsys is not None:
         processes.die_after(arguments.under_nsys)
-    elif meeting is None:
+    elif endpoint is None:
         processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
-    rank = int(os.environ["RANK"]) if meeting is None else step_task(os.environ).rank
+    rank = int(os.environ["RANK"]) if endpoint is None else step_task(os.environ).rank
     if rank in arguments.nsys and arguments.under_nsys is None:
         start_under_nsys("ddp_hpc.job.node.task", argv, run=run, attempt=arguments.attempt, rank=rank)
     import_paths = make_users_code_importable(os.environ)
-    worker_env = _by_torchrun(import_paths) if meeting is None else _by_srun(meeting, import_paths)
-    os.environ.update(worker_env.environ)
+    given = _environ_of_torchrun(import_paths) if endpoint is None else _environ_of_srun(endpoint, import_paths)
+    os.environ.update(given.environ)
     # torchrun's node has made one for all its workers. What a killed task leaves, the next one removes.
     probes = None if PROBE_FOLDER in os.environ else make_folder()
     shorten_tmpdir(probes, os.environ, says=rank == 0)
     os.environ.update(for_probe(probes.path if probes else None, is_alone=True))
     # torchrun's node samples for all its workers, and of srun's tasks on a node, the first one does.
-    sampler = _sampler(run, arguments, {**os.environ, **python}) if meeting is not None else None
+    sampler = _sampler(run, arguments, {**os.environ, **python}) if endpoint is not None else None
     try:
         code = _work(run, arguments)
     finally:
@@ -107,14 +104,14 @@ def _sampler(run: RunDir, arguments: argparse.Namespace, environ: Mapping[str, s
     )
 
 
-def _by_srun(meeting: Meeting, import_paths: Sequence[str]) -> WorkerEnv:
-    place, interface = step_task(os.environ), this_host().interface_towards(meeting.address)
-    node = node_variables(interface, share_here(os.environ, 1, None).threads)
-    made = {**ranks_of_step(place), **endpoint_of_run(meeting.address, meeting.port), **node}
+def _environ_of_srun(endpoint: Endpoint, import_paths: Sequence[str]) -> WorkerEnv:
+    interface, threads = this_host().interface_towards(endpoint.address), share_here(os.environ, 1, None).threads
+    address = endpoint_of_run(endpoint.address, endpoint.port)
+    made = {**ranks_of_step(step_task(os.environ)), **address, **node_variables(interface, threads)}
     return launched("srun", made, os.environ, import_paths)
 
 
-def _by_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
+def _environ_of_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
     """Return what torchrun gives its worker, and what `torchrun_node` gave torchrun."""
     node = recorded(os.environ)
     assert node is not None  # noqa: S101  `torchrun_node` sees to it
@@ -124,30 +121,17 @@ def _by_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
 
 
 def _work(run: RunDir, arguments: argparse.Namespace) -> int:
-    meeting, attempt, rank = arguments.meet, arguments.attempt, int(os.environ["RANK"])
+    endpoint, attempt, rank = arguments.meet, arguments.attempt, int(os.environ["RANK"])
     try:
         processes.allow_open_files(int(os.environ["WORLD_SIZE"]))
-        with ExitStack() as resources:
-            listen_fd = None
-            if meeting is not None and rank == 0:
-                listen_fd = os.dup(resources.enter_context(listen(meeting)).fileno())
-            with imports_for_good():
-                worker = load_worker(arguments.worker)
-                worker.preload(str(run.path))
-        code = worker.main(str(run.path), os.environ, attempt=attempt, listen_fd=listen_fd)
+        listen_fd = listen(endpoint).detach() if endpoint is not None and rank == 0 else None
     except PortTakenError:
         return exit_codes.PORT_TAKEN
-    except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
+    except (ConfigError, OSError, ValueError) as error:
         report(run.rank_error(attempt, rank), error, rank=rank, log=run.console)
         return exit_code_of(error)
-    return code
+    return run_worker(run, arguments.worker, os.environ, attempt=attempt, listen_fd=listen_fd)
 
 
 if __name__ == "__main__":
-    try:
-        result = main()
-    except BaseException:  # noqa: BLE001  the way out is the same for all
-        traceback.print_exc()
-        result = exit_codes.FAILED
-    sys.stdout.flush()
-    leave_at_once(result)
+    run_and_leave(main)

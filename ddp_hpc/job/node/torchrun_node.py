@@ -16,7 +16,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,8 @@ from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, for_probe, node_var
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.machine_use import MachineSampler
-from ddp_hpc.job.node.short_tmpdir import shorten_tmpdir
-from ddp_hpc.job.wire.endpoint import Meeting, own_address
+from ddp_hpc.job.node.python_environ import shorten_tmpdir
+from ddp_hpc.job.wire.endpoint import Endpoint, own_address
 from ddp_hpc.run.run_dir.paths import RunDir
 
 REPEAT_S = 1.0
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--stop-signal", type=processes.signal_number, default="USR2", metavar="NAME")
-    parser.add_argument("--meet", type=Meeting.parse, required=True, metavar="'ADDRESS PORT'")
+    parser.add_argument("--meet", type=Endpoint.parse, required=True, metavar="'ADDRESS PORT'")
     parser.add_argument("options", nargs="+", help="torchrun's options, and the script that it starts")
     arguments = parser.parse_args(argv)
     processes.allow_open_files()  # torchrun holds a connection to each rank; each task compares the limit with its world
@@ -59,22 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     node = WorkerEnv(process="torchrun's agent", variables=settled(made, os.environ))
     place = step_task(os.environ)
     rendezvous = [
-        f"--rdzv-endpoint={arguments.meet.endpoint}",
+        f"--rdzv-endpoint={arguments.meet.netloc}",
         f"--rdzv-conf=rank={place.node_rank}",
         f"--local-addr={own_address(address)}",
     ]
     probes = make_folder()
     shorten_tmpdir(probes, os.environ, says=place.node_rank == 0)
-    torchrun = subprocess.Popen(
-        [sys.executable, "-m", "ddp_hpc.train.torchrun", *rendezvous, *arguments.options],
-        env={
-            **os.environ,
-            **node.environ,
-            **for_probe(probes.path if probes else None, is_alone=True),
-        },
-        start_new_session=True,
-        preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
-    )
+    environ = {**os.environ, **node.environ, **for_probe(probes.path if probes else None, is_alone=True)}
+    torchrun = start_torchrun([*rendezvous, *arguments.options], environ)
     sampler = MachineSampler(
         run=RunDir(arguments.run),
         environ=os.environ,
@@ -83,14 +75,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_gpus=arguments.gpus,
     )
     try:
-        return see_through(torchrun, arguments.stop_signal, interruptions)
+        return wait_for_torchrun(torchrun, arguments.stop_signal, interruptions)
     finally:
         if probes:
             probes.close()
         sampler.close()
 
 
-def see_through(
+def start_torchrun(options: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start torchrun in a session of its own, which ends with this process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ddp_hpc.train.torchrun", *options],
+        env=environ,
+        start_new_session=True,
+        preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
+    )
+
+
+def wait_for_torchrun(
     torchrun: subprocess.Popen[bytes],
     stop_signal: int,
     interruptions: Collection[int],
@@ -116,16 +118,11 @@ def see_through(
                 sys.stderr.write("note: the workers save and exit now; Ctrl-C once more ends them at once\n")
         is_stopping = is_stopping or number in {*processes.STOP_SIGNALS, *interruptions}
         if is_stopping:
-            listening = (pid for pid in _children(torchrun.pid) if processes.is_listening(pid, stop_signal))
-            processes.send(listening, stop_signal)
+            children: list[psutil.Process] = []
+            with suppress(psutil.NoSuchProcess):
+                children = psutil.Process(torchrun.pid).children()
+            processes.send((one.pid for one in children if processes.is_listening(one.pid, stop_signal)), stop_signal)
     return code
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [child.pid for child in psutil.Process(pid).children()]
-    except psutil.NoSuchProcess:
-        return []
 
 
 if __name__ == "__main__":

@@ -29,16 +29,16 @@ _GROWTH = 4
 
 
 def unpack(source: Path, target: Path) -> int:
-    """Copy or unpack, unless it is there already; return how many bytes were read.
-
-    Raises:
-        OSError: where it cannot be read, does not fit, has no Python that starts, or the folder belongs to another user.
-    """
+    """Copy or unpack, unless it is there already; return how many bytes were read. Raise OSError where that cannot be."""
     _make_private(target.parent)
     if target.exists():  # several nodes may share a disk
         return 0
     num_bytes = source.stat().st_size
-    _require_space(target.parent, num_bytes * (_GROWTH if is_packed(source.name) else 1))
+    needed, free = num_bytes * (_GROWTH if is_packed(source.name) else 1), shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise OSError(
+            f"{target.parent} has {free / 1e9:.1f} GB free, but up to {needed / 1e9:.1f} GB are needed; free space there, or set another `stage.dir`"
+        )
     beside = target.with_name(f".{target.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
         if is_packed(source.name):
@@ -95,14 +95,6 @@ def _run(argv: Sequence[str], what: str) -> None:
     if done.returncode != 0:
         last_line = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
         raise OSError(f"{Path(argv[0]).name} could not {what}: {last_line}")
-
-
-def _require_space(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise OSError(
-            f"{folder} has {free / 1e9:.1f} GB free, but up to {num_bytes / 1e9:.1f} GB are needed; free space there, or set another `stage.dir`"
-        )
 
 
 def _remove(path: Path) -> None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 
 from ddp_hpc.base import processes
+from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
 from ddp_hpc.job.script.plan import ScriptPlan
 
 _SIGINT_CODE = 130
@@ -72,7 +73,7 @@ def _prepare(plan: ScriptPlan, environ: Mapping[str, str], python_path: Sequence
     for name in before - environ.keys():
         del os.environ[name]
     inserted = {*environ.get("PYTHONPATH", "").split(os.pathsep), *python_path}
-    ours = {*_ours(environ)}
+    ours = {path for path in environ.get(USERS_CODE, "").split(os.pathsep) if path}
     rest = [path for path in sys.path if path not in inserted and path not in ours]
     first = [] if environ.get("PYTHONSAFEPATH") else [plan.folder]
     sys.path[:] = [*first, *python_path, *rest]
@@ -83,12 +84,6 @@ def _prepare(plan: ScriptPlan, environ: Mapping[str, str], python_path: Sequence
     gc.freeze()  # `_close_files` does not find what was there before the script
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()  # a fork has copied its state, so all ranks would draw the same; Python's own seeds itself anew
-
-
-def _ours(environ: Mapping[str, str]) -> list[str]:
-    from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
-
-    return [path for path in environ.get(USERS_CODE, "").split(os.pathsep) if path]
 
 
 def _unbuffer() -> None:
@@ -114,7 +109,7 @@ def _run(plan: ScriptPlan, on_error: Callable[[BaseException], object]) -> int:
     except SystemExit as end:
         return _exit_code(end)
     except BaseException as error:  # noqa: BLE001  all that a script may raise
-        error.with_traceback(_of_script(error.__traceback__))
+        error.with_traceback(_traceback_of_script(error.__traceback__))
         # SIGINT may be a request to stop: the process beside this one knows. A helper that the script has forked gets here, too.
         if not isinstance(error, KeyboardInterrupt) and os.getpid() == pid:
             on_error(error)
@@ -158,7 +153,7 @@ def _exit_code(end: SystemExit) -> int:
 _NOT_OF_SCRIPT = (__file__, "<frozen runpy>", runpy.__file__)
 
 
-def _of_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
+def _traceback_of_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
     """Return a traceback from the script's first line on, as Python prints it."""
     rest = traceback
     while rest is not None and rest.tb_frame.f_code.co_filename in _NOT_OF_SCRIPT:

@@ -15,7 +15,8 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
 from ddp_hpc.job.script.source import imported, may_compile, sets_endpoint, why_exec
-from ddp_hpc.run.spec import Program, ScriptSpec
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import Program, RunSpec, ScriptSpec
 
 _UNBUFFERED = "-u"
 _FROM_COPY = (
@@ -68,6 +69,21 @@ class ScriptPlan:
         if program.module is None or not self.has_copy:
             return self.command
         return [self.executable, *program.options, "-c", _FROM_COPY, self.folder, program.module, *program.arguments]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRank:
+    """One rank of one attempt, and what it runs."""
+
+    run: RunDir
+    spec: RunSpec
+    plan: ScriptPlan
+    rank: int
+    attempt: int
+
+    @property
+    def log(self) -> Path:
+        return self.run.rank_log(self.attempt, self.rank)
 
 
 def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> ScriptPlan:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import read_json
 from ddp_hpc.base.errors import UnreadableError
-from ddp_hpc.job.script.script_rank import ScriptRank
+from ddp_hpc.job.script.plan import ScriptRank
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.failure_reports import (
     WorkerFailure,
@@ -45,7 +45,7 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_
     if code < 0 and not was_killed:
         report_killed(path, -code, rank=script_rank.rank, log=script_rank.log, memory_ran_out=memory_ran_out)
         return
-    text = _of_elastic(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or _last_line(
+    text = _exception_of_elastic(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or _last_line(
         script_rank.log
     )
     how = (
@@ -98,7 +98,7 @@ def remark(script_rank: ScriptRank, remarks: Iterable[str]) -> None:
             write_remark(script_rank.run, script_rank.attempt, script_rank.rank, text)
 
 
-def _of_elastic(path: Path) -> str:
+def _exception_of_elastic(path: Path) -> str:
     """Return the exception that `torch.distributed.elastic`'s `record` has written."""
     with suppress(OSError, KeyError, TypeError, ValueError):
         record = read_json(path) or {}

@@ -16,13 +16,16 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import FencedError
 from ddp_hpc.base.patience import known
+from ddp_hpc.cluster.rank_probe.client import RankProbe
+from ddp_hpc.cluster.rank_probe.collect import collect
 from ddp_hpc.cluster.rank_probe.deadlines import in_thread
+from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.job.script.ending import is_of_stop_signal, meaning
-from ddp_hpc.job.script.hang_watch import HangWatch
 from ddp_hpc.job.script.life import Life
 from ddp_hpc.job.script.output import Echo
-from ddp_hpc.job.script.script_rank import ScriptRank
+from ddp_hpc.job.script.plan import ScriptRank
 from ddp_hpc.run.run_dir.failure_reports import read_failures, write_rank_end
+from ddp_hpc.run.run_dir.hang_records import write_hang_record
 from ddp_hpc.run.run_dir.records import Progress, with_report, write_progress
 from ddp_hpc.run.workload.script_progress import SeenFiles, look, record_changes
 
@@ -34,6 +37,38 @@ SIGNAL_S = 2.0
 """How long after a script this process may receive the signal that Slurm has sent to both."""
 LONGEST_LOOK_S = 10.0
 """The longest time between two checks of a script."""
+
+
+@dataclass
+class HangWatch:
+    """Asks a silent script what it does, once in each silence of the hang timeout; the supervisor kills it a minute later."""
+
+    script_rank: ScriptRank
+    folder: Path | None
+    timeout_s: float
+    _alive_at: float = field(default_factory=time.monotonic)
+    _has_asked: bool = False
+    _gives_stacks: bool = True
+    """Whether to ask for stacks: a question that waits for the interpreter (GIL) keeps a thread of the server for ever."""
+
+    def is_due(self, *, is_alive: bool) -> bool:
+        """Tell whether to ask now, once in each silence; call it whenever the script was checked."""
+        if is_alive:
+            self._alive_at, self._has_asked = time.monotonic(), False
+        if self._has_asked or time.monotonic() - self._alive_at < self.timeout_s:
+            return False
+        self._has_asked = True
+        return True
+
+    def keep_record(self, pid: int) -> None:
+        """Ask the script what it does, and write the answer; `pid` is its process. It may wait for the file system."""
+        rank = self.script_rank.rank
+        folder = self.folder or Path("/nonexistent")  # then only the kernel is asked
+        probe = RankProbe(path=socket_of(folder, rank))
+        record = collect(rank, probe, pid=pid, with_stacks=self._gives_stacks)
+        self._gives_stacks = not record.holds_interpreter
+        with suppress(OSError):  # a full disk: the supervisor then reports a hang without it
+            write_hang_record(self.script_rank.run, self.script_rank.attempt, record)
 
 
 @dataclass(kw_only=True)
@@ -57,7 +92,7 @@ class Watcher:
     _looked_at: float = 0.0
     _began: float = field(default_factory=time.monotonic)
 
-    def see_through(self, pid: int) -> int:
+    def wait_for(self, pid: int) -> int:
         """Return the script's exit code, or minus the number of the signal that killed it."""
         [code] = self._await_end([pid])
         self._hear_of_stop(code)
@@ -115,11 +150,8 @@ class Watcher:
                 codes += self._await_end(asked)
             else:
                 self._await_end(adopted)
-        failed = (one for one in codes if self._means(one) == exit_codes.FAILED)
-        return next(failed, code)
-
-    def _means(self, code: int) -> int:
-        return meaning(code, stop_signal=self.sent_signal, resume_codes=self.script_rank.spec.script.resume_exit_codes)
+        means = partial(meaning, stop_signal=self.sent_signal, resume_codes=script.resume_exit_codes)
+        return next((one for one in codes if means(one) == exit_codes.FAILED), code)
 
     def _hear_of_stop(self, code: int) -> None:
         """Find out whether this process was sent a stop signal, too, where one has perhaps ended the script before."""

@@ -32,9 +32,8 @@ from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
 from ddp_hpc.cluster.slow_ranks.reporter import Reporter
 from ddp_hpc.job.script.ending import meaning
 from ddp_hpc.job.script.output import Echo, open_log
-from ddp_hpc.job.script.plan import ScriptPlan, frozen_code, plan_of
+from ddp_hpc.job.script.plan import ScriptPlan, ScriptRank, frozen_code, plan_of
 from ddp_hpc.job.script.report import remark, report_exit, what_was_short
-from ddp_hpc.job.script.script_rank import ScriptRank
 from ddp_hpc.job.script.source import imports
 from ddp_hpc.job.script.start import start
 from ddp_hpc.job.script.store import host_store, keep_while_used
@@ -103,11 +102,7 @@ def _plan(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> ScriptPlan:
 
 
 def check(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
-    """Check that there is such a script that can start, and that Python finds the modules that are named.
-
-    Raises:
-        ConfigError: where the job would refuse it.
-    """
+    """Check that there is such a script that can start, and that Python finds the modules that are named; raise as the job would."""
     program = spec.script.program
     try:
         plan = plan_of(spec.script, None, environ, Path.cwd())
@@ -127,11 +122,11 @@ def _refusals(spec: RunSpec, plan: ScriptPlan) -> Iterator[str]:
     """Yield why this host's Python, or its Linux, would not start the script."""
     if plan.executable != sys.executable or {*plan.program.options} - {"-u"}:
         if plan.program.python is None and "/" in plan.program.words[0]:
-            yield from _of_first_line(plan)
+            yield from _problems_of_first_line(plan)
         return
     sys.path.insert(0, plan.folder)
     if plan.path is not None and plan.path.is_file():
-        yield from _of_source(plan.path)
+        yield from _problems_of_source(plan.path)
     for key, name in [
         ("script.command", plan.program.module),
         *(("script.preload", one) for one in spec.script.preload),
@@ -140,7 +135,7 @@ def _refusals(spec: RunSpec, plan: ScriptPlan) -> Iterator[str]:
             yield f"`{key}` names the module {name!r}, but this Python has none of that name. {_meant(name, plan.folder)}Correct it, or install it."
 
 
-def _of_first_line(plan: ScriptPlan) -> Iterator[str]:
+def _problems_of_first_line(plan: ScriptPlan) -> Iterator[str]:
     if not os.access(plan.executable, os.R_OK):
         return
     with Path(plan.executable).open("rb") as file:
@@ -153,7 +148,7 @@ def _of_first_line(plan: ScriptPlan) -> Iterator[str]:
         yield f"{what}whose first line names the program {named!r}, which does not exist. Correct it, or name the program before the script."
 
 
-def _of_source(path: Path) -> Iterator[str]:
+def _problems_of_source(path: Path) -> Iterator[str]:
     source = path.read_bytes()
     if b"\0" in source:  # an archive, or compiled
         return
@@ -235,7 +230,7 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     began = time.monotonic()
     reporter = _reporter(script_rank, environ, is_hosted=is_hosted)
     reporter.start()
-    code = watcher.see_through(pid)
+    code = watcher.wait_for(pid)
     reporter.close()
     ran_s = time.monotonic() - began
     means = meaning(

@@ -18,7 +18,7 @@ class PortTakenError(Exception):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Endpoint:
     """Where the ranks of an attempt meet."""
 
     address: str
@@ -31,31 +31,31 @@ class Meeting:
         return f"{self.address} {self.port}"
 
     @property
-    def endpoint(self) -> str:
+    def netloc(self) -> str:
         """As URLs have it, and torchrun."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
     @classmethod
-    def parse(cls, text: str) -> Meeting:
+    def parse(cls, text: str) -> Endpoint:
         """Read what `str` wrote."""
         address, _, port = text.partition(" ")
         return cls(address, int(port))
 
 
-def listen(meeting: Meeting) -> socket.socket:
+def listen(endpoint: Endpoint) -> socket.socket:
     """Return a socket that listens on this address only; for port 0, the kernel chooses a free port.
 
     Raises:
         PortTakenError: where the port is taken.
     """
-    is_v6 = ipaddress.ip_address(meeting.address).version == 6
+    is_v6 = ipaddress.ip_address(endpoint.address).version == 6
     try:
         return socket.create_server(
-            (meeting.address, meeting.port), family=socket.AF_INET6 if is_v6 else socket.AF_INET, backlog=_BACKLOG
+            (endpoint.address, endpoint.port), family=socket.AF_INET6 if is_v6 else socket.AF_INET, backlog=_BACKLOG
         )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise PortTakenError(str(meeting)) from error
+            raise PortTakenError(str(endpoint)) from error
         raise
 
 
