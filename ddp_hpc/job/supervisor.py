@@ -48,7 +48,6 @@ from ddp_hpc.job.staging import moved, stage, unstage, wrapper_of
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.job.workers import Workers, workers_of
 from ddp_hpc.run.config import dropped_from, load_resolved
-from ddp_hpc.run.requeue import TABLE
 from ddp_hpc.run.run_dir.joining import write_meeting
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger, Next
 from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses

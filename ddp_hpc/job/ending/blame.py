@@ -12,8 +12,8 @@ from ddp_hpc.job.ending.causes import Evidence
 from ddp_hpc.job.ending.evidence import Recorded
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.run import requeue
+from ddp_hpc.run.run_dir.affected import fingerprint
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.fingerprint import fingerprint
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Root
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.spec.launch import RestartSpec
