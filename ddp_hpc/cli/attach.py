@@ -1,13 +1,16 @@
-"""Follow a run until its attempt ends: wait for it, or show its progress."""
+"""Show a run until it ends: a screen on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
 from typing import TextIO
 
 from ddp_hpc.cli.status_text import evaluation_line, progress_line
 from ddp_hpc.launch.submission.release_hold import require_start
+from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import failed_save
 from ddp_hpc.run.run_dir.rereading import await_news
@@ -27,14 +30,22 @@ def show(run: RunDir, attempt: int, out: TextIO, *, ask: Ask) -> None:
             require_start(run, job_id, found.reason)
         return found
 
-    looks = follow(run, attempt, clock=time.time, pause=await_news, ask=ask_or_end)
-    if out.isatty():
-        from ddp_hpc.cli.live import draw  # late, as the next: for eyes only
-        from ddp_hpc.watch.report.looking import Looker
+    _show(run, follow(run, attempt, clock=time.time, pause=await_news, ask=ask_or_end), out, is_kept=False)
 
-        looker = Looker(run)
-        drawn = ((looker.look(time.time(), one.status), lines_of(one)) for one in looks)
-        draw(drawn, out, is_kept=False)
+
+def watch(run: RunDir, out: TextIO, *, ask: Ask) -> None:
+    """Show in the same way how the run goes from now on, until the user has seen enough."""
+    newest = Ledger.read(run).newest
+    looks = follow(run, 0 if newest is None else newest.attempt, clock=time.time, pause=await_news, ask=ask)
+    with suppress(KeyboardInterrupt):
+        _show(run, (replace(one, evaluations=(), printed=()) for one in looks), out, is_kept=True)
+
+
+def _show(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bool) -> None:
+    if out.isatty():
+        from ddp_hpc.cli.live import draw  # late: for eyes only
+
+        draw(run, looks, out, is_kept=is_kept)
     else:
         show_lines(looks, out, clock=time.monotonic)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -12,55 +11,74 @@ from rich.live import Live
 from rich.text import Text
 
 from ddp_hpc.base.discretion import visible
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import known
+from ddp_hpc.cli.attach import lines_of, show_lines
+from ddp_hpc.cli.details import details_of
+from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.cli.terminal import unguarded
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.rereading import await_news
-from ddp_hpc.watch.queue import Ask
-from ddp_hpc.watch.report.looking import Looker
-from ddp_hpc.watch.report.screen import RunScreen, screen
+from ddp_hpc.watch.follow import FollowUpdate
+from ddp_hpc.watch.report.series import ChartPoint, finite, read_losses
+from ddp_hpc.watch.report.words import moment
+from ddp_hpc.watch.status import RunStatus
 
-_HEIGHT_ELSEWHERE = 200
-"""Lines of a screen in a file or a pipe."""
-
-
-def watch(run: RunDir, out: TextIO, ask: Ask | None) -> None:
-    """Draw a run until it ends, or the user has seen enough."""
-    looker = Looker(run, ask=ask)
-
-    def screens() -> Iterator[tuple[RunScreen, Sequence[str]]]:
-        while True:
-            seen = patiently(str(run.path), lambda: looker.look(time.time()))
-            yield seen, ()
-            if not seen.status.is_alive:
-                return
-            await_news(looker.newest)
-
-    with suppress(KeyboardInterrupt):
-        draw(screens(), out, is_kept=True)
+LEVELS, PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"
+_WIDTH = 40
+"""Characters of the bar and of the line of losses."""
+_DETAILS_S = 5.0
+"""After so long, rows that need many files are read again."""
 
 
-def draw(screens: Iterable[tuple[RunScreen, Sequence[str]]], out: TextIO, *, is_kept: bool) -> None:
-    """Draw one screen in the place of the last one, below the lines that come with it; in a file or a pipe, all below each other.
+def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bool) -> None:
+    """Draw one screen in the place of the last one, below a script's lines and evaluations; only lines if the terminal cannot draw.
 
     `is_kept`: leave the last screen on the terminal.
     """
-    console = Console(file=unguarded(out), force_terminal=out.isatty(), color_system=None)
-    can_draw = console.is_terminal and not console.is_dumb_terminal
+    console = Console(file=unguarded(out), force_terminal=True, color_system=None)
+    if console.is_dumb_terminal:
+        show_lines(looks, out, clock=time.monotonic)
+        return
+    rows: Mapping[str, str] = {}
+    losses: Sequence[ChartPoint] = ()
+    read_at = 0.0
+    levels = PLAIN_LEVELS if console.options.ascii_only else LEVELS
     with Live(console=console, auto_refresh=False, transient=not is_kept, redirect_stdout=False) as live:
-        for number, (seen, lines) in enumerate(screens):
-            for line in lines:
+        for look in looks:
+            for line in lines_of(look):
                 console.print(_text(line), soft_wrap=True)
+            now = time.time()
+            if now - read_at >= _DETAILS_S or not look.status.is_alive:
+                _, rows = details_of(run, look.status, now=now, word=run.word)
+                losses = known(run.metrics, lambda: read_losses(run, num_bins=_WIDTH).loss, unknown=())
+                read_at = now
             width, height = console.size
             # One column stays free, as some terminals begin a new line there, and one line for the shell.
-            height = max(1, height - 1) if console.is_terminal else _HEIGHT_ELSEWHERE
-            drawn = screen(seen, width=max(1, width - 1), height=height, is_plain=console.options.ascii_only)
-            if can_draw:
-                live.update(_text("\n".join(drawn)), refresh=True)
-            else:
-                console.print(_text("\n".join([""] * bool(number) + drawn)))
+            drawn = screen(look.status, rows, sparkline(finite(losses), _WIDTH, levels), now=now, word=run.word)
+            shown = [visible(line)[: max(1, width - 1)] for line in drawn[: max(1, height - 1)]]
+            live.update(_text("\n".join(shown)), refresh=True)
 
 
 def _text(words: str) -> Text:
     """Return text that rich prints unchanged: without markup, and with control characters escaped."""
     return Text("\n".join(map(visible, words.split("\n"))), no_wrap=True, overflow="ignore")
+
+
+def screen(status: RunStatus, details: Mapping[str, str], losses: str, *, now: float, word: str) -> list[str]:
+    """Return what `status` prints, below a bar of the steps and a line of the losses."""
+    lines = [f"{status.run}  {status.state}  {moment(now, '%H:%M:%S')}"]
+    if status.total_steps:
+        done = min(1.0, status.step / status.total_steps)
+        filled = round(done * _WIDTH)
+        lines.append(f"{'#' * filled}{'-' * (_WIDTH - filled)} {done:.0%}")
+    rest = as_text(status, now=now, word=word, details=details).splitlines()
+    return [*lines, *filter(None, [losses]), *(line for line in rest if not line.startswith(("run  ", "state  ")))]
+
+
+def sparkline(points: Sequence[ChartPoint], width: int, levels: str = LEVELS) -> str:
+    """Return a line of characters whose height is the mean of the points below them, from the lowest to the highest."""
+    count = min(width, len(points))
+    parts = [points[number * len(points) // count : (number + 1) * len(points) // count] for number in range(count)]
+    means = [sum(point.value for point in part) / len(part) for part in parts]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(levels[round((one - low) * scale)] for one in means)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ddp_hpc.cli.formatting import duration, number, numbers
 from ddp_hpc.run.run_dir.records import failed_save, memory_text, numbers_of
 from ddp_hpc.watch.status import RunStatus
 
 
-def as_text(  # noqa: PLR0913  one argument for each line that is not of the status
-    status: RunStatus,
-    *,
-    now: float,
-    word: str | None = None,
-    node_time: str = "",
-    saves: str = "",
-    machine: str = "",
-    profile: str = "",
-) -> str:
-    """Return the status, one line for each field: its name and its value. `word` names the run on the command line."""
+def as_text(status: RunStatus, *, now: float, word: str | None = None, details: Mapping[str, str] | None = None) -> str:
+    """Return the status, one line for each field: its name and its value; `details` have lines among them.
+
+    `word` names the run on the command line.
+    """
     rows = {
         "run": f"{status.run}  ({status.path})",
         "state": status.state,
@@ -35,13 +31,10 @@ def as_text(  # noqa: PLR0913  one argument for each line that is not of the sta
         "time limit": limit(status),
         "evaluation": numbers(status.metrics),
         "checkpoint": checkpoint(status),
-        "saves": saves,
         "save takes": memory_text(status.save_bytes),
         "save error": failed_save(status.save_error) if status.save_error and status.is_alive else status.save_error,
         "slow": "; ".join(one.sentence() for one in status.slow_ranks),
-        "machines": machine,
-        "profile": profile,
-        "node time": node_time,
+        **(details or {}),
         "attempt": "" if status.attempt is None else f"{status.attempt}{job(status)}",
         "job": "" if status.job_id is None or status.attempt is not None else status.job_id,
         "source": f"{status.source}, {duration(status.age_s)} ago",

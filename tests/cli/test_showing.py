@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli.attach import LINE_INTERVAL_S, show_lines
+from ddp_hpc.cli.details import goodput_line
 from ddp_hpc.cli.formatting import duration, number, size, table
-from ddp_hpc.cli.live import draw
+from ddp_hpc.cli.live import draw, screen
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.cli.summary import cause, exit_code, headline, next_steps
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Alarm
+from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.follow import FollowUpdate
-from ddp_hpc.watch.report.screen import RunScreen, screen
+from ddp_hpc.watch.goodput import Goodput
 from ddp_hpc.watch.status import RunStatus, State
 from tests.made_run import add_failure, add_log, make_run
 
@@ -116,7 +118,7 @@ def test_a_slow_rank_is_told_once_in_lines_and_stays_in_the_live_view_and_in_the
 
     assert [line for line in lines if "slow" in line] == [f"warning: {sentence}"]
     assert sentence in as_text(slow, now=0.0)
-    assert f"slow        {sentence}" in screen(screen_of(slow), width=120, height=20)
+    assert f"slow        {sentence}" in screen(slow, {}, "", now=0.0, word="digits")
 
 
 def test_the_first_of_the_saves_that_fail_in_a_row_is_told_at_once() -> None:
@@ -135,24 +137,30 @@ def test_the_first_of_the_saves_that_fail_in_a_row_is_told_at_once() -> None:
     )
 
 
-def screen_of(status: RunStatus) -> RunScreen:
-    return RunScreen(status=status, goodput=None, loss=[], phases={}, look=None, nodes={}, now=0.0)
-
-
 def test_the_screen_shows_the_newest_numbers() -> None:
-    text = "\n".join(screen(screen_of(status()), width=100, height=20))
+    text = "\n".join(screen(status(), {}, "", now=0.0, word="digits"))
 
-    for told in ("digits  running", "20 of 100, 20 %, 1 min 05 s left, epoch 3 of 10", "0.5", "640 samples/s"):
+    for told in ("digits  running", "20%", "20 of 100, epoch 3 of 10", "0.5", "640 samples/s, 1:05 left"):
         assert told in text
-    assert "loss 0.25  accuracy 0.9833" in text
+    assert "loss 0.2500  accuracy 0.9833" in text
 
 
-def test_evaluations_stay_as_lines_above_the_screen() -> None:
+def test_evaluations_stay_as_lines_above_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    looks = [FollowUpdate(status(), [EVALUATION]), FollowUpdate(status("finished"), [])]
 
-    draw([(screen_of(status()), ["evaluation  step 20"]), (screen_of(status("finished")), [])], out, is_kept=False)
+    draw(make_run(tmp_path), looks, out, is_kept=False)
 
-    assert "evaluation  step 20\n" in out.getvalue()
+    assert "evaluation  step 20  loss 0.2500  accuracy 0.9833\n" in out.getvalue()
+
+
+def test_where_the_node_time_is_not_known_no_line_tells_of_it() -> None:
+    spent = dict.fromkeys(KINDS, 0.0) | {"unknown": 0.5}
+    unknown = Goodput(goodput=None, node_hours=spent, gpu_hours=0.5, steps_repeated=0, num_failures=0)
+
+    assert goodput_line(unknown) == ""
+    assert goodput_line(replace(unknown, node_hours=spent | {"queued": 0.1})) == "queued 0.1 h"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -14,21 +15,20 @@ import subprocess
 import sys
 import termios
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cli import main
-from ddp_hpc.run.run_dir.ledger import record_start
+from ddp_hpc.cli.attach import watch
+from ddp_hpc.cli.live import LEVELS, PLAIN_LEVELS, screen, sparkline
+from ddp_hpc.run.run_dir.ledger import Ledger, record_start
 from ddp_hpc.run.run_dir.machine_use import MachineUse, append_use
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
-from ddp_hpc.watch.report.looking import Looker
-from ddp_hpc.watch.report.screen import PLAIN_LEVELS, RunScreen, screen, sparkline
 from ddp_hpc.watch.report.series import ChartPoint
+from ddp_hpc.watch.status import read_status
 from tests.made_run import make_run
-from tests.report.made import BEGIN, Plan, large_run, line_of, made_run
+from tests.report.made import BEGIN, Plan, large_run, made_run
 
 
 @pytest.fixture
@@ -36,39 +36,46 @@ def run(tmp_path: Path) -> RunDir:
     return large_run(tmp_path / "runs" / "large")
 
 
-def seen(run: RunDir) -> RunScreen:
-    return Looker(run).look(BEGIN + 5000)
+def drawn(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, *, encoding: str = "utf-8", columns: int = 100, lines: int = 90
+) -> str:
+    """Return what `status --watch` writes to a terminal of this size."""
+    written = io.BytesIO()
+    out = io.TextIOWrapper(written, encoding=encoding)
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", str(lines))
+    watch(run, out, ask=lambda _job, _at: pytest.fail("the run has ended"))
+    out.flush()
+    text = written.getvalue().decode(encoding).rpartition("\x1b[1A")[2]  # each screen stands in the place of the last one
+    return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]|\r", "", text).strip("\n")
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 100), (20, 3), (1, 1)])
-def test_a_screen_never_exceeds_the_terminal(width: int, height: int, run: RunDir) -> None:
-    lines = screen(seen(run), width=width, height=height)
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 100), (20, 3)])
+def test_a_screen_never_exceeds_the_terminal(
+    width: int, height: int, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = drawn(run, monkeypatch, columns=width, lines=height).splitlines()
 
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
 
 
-def test_a_screen_shows_progress_time_phases_and_the_ranks_that_others_wait_for(run: RunDir) -> None:
-    text = "\n".join(screen(seen(run), width=100, height=90))
-
-    for words in ("large  finished", "5,000 of 5,000, 100 %", "training 69 %", "backward 58 %", "(64 ranks", "rank 63"):
-        assert words in text
-
-
-def test_a_screen_shows_how_busy_the_machines_are(run: RunDir) -> None:
-    newest = Looker(run).look(BEGIN).status.attempt
+def test_a_screen_shows_progress_losses_and_what_status_prints(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = Ledger.read(run).newest
     assert newest is not None
     use = MachineUse(node_rank=0, node="n", at=BEGIN + 4990, seconds=15.0, gpu_problem="x", num_cpus=4.0, cpu_busy=0.75)
-    append_use(run, newest, use)
+    append_use(run, newest.attempt, use)
 
-    lines = screen(seen(run), width=100, height=90)
+    text = drawn(run, monkeypatch)
 
-    assert "machines    use of the GPUs is not known (x)" in lines
-    assert "            4 CPUs a node 75% busy, 10 s ago" in lines
+    for words in ("large  finished", "100%", "step        5000 of 5000", "training 69%", "4 CPUs a node 75% busy"):
+        assert words in text
+    assert any(level * 3 in text for level in LEVELS)
 
 
-def test_a_terminal_without_unicode_gets_ascii(run: RunDir) -> None:
-    assert "\n".join(screen(seen(run), width=79, height=24, is_plain=True)).isascii()
+def test_a_terminal_without_unicode_gets_ascii(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any(level * 3 in drawn(run, monkeypatch, encoding="ascii") for level in PLAIN_LEVELS)
 
 
 def test_a_sparkline_falls_as_the_values_fall() -> None:
@@ -82,27 +89,14 @@ def test_a_sparkline_falls_as_the_values_fall() -> None:
     assert sparkline([], 20) == ""
 
 
-def test_each_look_has_the_losses_of_that_moment(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "one", [Plan(first=0, reached=300, ending="finished")])
-    looker = Looker(run)
-    before = len(looker.look(BEGIN).loss)
-    with run.metrics.open("a") as file:
-        file.write(line_of(kind="train", step=310, loss=0.5, at=1.0))
-        file.write(line_of(kind="train", step=320, loss=None, at=2.0))
-
-    after = looker.look(BEGIN).loss
-
-    assert before == 30
-    assert [point.step for point in after][-2:] == [300, 310]
-
-
 def test_a_run_in_the_queue_and_one_without_metrics_have_a_screen(tmp_path: Path) -> None:
     queued, begun = make_run(tmp_path, "queued"), make_run(tmp_path, "begun")
     write_queued_job(queued, QueuedJob(job_id="7", attempt=0, at=BEGIN, backend="local"))
     record_start(begun, attempt=0, job_id="1")
 
     for each in (queued, begun):
-        assert screen(seen(each), width=80, height=24)[0].startswith(each.name)
+        status = read_status(each, now=BEGIN)
+        assert screen(status, {}, "", now=BEGIN, word=each.name)[0].startswith(f"{each.name}  ")
 
 
 def test_a_pipe_gets_text_without_control_characters(run: RunDir) -> None:
@@ -152,37 +146,17 @@ def test_ctrl_c_ends_the_watching_and_leaves_the_terminal_as_it_was(tmp_path: Pa
     os.close(slave)
 
 
-@pytest.mark.parametrize("columns", ["1", "50", "300"])
-def test_in_a_file_no_line_is_printed_that_is_longer_than_columns(
-    columns: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-
-    assert main(["status", str(run.path), "--watch"]) == 0
-
-    longest = max(map(len, capsys.readouterr().out.splitlines()))
-    assert max(1, int(columns) - 20) <= longest <= int(columns)
-
-
-def test_a_terminal_without_commands_gets_one_screen_below_the_other(tmp_path: Path) -> None:
+def test_a_terminal_without_commands_gets_lines(tmp_path: Path) -> None:
     run = _alive(tmp_path / "runs" / "one")
     master, slave = pty.openpty()
     argv = [sys.executable, "-m", "ddp_hpc", "status", str(run.path), "--watch"]
     with subprocess.Popen(
         argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={**os.environ, "TERM": "dumb"}
     ) as process:
-        drawn = _read_until(master, b"\r\n\r\none  ")
+        told = _read_until(master, b"running  step 300 of 300")
         process.send_signal(signal.SIGINT)
         process.wait(30)
 
-    assert b"\x1b" not in drawn
+    assert b"\x1b" not in told
     os.close(master)
     os.close(slave)
-
-
-def test_the_longest_reason_is_cut(run: RunDir) -> None:
-    one = seen(run)
-
-    lines = screen(replace(one, status=replace(one.status, reason="x" * 500)), width=79, height=24)
-
-    assert max(map(len, lines)) <= 79

@@ -48,4 +48,4 @@ def test_a_real_run_has_a_timeline_goodput_a_page_and_a_screen(tmp_path: Path) -
     assert {"Where the time went", "Loss and throughput", "Where a step's time goes", "Checkpoints", "Notes"} <= {
         *page.headings
     }
-    assert "45 of 45, 100 %" in screen
+    assert "finished  step 45 of 45" in screen

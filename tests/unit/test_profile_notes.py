@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_hpc.cli import main
-from ddp_hpc.cli.profile_text import as_line
+from ddp_hpc.cli.details import about_profiles
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.profile_notes import note_profile, read_profiles
 from ddp_hpc.run.spec.training import ProfileSpec
@@ -27,7 +27,7 @@ def note(run: RunDir, attempt: int = 0, rank: int = 0, *, kind: str = "torch", w
 
 
 def shown(run: RunDir, *, is_alive: bool = False) -> str:
-    return as_line(read_profiles(run, is_alive=is_alive), word="digits")
+    return about_profiles(read_profiles(run, is_alive=is_alive), "digits")
 
 
 def test_a_run_that_was_asked_for_none_has_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,11 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     elif statuses:
         names = list(differing[0]) if args.keys else []
         rows = [
-            (*_row(status), *(spent[number][0] if spent else ()), *(or_dash(differing[number][name]) for name in names))
+            (
+                *_row(status),
+                *(spent[number][0] if spent else ()),
+                *(or_dash(differing[number][name]) for name in names),
+            )
             for number, status in enumerate(statuses)
         ]
         print(table((*HEADER, *(SPENT if spent else ()), *names), rows))
@@ -121,10 +125,10 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
 
 def _spent(statuses: Sequence[RunStatus]) -> list[tuple[tuple[str, str], Mapping[str, Any] | None]]:
     """Return the columns of `--goodput` for each run, and what `--json` prints of it."""
-    from ddp_hpc.cli.goodput_text import as_record, columns, goodput_of_run  # late: only `--goodput` needs it
+    from ddp_hpc.cli.details import columns, goodput_of_run  # late: only `--goodput` needs it
 
     found = (goodput_of_run(RunDir(Path(one.path)), one, now=time.time()) for one in statuses)
-    return [(columns(one), as_record(one)) for one in found]
+    return [(columns(one), None if one is None else asdict(one)) for one in found]
 
 
 def _say_why_not_started(statuses: Sequence[RunStatus]) -> None:

@@ -1,0 +1,136 @@
+"""What `status` shows of a run beside its status: how often it saves, its machines, its profiles, and where its node time went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ddp_hpc.base.patience import known
+from ddp_hpc.cli.formatting import DASH, duration
+from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged, newest_uses, read_uses, record_of
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.timeline import read_marks
+from ddp_hpc.watch.attempt_times import KINDS, read_times
+from ddp_hpc.watch.goodput import Goodput, goodput_of
+from ddp_hpc.watch.status import RunStatus
+
+if TYPE_CHECKING:
+    from ddp_hpc.run.run_dir.profile_notes import RankProfile
+    from ddp_hpc.watch.save_interval import SaveInterval
+
+
+def details_of(run: RunDir, status: RunStatus, *, now: float, word: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the details as keys of `status --json`, and as rows of text, without those whose records are not readable now."""
+    goodput, interval, profiles = (
+        goodput_of_run(run, status, now=now),
+        _interval(run, status, now),
+        _profiles(run, status),
+    )
+    machines, machine_words = _machines(run, status, now)
+    record = {
+        "goodput": None if goodput is None else asdict(goodput),
+        "save_interval": None if interval is None else asdict(interval),
+        "machines": machines,
+        "profile": [asdict(one) for one in profiles],
+    }
+    rows = {
+        "saves": "" if interval is None else interval.sentence(),
+        "machines": machine_words,
+        "profile": about_profiles(profiles, word),
+        "node time": goodput_line(goodput),
+    }
+    return record, rows
+
+
+def _interval(run: RunDir, status: RunStatus, now: float) -> SaveInterval | None:
+    """Return how often a run saves, where it chooses that itself."""
+
+    def read() -> SaveInterval | None:
+        if not any(mark.kind == "interval" for mark in read_marks(run)):
+            return None
+        from ddp_hpc.watch.save_interval import read_save_interval  # late: most runs have a fixed interval
+
+        return read_save_interval(run, now=now, is_alive=status.is_alive)
+
+    return known(run.timeline, read, unknown=None)
+
+
+def _machines(run: RunDir, status: RunStatus, now: float) -> tuple[Mapping[str, Any] | None, str]:
+    """Return how busy the machines of the newest attempt are, as JSON and as text; None where nothing was measured."""
+    attempt = status.attempt
+    if attempt is None:
+        return None, ""
+    read = newest_uses if status.is_alive else read_uses
+    uses: Sequence[MachineUse] = known(run.attempt_logs(attempt), lambda: read(run, attempt), unknown=[])
+    use = merged(uses)
+    if use is None:
+        return None, ""
+    ago, long = duration(max(0.0, now - use.at)), duration(use.seconds)
+    when = f"{ago} ago" if status.is_alive else f"the mean of the last {long} of the newest attempt"
+    return record_of(uses), f"{'; '.join(in_words(use))}, {when}"
+
+
+def _profiles(run: RunDir, status: RunStatus) -> Sequence[RankProfile]:
+    """Return what became of the profiles that the run was asked for."""
+    if not known(run.profile, run.profile.is_dir, unknown=False):
+        return []
+    from ddp_hpc.run.run_dir.profile_notes import read_profiles  # late: most runs are asked for none
+
+    return known(run.profile, lambda: read_profiles(run, is_alive=status.is_alive), unknown=[])
+
+
+def about_profiles(profiles: Sequence[RankProfile], word: str) -> str:
+    """Return one line, with what to do where a profile is missing; empty where none was asked for."""
+    if not profiles:
+        return ""
+    newest = max(profiles, key=lambda one: one.attempt)
+    first, last = newest.steps
+    return f"{newest.kind}, steps {first} to {last}: {'; '.join(_about_profile(one, word) for one in profiles)}"
+
+
+def _about_profile(one: RankProfile, word: str) -> str:
+    """Return where the profile of a rank is; where it is missing, why, and what to do."""
+    if one.state == "found":
+        return f"rank {one.rank} is in {one.file}"
+    if one.state == "awaited":
+        return f"rank {one.rank} is not written yet"
+    why = one.why or f"attempt {one.attempt} ended before it was written"
+    log = f"`ddp-hpc logs {word} --attempt {one.attempt} --rank {one.rank}`"
+    return f"rank {one.rank} is missing: {why}. Its log: {log}"
+
+
+def goodput_of_run(run: RunDir, status: RunStatus, *, now: float) -> Goodput | None:
+    """Return where the node time of a run went; None if its records cannot be read now."""
+    return known(run.timeline, lambda: goodput_of(read_times(run, now=now, is_alive=status.is_alive)), unknown=None)
+
+
+def goodput_line(goodput: Goodput | None) -> str:
+    """Return `3.20 h: training 82%, starting 10%, lost 8%; queued 0.50 h`; empty where nothing is known."""
+    if goodput is None:
+        return ""
+    spent = goodput.node_hours
+    running = running_hours(goodput)
+    if goodput.goodput is None:
+        return f"queued {in_hours(spent['queued'])}" if spent["queued"] else ""
+    parts = ", ".join(f"{kind} {spent[kind] / running:.0%}" for kind in KINDS[1:] if spent[kind] > 0)
+    gpus = f"; {in_hours(goodput.gpu_hours)} of GPUs" if goodput.gpu_hours else ""
+    queued = f"; queued {in_hours(spent['queued'])}" if spent["queued"] else ""
+    return f"{in_hours(running)}: {parts}{gpus}{queued}"
+
+
+def running_hours(goodput: Goodput) -> float:
+    """Return the hours of all nodes, without the queue."""
+    return sum(value for kind, value in goodput.node_hours.items() if kind != "queued")
+
+
+def in_hours(value: float) -> str:
+    """Return `0.03 h`, or `120 h`."""
+    return f"{value:.3g} h" if value < 100 else f"{value:.0f} h"
+
+
+def columns(goodput: Goodput | None) -> tuple[str, str]:
+    """Return the hours of nodes, and the share that was training that counts; dashes where that is not known."""
+    if goodput is None or goodput.goodput is None:
+        return DASH, DASH
+    return in_hours(running_hours(goodput)), f"{goodput.goodput:.0%}"
