@@ -47,7 +47,9 @@ def drawn(
     monkeypatch.setenv("LINES", str(lines))
     watch(run, out, ask=lambda _job, _at: pytest.fail("the run has ended"))
     out.flush()
-    text = written.getvalue().decode(encoding).rpartition("\x1b[1A")[2]  # each screen stands in the place of the last one
+    text = (
+        written.getvalue().decode(encoding).rpartition("\x1b[1A")[2]
+    )  # each screen stands in the place of the last one
     return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]|\r", "", text).strip("\n")
 
 

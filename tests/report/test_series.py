@@ -7,8 +7,7 @@ import math
 from pathlib import Path
 
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.timeline import Look
-from ddp_hpc.watch.report.charts import charts_of, wait_map
+from ddp_hpc.watch.report.charts import charts_of
 from ddp_hpc.watch.report.series import NUM_BINS, ChartPoint, finite, read_series, thinned
 from tests.made_run import make_run
 
@@ -86,19 +85,6 @@ def test_numbers_that_a_run_does_not_have_and_updates_that_were_never_skipped_ge
     found = charts_of(read_series(run_with(tmp_path, "".join(lines))), {})
 
     assert [chart.title for chart in found] == ["Loss"]
-
-
-def test_a_cell_of_the_map_is_the_mean_of_its_comparisons() -> None:
-    """Each rank is late once in ten comparisons: none stands out."""
-    looks = [
-        Look(attempt=0, at=float(n), step=n, step_s=1.0, lost_s={rank: 0.3 * (n % 10 == rank) for rank in range(8)})
-        for n in range(1600)
-    ]
-
-    shapes = wait_map(looks).shapes
-
-    assert {shape.kind for shape in shapes} == {"shade-0", "hit"}  # a mean of 3 %, in each cell
-    assert next(shape.path for shape in shapes).count("M") == 8
 
 
 def test_what_is_half_written_or_of_others_is_skipped(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, encode
 from ddp_hpc.run.spec.training import CheckpointSpec
-from ddp_hpc.watch.attempt_times import read_times
+from ddp_hpc.watch.attempt_times import KINDS, read_times
 from ddp_hpc.watch.goodput import measured_cost
-from ddp_hpc.watch.report.notes import facts_of, notes_of
+from ddp_hpc.watch.report.notes import notes_of
 from ddp_hpc.watch.report.page import view_of
 from ddp_hpc.watch.report.reading import read_run
 from ddp_hpc.watch.save_interval import read_save_interval
@@ -108,9 +108,11 @@ def test_the_report_advises_to_move_a_limit_of_auto_and_never_to_switch_it_off(
     run = failed_once(tmp_path / "run", {**CHOICE, "seconds": seconds})
     with run.config.open("a") as file:
         file.write("  min_interval_s: 60\n  max_interval_s: 3600\n")
-    facts = replace(facts_of(read_run(run, now=2e9)), saving_share=saving, lost_share=lost)
+    read = read_run(run, now=2e9)
+    hours = {**dict.fromkeys(KINDS, 0.0), "saving": saving, "lost": lost, "training": 1.0 - saving - lost}
+    read = replace(read, goodput=replace(read.goodput, node_hours=hours))
 
-    keys = [one.key for one in notes_of(facts) if "checkpoint." in one.key]
+    keys = [one.key for one in notes_of(read) if "checkpoint." in one.key]
 
     assert keys == ([] if key is None else [key])
 

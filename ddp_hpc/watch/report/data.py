@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_hpc.run.run_dir.environment import Environment
-from ddp_hpc.run.run_dir.joining import MeetingRecord
-from ddp_hpc.run.run_dir.machine_use import MachineUse
+from ddp_hpc.run.run_dir.machine_use import MachineUse, merged
 from ddp_hpc.run.run_dir.timeline import Alarm, Look, Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
 from ddp_hpc.watch.checkpoints import CheckpointInfo
@@ -62,9 +62,6 @@ class RunData:
     marks: Sequence[Mark]
     looks: Sequence[Look]
     alarms: Sequence[Alarm]
-    meetings: Mapping[int, MeetingRecord]
-    networks: Mapping[int, str]
-    """Attempt -> what a probe of the network found."""
     checkpoints: Sequence[CheckpointInfo]
     environments: Mapping[int, Environment]
     failure: RunFailure | None
@@ -99,3 +96,36 @@ class RunData:
     def starts(self) -> Mapping[int, int]:
         """Attempt -> the step at which its training began."""
         return {one.attempt.attempt: one.first_step for one in self.times if one.trained_from is not None}
+
+    @property
+    def running_h(self) -> float:
+        """Hours of the nodes, without the queue."""
+        return sum(hours for kind, hours in self.goodput.node_hours.items() if kind != "queued")
+
+    def share_of(self, kind: str) -> float:
+        """Return which share of the nodes' time that is known was of this kind."""
+        known_h = self.running_h - self.goodput.node_hours["unknown"]
+        return self.goodput.node_hours[kind] / known_h if known_h else 0.0
+
+    def phase_share(self, name: str) -> float:
+        """Return which share of rank zero's steps a phase took."""
+        seconds, _ = self.phases
+        return seconds.get(name, 0.0) / (sum(seconds.values()) or 1.0)
+
+    def number(self, key: str) -> float:
+        """Return the value of a key; NaN where it is no number."""
+        value = self.values.get(key)
+        return float(value) if isinstance(value, (int, float)) else math.nan
+
+    @property
+    def use_in_training(self) -> MachineUse | None:
+        """How busy all nodes were since training began; since workers began where that is not known, as of a script."""
+        begun = {mark.attempt: mark.at for mark in self.marks if mark.kind == "begin"}
+        return merged(
+            [
+                use
+                for attempt, uses in self.machines.items()
+                for use in uses
+                if use.at - use.seconds >= begun.get(attempt, -math.inf) - 1.0
+            ]
+        )

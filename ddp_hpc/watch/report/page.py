@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_hpc import __version__
 from ddp_hpc.base.discretion import masked, visible
 from ddp_hpc.run.run_dir.environment import Environment, differences
-from ddp_hpc.run.run_dir.joining import MeetingRecord
+from ddp_hpc.run.run_dir.machine_use import in_words, merged
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.checkpoints import CheckpointInfo
 from ddp_hpc.watch.goodput import measured_cost
 from ddp_hpc.watch.report import charts
 from ddp_hpc.watch.report.data import Against, RunData
-from ddp_hpc.watch.report.machines import about_machines, machine_chart
-from ddp_hpc.watch.report.notes import facts_of, notes_of
+from ddp_hpc.watch.report.notes import notes_of
 from ddp_hpc.watch.report.series import finite
 from ddp_hpc.watch.report.timeline import rows_of
 from ddp_hpc.watch.report.words import compact, duration, hours, milliseconds, moment, plural, share
@@ -35,7 +33,6 @@ _WHERE = {
     "cancelled": "Cancelled at",
     "interrupted": "Killed at",
 }
-_MOST_READINGS = 500
 _MOST_CHANGES = 12
 
 
@@ -55,8 +52,7 @@ def view_of(run: RunData) -> dict[str, Any]:
     """Return what the page of one run shows: texts and shapes."""
     rows, time_ticks = rows_of(run.times, run.marks)
     seconds, num_steps = run.phases
-    phases = charts.phase_shares(seconds, num_steps, run.looks)
-    num_ranks = len({rank for look in run.looks for rank in look.lost_s})
+    by_length = sorted(seconds.items(), key=lambda item: -item[1])
     return {
         "run": run,
         "lead": lead(run),
@@ -72,26 +68,18 @@ def view_of(run: RunData) -> dict[str, Any]:
         "has_lost": bool(run.series.superseded),
         "has_evaluations": bool(run.series.evaluations),
         "num_lines": run.series.num_lines,
-        "phases": phases,
-        "phases_about": _about_phases(num_steps, run),
-        "has_spread": any(one.spread_ms for one in phases),
-        "machines": machine_chart(run),
-        "machines_about": about_machines(run),
-        "map": charts.wait_map(run.looks) if num_ranks else None,
-        "num_ranks": num_ranks,
-        "shades": [
-            f"{low:.0%} and more" if number == len(charts.SHADES) - 1 else f"from {low:.0%}"
-            for number, low in enumerate(charts.SHADES)
+        "phases": [
+            (name, one / num_steps * 1000, run.phase_share(name)) for name, one in by_length if one > 0 and num_steps
         ],
+        "phases_about": _about_phases(num_steps, run),
+        "machines": _about_machines(run),
         "alarms": run.alarms[-20:],
-        "meetings": _meetings(run.meetings),
-        "networks": run.networks,
         "checkpoints": [_checkpoint(one) for one in run.checkpoints],
         "cost": _cost(run),
         "environment": _environment(run),
         "changed": list(_changes(run)),
         "against": None if run.against is None else _beside(run, run.against),
-        "notes": notes_of(facts_of(run)),
+        "notes": notes_of(run),
     }
 
 
@@ -101,7 +89,7 @@ def lead(run: RunData) -> str:
     if not run.times:
         return f"{_sentence(status.reason)}" if status.reason else "No attempt has begun."
     reason = "" if not status.reason or (run.failure and run.is_failure_newest) else f" {_sentence(status.reason)}"
-    took = f"{plural(len(run.times), 'attempt')} took {hours(_running_h(run))} of node time"
+    took = f"{plural(len(run.times), 'attempt')} took {hours(run.running_h)} of node time"
     useful = f", of which {share(good)} was training whose steps the run has kept." if good is not None else "."
     return f"{_where(run)}{reason} {took[0].upper()}{took[1:]}{useful}"
 
@@ -119,10 +107,6 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:].rstrip('.')}."
 
 
-def _running_h(run: RunData) -> float:
-    return sum(value for kind, value in run.goodput.node_hours.items() if kind != "queued")
-
-
 def figures(run: RunData) -> list[tuple[str, str, str]]:
     """Return the numbers at the head of the page: name, value, and what stands below it."""
     status, goodput = run.status, run.goodput
@@ -137,7 +121,7 @@ def figures(run: RunData) -> list[tuple[str, str, str]]:
         found.append(("goodput", share(goodput.goodput), "of node time"))
     if run.times:
         queued_h = goodput.node_hours["queued"]
-        found.append(("node time", hours(_running_h(run)), f"+ {hours(queued_h)} queued" if queued_h else ""))
+        found.append(("node time", hours(run.running_h), f"+ {hours(queued_h)} queued" if queued_h else ""))
     if goodput.gpu_hours:
         found.append(("GPU time", hours(goodput.gpu_hours), ""))
     if goodput.steps_repeated:
@@ -151,7 +135,7 @@ def figures(run: RunData) -> list[tuple[str, str, str]]:
 
 def kinds(run: RunData) -> list[tuple[str, float, str]]:
     """Return what the nodes' time was spent on: kind, share, and a text with both; kinds without any are left out."""
-    spent, running = run.goodput.node_hours, _running_h(run)
+    spent, running = run.goodput.node_hours, run.running_h
     parts = [(kind, spent[kind] / running if running else 0.0) for kind in KINDS if spent[kind] > 0]
     return [
         (kind, part, f"{kind} {hours(spent[kind])}{'' if kind == 'queued' else f', {share(part)}'}")
@@ -167,6 +151,13 @@ def _about_phases(num_steps: int, run: RunData) -> str:
         if is_gpu
         else text
     )
+
+
+def _about_machines(run: RunData) -> str:
+    """Return how busy the machines were, in one sentence; empty where nothing was measured."""
+    use = run.use_in_training or merged([use for uses in run.machines.values() for use in uses])
+    since = "Since training began" if run.use_in_training and run.marks else "While the workers ran"
+    return "" if use is None else f"{since}, on average (memory: at most): {'; '.join(in_words(use))}."
 
 
 def _checkpoint(one: CheckpointInfo) -> dict[str, str]:
@@ -234,16 +225,6 @@ def _environment(run: RunData) -> list[tuple[str, str]]:
     return [(name, value) for name, value in named.items() if value]
 
 
-def _meetings(meetings: Mapping[int, MeetingRecord]) -> list[tuple[str, MeetingRecord]]:
-    """Put neighbouring attempts together that met at one place."""
-    parts: list[list[int]] = []
-    for attempt in meetings:
-        if not parts or meetings[parts[-1][-1]] != meetings[attempt]:
-            parts.append([])
-        parts[-1].append(attempt)
-    return [(f"{one[0]}" if len(one) == 1 else f"{one[0]} to {one[-1]}", meetings[one[0]]) for one in parts]
-
-
 def _changes(run: RunData) -> Iterable[tuple[int, str]]:
     before: Environment | None = None
     for attempt, one in sorted(run.environments.items()):
@@ -298,15 +279,8 @@ def render_page(  # noqa: PLR0913
         lstrip_blocks=True,
     )
     templates.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(shown(text)))))  # noqa: S704  escaped
-    templates.filters.update(
-        percent="{:.2%}".format, flex="{:.5f}".format, share=share, ms=milliseconds, readings=_readings
-    )
+    templates.filters.update(percent="{:.2%}".format, flex="{:.5f}".format, share=share, ms=milliseconds)
     written = moment(now, "%d %b %Y, %H:%M %Z")
     common = {"title": title, "version": __version__, "written": written, "path": path}
     text: str = templates.get_template(template).render(**common, **view)
     return text
-
-
-def _readings(points: Sequence[tuple[float, float]]) -> str:
-    every = -(-len(points) // _MOST_READINGS) or 1
-    return json.dumps([[step, float(f"{value:.5g}")] for step, value in points[::every]], separators=(",", ":"))

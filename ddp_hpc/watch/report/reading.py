@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -14,7 +15,6 @@ from ddp_hpc.run.run_dir.environment import Environment, differences, read_envir
 from ddp_hpc.run.run_dir.joining import read_meeting
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import read_uses
-from ddp_hpc.run.run_dir.network import read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Look, Mark, read_alarms, read_looks, read_marks
 from ddp_hpc.watch.attempt_times import read_times
@@ -74,7 +74,7 @@ def read_run(
     series = reader.read("The metrics", partial(read_series, run), Series())
     looks: list[Look] = reader.read("The comparison of the ranks", partial(read_looks, run), [])
     is_script = bool(values.get("script.command")) or status.saves is not None
-    reader.missing += _gaps(ledger, series, marks, looks, is_script=is_script)
+    reader.missing += _gaps(ledger, series, marks, is_script=is_script)
     found = RunData(
         path=run.path,
         status=status,
@@ -87,8 +87,6 @@ def read_run(
         marks=marks,
         looks=looks,
         alarms=reader.read("The history of slow ranks", partial(read_alarms, run), []),
-        meetings=_of_each(numbers, partial(read_meeting, run)),
-        networks={number: one.words for number, one in _of_each(numbers, partial(read_network, run)).items()},
         checkpoints=reader.read("The checkpoints", partial(list_checkpoints, run, verify=False), []),
         environments=_of_each(numbers, partial(_environment, run)),
         failure=reader.read("Why it failed", partial(_failure, run, ledger, secrets), None),
@@ -102,20 +100,15 @@ def read_run(
 
 def _of_each(attempts: Sequence[int], read: Callable[[int], T | None]) -> dict[int, T]:
     """Return what is known of each attempt; those of which nothing is are left out."""
-    found = ((number, _quietly(read, number)) for number in attempts)
-    return {number: one for number, one in found if one is not None}
+    found: dict[int, T] = {}
+    for number in attempts:
+        with suppress(OSError, DdpHpcError):  # of another user, or damaged: the attempt is shown without it
+            if (one := read(number)) is not None:
+                found[number] = one
+    return found
 
 
-def _quietly(read: Callable[[int], T | None], number: int) -> T | None:
-    try:
-        return read(number)
-    except (OSError, DdpHpcError):  # of another user, or damaged: the attempt is shown without it
-        return None
-
-
-def _gaps(
-    ledger: Ledger, series: Series, marks: Sequence[Mark], looks: Sequence[Look], *, is_script: bool
-) -> list[str]:
+def _gaps(ledger: Ledger, series: Series, marks: Sequence[Mark], *, is_script: bool) -> list[str]:
     """Say which parts of a report a run has no records for, and how to get them."""
     if not ledger.attempts:
         return [
@@ -141,14 +134,6 @@ def _gaps(
         found.append(
             "The run was made with an older version of ddp-hpc, which recorded neither the phases of a step nor waits for slow ranks."
         )
-    if not looks and marks:
-        world = max((mark.world_size or 0 for mark in marks), default=0)
-        why = (
-            "The run has one rank, which waits for no other"
-            if world == 1
-            else "The ranks were never compared: a comparison needs the gloo backend, 20 steps and 10 seconds"
-        )
-        found.append(f"{why}, so the map of waits for ranks is missing.")
     return found
 
 

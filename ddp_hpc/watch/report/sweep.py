@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +10,9 @@ from typing import Any
 
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.report import charts
-from ddp_hpc.watch.report.axes import ChartAxis, axis
+from ddp_hpc.watch.report.axes import ChartAxis, Tick, axis
 from ddp_hpc.watch.report.page import render_page
-from ddp_hpc.watch.report.scatter import key_chart
-from ddp_hpc.watch.report.series import Series, finite, read_losses
+from ddp_hpc.watch.report.series import ChartPoint, Series, finite, read_losses
 from ddp_hpc.watch.report.sweep_points import Goal, Settings, SweptRun, best_first, goal_of, read_points
 from ddp_hpc.watch.report.words import compact, hours, plural, share
 
@@ -21,6 +21,8 @@ MOST_CHARTS = 60
 _MOST_KEYS = 12
 _MOST_FAILURES = 5
 _BINS_OF_SMALL = 100
+_MOST_LABELS = 6
+_LONGEST_LABEL = 14
 _FAILED = ("failed", "refused", "interrupted")
 NOT_BEGUN = "not begun"
 
@@ -30,7 +32,12 @@ def sweep_page(name: str, runs: Sequence[tuple[RunDir, Settings]], *, now: float
     found, unreadable = read_points(runs, now=now)
     goal = goal_of(found)
     points = best_first(found, goal)
-    losses = [_losses(one.run) for one in points[:MOST_CHARTS]]
+    losses = []
+    for one in points[:MOST_CHARTS]:
+        try:
+            losses.append(read_losses(one.run, num_bins=_BINS_OF_SMALL))
+        except OSError:  # its row is there
+            losses.append(Series())
     return render_page(
         "sweep.html.j2",
         _view(name, points, goal, losses, unreadable, num_points=len(runs)),
@@ -38,13 +45,6 @@ def sweep_page(name: str, runs: Sequence[tuple[RunDir, Settings]], *, now: float
         path=runs[0][0].path.parent if runs else name,
         now=now,
     )
-
-
-def _losses(run: RunDir) -> Series:
-    try:
-        return read_losses(run, num_bins=_BINS_OF_SMALL)
-    except OSError:  # its row is there
-        return Series()
 
 
 def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
@@ -59,13 +59,22 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
     metrics = list(dict.fromkeys(metric for one in points for metric in one.status.metrics))
     states = [*(one.status.state for one in points), *[NOT_BEGUN] * (num_points - len(points) - len(unreadable))]
     counts = Counter(states).most_common()
-    by_key = [chart for key in keys[:_MOST_KEYS] if (chart := _key_chart(key, points, goal)) is not None]
+    valued = [(one, value) for one in points if (value := goal.value(one)) is not None]
+    measured = {
+        key: [(one.sets[key], value, one.name) for one, value in valued if key in one.sets] for key in keys[:_MOST_KEYS]
+    }
+    by_key = [chart for key, found in measured.items() if (chart := key_chart(key, goal.metric, found)) is not None]
     x, y = _shared_axes(losses)
     small = [
         charts.chart_of(_sets(one), lines, x=x, y=y)
         for one, series in zip(points, losses, strict=False)
         if (lines := charts.loss_lines(series))
     ]
+    best = ""
+    if valued:
+        first, value = valued[0]
+        state = "" if first.status.state == "finished" else f"{first.status.state}; "
+        best = f"Best {goal.words}: {compact(value)}, {first.name} ({state}{_sets(first)})."
     missing = [*unreadable]
     if len(points) > MOST_CHARTS:
         missing.append(f"Only the best {MOST_CHARTS} points have a chart of their loss; the table has all.")
@@ -78,7 +87,7 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
         "states": [(state, count, count / num_points) for state, count in counts],
         "failures": _failures(points),
         "goal": goal,
-        "best": _best(points, goal),
+        "best": best,
         "keys": keys,
         "metrics": metrics,
         "rows": [_row(one, keys, metrics) for one in points],
@@ -96,23 +105,39 @@ def _shared_axes(runs: Sequence[Series]) -> tuple[ChartAxis, ChartAxis]:
     return steps, axis(values, may_be_log=True)
 
 
-def _best(points: Sequence[SweptRun], goal: Goal) -> str:
-    value = goal.value(points[0]) if points else None
-    if value is None:
-        return ""
-    state = points[0].status.state
-    return f"Best {goal.words}: {compact(value)}, {points[0].name} ({'' if state == 'finished' else f'{state}; '}{_sets(points[0])})."
-
-
 def _sets(point: SweptRun) -> str:
     return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.sets.items()) or point.name
 
 
-def _key_chart(key: str, points: Sequence[SweptRun], goal: Goal) -> charts.Chart | None:
-    measured = [
-        (one.sets[key], value, one.name) for one in points if key in one.sets and (value := goal.value(one)) is not None
+def key_chart(key: str, metric: str, measured: Sequence[tuple[Any, float, str]]) -> charts.Chart | None:
+    """Return the chart of a metric against a key, whose values are side by side; None where all points have the same value of it.
+
+    `measured`: of each point its value of the key, the metric, and its name, the best first. A dot is one point; a line goes through the
+    best of each value.
+    """
+    named = [(value if isinstance(value, str) else json.dumps(value, default=str), one) for value, one, _ in measured]
+    values = {text: value for (text, _), (value, _, _) in zip(named, measured, strict=True)}
+    if len(values) < 2:
+        return None
+    are_numbers = all(type(one) in {int, float} and math.isfinite(one) for one in values.values())
+    texts = sorted(values, key=values.__getitem__) if are_numbers else [*values]
+    at = {text: number + 0.5 for number, text in enumerate(texts)}
+    short = [text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}..." for text in texts]
+    every = -(-len(texts) // _MOST_LABELS)
+    ticks = [Tick(at[text] / len(texts), label) for text, label in list(zip(texts, short, strict=True))[::every]]
+    dots = dict.fromkeys(ChartPoint(at[text], one) for text, one in named)
+    lines = [
+        charts.Line("points", [one for dot in dots for one in (dot, charts.GAP)], "a dot for each point of the sweep")
     ]
-    return key_chart(key, goal.metric, measured, is_highest=goal.is_highest)
+    if len(texts) < len(named):
+        best = dict(reversed(named))
+        through = [ChartPoint(at[text], best[text]) for text in texts]
+        lines.append(charts.Line("line", through, f"the best {metric} of each value"))
+    text, value = named[0]
+    about = f"the best, {measured[0][2]}: {key} {text}, {metric} {compact(value)}"
+    lines.append(charts.Line("best", [ChartPoint(at[text], value)], about))
+    y = axis((one for _, one in named), may_be_log=True)
+    return charts.chart_of(key, lines, x=ChartAxis(0.0, float(len(texts)), ticks), y=y)
 
 
 def _failures(points: Sequence[SweptRun]) -> list[tuple[str, str, str]]:
