@@ -15,7 +15,6 @@ from ddp_hpc.run.run_dir.timeline import (
     encode,
     read_looks,
     read_marks,
-    read_nodes,
 )
 
 MARK = Mark(kind="phases", attempt=0, at=5.0, step=3, num_steps=3, phases={"data": 0.5})
@@ -54,8 +53,6 @@ def test_of_very_many_comparisons_evenly_spaced_ones_are_read_and_the_first_of_e
     steps = [look.step for look in read_looks(run)]
 
     assert steps == sorted({*range(0, 3 * MOST_LOOKS, 4), 1001})
-    assert read_nodes(run, 1) == {0: "n0", 1: "n1"}
-    assert read_nodes(run, 0) == {}
 
 
 @pytest.mark.parametrize(

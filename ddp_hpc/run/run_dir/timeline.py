@@ -81,12 +81,6 @@ def read_looks(run: RunDir) -> list[Look]:
     return [look for line in chosen if (look := record_in(line, Look)) is not None]
 
 
-def read_nodes(run: RunDir, attempt: int) -> Mapping[int, str]:
-    """Return the node of each rank of an attempt, as its first comparison of all ranks has it; empty before that."""
-    firsts = (record_in(line, Look) for line in lines_of(run.waits) if _OF_FIRST in line)
-    return next((one.nodes for one in firsts if one is not None and one.attempt == attempt), {})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
     """A time in which the others wait for a rank."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.run.run_dir.environment import Environment
+from ddp_hpc.run.run_dir.joining import MeetingRecord
 from ddp_hpc.run.run_dir.machine_use import MachineUse, merged
 from ddp_hpc.run.run_dir.timeline import Alarm, Look, Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
@@ -62,6 +63,8 @@ class RunData:
     marks: Sequence[Mark]
     looks: Sequence[Look]
     alarms: Sequence[Alarm]
+    meetings: Mapping[int, MeetingRecord]
+    """Attempt -> where its ranks met."""
     checkpoints: Sequence[CheckpointInfo]
     environments: Mapping[int, Environment]
     failure: RunFailure | None

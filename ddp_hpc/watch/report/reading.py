@@ -15,6 +15,7 @@ from ddp_hpc.run.run_dir.environment import Environment, differences, read_envir
 from ddp_hpc.run.run_dir.joining import read_meeting
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import read_uses
+from ddp_hpc.run.run_dir.meeting import read_meeting
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Look, Mark, read_alarms, read_looks, read_marks
 from ddp_hpc.watch.attempt_times import read_times
@@ -87,6 +88,7 @@ def read_run(
         marks=marks,
         looks=looks,
         alarms=reader.read("The history of slow ranks", partial(read_alarms, run), []),
+        meetings=_of_each(numbers, partial(read_meeting, run)),
         checkpoints=reader.read("The checkpoints", partial(list_checkpoints, run, verify=False), []),
         environments=_of_each(numbers, partial(_environment, run)),
         failure=reader.read("Why it failed", partial(_failure, run, ledger, secrets), None),
