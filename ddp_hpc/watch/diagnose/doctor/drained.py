@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ddp_hpc.cluster.slurm.queries import NodeState, takes_jobs
 
@@ -16,30 +15,12 @@ _SILENT = "`*` means that the node's slurmd does not answer the controller: the 
 _OTHERS = "this reason is the text of an administrator or of Slurm; ask your cluster's support"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutOfService:
-    """A node that takes no jobs."""
-
-    node: str
-    state: str
-    reason: str
-    means: str
-
-
-def out_of_service(nodes: Sequence[NodeState]) -> list[OutOfService]:
-    """Return the nodes that take no jobs, and what their reasons mean."""
-    return [
-        OutOfService(node=one.node, state=one.state, reason=one.reason, means=meaning(one.reason, one.state))
-        for one in nodes
-        if not takes_jobs(one.state)
-    ]
-
-
-def groups(bad: Sequence[OutOfService]) -> list[list[OutOfService]]:
-    """Return the nodes by state and reason, the largest group first: of a site of 5,000 nodes, hundreds are down for one reason."""
-    found: dict[tuple[str, str], list[OutOfService]] = {}
-    for one in bad:
-        found.setdefault((one.state, one.reason), []).append(one)
+def groups(nodes: Sequence[NodeState]) -> list[list[NodeState]]:
+    """Return the nodes that take no jobs by state and reason, the largest group first: hundreds may be down for one reason."""
+    found: dict[tuple[str, str], list[NodeState]] = {}
+    for one in nodes:
+        if not takes_jobs(one.state):
+            found.setdefault((one.state, one.reason), []).append(one)
     return sorted(found.values(), key=len, reverse=True)
 
 

@@ -18,7 +18,8 @@ from ddp_hpc.run.run_dir.environment import capture
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.diagnose.doctor import preemption, quota
-from ddp_hpc.watch.diagnose.doctor.drained import groups, out_of_service
+from ddp_hpc.watch.diagnose.doctor.answer import Answer
+from ddp_hpc.watch.diagnose.doctor.drained import groups, meaning
 from ddp_hpc.watch.diagnose.doctor.questions import SlurmAnswers, ask, has_commands
 
 _NEVER_S = 180 * 86400.0
@@ -65,11 +66,8 @@ class LoginSite:
 
 def findings_of(site: LoginSite) -> list[Finding]:
     """Return what all checks found, in the order of the table."""
-    checks: Sequence[Callable[[LoginSite], Iterator[Finding]]] = [
-        *ALWAYS,
-        *(OF_SLURM if site.has_slurm else [_no_slurm]),
-    ]
-    return [finding for check in checks for finding in check(site)]
+    checks = [*ALWAYS, *(OF_SLURM if site.has_slurm else [("Slurm", _no_slurm)])]
+    return [Finding(check=name, **one._asdict()) for name, check in checks for one in check(site)]
 
 
 def why_no_job(site: LoginSite, findings: Sequence[Finding]) -> str:
@@ -87,61 +85,54 @@ def why_no_job(site: LoginSite, findings: Sequence[Finding]) -> str:
 _BEFORE_A_JOB = frozenset({"partition", "nodes", "start"})
 
 
-def _profile(site: LoginSite) -> Iterator[Finding]:
+def _profile(site: LoginSite) -> Iterator[Answer]:
     profile = site.resolved.profile
     if profile is None:
         to_do = "`ddp-hpc site init` drafts one from this cluster's settings"
-        yield Finding(check="site", level="warn", found="no site profile applies to this host", to_do=to_do)
+        yield Answer("warn", "no site profile applies to this host", to_do)
     else:
-        yield Finding(check="site", level="ok", found=f"{profile.site.name}: {profile.path} ({profile.why})")
+        yield Answer("ok", f"{profile.site.name}: {profile.path} ({profile.why})")
 
 
-def _job(site: LoginSite) -> Iterator[Finding]:
+def _job(site: LoginSite) -> Iterator[Answer]:
     is_so, said = site.job
     if is_so == "runs":
-        yield Finding(check="job", level="ok", found=f"{said}; `--nodes` checks its nodes")
+        yield Answer("ok", f"{said}; `--nodes` checks its nodes")
     elif is_so == "gone":
-        yield Finding(check="job", level="warn", found=said, to_do=TO_DO)
+        yield Answer("warn", said, TO_DO)
     elif is_so == "unknown":
-        to_do = "try again, or open a new shell; until this is known, `--nodes` checks no nodes"
-        yield Finding(check="job", level="unknown", found=said, to_do=to_do)
+        yield Answer("unknown", said, "try again, or open a new shell; until this is known, `--nodes` checks no nodes")
 
 
-def _driver(site: LoginSite) -> Iterator[Finding]:
+def _driver(site: LoginSite) -> Iterator[Answer]:
     here = asdict(capture(site.environ, proc=site.proc))
     if site.spec.container.image or not here["torch"] or not (here["driver"] or site.spec.resources.gpus_per_node):
         return  # an image has a PyTorch of its own
     if found := misfit(here):
-        yield Finding(check="driver", level="warn", found=found, to_do=TO_FIT)
+        yield Answer("warn", found, TO_FIT)
     elif here["driver"]:
         built = f"CUDA {here['cuda']}" if here["cuda"] else f"ROCm {here['hip']}"
-        found = f"{here['driver']} runs PyTorch {here['torch']}, built with {built}"
-        yield Finding(check="driver", level="ok", found=found)
+        yield Answer("ok", f"{here['driver']} runs PyTorch {here['torch']}, built with {built}")
     else:
         found = f"this host has no driver of NVIDIA's that PyTorch {here['torch']} could be compared with"
-        yield Finding(check="driver", level="unknown", found=found, to_do="`--nodes` compares them on nodes")
+        yield Answer("unknown", found, "`--nodes` compares them on nodes")
 
 
 _ROOM = "free space: delete runs that you no longer need (`ddp-hpc delete RUN`)"
 _FASTER = "set `runs_dir` to a directory on a faster file system, if there is one"
 
 
-def _runs_dir(site: LoginSite) -> Iterator[Finding]:
+def _runs_dir(site: LoginSite) -> Iterator[Answer]:
     place = site.spec.path.parent
     if site.told.disk is None:
-        found = f"{place}: {site.told.why_not('disk')}"
         to_do = "run `ls` on this directory; if that does not answer either, tell your cluster's support"
-        yield Finding(check="runs directory", level="unknown", found=found, to_do=to_do)
+        yield Answer("unknown", f"{place}: {site.told.why_not('disk')}", to_do)
         return
     existing, found_there = site.told.disk
     where = f"{place}" if existing == place else f"{place} (does not exist yet; {existing} does)"
     if found_there.error:
-        yield Finding(
-            check="runs directory",
-            level="fail",
-            found=f"{where} cannot be written: {found_there.error}",
-            to_do="set `runs_dir` to a directory of yours that all nodes share, or free space of your quota",
-        )
+        to_do = "set `runs_dir` to a directory of yours that all nodes share, or free space of your quota"
+        yield Answer("fail", f"{where} cannot be written: {found_there.error}", to_do)
         return
     free = found_there.free_bytes or 0
     level: Level = "fail" if free < FULL_BYTES else "warn" if free < TIGHT_BYTES else "ok"
@@ -151,73 +142,61 @@ def _runs_dir(site: LoginSite) -> Iterator[Finding]:
     seconds = f" in {found_there.write_s:.1f} s" if found_there.write_s > SLOW_WRITE_S else ""
     if seconds and level == "ok":
         level = "warn"
-    yield Finding(
-        check="runs directory",
-        level=level,
-        found=f"{where}: writable{seconds}, {quota.in_words(free)}{files} free",
-        to_do="" if level == "ok" else _ROOM if free < TIGHT_BYTES or level == "fail" else _FASTER,
-    )
+    to_do = "" if level == "ok" else _ROOM if free < TIGHT_BYTES or level == "fail" else _FASTER
+    yield Answer(level, f"{where}: writable{seconds}, {quota.in_words(free)}{files} free", to_do)
 
 
-def _quota(site: LoginSite) -> Iterator[Finding]:
-    yield from quota.findings_of(site.told.quota, site.told.why_not("quota"))
+def _quota(site: LoginSite) -> Iterator[Answer]:
+    return quota.answers_of(site.told.quota, site.told.why_not("quota"))
 
 
-def _no_slurm(site: LoginSite) -> Iterator[Finding]:
+def _no_slurm(site: LoginSite) -> Iterator[Answer]:
     del site
-    yield Finding(
-        check="Slurm",
-        level="unknown",
-        found="this host has no Slurm that finds a cluster",
-        to_do="go to a login node, or load the Slurm module",
-    )
+    to_do = "go to a login node, or load the Slurm module"
+    yield Answer("unknown", "this host has no Slurm that finds a cluster", to_do)
 
 
-def _controller(site: LoginSite) -> Iterator[Finding]:
+def _controller(site: LoginSite) -> Iterator[Answer]:
     said = site.told.controller
     if said == "up":
         return  # the next lines say what it answers
-    to_do = "try again; if it lasts, ask your cluster's support"
     if said == "down":
-        found = "the controller does not answer: `scontrol ping` says DOWN"
         to_do = "wait, or ask your cluster's support; no job starts meanwhile, and those that run go on"
-        yield Finding(check="controller", level="fail", found=found, to_do=to_do)
+        yield Answer("fail", "the controller does not answer: `scontrol ping` says DOWN", to_do)
     else:
         why = site.told.why_not("controller") if said is None else "`scontrol ping` says neither UP nor DOWN"
-        yield Finding(check="controller", level="unknown", found=f"the controller does not answer: {why}", to_do=to_do)
+        to_do = "try again; if it lasts, ask your cluster's support"
+        yield Answer("unknown", f"the controller does not answer: {why}", to_do)
 
 
-def _version(site: LoginSite) -> Iterator[Finding]:
+def _version(site: LoginSite) -> Iterator[Answer]:
     config = site.told.config
-    if config is None or not config.version:
-        yield _unanswered(site, "Slurm", "config")
-        return
-    yield Finding(check="Slurm", level="ok", found=f"{config.version}, cluster {config.name}")
+    is_known = config is not None and config.version
+    yield (
+        Answer("ok", f"{config.version}, cluster {config.name}") if config and is_known else _unanswered(site, "config")
+    )
 
 
-def _partition(site: LoginSite) -> Iterator[Finding]:
+def _partition(site: LoginSite) -> Iterator[Answer]:
     partition = site.partition
     if site.told.partitions is None:
-        yield _unanswered(site, "partition", "partitions")
+        yield _unanswered(site, "partitions")
     elif partition is None:
-        to_do = "set `slurm.partition` to one of " + ", ".join(one.name for one in site.told.partitions)
         asked = site.spec.slurm.partition
         what = f"there is no partition {asked!r}" if asked else "Slurm has no default partition"
-        yield Finding(check="partition", level="fail", found=what, to_do=to_do)
+        names = ", ".join(one.name for one in site.told.partitions)
+        yield Answer("fail", what, f"set `slurm.partition` to one of {names}")
+    elif partition.is_up:
+        yield Answer("ok", f"{partition.name}, {partition.total_nodes} nodes")
     else:
-        up = "" if partition.is_up else ", but it is not UP: Slurm starts no job there"
-        yield Finding(
-            check="partition",
-            level="ok" if partition.is_up else "fail",
-            found=f"{partition.name}, {partition.total_nodes} nodes{up}",
-            to_do="" if partition.is_up else "choose another partition, or wait until it is UP",
-        )
+        found = f"{partition.name}, {partition.total_nodes} nodes, but it is not UP: Slurm starts no job there"
+        yield Answer("fail", found, "choose another partition, or wait until it is UP")
 
 
-def _preemption(site: LoginSite) -> Iterator[Finding]:
+def _preemption(site: LoginSite) -> Iterator[Answer]:
     config, partition, told = site.told.config, site.partition, site.told
     if config is None or told.partitions is None:
-        yield _unanswered(site, "preemption", "partitions" if config else "config")
+        yield _unanswered(site, "partitions" if config else "config")
         return
     if partition is None:
         return  # the line before says so
@@ -229,125 +208,86 @@ def _preemption(site: LoginSite) -> Iterator[Finding]:
         found = f"PreemptType is {config.preempt_type or 'not shown'}; whether other jobs may preempt this run is not known: {why}"
         lists = "`sacctmgr show qos format=name,preempt,preemptmode,gracetime` lists the rules"
         to_do = f"try again; {lists}" if told.qos is None else f"set `slurm.qos`; {lists}"
-        yield Finding(check="preemption", level="unknown", found=found, to_do=to_do)
+        yield Answer("unknown", found, to_do)
         return
-    yield from preemption.findings_of(rules, config)
+    yield from (preemption.answer_of(rule, config) for rule in rules)
 
 
-def _requeue(site: LoginSite) -> Iterator[Finding]:
+def _requeue(site: LoginSite) -> Iterator[Answer]:
     config = site.told.config
     if config is None:
-        yield _unanswered(site, "requeue", "config")
+        yield _unanswered(site, "config")
     elif not site.spec.slurm.requeue:
         to_do = "set `slurm.requeue=true`, or submit the run again after each end"
-        yield Finding(
-            check="requeue", level="warn", found="`slurm.requeue` is false, so the run ends with its job", to_do=to_do
-        )
+        yield Answer("warn", "`slurm.requeue` is false, so the run ends with its job", to_do)
     else:
-        default = (
-            "by default" if config.job_requeue else "on request (JobRequeue=0), and ddp-hpc requests it for each job"
-        )
-        yield Finding(check="requeue", level="ok", found=f"Slurm requeues jobs {default}")
+        asked = "on request (JobRequeue=0), and ddp-hpc requests it for each job"
+        yield Answer("ok", f"Slurm requeues jobs {'by default' if config.job_requeue else asked}")
 
 
-def _arrays(site: LoginSite) -> Iterator[Finding]:
+def _arrays(site: LoginSite) -> Iterator[Answer]:
     size = None if site.told.config is None else site.told.config.max_array_size
     if size is None:
-        yield _unanswered(site, "job arrays", "config")
+        yield _unanswered(site, "config")
     elif size <= 1:
-        yield Finding(
-            check="job arrays",
-            level="warn",
-            found=f"MaxArraySize is {size}: Slurm allows no job arrays, so sweeps do not work on it",
-        )
+        yield Answer("warn", f"MaxArraySize is {size}: Slurm allows no job arrays, so sweeps do not work on it")
     else:
-        yield Finding(
-            check="job arrays",
-            level="ok",
-            found=f"MaxArraySize is {size}: a sweep may have {size - 1} points in one array",
-        )
+        yield Answer("ok", f"MaxArraySize is {size}: a sweep may have {size - 1} points in one array")
 
 
-def _accounts(site: LoginSite) -> Iterator[Finding]:
-    config, known = site.told.config, site.told.associations
+def _accounts(site: LoginSite) -> Iterator[Answer]:
+    config, known, asked = site.told.config, site.told.associations, site.spec.slurm.account
     if config is not None and not config.has_accounting:
-        yield Finding(check="accounts", level="ok", found="this cluster has no accounting, so jobs need no account")
-        return
-    if known is None:
-        yield _unanswered(site, "accounts", "associations")
-        return
-    if not known:
+        yield Answer("ok", "this cluster has no accounting, so jobs need no account")
+    elif known is None:
+        yield _unanswered(site, "associations")
+    elif not known:
         found = f"the accounting database has no account for {client.user_name()}"
-        yield Finding(check="accounts", level="warn", found=found, to_do="ask your administrators for one")
-        return
-    asked = site.spec.slurm.account
-    names = [one.account for one in known]
-    is_known = asked is None or asked in names
-    yield Finding(
-        check="accounts",
-        level="ok" if is_known else "fail",
-        found="; ".join(one.words for one in known)
-        + ("" if is_known else f"; not {asked!r}, which `slurm.account` names"),
-        to_do="" if is_known else f"set `slurm.account` to one of {', '.join(names)}",
-    )
+        yield Answer("warn", found, "ask your administrators for one")
+    else:
+        names, words = [one.account for one in known], "; ".join(one.words for one in known)
+        if asked is None or asked in names:
+            yield Answer("ok", words)
+        else:
+            to_do = f"set `slurm.account` to one of {', '.join(names)}"
+            yield Answer("fail", f"{words}; not {asked!r}, which `slurm.account` names", to_do)
 
 
-def _start(site: LoginSite) -> Iterator[Finding]:
+def _start(site: LoginSite) -> Iterator[Answer]:
     answer, count = site.told.test_only, site.spec.resources.nodes
     nodes = "1 node" if count == 1 else f"{count} nodes"
     if answer is None:
-        yield _unanswered(site, "start", "test_only")
+        yield _unanswered(site, "test_only")
     elif answer.refusal is not None:
         last = answer.refusal.splitlines()[-1] if answer.refusal else "it gave no reason"
-        yield Finding(
-            check="start",
-            level="fail",
-            found=f"Slurm would refuse a job of {nodes}: {last}",
-            to_do="correct the setting that Slurm names",
-        )
+        yield Answer("fail", f"Slurm would refuse a job of {nodes}: {last}", "correct the setting that Slurm names")
     elif answer.starts_at is None:
-        yield Finding(
-            check="start",
-            level="unknown",
-            found=f"Slurm would take a job of {nodes}, but does not say when it would start",
-            to_do="",
-        )
+        yield Answer("unknown", f"Slurm would take a job of {nodes}, but does not say when it would start")
     else:
         wait_s = max(answer.starts_at - time.time(), 0.0)
-        when = (
-            "not within half a year"
-            if wait_s > _NEVER_S
-            else f"in about {wait_s / 60:.0f} min"
-            if wait_s > 60
-            else "at once"
-        )
+        when = f"in about {wait_s / 60:.0f} min" if wait_s > 60 else "at once"
+        when = "not within half a year" if wait_s > _NEVER_S else when
         where = f" on {answer.nodes}" if answer.nodes else ""
-        level: Level = "warn" if wait_s > _NEVER_S else "ok"
-        yield Finding(
-            check="start", level=level, found=f"a job of {nodes} would start {when}{where}, by Slurm's estimate"
-        )
+        found = f"a job of {nodes} would start {when}{where}, by Slurm's estimate"
+        yield Answer("warn" if wait_s > _NEVER_S else "ok", found)
 
 
-def _nodes(site: LoginSite) -> Iterator[Finding]:
+def _nodes(site: LoginSite) -> Iterator[Answer]:
     nodes = site.told.nodes
     if nodes is None:
-        yield _unanswered(site, "nodes", "nodes")
+        yield _unanswered(site, "nodes")
         return
     if not nodes:
         to_do = "a policy of the site may hide the nodes (PrivateData): `sinfo` shows what you may see; Slurm's estimate below counts"
-        yield Finding(check="nodes", level="unknown", found="Slurm shows this user no node", to_do=to_do)
+        yield Answer("unknown", "Slurm shows this user no node", to_do)
         return
-    bad = out_of_service(nodes)
-    num_good = len(nodes) - len(bad)
+    reasons = groups(nodes)
+    num_good = len(nodes) - sum(map(len, reasons))
     where = f" of partition {site.spec.slurm.partition}" if site.spec.slurm.partition else ""
     needed = site.spec.resources.nodes
-    yield Finding(
-        check="nodes",
-        level="ok" if num_good >= needed else "fail",
-        found=f"{num_good} of {len(nodes)} nodes{where} take jobs; the run asks for {needed}",
-        to_do="" if num_good >= needed else "ask for fewer nodes, or for another partition",
-    )
-    reasons = groups(bad)
+    found = f"{num_good} of {len(nodes)} nodes{where} take jobs; the run asks for {needed}"
+    is_enough = num_good >= needed
+    yield Answer("ok", found) if is_enough else Answer("fail", found, "ask for fewer nodes, or for another partition")
     # A line that says that there is one more is no shorter than that one's own.
     num_shown = _MOST_GROUPS if len(reasons) > _MOST_GROUPS + 1 else len(reasons)
     for of_one in reasons[:num_shown]:
@@ -355,11 +295,11 @@ def _nodes(site: LoginSite) -> Iterator[Finding]:
         reason = f": {one.reason}" if one.reason else ", without a reason"
         shown = f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more are"
         who = f"{one.node} is" if len(names) == 1 else shown if len(names) > _MOST_NAMES else f"{', '.join(names)} are"
-        yield Finding(check="nodes", level="warn", found=f"{who} {one.state}{reason}", to_do=one.means, nodes=names)
+        yield Answer("warn", f"{who} {one.state}{reason}", meaning(one.reason, one.state), names)
     if rest := reasons[num_shown:]:
         names = tuple(each.node for of_one in rest for each in of_one)
         found = f"{len(names)} more nodes are out of service, for {len(rest)} other reasons"
-        yield Finding(check="nodes", level="warn", found=found, to_do="`sinfo --list-reasons` lists them", nodes=names)
+        yield Answer("warn", found, "`sinfo --list-reasons` lists them", names)
 
 
 _MOST_NAMES = 4
@@ -367,30 +307,34 @@ _MOST_GROUPS = 8
 """How many reasons are shown, of most nodes first, and how many of the nodes that have one."""
 
 
-def _unanswered(site: LoginSite, check: str, question: str) -> Finding:
-    to_do = _OF_DATABASE if question == "associations" else "try again; `scontrol ping` says more"
+def _unanswered(site: LoginSite, question: str) -> Answer:
+    to_do = "try again; `scontrol ping` says more"
+    if question == "associations":
+        to_do = "try again; the accounting daemon (slurmdbd) must answer this; meanwhile, Slurm still accepts and starts jobs"
     if "denied" in site.told.why_not(question).lower():
         to_do = (
             "a policy of the site keeps this from its users (PrivateData, or an access list): ask your administrators"
         )
-    return Finding(check=check, level="unknown", found=site.told.why_not(question), to_do=to_do)
+    return Answer("unknown", site.told.why_not(question), to_do)
 
 
-_OF_DATABASE = (
-    "try again; the accounting daemon (slurmdbd) must answer this; meanwhile, Slurm still accepts and starts jobs"
+Checks = Sequence[tuple[str, Callable[[LoginSite], Iterator[Answer]]]]
+ALWAYS: Checks = (
+    ("site", _profile),
+    ("job", _job),
+    ("driver", _driver),
+    ("runs directory", _runs_dir),
+    ("quota", _quota),
 )
-
-
-ALWAYS: Sequence[Callable[[LoginSite], Iterator[Finding]]] = (_profile, _job, _driver, _runs_dir, _quota)
-OF_SLURM: Sequence[Callable[[LoginSite], Iterator[Finding]]] = (
-    _controller,
-    _version,
-    _partition,
-    _preemption,
-    _requeue,
-    _arrays,
-    _accounts,
-    _nodes,
-    _start,
+OF_SLURM: Checks = (
+    ("controller", _controller),
+    ("Slurm", _version),
+    ("partition", _partition),
+    ("preemption", _preemption),
+    ("requeue", _requeue),
+    ("job arrays", _arrays),
+    ("accounts", _accounts),
+    ("nodes", _nodes),
+    ("start", _start),
 )
 """In the order in which a person should read them."""

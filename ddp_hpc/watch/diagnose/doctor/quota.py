@@ -17,7 +17,7 @@ from pathlib import Path
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.mounts import Mount, mount_of
 from ddp_hpc.cluster.node_checks.of_files import FEW_FILES, FULL_BYTES, TIGHT_BYTES
-from ddp_hpc.run.run_dir.preflight import Finding, Level
+from ddp_hpc.watch.diagnose.doctor.answer import Answer
 
 _KIB = 1024
 _NUM_COLUMNS = 8
@@ -96,33 +96,23 @@ def _limit(of: str, counts: Sequence[int], unit: int) -> Iterator[Quota]:
         yield Quota(of=of, used=used * unit, limit=limit * unit, is_over_soft=bool(soft) and used > soft)
 
 
-def findings_of(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[Finding]:
+def answers_of(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[Answer]:
     """Yield what is left."""
     if quotas is None:
-        found = f"ddp-hpc cannot find out how much you may still write: {why_not}"
-        yield Finding(check="quota", level="unknown", found=found, to_do=_TO_DO)
+        yield Answer("unknown", f"ddp-hpc cannot find out how much you may still write: {why_not}", _TO_DO)
     elif not quotas:
-        yield Finding(check="quota", level="ok", found="you have no limit of bytes or files on this file system")
+        yield Answer("ok", "you have no limit of bytes or files on this file system")
     for one in quotas or ():
-        level = _level(one)
+        full, tight = (FULL_BYTES, TIGHT_BYTES) if one.of == "bytes" else (1, FEW_FILES)
+        left = f"{one.left} of {one.limit} files left"
+        if one.of == "bytes":
+            left = f"{in_words(one.left)} of {in_words(one.limit)} left"
+        if one.left >= tight and not one.is_over_soft:
+            yield Answer("ok", left)
+            continue
         over = "; the use is above the soft limit, so writing fails after the grace time" if one.is_over_soft else ""
-        to_do = (
-            ""
-            if level == "ok"
-            else "delete runs that you no longer need (`ddp-hpc delete RUN`), or ask for a higher quota"
-        )
-        yield Finding(check="quota", level=level, found=f"{_words(one)}{over}", to_do=to_do)
-
-
-def _level(one: Quota) -> Level:
-    full, tight = (FULL_BYTES, TIGHT_BYTES) if one.of == "bytes" else (1, FEW_FILES)
-    return "fail" if one.left < full else "warn" if one.left < tight or one.is_over_soft else "ok"
-
-
-def _words(one: Quota) -> str:
-    if one.of == "files":
-        return f"{one.left} of {one.limit} files left"
-    return f"{in_words(one.left)} of {in_words(one.limit)} left"
+        to_do = "delete runs that you no longer need (`ddp-hpc delete RUN`), or ask for a higher quota"
+        yield Answer("fail" if one.left < full else "warn", f"{left}{over}", to_do)
 
 
 def in_words(num_bytes: int) -> str:
