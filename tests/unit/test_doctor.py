@@ -26,7 +26,7 @@ from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight, read_preflight, write_preflight
 from ddp_hpc.watch.diagnose.doctor import login, questions
-from ddp_hpc.watch.diagnose.doctor.drained import meaning, out_of_service
+from ddp_hpc.watch.diagnose.doctor.drained import groups, meaning
 from ddp_hpc.watch.diagnose.doctor.login import LoginSite
 from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, result_of
 from ddp_hpc.watch.why.findings import AttemptFacts
@@ -318,7 +318,7 @@ def test_a_reason_may_hold_any_text() -> None:
         NodeState(node="n1", state="down*", reason="Not responding | by root"),
         NodeState(node="n2", state="idle"),
     ]
-    assert [one.node for one in out_of_service(parse_node_reasons(text))] == ["n1"]
+    assert [[one.node for one in same] for same in groups(parse_node_reasons(text))] == [["n1"]]
 
 
 def test_prefixes_of_reasons_are_explained() -> None:
@@ -332,9 +332,10 @@ def test_prefixes_of_reasons_are_explained() -> None:
 
 
 def test_a_node_that_does_not_answer_the_controller_is_explained_without_a_reason() -> None:
-    (found,) = out_of_service([NodeState(node="n1", state="idle*"), NodeState(node="n2", state="idle")])
+    ((found,),) = groups([NodeState(node="n1", state="idle*"), NodeState(node="n2", state="idle")])
 
-    assert (found.node, "slurmd does not answer" in found.means) == ("n1", True)
+    assert found.node == "n1"
+    assert "slurmd does not answer" in meaning(found.reason, found.state)
 
 
 def test_the_result_is_found_behind_a_greeting_without_a_line_break(

@@ -49,6 +49,8 @@ def signalled(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) 
 
 def _by_srun(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) -> Iterator[SignalledRank]:
     """Return the ranks that are tasks of `srun`; a task may also be an agent or `torchrun`, which stands on another node."""
+    per_node, rest = divmod(num_ranks, len(nodes)) if nodes else (0, 1)
+    node_of = {rank: nodes[rank // per_node].partition(".")[0] for rank in range(0 if rest else num_ranks) if per_node}
     is_ending = False
     for line in console:
         is_ending = is_ending or _STEP_ENDS.match(line.text) is not None
@@ -57,7 +59,7 @@ def _by_srun(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) -
         if found is None or number is None or (is_ending and number not in _CRASHES):
             continue
         for task in _numbers(found["tasks"]):
-            if _node_of(task, nodes, num_ranks) == found["node"].partition(".")[0]:
+            if node_of.get(task) == found["node"].partition(".")[0]:
                 yield SignalledRank(rank=task, host=found["node"], signal=number, line=line)
 
 
@@ -66,11 +68,6 @@ def _numbers(text: str) -> Iterator[int]:
         first, _, last = part.partition("-")
         if first.isdigit():
             yield from range(int(first), int(last if last.isdigit() else first) + 1)
-
-
-def _node_of(rank: int, nodes: Sequence[str], num_ranks: int) -> str:
-    per_node, rest = divmod(num_ranks, len(nodes)) if nodes else (0, 1)
-    return nodes[rank // per_node].partition(".")[0] if per_node and not rest and rank < num_ranks else ""
 
 
 def _by_torchrun(console: Sequence[LogLine]) -> Iterator[SignalledRank]:

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ddp_hpc.base.durable import open_record
@@ -50,26 +49,22 @@ def clean(raw: str) -> str:
 
 def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[LogLine]:
     """Return the whole lines at the end of a log; none where it cannot be read."""
-    lines, unread = _cut(path, *known(path, partial(_read_end, path, num_bytes), unknown=(0, b"")))
-    return lines[1:] if unread else lines
 
+    def read() -> tuple[int, bytes]:
+        try:
+            with open_record(path) as file:
+                start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
+                file.seek(start)
+                return start, file.read(num_bytes)
+        except FileNotFoundError:
+            return 0, b""
 
-def _read_end(path: Path, num_bytes: int) -> tuple[int, bytes]:
-    try:
-        with open_record(path) as file:
-            start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
-            file.seek(start)
-            return start, file.read(num_bytes)
-    except FileNotFoundError:
-        return 0, b""
-
-
-def _cut(path: Path, start: int, data: bytes) -> tuple[list[LogLine], bool]:
+    start, data = known(path, read, unknown=(0, b""))
     lines, offset = [], start
     for raw in data.split(b"\n"):
         lines.append(LogLine(path, offset, clean(raw.decode("utf-8", errors="replace"))))
         offset += len(raw) + 1
-    return lines[:-1] if lines and not lines[-1].text else lines, start > 0
+    return lines[1 if start else 0 : None if lines[-1].text else -1]
 
 
 def number_of(line: LogLine) -> int | None:

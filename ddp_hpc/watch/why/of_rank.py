@@ -34,6 +34,7 @@ _EXIT_S = 0.2
 
 def of_report(facts: AttemptFacts, failure: WorkerFailure) -> RankFinding:
     """Return what a rank's error report, and its log, say of its end."""
+    lines = [line for line in failure.exception.splitlines() if line.strip()] or [""]
     finding = RankFinding(
         failure="unknown",
         role="root",
@@ -42,7 +43,8 @@ def of_report(facts: AttemptFacts, failure: WorkerFailure) -> RankFinding:
         host=failure.host,
         at=failure.at,
         step=None if failure.of_script or not failure.step else failure.step,
-        detail=_said(failure.exception),
+        # Of an exception that a DataLoader's process has passed on, the last line is the original's.
+        detail=lines[-1] if _PASSED_ON.search(lines[0]) else lines[0],
     )
     if failure.is_diverged:
         return with_line(replace(finding, failure="nan"), facts)
@@ -56,8 +58,9 @@ def of_report(facts: AttemptFacts, failure: WorkerFailure) -> RankFinding:
         return _by_exit_code(facts, finding, failure.exit_code)
     all_raised = tracebacks(failure.traceback.splitlines())
     raised = next(reversed(all_raised), None)
-    text = _typed(failure)
-    found = match_exception(text) or (match_exception(raised.text) if raised else None)
+    name, text = failure.exception_type, failure.exception
+    typed = text if not name or text.startswith(name) else f"{name}: {text}"  # as Python prints it
+    found = match_exception(typed) or (match_exception(raised.text) if raised else None)
     found = _of_earlier(found, all_raised)
     if raised is not None and (found is None or found.name == "data"):
         found = _of_cause(raised) or found
@@ -71,12 +74,6 @@ def of_report(facts: AttemptFacts, failure: WorkerFailure) -> RankFinding:
 
 _OF_SAVE = re.compile(r"could not be committed: rank (?P<rank>\d+) on (?P<host>[\w.-]+): ")
 """All ranks report that a checkpoint could not be committed; one of them could not write its part."""
-
-
-def _said(exception: str) -> str:
-    """Return an exception's first line; of one that a DataLoader's process has passed on, the original's, which is the last."""
-    lines = [line for line in exception.splitlines() if line.strip()] or [""]
-    return lines[-1] if _PASSED_ON.search(lines[0]) else lines[0]
 
 
 def _of_earlier(found: Match | None, all_raised: Sequence[Raised]) -> Match | None:
@@ -95,13 +92,6 @@ def _of_killed_child(facts: AttemptFacts, finding: RankFinding) -> RankFinding:
     own = [] if finding.rank is None else matches_in(facts.logs.get(finding.rank, ())[-_NEAR_END:])
     killed = _killed(finding, own, matches_in(of_step(facts.console, facts.attempt.job_id, finding.host)))
     return replace(killed, evidence=tuple(dict.fromkeys((*finding.evidence, *killed.evidence))))
-
-
-def _typed(failure: WorkerFailure) -> str:
-    """Return `Type: message`, as Python prints it."""
-    name = failure.exception_type
-    has_type = not name or failure.exception.startswith(name)
-    return failure.exception if has_type else f"{name}: {failure.exception}"
 
 
 def _unmatched(failure: WorkerFailure) -> str:

@@ -31,16 +31,10 @@ def in_short(finding: RankFinding, lines: Sequence[LogLine]) -> tuple[str, Seque
         found = ((line, match) for line in lines if (match := _ASSERTION.match(line.text)))
         for line, match in found:  # the first: others follow from the same kernel
             evidence = EvidenceLine(role="confirmation", rank=finding.rank, text=line.text, line=line)
-            return _check(match), (evidence,)
+            means = next((text for part, text in _CHECKS.items() if part in match["check"]), "a check failed")
+            kernel = f" ({match['kernel']})" if match["kernel"] else ""
+            return f"{means}: {match['file'].rpartition('/')[2]}{kernel} checks `{match['check']}`", (evidence,)
     return "", ()
-
-
-def _check(match: re.Match[str]) -> str:
-    """Return which check failed in which kernel: `an index is out of range: IndexKernel.cu checks ...`."""
-    file, check = match["file"].rpartition("/")[2], match["check"]
-    means = next((text for part, text in _CHECKS.items() if part in check), "a check failed")
-    kernel = f" ({match['kernel']})" if match["kernel"] else ""
-    return f"{means}: {file}{kernel} checks `{check}`"
 
 
 def memory(text: str) -> str:

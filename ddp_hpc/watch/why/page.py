@@ -16,7 +16,8 @@ def as_markdown(registry: Iterable[FailureClass] = REGISTRY) -> str:
 
 
 def _section(failure: FailureClass) -> list[str]:
-    texts = [f"- `{_in_code(one.example)}`{_ROLES[one.role]}" for one in failure.patterns]
+    examples = [(" ".join(one.example.replace("`", "'").split()), _ROLES[one.role]) for one in failure.patterns]
+    texts = [f"- `{text}`{role}" for text, role in examples]
     filled = failure.to_do.format(run="RUN", attempt="K", rank="N", again="it continues from step S")
     return [
         f"## {failure.title[0].upper()}{failure.title[1:]}",
@@ -30,10 +31,6 @@ def _section(failure: FailureClass) -> list[str]:
         f"**To do.** {filled}",
         "",
     ]
-
-
-def _in_code(text: str) -> str:
-    return " ".join(text.replace("`", "'").split())
 
 
 if __name__ == "__main__":

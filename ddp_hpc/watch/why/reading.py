@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known
@@ -50,7 +49,9 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> AttemptFacts:
     """Return what the run directory holds on an attempt."""
     number = attempt.attempt
     failures = read_failures(run, number)
-    found: list[int] = known(run.attempt_logs(number), partial(_ranks, run, number), unknown=[])
+    folder = run.attempt_logs(number)
+    names: list[str] = known(folder, lambda: [path.name for path in folder.glob("rank-*.log")], unknown=[])
+    found = [int(match[1]) for match in map(_RANK_LOG.fullmatch, names) if match]
     reported = {failure.rank for failure in failures}
     ranks = sorted(found, key=lambda rank: (rank not in reported, rank))[:MOST_LOGS]
     return AttemptFacts(
@@ -64,11 +65,6 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> AttemptFacts:
         preflight=read_preflight(run, number),
         ends=read_rank_ends(run, number, sorted(ranks)),
     )
-
-
-def _ranks(run: RunDir, attempt: int) -> list[int]:
-    matches = (_RANK_LOG.fullmatch(path.name) for path in run.attempt_logs(attempt).glob("rank-*.log"))
-    return [int(match[1]) for match in matches if match]
 
 
 def _of_attempt(lines: Sequence[LogLine], ledger: Ledger, attempt: Attempt) -> Sequence[LogLine]:

@@ -18,7 +18,15 @@ def of_step(lines: Sequence[LogLine], job_id: str, host: str) -> Sequence[LogLin
     """
     numbers = [int(found["step"]) for line in lines if (found := _step_of(line)) and found["step"].isdigit()]
     newest = str(max(numbers, default=0))
-    return [line for line in lines if _may_be_of_step(line, job_id, newest) and _may_be_of_node(line, host)]
+    kept = []
+    for line in lines:
+        found, node = _step_of(line), node_of(line)
+        # A task of an array has a number of its own beside `ARRAY_INDEX`; the two cannot be compared.
+        is_other = found and ("_" in found["job"]) == ("_" in job_id) and found["job"] != job_id
+        is_elsewhere = node and host and node.partition(".")[0] != host.partition(".")[0]
+        if not (is_other or is_elsewhere or (found and found["step"] != newest)):
+            kept.append(line)
+    return kept
 
 
 def node_of(line: LogLine) -> str:
@@ -29,16 +37,3 @@ def node_of(line: LogLine) -> str:
 
 def _step_of(line: LogLine) -> re.Match[str] | None:
     return _STEP.search(line.text)
-
-
-def _may_be_of_step(line: LogLine, job_id: str, newest: str) -> bool:
-    found = _step_of(line)
-    # A task of an array has a number of its own beside `ARRAY_INDEX`; the two cannot be compared.
-    is_comparable = found is not None and ("_" in found["job"]) == ("_" in job_id)
-    is_of_job = found is None or not is_comparable or found["job"] == job_id
-    return is_of_job and (found is None or found["step"] == newest)
-
-
-def _may_be_of_node(line: LogLine, host: str) -> bool:
-    named = node_of(line)
-    return not named or not host or named.partition(".")[0] == host.partition(".")[0]

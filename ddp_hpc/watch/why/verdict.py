@@ -32,7 +32,6 @@ _BY_CAUSE: Mapping[Cause, str] = {
     Cause.PREFLIGHT: "preflight",
 }
 _WITHOUT_REPORT: Mapping[Cause, str] = {Cause.SUPERVISOR_DIED: "supervisor-died", Cause.NOT_SAVED: "not-saved"}
-"""What the ledger says where no rank said more."""
 _OF_PEERS = frozenset({"collective-timeout", "ranks-missing", "peer-gone"})
 _OF_ANY_END = _OF_PEERS | {"killed", "unknown", "signal", "exit-code", "native-crash", "user-exception"}
 MAY_FOLLOW: Mapping[Cause, AbstractSet[str]] = {
@@ -56,33 +55,39 @@ def verdict_of(facts: AttemptFacts) -> Verdict:
     is_good = attempt.ending in _GOOD_ENDS or (attempt.cause in _NO_FAILURE and not has_failed)
     if is_good and (said is None or (attempt.last_step or 0) > attempt.first_step):
         return Verdict(failure="", basis="record")
-    if attempt.ending is None and not facts.failures:
-        return _of_unended(findings)
-    recorded = of_hang(facts) if attempt.cause == Cause.HANG else _of_record(facts)
-    if recorded is not None and not (attempt.cause == Cause.DIVERGED and any(one.failure == "nan" for one in findings)):
+    if attempt.ending is None and not facts.failures:  # it may run: texts of its logs are shown, and prove nothing
+        shown = [replace(line, role="either") for one in findings for line in one.evidence]
+        return Verdict(failure="unknown", evidence=shown[:_MOST_EVIDENCE])
+    recorded = _of_record(facts, findings)
+    if recorded is not None:
         return replace(_with_others(said or recorded, findings, facts), end=recorded.failure if said else "")
-    first = next(iter(findings), None)
-    if is_network_to_blame(facts, findings):
-        return _with_others(of_network(facts), findings, facts)
-    reported = [one for one in findings if one.has_report]
-    if reported and all(one.role == "cascade" for one in reported) and (first is None or first.is_of_silent):
-        first = reported[0]
-    if first is not None and first.role == "cascade":
-        silent = _of_silent_rank(facts, findings)
-        memory = _of_lost_memory(facts) if silent is None or silent.failure == "unknown" else None
-        first = memory or silent or replace(first, rank=None, host="", step=None, at=float("inf"))
-        if first.failure == "peer-gone" and len(facts.logs) == 1:  # no other rank was there
-            first = replace(first, failure="unknown", role="either", basis="none")
-    if first is None and attempt.cause and (name := _WITHOUT_REPORT.get(attempt.cause)):
-        first = RankFinding(failure=name, role="root", basis="record", rank=None, host=attempt.host)
-    first = first or RankFinding(failure="unknown", role="either", basis="none", rank=None)
+    network = of_network(facts) if is_network_to_blame(facts, findings) else None
+    first = network or _of_first(facts, findings) or _of_ledger(facts)
     return _with_others(first, findings, facts)
 
 
-def _of_unended(findings: Sequence[RankFinding]) -> Verdict:
-    """Return the verdict on an attempt that may run: texts of its logs are shown, and prove nothing."""
-    shown = [replace(line, role="either") for one in findings for line in one.evidence]
-    return Verdict(failure="unknown", evidence=shown[:_MOST_EVIDENCE])
+def _of_first(facts: AttemptFacts, findings: Sequence[RankFinding]) -> RankFinding | None:
+    """Return what the first rank says; where it only lost a connection, the rank without a report, or what all have met."""
+    first = next(iter(findings), None)
+    reported = [one for one in findings if one.has_report]
+    if reported and all(one.role == "cascade" for one in reported) and (first is None or first.is_of_silent):
+        first = reported[0]
+    if first is None or first.role != "cascade":
+        return first
+    silent = _of_silent_rank(facts, findings)
+    memory = _of_lost_memory(facts) if silent is None or silent.failure == "unknown" else None
+    first = memory or silent or replace(first, rank=None, host="", step=None, at=float("inf"))
+    if first.failure == "peer-gone" and len(facts.logs) == 1:  # no other rank was there
+        return replace(first, failure="unknown", role="either", basis="none")
+    return first
+
+
+def _of_ledger(facts: AttemptFacts) -> RankFinding:
+    """Return what the ledger says where no rank said more."""
+    name = None if facts.attempt.cause is None else _WITHOUT_REPORT.get(facts.attempt.cause)
+    if name is None:
+        return RankFinding(failure="unknown", role="either", basis="none", rank=None)
+    return RankFinding(failure=name, role="root", basis="record", rank=None, host=facts.attempt.host)
 
 
 def _came_before(finding: RankFinding, cause: Cause | None) -> bool:
@@ -92,10 +97,16 @@ def _came_before(finding: RankFinding, cause: Cause | None) -> bool:
     return finding.failure not in (_OF_ANY_END if finding.is_of_silent else MAY_FOLLOW[cause])
 
 
-def _of_record(facts: AttemptFacts) -> RankFinding | None:
+def _of_record(facts: AttemptFacts, findings: Sequence[RankFinding]) -> RankFinding | None:
     """Return what the ledger alone proves."""
-    cause = facts.attempt.cause
-    if cause == Cause.PREFLIGHT or (cause == Cause.NODE_FAILED and _has_failed_preflight(facts)):
+    cause, check = facts.attempt.cause, facts.preflight
+    if cause == Cause.HANG:
+        return of_hang(facts)
+    if cause == Cause.DIVERGED and any(one.failure == "nan" for one in findings):
+        return None  # a rank says more
+    # Nodes that failed, and are those which the check before the training named: then no worker was started.
+    named = () if check is None else check.bad_nodes
+    if cause == Cause.PREFLIGHT or (cause == Cause.NODE_FAILED and named and {*facts.attempt.failed_nodes} == {*named}):
         return _of_preflight(facts)
     name = (
         _BY_CAUSE.get(cause) if cause is not None else "cancelled" if facts.attempt.ending == Ending.CANCELLED else None
@@ -131,12 +142,6 @@ def _of_difference(difference: Difference) -> RankFinding:
     )
 
 
-def _has_failed_preflight(facts: AttemptFacts) -> bool:
-    """Tell whether the nodes that failed are those which the check before the training named: then no worker was started."""
-    check = facts.preflight
-    return check is not None and bool(check.bad_nodes) and {*facts.attempt.failed_nodes} == {*check.bad_nodes}
-
-
 def _of_preflight(facts: AttemptFacts) -> RankFinding:
     check = facts.preflight
     failures = check.failures if check is not None else ()
@@ -158,12 +163,15 @@ def _findings(facts: AttemptFacts) -> list[RankFinding]:
         for failure in facts.failures
         if not (failure.is_hang or failure.ranks_differ)
     ]
-    ranks = {failure.rank for failure in facts.failures}
     told = {failure.rank for failure in facts.failures if not failure.is_hang}  # others report a hang
-    silent = (of_log(facts, rank) for rank in facts.logs if rank not in told)
+    silent = [one for rank in facts.logs if rank not in told and (one := of_log(facts, rank)) is not None]
+    for number, one in enumerate(silent):  # the rank may have gone on after that text, so it is not a root
+        role: Role = "either" if one.role == "root" else one.role
+        evidence = tuple(replace(line, role=role) for line in one.evidence)
+        silent[number] = abstaining(replace(one, role=role, evidence=evidence, is_of_silent=one.is_traceback))
     of_job = _of_console(facts)
-    weaker = (_weaker(one) for one in silent if one is not None)
-    return [*reported, *_of_signalled(facts, ranks), *weaker, *([of_job] if of_job is not None else [])]
+    signalled_ranks = _of_signalled(facts, {failure.rank for failure in facts.failures})
+    return [*reported, *signalled_ranks, *silent, *([] if of_job is None else [of_job])]
 
 
 def _of_signalled(facts: AttemptFacts, reported: AbstractSet[int]) -> list[RankFinding]:
@@ -179,13 +187,6 @@ def _of_signalled(facts: AttemptFacts, reported: AbstractSet[int]) -> list[RankF
         line = EvidenceLine(role="root", rank=None, text=one.line.text.strip(), line=one.line)
         found.append(replace(finding, evidence=(line, *finding.evidence)))
     return found
-
-
-def _weaker(finding: RankFinding) -> RankFinding:
-    """Return what a log says of a rank that left no report: it may have gone on after that text, so it is not a root."""
-    role: Role = "either" if finding.role == "root" else finding.role
-    evidence = tuple(replace(one, role=role) for one in finding.evidence)
-    return abstaining(replace(finding, role=role, evidence=evidence, is_of_silent=finding.is_traceback))
 
 
 def _of_console(facts: AttemptFacts) -> RankFinding | None:
