@@ -122,7 +122,9 @@ def _explained(error: OSError) -> str | None:
         return f"{error.filename} cannot be used: {error.strerror}. Check the path, its permissions, and the free space there."
     if error.errno in _NO_ROOM:  # write(2) knows no name
         return _on_no_room(error)
-    if isinstance(error, FileNotFoundError) and not _has_working_directory():
+    try:
+        os.getcwd()  # noqa: PTH109  `Path.cwd` is the same
+    except FileNotFoundError:
         return "The directory that this shell is in was deleted. Run `cd` to one that exists, and repeat the command."
     return None
 
@@ -135,14 +137,6 @@ def _other_owner(filename: str | bytes) -> str | None:
         with suppress(OSError, KeyError):
             return None if place.stat().st_uid == os.geteuid() else place.owner()
     return None
-
-
-def _has_working_directory() -> bool:
-    try:
-        os.getcwd()  # noqa: PTH109  `Path.cwd` is the same
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _on_no_room(error: OSError) -> str:
@@ -171,20 +165,13 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
     verb = cast("Verb", importlib.import_module(f"ddp_hpc.cli.verbs.{name}"))
     parser = argparse.ArgumentParser(prog=f"ddp-hpc {name}", description=verb.__doc__, allow_abbrev=False)
     verb.add_arguments(parser)
-    rest, command = _divided(rest) if name in OF_SCRIPTS else (rest, None)
-    parser.set_defaults(command=command)
+    number = rest.index("--") if name in OF_SCRIPTS and "--" in rest else None
+    parser.set_defaults(command=None if number is None else rest[number + 1 :])
+    rest = rest[:number]
     words = [_plain_setting(word) for word in rest]
     # In Python 3.11, `parse_intermixed_args` makes the text of the usage first, which takes as long as all other parsing.
     parse = parser.parse_intermixed_args if _are_mixed(words) else parser.parse_args
     return verb.run(parse(words), environment)
-
-
-def _divided(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the words before `--`, and the command after it; None without one."""
-    if "--" not in words:
-        return words, None
-    number = words.index("--")
-    return words[:number], words[number + 1 :]
 
 
 def _are_mixed(words: Sequence[str]) -> bool:

@@ -41,15 +41,14 @@ def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> N
 
 def headline(status: RunStatus) -> str:
     """Return `demo finished: step 450 of 450; training loss 0.0398; evaluation: loss 0.0512  accuracy 0.9833`."""
-    state = "stopped after it wrote a checkpoint" if status.state == "stopped" else status.state
     loss = "" if status.loss is None else f"training loss {number(status.loss)}"
     evaluation = f"evaluation: {numbers(status.metrics)}" if status.metrics else ""
-    if status.saves is not None:
-        ended = "stopped" if status.state == "stopped" else status.state
-        step = f"step {steps(status)}" if knows_steps(status) else ""
-        newest = f"last saved {age}" if (age := saved(status)) else ""
-        return "; ".join(filter(None, [f"{status.run} {ended}", step, loss, evaluation, newest]))
-    return "; ".join(filter(None, [f"{status.run} {state}: step {steps(status)}", loss, evaluation]))
+    if status.saves is None:
+        state = "stopped after it wrote a checkpoint" if status.state == "stopped" else status.state
+        return "; ".join(filter(None, [f"{status.run} {state}: step {steps(status)}", loss, evaluation]))
+    step = f"step {steps(status)}" if knows_steps(status) else ""
+    newest = f"last saved {age}" if (age := saved(status)) else ""
+    return "; ".join(filter(None, [f"{status.run} {status.state}", step, loss, evaluation, newest]))
 
 
 def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TextIO
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.launch.sweep.point_states import PointState, SweepLook, follow
-from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.start import Started
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
+from ddp_hpc.watch.report.words import plural
 
 INTERRUPTED = 130
 _BEGUN = frozenset({"starting", "running", "stopping"})
@@ -75,7 +75,9 @@ def show(looks: Iterable[SweepLook], out: TextIO, *, is_quiet: bool) -> SweepLoo
     for look in looks:
         if look.problem and (before is None or before.problem != look.problem):
             print(f"note: {look.problem}", file=sys.stderr, flush=True)
-        lines = [] if before is None else _changes(before, look)
+        old = {} if before is None else before.states
+        events = ((point.name, _event(old.get(point.number), look.states[point.number])) for point in look.points)
+        lines = [f"{name} {event}" for name, event in events if event]
         is_news = before is None or _counts(before.states.values()) != _counts(look.states.values())
         if not is_quiet and (lines or is_news):
             print("\n".join([*lines, _counts_line(look)]), file=out, flush=True)
@@ -83,12 +85,6 @@ def show(looks: Iterable[SweepLook], out: TextIO, *, is_quiet: bool) -> SweepLoo
     if before is None:
         raise ValueError("no look was taken")
     return before
-
-
-def _changes(before: SweepLook, look: SweepLook) -> list[str]:
-    pairs = ((point, before.states.get(point.number), look.states[point.number]) for point in look.points)
-    lines = ((point, _event(old, new)) for point, old, new in pairs)
-    return [f"{point.name} {event}" for point, event in lines if event]
 
 
 def _event(old: PointState | None, new: PointState) -> str:
@@ -111,11 +107,7 @@ def _counts(states: Iterable[PointState]) -> dict[str, int]:
 
 def _counts_line(look: SweepLook) -> str:
     counts = _counts(look.states.values())
-    return f"{_points(look.points)}: {', '.join(f'{count} {word}' for word, count in counts.items())}"
-
-
-def _points(points: Sequence[Point]) -> str:
-    return "1 point" if len(points) == 1 else f"{len(points)} points"
+    return f"{plural(len(look.points), 'point')}: {', '.join(f'{count} {word}' for word, count in counts.items())}"
 
 
 def _next_steps(counts: Mapping[str, int], word: str, *, is_cancelled: bool) -> list[str]:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ddp_hpc.base.discretion import visible
 from ddp_hpc.base.errors import ConfigError
@@ -18,9 +17,10 @@ from ddp_hpc.cli.runs import slurm_asker
 from ddp_hpc.cli.status_text import steps
 from ddp_hpc.launch.sweep.point_states import PointReader
 from ddp_hpc.launch.sweep.points import Point, labels_of
-from ddp_hpc.launch.sweep.sweep_dir import SweepDir, find_sweep, is_being_sent, read_sweep
+from ddp_hpc.launch.sweep.sweep_dir import find_sweep, is_being_sent, read_sweep
 from ddp_hpc.watch.compare import ListedRun, sort_runs
 from ddp_hpc.watch.queue import Queue, queue_now
+from ddp_hpc.watch.report.words import plural
 from ddp_hpc.watch.status import RunStatus
 
 HEADER = ("POINT", "STATE", "STEP", "LOSS", "EVALUATION", "ATTEMPT", "AGE")
@@ -43,26 +43,33 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
         raise ConfigError(
             f"`--filter` and `--keys` compare runs, not points of a sweep. Use `ddp-hpc list --runs-dir {sweep_dir.path}` with them."
         )
-    every = _rows(sweep_dir, environment)
+    sweep = read_sweep(sweep_dir)
+    queue = queue_now(environment, time.time()) if sweep.arrays else Queue(jobs={}, at=0.0)
+    states = PointReader(sweep_dir, slurm_asker(environment)).read(sweep, queue, is_being_sent=is_being_sent(sweep_dir))
+    every = [PointRow(point, states[point.number].word, states[point.number].status) for point in sweep.points]
     rows = [row for row in every if row.state in _FAILED] if args.failed else every
     rows = _sorted(rows, args.sort, is_reversed=args.reverse) if args.sort else rows[:: -1 if args.reverse else 1]
     if args.json:
-        print(as_json([_as_record(row) for row in rows]))
+        print(
+            as_json(
+                [
+                    {
+                        **({} if row.status is None else asdict(row.status)),
+                        "run": row.point.name,
+                        "state": row.state,
+                        "point": row.point.number,
+                        "set": row.point.shown,
+                    }
+                    for row in rows
+                ]
+            )
+        )
         return 0
     labels = labels_of([row.point for row in every])
     print(table((*HEADER, *labels.values()), [_cells(row, list(labels)) for row in rows]))
     counts = Counter(row.state for row in every)
-    print(
-        f"{len(every)} {'point' if len(every) == 1 else 'points'}: {', '.join(f'{count} {state}' for state, count in counts.most_common())}"
-    )
+    print(f"{plural(len(every), 'point')}: {', '.join(f'{count} {state}' for state, count in counts.most_common())}")
     return 0
-
-
-def _rows(sweep_dir: SweepDir, environment: Mapping[str, str]) -> list[PointRow]:
-    sweep = read_sweep(sweep_dir)
-    queue = queue_now(environment, time.time()) if sweep.arrays else Queue(jobs={}, at=0.0)
-    states = PointReader(sweep_dir, slurm_asker(environment)).read(sweep, queue, is_being_sent=is_being_sent(sweep_dir))
-    return [PointRow(point, states[point.number].word, states[point.number].status) for point in sweep.points]
 
 
 def _sorted(rows: Sequence[PointRow], by: str, *, is_reversed: bool) -> list[PointRow]:
@@ -90,14 +97,7 @@ def _cells(row: PointRow, keys: Sequence[str]) -> tuple[str, ...]:
         evaluation = or_dash(numbers(status.metrics))
         attempt, age = or_dash(status.attempt), duration(status.age_s)
         known = (steps(status), number(status.loss), evaluation, attempt, age)
-    return (row.point.name, row.state, *known, *(_shown(row.point.shown.get(key)) for key in keys))
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) or value is None else json.dumps(value, default=str)
-    return or_dash(text and visible(text.replace("\n", "\\n")))
-
-
-def _as_record(row: PointRow) -> dict[str, Any]:
-    status = {} if row.status is None else asdict(row.status)
-    return {**status, "run": row.point.name, "state": row.state, "point": row.point.number, "set": row.point.shown}
+    values = [row.point.shown.get(key) for key in keys]
+    texts = [one if isinstance(one, str) or one is None else json.dumps(one, default=str) for one in values]
+    shown = [or_dash(text and visible(text.replace("\n", "\\n"))) for text in texts]
+    return (row.point.name, row.state, *known, *shown)

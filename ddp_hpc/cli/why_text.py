@@ -76,7 +76,7 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
     yield "at", verdict.place
     yield "concerns", _entity(attempt, verdict)
     yield "alike", _alike(ledger, attempt)
-    yield "evidence", "\n".join(_shown(run, one) for one in verdict.evidence)
+    yield "evidence", "\n".join(f"{_ROLES[one.role]} ({_where(run, one)}): {_quoted(one)}" for one in verdict.evidence)
     yield "others", _others(verdict)
     yield "means", about.means
     yield "to do", to_do(run, attempt, verdict, word=word)
@@ -110,10 +110,6 @@ def _others(verdict: Verdict) -> str:
     parts = [f"{ranks(verdict.num_cascades)} lost the connection to a peer" if verdict.num_cascades else ""]
     parts.append(f"{ranks(verdict.num_alike)} failed in the same way" if verdict.num_alike else "")
     return "; ".join(filter(None, parts))
-
-
-def _shown(run: RunDir, evidence: EvidenceLine) -> str:
-    return f"{_ROLES[evidence.role]} ({_where(run, evidence)}): {_quoted(evidence)}"
 
 
 def _where(run: RunDir, evidence: EvidenceLine) -> str:

@@ -87,8 +87,9 @@ class _Points:
     @cached_property
     def steps(self) -> list[tuple[float, float]]:
         """Time and step, both growing. A save is noted when it is committed; its step was made before it began."""
+        made = [(one.at - (one.seconds or 0.0) if one.kind == "save" else one.at, one.step) for one in self.marks]
         found: list[tuple[float, float]] = []
-        for at, step in sorted([*((_made_at(one), one.step) for one in self.marks), *self.logged]):
+        for at, step in sorted([*made, *self.logged]):
             if not found or step >= found[-1][1]:
                 found.append((at, float(step)))
         return found
@@ -106,10 +107,6 @@ class _Points:
                 return at + (then - at) * (step - here) / (there - here)
         last = self.steps[-1] if self.steps else None
         return last[0] if last and last[1] <= step else None
-
-
-def _made_at(mark: Mark) -> float:
-    return mark.at - (mark.seconds or 0.0) if mark.kind == "save" else mark.at
 
 
 def read_times(run: RunDir, *, now: float, is_alive: bool, marks: Sequence[Mark] | None = None) -> list[AttemptTime]:
@@ -172,17 +169,14 @@ def attempt_times(  # noqa: PLR0913  one for each record
         is_open = now is not None and one.ending is None and one is attempts[-1]
         ended_at = _ended_at(one, points[one.attempt], progress, now if is_open else None)
         time = _time_of(one, points[one.attempt], ended_at, kept=kept[number])
-        before = attempts[number - 1] if number else None
-        found.append(
-            replace(
-                time,
-                is_open=is_open,
-                queued_at=_queued_at(one, before, queued),
-                num_gpus=time.num_gpus or gpus,
-                seconds=_seconds(time, points[one.attempt], is_open=is_open, knows_all=knows_all),
-            )
-        )
-    return [replace(one, seconds={"queued": _queued_s(one), **one.seconds}) for one in found]
+        queued_at = queued.at if queued is not None and queued.attempt == one.attempt else None
+        if one.queued_at is not None or (number and attempts[number - 1].next in _WAS_QUEUED):
+            queued_at = attempts[number - 1].ended_at if one.queued_at is None else one.queued_at
+        queued_s = max(0.0, one.started_at - queued_at) if queued_at else 0.0
+        seconds = _seconds(time, points[one.attempt], is_open=is_open, knows_all=knows_all)
+        time = replace(time, is_open=is_open, queued_at=queued_at, num_gpus=time.num_gpus or gpus)
+        found.append(replace(time, seconds={"queued": queued_s, **seconds}))
+    return found
 
 
 def _with_logged(points: Mapping[int, _Points], logged: Sequence[tuple[float, int]]) -> dict[int, _Points]:
@@ -193,18 +187,6 @@ def _with_logged(points: Mapping[int, _Points], logged: Sequence[tuple[float, in
         if before := bisect_right(begun, (at, math.inf)):
             found[begun[before - 1][1]].append((at, step))
     return {number: replace(one, logged=found[number]) for number, one in points.items()}
-
-
-def _queued_s(time: AttemptTime) -> float:
-    return max(0.0, time.attempt.started_at - time.queued_at) if time.queued_at else 0.0
-
-
-def _queued_at(one: Attempt, before: Attempt | None, queued: QueuedJob | None) -> float | None:
-    if one.queued_at is not None:
-        return one.queued_at
-    if before is not None and before.next in _WAS_QUEUED:
-        return before.ended_at
-    return queued.at if queued is not None and queued.attempt == one.attempt else None
 
 
 def _ended_at(one: Attempt, points: _Points, progress: Progress | None, now: float | None) -> float:

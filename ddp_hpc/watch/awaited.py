@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Awaited, When, read_awaited, read_queued_job
 
@@ -31,7 +31,12 @@ def _why(one: Awaited, links: int) -> str:
     run = RunDir(Path(one.path))
     of_job = [attempt for attempt in Ledger.read(run).attempts if attempt.job_id == one.job_id]
     if of_job:
-        return _why_of_attempt(run, of_job[-1], one.when)
+        last = of_job[-1]
+        has_finished = last.ending == Ending.FINISHED
+        if not last.is_last or last.ending is None or one.when == "any" or has_finished == (one.when == "ok"):
+            return ""
+        reason = f" ({last.reason.rstrip('.')})" if last.ending not in _HOW and last.reason else ""
+        return f"{run.name} {_HOW.get(last.ending, 'failed')}{reason}"
     queued = read_queued_job(run)
     if one.when != "ok" or queued is None or queued.job_id != one.job_id or not links:
         return ""
@@ -39,11 +44,3 @@ def _why(one: Awaited, links: int) -> str:
         return f"{run.name} was cancelled"
     why = why_never_started(read_awaited(run, one.job_id), links=links - 1)
     return f"{run.name} did not start, because {why}" if why else ""
-
-
-def _why_of_attempt(run: RunDir, last: Attempt, when: When) -> str:
-    has_finished = last.ending == Ending.FINISHED
-    if not last.is_last or last.ending is None or when == "any" or has_finished == (when == "ok"):
-        return ""
-    reason = f" ({last.reason.rstrip('.')})" if last.ending not in _HOW and last.reason else ""
-    return f"{run.name} {_HOW.get(last.ending, 'failed')}{reason}"

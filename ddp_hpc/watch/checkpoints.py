@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
@@ -18,19 +18,22 @@ class CheckpointInfo:
 
     step: int
     path: str
-    num_bytes: int | None
-    world_size: int | None
+    num_bytes: int | None = None
+    world_size: int | None = None
     """Number of workers that wrote it."""
-    committed_at: float | None
-    metrics: Mapping[str, float]
+    committed_at: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the evaluation at this step; empty if there was none."""
-    problem: str | None
+    problem: str | None = None
     """Why it is damaged, or cannot be read now; None also for what was not checked."""
 
 
 def list_checkpoints(run: RunDir, *, verify: bool) -> list[CheckpointInfo]:
     """Return the committed checkpoints, newest last; `verify` reads every byte of them."""
-    return [_info(step, checkpoint_names.checkpoint_path(run, step), verify) for step in _steps(run)]
+    return [
+        _info(step, checkpoint_names.checkpoint_path(run, step), verify)
+        for step in checkpoint_names.committed_steps(run)
+    ]
 
 
 def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
@@ -46,10 +49,6 @@ def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
         return CheckpointInfo(
             step=step,
             path=str(path),
-            num_bytes=None,
-            world_size=None,
-            committed_at=None,
-            metrics={},
             problem=f"{error} ddp-hpc continues no run from this checkpoint."
             if isinstance(error, CorruptCheckpointError)
             else str(error),
@@ -61,12 +60,7 @@ def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
         world_size=manifest.world_size,
         committed_at=committed_at,
         metrics=manifest.metrics,
-        problem=None,
     )
-
-
-def _steps(run: RunDir) -> list[int]:
-    return checkpoint_names.committed_steps(run)
 
 
 def choose_step(run: RunDir, step: int | None) -> int:
@@ -75,7 +69,7 @@ def choose_step(run: RunDir, step: int | None) -> int:
     Raises:
         ConfigError: if it has none.
     """
-    steps = _steps(run)
+    steps = checkpoint_names.committed_steps(run)
     if not steps:
         raise ConfigError(
             f"Run {run.name!r} has no committed checkpoint yet. `ddp-hpc status {run.word}` shows how far it is."

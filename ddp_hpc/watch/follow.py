@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,9 @@ def follow(
         status = patiently(str(run.path), lambda: read_status(run, now=clock(), ask=ask, files=files))
         raws = patiently(str(run.metrics), metrics.new_raw_lines)
         lines = (json_line(raw) or {} for raw in raws if b'"eval"' in raw)
-        evaluations = [line for line in lines if _is_evaluation(line) and line["at"] > seen_until]
+        # Users may edit this file, so a line may be anything.
+        found = [line for line in lines if line.get("kind") == "eval" and isinstance(line.get("step"), (int, float))]
+        evaluations = [line for line in found if isinstance(line.get("at"), (int, float)) and line["at"] > seen_until]
         seen_until = max([seen_until, *(line["at"] for line in evaluations)])
         printed = _new_lines(run, status, attempt, logs) if status.saves is not None else []
         yield FollowUpdate(status, evaluations, printed)
@@ -65,8 +67,3 @@ def _new_lines(run: RunDir, status: RunStatus, first: int, logs: dict[int, LineR
             reader = logs.setdefault(attempt, LineReader(LogFile(path), only_final_text=True))
             lines += reader.new_lines(is_over=attempt < newest or not status.is_alive)
     return lines
-
-
-def _is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Tell whether a line is an evaluation that a run wrote; users may edit this file, so a line may be anything."""
-    return line.get("kind") == "eval" and all(isinstance(line.get(key), (int, float)) for key in ("at", "step"))

@@ -134,24 +134,19 @@ def require_log(run: RunDir, selection: LogSelection) -> None:
     Raises:
         ConfigError: where none does.
     """
-    if not log_files(run, selection):
-        raise _no_log(run, selection)
-
-
-def _no_log(run: RunDir, selection: LogSelection) -> ConfigError:
+    if log_files(run, selection):
+        return
     attempts = _numbers(run.path / "logs", "attempt-*")
     if selection.attempt is not None and selection.attempt not in attempts:
         with_logs = ", ".join(map(str, attempts)) or "none"
-        return ConfigError(
+        raise ConfigError(
             f"Attempt {selection.attempt} of run {run.name!r} has no logs. Attempts with logs: {with_logs}."
         )
     ranks = sorted({rank for attempt in attempts for rank in _numbers(run.attempt_logs(attempt), "rank-*.log")})
     if selection.rank is not None and ranks:
-        return ConfigError(
-            f"Rank {selection.rank} of run {run.name!r} has no log. Ranks: {', '.join(map(str, ranks))}."
-        )
+        raise ConfigError(f"Rank {selection.rank} of run {run.name!r} has no log. Ranks: {', '.join(map(str, ranks))}.")
     if attempts and selection == LogSelection():
-        return ConfigError(
+        raise ConfigError(
             f"{run.console} does not exist any more. What ranks have printed is still there: `ddp-hpc logs {run.word} --rank 0`."
         )
-    return ConfigError(f"Run {run.name!r} has no logs yet. `ddp-hpc status {run.word}` shows whether it has started.")
+    raise ConfigError(f"Run {run.name!r} has no logs yet. `ddp-hpc status {run.word}` shows whether it has started.")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.errors import UnreadableError
@@ -78,8 +78,9 @@ class Observation:
     @property
     def silent_s(self) -> float | None:
         """Seconds since the run last wrote something."""
-        written_at = _written_at(self)
-        return None if written_at is None else max(0.0, self.now - written_at)
+        times = [time for attempt in self.attempts for time in (attempt.started_at, attempt.ended_at) if time]
+        times += [self.progress.at] if self.progress else []
+        return max(0.0, self.now - max(times)) if times else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +177,11 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
     before = files.read(run.attempts, lambda: Ledger.read(run))
     is_held = is_held_here(run, before.newest, host)
     after = files.read(run.attempts, lambda: Ledger.read(run))
+    attempts = list(after.attempts)
+    while len(attempts) > 1 and attempts[-1].ending == Ending.REFUSED and attempts[-1].cluster == "local":
+        attempts.pop()  # a command refused to go on with the run, and left it as it was
     return Observation(
-        attempts=_without_refused(after.attempts),
+        attempts=attempts,
         progress=files.read(run.progress, lambda: read_progress(run)),
         committed=files.read(run.checkpoints, lambda: committed_steps(run)),
         is_held=True if len(after.attempts) > len(before.attempts) else is_held,
@@ -189,14 +193,6 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
         queued=files.read(run.submission, lambda: read_queued_job(run)),
         slow_ranks=known(run.slow_ranks, lambda: files.read(run.slow_ranks, lambda: read_alarms(run)), unknown=()),
     )
-
-
-def _without_refused(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
-    """Return the attempts without the last ones, where a command refused to go on with a run that it left as it was."""
-    kept = list(attempts)
-    while len(kept) > 1 and kept[-1].ending == Ending.REFUSED and kept[-1].cluster == "local":
-        kept.pop()
-    return kept
 
 
 def is_held_here(run: RunDir, newest: Attempt | None, host: str) -> bool | None:
@@ -229,10 +225,15 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
     """Return the status that follows from an observation."""
     state = _state(seen)
     last = seen.attempts[-1] if seen.attempts else None
-    progress = seen.progress
-    saved_at = progress.last_checkpoint_at if progress else None
+    progress = seen.progress or Progress(attempt=0)
+    saved_at = progress.last_checkpoint_at
     source, age_s = _source(seen)
+    asked, is_running = seen.queue_status, state in {"running", "stopping"}
+    has_start = state == "waiting" and asked and not (states.is_held(asked.reason) or states.why_never(asked.reason))
+    of_progress: dict[str, Any] = {name: getattr(progress, name) for name in _OF_PROGRESS}
+    begun = last if seen.has_begun else None
     return RunStatus(
+        **of_progress,
         run=run.name,
         path=str(run.path),
         state=state,
@@ -240,37 +241,31 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         attempt=last.attempt if last else None,
         job_id=seen.queued.job_id if seen.queued and not seen.has_begun else last.job_id if last else None,
         host=last.host if last else None,
-        step=progress.step if progress else 0,
-        total_steps=progress.total_steps if progress else None,
-        saves=progress.saves if progress else None,
-        epoch=progress.epoch if progress else None,
-        epochs=progress.epochs if progress else None,
-        loss=progress.loss if progress else None,
-        samples_per_s=progress.samples_per_s if progress else None,
-        tokens_per_s=progress.tokens_per_s if progress else None,
-        save_bytes=progress.save_bytes if progress else {},
-        eta_s=progress.eta_s if progress and state in {"running", "stopping"} else None,
-        limit_s=last.ends_at - seen.now if last and last.ends_at and state in {"running", "stopping"} else None,
-        slurm_state=seen.queue_status.state if seen.queue_status else None,
-        starts_at=_starts_at(seen.queue_status) if seen.queue_status and state == "waiting" else None,
-        metrics=progress.metrics if progress else {},
+        eta_s=progress.eta_s if is_running else None,
+        limit_s=last.ends_at - seen.now if last and last.ends_at and is_running else None,
+        slurm_state=asked.state if asked else None,
+        starts_at=asked.starts_at if asked and has_start else None,
         last_checkpoint=seen.committed[-1] if seen.committed else None,
         checkpoint_age_s=seen.now - saved_at if saved_at else None,
-        save_error=progress.save_error if progress else None,
-        slow_ranks=_slow_now(seen, last) if state in {"running", "stopping"} else [],
+        slow_ranks=[
+            one
+            for one in seen.slow_ranks
+            if last and is_running and one.attempt == last.attempt and one.ended_at is None
+        ],
         source=source,
         age_s=age_s,
-        entity=last.root.entity if last and seen.has_begun else "",
-        fingerprint=last.root.fingerprint if last and seen.has_begun else "",
-        why_last=last.why_last if last and seen.has_begun else "",
+        entity=begun.root.entity if begun else "",
+        fingerprint=begun.root.fingerprint if begun else "",
+        why_last=begun.why_last if begun else "",
         mended=_mended(seen.attempts),
     )
 
 
-def _starts_at(queue_status: QueueStatus) -> float | None:
-    """Return when Slurm expects the job to start; None where it waits for a person, or does not start."""
-    code = queue_status.reason
-    return None if states.is_held(code) or states.why_never(code) else queue_status.starts_at
+_OF_PROGRESS = (
+    "step", "total_steps", "saves", "epoch", "epochs", "loss", "samples_per_s", "tokens_per_s", "save_bytes", "metrics",
+    "save_error",
+)  # fmt: skip
+"""Fields that are the same in both."""
 
 
 def _mended(attempts: Sequence[Attempt]) -> str:
@@ -283,10 +278,6 @@ def _mended(attempts: Sequence[Attempt]) -> str:
     return (
         f"attempt {failed[-1].attempt} failed, and ddp-hpc started the next one: {reason or failed[-1].cause}{earlier}"
     )
-
-
-def _slow_now(seen: Observation, last: Attempt | None) -> list[Alarm]:
-    return [one for one in seen.slow_ranks if last and one.attempt == last.attempt and one.ended_at is None]
 
 
 def _source(seen: Observation) -> tuple[str, float | None]:
@@ -319,15 +310,6 @@ _BY_SLURM: Mapping[states.JobState, State] = {
 """Slurm's state of a job -> the state of the run, if the job has written nothing itself."""
 
 
-_UNTIL_NEXT: Mapping[Next, State] = {
-    Next.IN_PLACE: "starting",
-    Next.REQUEUE: "waiting",
-    Next.SUCCESSOR: "waiting",
-    Next.SLURM: "waiting",
-}
-"""What follows an ended attempt -> the state of the run until the next attempt starts."""
-
-
 def _state(seen: Observation) -> State:
     last = seen.attempts[-1] if seen.attempts else None
     if seen.queue_status is not None and (not seen.has_begun or seen.queue_status.state is not None):
@@ -339,8 +321,10 @@ def _state(seen: Observation) -> State:
     is_alive = _is_alive(seen, last)
     if last is not None and last.ending is not None:
         # Where the supervisor has died, nobody starts the next attempt.
-        is_dead = last.next == Next.IN_PLACE and is_alive is False
-        return "interrupted" if is_dead else _UNTIL_NEXT.get(last.next, last.ending.value)
+        then: State = "waiting" if last.next else last.ending.value
+        if last.next == Next.IN_PLACE:
+            then = "interrupted" if is_alive is False else "starting"
+        return then
     if not is_alive:
         return "finished" if seen.is_done else "interrupted" if is_alive is False else "unknown"
     return "stopping" if seen.wants_stop else _state_of_alive(seen)
@@ -369,15 +353,7 @@ def _is_alive(seen: Observation, last: Attempt | None) -> bool | None:
     """Return whether the newest attempt is alive; None if it runs on another host and has written nothing for long."""
     if (last is None or last.host == seen.host) and seen.is_held is not None:
         return seen.is_held
-    written_at = _written_at(seen)
-    return True if written_at is not None and seen.now - written_at <= SILENCE_S else None
-
-
-def _written_at(seen: Observation) -> float | None:
-    times = [time for attempt in seen.attempts for time in (attempt.started_at, attempt.ended_at) if time]
-    if seen.progress:
-        times.append(seen.progress.at)
-    return max(times, default=None)
+    return True if seen.silent_s is not None and seen.silent_s <= SILENCE_S else None
 
 
 def _reason(state: State, seen: Observation) -> str:
@@ -389,7 +365,7 @@ def _reason(state: State, seen: Observation) -> str:
     if state == "cancelled" and not seen.has_begun:
         return "cancelled by the user while it waited"
     if state == "interrupted":
-        return f"its processes are gone: they were killed, or the machine went down. {_again(seen)}"
+        return f"its processes are gone: they were killed, or the machine went down. Submit the run again: {_goes_on(seen.committed, seen.progress)}"
     if state == "unknown":
         host = seen.attempts[-1].host if seen.attempts else "its host"
         return (
@@ -413,7 +389,11 @@ def _reason_by_awaited(state: State, seen: Observation, queue_status: QueueStatu
 def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus) -> str:
     """Return why a job is pending; or what Slurm says about a job that has written nothing."""
     if queue_status.is_waiting:
-        return states.explain_reason(queue_status.reason) + _way_out(seen, queue_status)
+        is_short_of_nodes = queue_status.reason.strip("(").startswith("ReqNodeNotAvail")
+        allow = f"`ddp-hpc requeue {queue_status.job_id} --now` allows as many of them as it needs"
+        excludes = f"; the job excludes nodes on which the run failed: {allow}"
+        has_excluded = is_short_of_nodes and any(attempt.failed_nodes for attempt in seen.attempts)
+        return states.explain_reason(queue_status.reason) + (excludes if has_excluded else "")
     if queue_status.state is None:
         is_gone = not queue_status.problem and not seen.has_begun
         gone = f"Slurm has no job {queue_status.job_id} any more, and the job wrote nothing to the run directory: submit again"
@@ -425,16 +405,11 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
         return f"job {queue_status.job_id} {phrase} {said if seen.last_words else nothing}"
     if queue_status.has_ended:
         leads = {"failed": "; see its log (`ddp-hpc logs`). ", "interrupted": ". "}
-        again = leads[state] + _again(seen) if state in leads else ""
-        return f"job {queue_status.job_id} {phrase}{again}"
+        again = f"Submit the run again: {_goes_on(seen.committed, seen.progress)}"
+        return f"job {queue_status.job_id} {phrase}{leads[state] + again if state in leads else ''}"
     if state == "running" and seen.silent_s is not None:
         return f"the run has written nothing for {seen.silent_s:.0f} s, but Slurm says that its job {phrase}; if this lasts, read its log (`ddp-hpc logs`)"
     return ""
-
-
-def _again(seen: Observation) -> str:
-    """Return the advice to submit the run again, with the step from which it continues."""
-    return f"Submit the run again: {_goes_on(seen.committed, seen.progress)}"
 
 
 def goes_on(run: RunDir) -> str:
@@ -450,14 +425,3 @@ def _goes_on(committed: Sequence[int], progress: Progress | None) -> str:
         return f"it continues from step {committed[-1]}"
     is_script = progress is not None and progress.saves is not None
     return "it starts the script again" if is_script else "it has no checkpoint, so it starts from the beginning"
-
-
-def _way_out(seen: Observation, queue_status: QueueStatus) -> str:
-    """Return what the user can do if a job waits for nodes that are down while it excludes others."""
-    is_short_of_nodes = queue_status.reason.strip("(").startswith("ReqNodeNotAvail")
-    if not is_short_of_nodes or not any(attempt.failed_nodes for attempt in seen.attempts):
-        return ""
-    return (
-        "; the job excludes nodes on which the run failed: "
-        f"`ddp-hpc requeue {queue_status.job_id} --now` allows as many of them as it needs"
-    )

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Next
+from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Next, record_more
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress
-from ddp_hpc.watch.status import SILENCE_S, Observation, State, _without_refused, read_status, status_of
+from ddp_hpc.watch.status import SILENCE_S, Observation, State, read_status, status_of
 from tests.made_run import add_attempt, add_checkpoint, add_progress, changed, made_attempt, make_run, progress
 
 RUN = RunDir(Path("runs/digits"))
@@ -189,9 +189,14 @@ def test_a_failure_that_a_restart_mended_is_named_but_none_that_the_user_mended(
     assert mended(failed) == ""
 
 
-def test_a_refusal_on_this_machine_leaves_the_state_as_it_was() -> None:
-    finished, refused = attempt(0, Ending.FINISHED), attempt(1, Ending.REFUSED)
+def test_a_refusal_on_this_machine_leaves_the_state_as_it_was(tmp_path: Path) -> None:
+    run, refused, on_slurm = (make_run(tmp_path, name) for name in ("run", "refused", "on-slurm"))
+    for one in (run, on_slurm):
+        add_attempt(one, 0, ending=Ending.FINISHED)
+        add_attempt(one, 1, ending=Ending.REFUSED)
+    record_more(on_slurm, attempt=1, cluster="slurm")
+    add_attempt(refused, ending=Ending.REFUSED)
 
-    assert list(_without_refused([finished, refused])) == [finished]
-    assert list(_without_refused([refused])) == [refused]
-    assert list(_without_refused([finished, replace(refused, cluster="slurm")]))[-1].attempt == 1
+    states = [read_status(one, now=1000.0).state for one in (run, refused, on_slurm)]
+
+    assert states == ["finished", "refused", "refused"]

@@ -80,7 +80,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             "No launcher that ddp-hpc knows has started this process, so its place among the others is not known. Start it by torchrun, "
             "srun or mpiexec, name the nodes with `--nnodes`, `--node-rank` and `--master-addr`, or use `ddp-hpc submit`."
         )
-    path, settings = _words(args)
+    words = [word for word in (args.config, *args.settings) if word is not None]
+    # Where the container has no file, settings alone do, if one is `name`.
+    is_complete = any(word.startswith("name=") for word in words) and all("=" in word for word in words)
+    path, settings = (None, words) if is_complete else config_and_settings(args)
     place, resolved = _resolve(args, place, path, settings, environment)
     run_dir = RunDir(resolved.spec.path)
     import_paths = [Path.cwd(), *([] if path is None else [path.absolute().parent])]
@@ -94,14 +97,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     # The same process goes on, so that its launcher signals the right one, and as a new Python, which has nothing of a command.
     # It does not import a json.py of this directory in place of Python's own.
     os.execve(sys.executable, [sys.executable, *argv], {"PYTHONSAFEPATH": "ddp_hpc", **environ})  # noqa: S606  no shell is needed
-
-
-def _words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """Return the configuration's path and the settings; where the container has no file, settings alone do, if one is `name`."""
-    words = [word for word in (args.config, *args.settings) if word is not None]
-    if any(word.startswith("name=") for word in words) and all("=" in word for word in words):
-        return None, words
-    return config_and_settings(args)
 
 
 def _with_options(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:

@@ -85,7 +85,9 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
             statuses.append(read_status(each, now=time.time(), ask=ask))
         except (OSError, UnreadableError):
             num_unreadable += 1
-    is_swept = not args.json and _name_sweeps(runs_dir)
+    sweeps = [] if args.json else sorted(path.parent.name for path in runs_dir.glob("*/sweep.jsonl"))
+    if sweeps:
+        print(f"sweeps there, each with a list of its own (`ddp-hpc list NAME`): {', '.join(sweeps)}", file=sys.stderr)
     if num_unreadable:
         print(
             f"note: the list leaves out {num_unreadable} of the directories in {str(runs_dir)!r}, which cannot be read. "
@@ -115,10 +117,9 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
             for number, status in enumerate(statuses)
         ]
         print(table((*HEADER, *(SPENT if spent else ()), *names), rows))
-        _say_why_not_started(statuses)
-        _name_entities(statuses)
+        _print_reasons(statuses)
     else:
-        such = f" with {' and '.join(args.filter)}" if args.filter else " outside of sweeps" if is_swept else ""
+        such = f" with {' and '.join(args.filter)}" if args.filter else " outside of sweeps" if sweeps else ""
         print(f"There are no runs{such} in {str(runs_dir)!r}. List another directory with `--runs-dir DIR`.")
     return 0
 
@@ -131,26 +132,13 @@ def _spent(statuses: Sequence[RunStatus]) -> list[tuple[tuple[str, str], Mapping
     return [(columns(one), None if one is None else asdict(one)) for one in found]
 
 
-def _say_why_not_started(statuses: Sequence[RunStatus]) -> None:
-    """Say why runs whose job was cancelled never started: the table shows what attempts have recorded, and they have none."""
+def _print_reasons(statuses: Sequence[RunStatus]) -> None:
+    """Name what the table does not show: why a job never started, and the sample or file because of which a run has failed."""
     for status in statuses:
         if status.state == "cancelled" and status.attempt is None and status.reason:
             print(f"{status.run}: {status.reason}", file=sys.stderr)
-
-
-def _name_entities(statuses: Sequence[RunStatus]) -> None:
-    """Name the sample or file of each run that has failed because of one."""
-    for status in statuses:
-        if status.state == "failed" and status.entity:
+        elif status.state == "failed" and status.entity:
             print(f"{status.run}: {status.why_last or f'`{status.entity}` failed'}", file=sys.stderr)
-
-
-def _name_sweeps(runs_dir: Path) -> bool:
-    """Name the sweeps there; return whether there are any."""
-    sweeps = sorted(path.parent.name for path in runs_dir.glob("*/sweep.jsonl"))
-    if sweeps:
-        print(f"sweeps there, each with a list of its own (`ddp-hpc list NAME`): {', '.join(sweeps)}", file=sys.stderr)
-    return bool(sweeps)
 
 
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:

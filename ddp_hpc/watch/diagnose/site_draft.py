@@ -7,7 +7,8 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 
@@ -72,24 +73,16 @@ def survey(environ: Mapping[str, str]) -> Survey:
         runtimes=[name for name in _RUNTIMES if shutil.which(name, path=environ.get("PATH", ""))],
         has_modules=bool(environ.get("MODULESHOME") or environ.get("LMOD_CMD")),
     )
-    if not client.is_here(environ):
-        return found
-    try:
-        return _with_slurm(found, environ)
-    except SlurmUnavailableError:
-        return found
-
-
-def _with_slurm(found: Survey, environ: Mapping[str, str]) -> Survey:
-    return Survey(
-        **{
-            **vars(found),
-            "cluster": client.config(environ),
-            "partitions": client.partitions(environ),
-            "shapes": client.shapes(environ),
-            "accounts": client.accounts(environ),
-        }
-    )
+    if client.is_here(environ):
+        with suppress(SlurmUnavailableError):
+            return replace(
+                found,
+                cluster=client.config(environ),
+                partitions=client.partitions(environ),
+                shapes=client.shapes(environ),
+                accounts=client.accounts(environ),
+            )
+    return found
 
 
 def _scratch(environ: Mapping[str, str], user: str) -> tuple[str | None, str]:
@@ -177,17 +170,16 @@ def _network(found: Survey) -> list[str]:
 def _partitions(found: Survey) -> Iterator[str]:
     for partition in found.partitions:
         shapes = [one for one in found.shapes if one.partition == partition.name]
-        yield f"{dump_value(partition.name)}:  # {'; '.join([*map(_shape, shapes), *_rules(partition)])}"
+        about = []
+        for one in shapes:
+            of_gpus = f", {one.num_gpus} {one.gpu_type or 'GPU'}" if one.num_gpus else ""
+            about.append(f"{one.num_nodes} nodes of {one.num_cpus} CPUs, {one.mem_mb / 1024:.0f} GiB{of_gpus}")
+        yield f"{dump_value(partition.name)}:  # {'; '.join([*about, *_rules(partition)])}"
         gpus = {(one.num_gpus, one.gpu_type) for one in shapes if one.num_gpus}
         if len(gpus) == 1 and len({one.num_gpus for one in shapes}) == 1:
             number, kind = next(iter(gpus))
             whole = f"{{gpus_per_node: {number}{f', gpu_type: {dump_value(kind)}' if kind else ''}}}"
             yield f"  # resources: {whole}  # a whole node for each run that does not say; unset: a run says how many it needs"
-
-
-def _shape(one: NodeShape) -> str:
-    gpus = f", {one.num_gpus} {one.gpu_type or 'GPU'}" if one.num_gpus else ""
-    return f"{one.num_nodes} nodes of {one.num_cpus} CPUs, {one.mem_mb / 1024:.0f} GiB{gpus}"
 
 
 def _rules(partition: Partition) -> Iterator[str]:
