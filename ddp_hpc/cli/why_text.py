@@ -9,6 +9,7 @@ from typing import Any
 
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.report.words import plural
 from ddp_hpc.watch.why.advice import to_do
 from ddp_hpc.watch.why.findings import EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import number_of
@@ -104,12 +105,8 @@ def _alike(ledger: Ledger, attempt: Attempt) -> str:
 
 
 def _others(verdict: Verdict) -> str:
-    def ranks(count: int) -> str:
-        return "1 other rank" if count == 1 else f"{count} other ranks"
-
-    parts = [f"{ranks(verdict.num_cascades)} lost the connection to a peer" if verdict.num_cascades else ""]
-    parts.append(f"{ranks(verdict.num_alike)} failed in the same way" if verdict.num_alike else "")
-    return "; ".join(filter(None, parts))
+    others = {"lost the connection to a peer": verdict.num_cascades, "failed in the same way": verdict.num_alike}
+    return "; ".join(f"{plural(count, 'other rank')} {what}" for what, count in others.items() if count)
 
 
 def _where(run: RunDir, evidence: EvidenceLine) -> str:

@@ -64,11 +64,7 @@ def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
 
 
 def choose_step(run: RunDir, step: int | None) -> int:
-    """Return `step`, or the newest step, if it has a checkpoint.
-
-    Raises:
-        ConfigError: if it has none.
-    """
+    """Return `step`, or the newest step, if it has a checkpoint."""
     steps = checkpoint_names.committed_steps(run)
     if not steps:
         raise ConfigError(
@@ -100,11 +96,7 @@ def _with_advice(run: RunDir) -> Iterator[None]:
 
 
 def export(run: RunDir, step: int, output: Path, *, ema: bool | None) -> tuple[int, bool]:
-    """Write a checkpoint's weights, or their moving average, as `export_weights` does.
-
-    Raises:
-        ConfigError: where the file cannot be written, or there is no such average.
-    """
+    """Write a checkpoint's weights, or their moving average, as `export_weights` does."""
     path = checkpoint_names.checkpoint_path(run, step)
     try:
         with _with_advice(run):

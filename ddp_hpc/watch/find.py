@@ -55,11 +55,7 @@ def scan_runs(runs_dir: Path) -> tuple[list[RunDir], int]:
 
 
 def find_run(text: str, runs_dir: Path) -> RunDir:
-    """Return the run that `text` names: a run in `runs_dir`, a run directory, a sweep's point, or a job of a run in `runs_dir`.
-
-    Raises:
-        RunNotFoundError: if there is none; it lists the nearest names.
-    """
+    """Return the run that `text` names: a run in `runs_dir`, a run directory, a sweep's point, or a job of a run in `runs_dir`."""
     candidates = ([] if os.sep in text or text in {".", ".."} else [runs_dir / text]) + [Path(text)]
     if os.sep in text:
         candidates.append(runs_dir / text)  # `SWEEP/POINT`; a path that exists here comes first
@@ -80,11 +76,7 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
 
 
 def _point(text: str, runs_dir: Path) -> RunDir | None:
-    """Return what `SWEEP/POINT` names, the point by its name or its number; None where there is no such sweep.
-
-    Raises:
-        RunNotFoundError: if the sweep has no such point, or it has not begun.
-    """
+    """Return what `SWEEP/POINT` names, the point by its name or its number; None where there is no such sweep."""
     sweep, _, point = text.rstrip(os.sep).rpartition(os.sep)
     path = next((one for one in (Path(sweep), runs_dir / sweep) if sweep and holds_sweep(one)), None)
     if path is None:
@@ -119,11 +111,7 @@ def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
 
 
 def newest_run(runs_dir: Path) -> RunDir:
-    """Return the most recently active run.
-
-    Raises:
-        RunNotFoundError: if there is none.
-    """
+    """Return the most recently active run."""
     runs = list_runs(runs_dir)
     if not runs:
         raise RunNotFoundError(

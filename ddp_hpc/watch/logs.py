@@ -95,9 +95,6 @@ def read_lines(run: RunDir, selection: LogSelection, *, only_final_text: bool = 
     """Yield the lines of the selected logs, one rank after another.
 
     With `only_final_text`, a line that was overwritten by carriage returns, as progress bars do, is its final text.
-
-    Raises:
-        ConfigError: if there is no such log.
     """
     require_log(run, selection)
     yield from follow_lines(run, selection, is_over=lambda: True, pause=lambda: None, only_final_text=only_final_text)
@@ -129,11 +126,7 @@ def follow_lines(
 
 
 def require_log(run: RunDir, selection: LogSelection) -> None:
-    """Check that one of the selected logs exists.
-
-    Raises:
-        ConfigError: where none does.
-    """
+    """Check that one of the selected logs exists."""
     if log_files(run, selection):
         return
     attempts = _numbers(run.path / "logs", "attempt-*")

@@ -60,11 +60,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _begin(
     run_dir: RunDir, backend: Backend, status: RunStatus, environment: Mapping[str, str], *, has_waited: bool
 ) -> None:
-    """Wait until the job is pending, and ask Slurm to start it as soon as nodes are free.
-
-    Raises:
-        WorkerError: where the job does not return to the queue, or waits for another reason.
-    """
+    """Wait until the job is pending, and ask Slurm to start it as soon as nodes are free."""
     from ddp_hpc.run.run_dir.ledger import Ledger
 
     patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S

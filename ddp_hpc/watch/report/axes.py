@@ -49,7 +49,11 @@ def axis(values: Iterable[float], *, margin: float = 0.06, count: int = 4, may_b
     low, high = min(finite), max(finite)
     if may_be_log and low > 0 and high / low > _LOG_FROM:
         low, high = low / (1 + 2.5 * margin), high * (1 + 2.5 * margin)
-        marks = [one for one in _powers(low, high) if low <= one <= high]
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        factors = (1, 2, 5) if high / low < 100 else (1, 3) if high / low < 1000 else (1,)
+        every = max(1, len(decades) // 6)
+        powers = [factor * 10.0**decade for decade in decades if decade % every == 0 for factor in factors]
+        marks = [one for one in powers if low <= one <= high]
     else:
         beside = (high - low) * margin if high > low else abs(low or 1) * 0.05
         low, high = max(0.0, low - beside) if low >= 0 else low - beside, high + beside
@@ -59,13 +63,6 @@ def axis(values: Iterable[float], *, margin: float = 0.06, count: int = 4, may_b
         marks = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
         may_be_log = False
     return _with_ticks(ChartAxis(low, high, is_log=may_be_log), {one: compact(one) for one in marks})
-
-
-def _powers(low: float, high: float) -> list[float]:
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if high / low < 100 else (1, 3) if high / low < 1000 else (1,)
-    every = max(1, len(decades) // 6)
-    return [factor * 10.0**decade for decade in decades if decade % every == 0 for factor in factors]
 
 
 def clock_times(begin: float, end: float) -> ChartAxis:

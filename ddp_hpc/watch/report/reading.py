@@ -58,9 +58,6 @@ def read_run(
     """Return what the run directory holds. Unreadable parts are left out, and named in `missing`.
 
     What variables of `environ` hold that may be secrets is masked, also in the words of exceptions.
-
-    Raises:
-        OSError: if not even the ledger can be read.
     """
     reader = _Reader()
     status = read_status(run, now=now)

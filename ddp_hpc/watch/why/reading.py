@@ -26,11 +26,7 @@ _ENDED = "ended: "
 
 
 def chosen_attempt(run: RunDir, ledger: Ledger, number: int | None) -> Attempt:
-    """Return the attempt of this number; without one, the newest that failed, or else the newest.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """Return the attempt of this number; without one, the newest that failed, or else the newest."""
     if not ledger.attempts:
         where = last_words(run) or f"`ddp-hpc status {run.name}` shows what it waits for."
         raise ConfigError(f"Run {run.name!r} has not begun an attempt. {where}")

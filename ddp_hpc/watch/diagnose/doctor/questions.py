@@ -63,9 +63,11 @@ def ask(spec: RunSpec, environ: Mapping[str, str], *, seconds: float = ANSWER_S)
     """Ask everything that concerns a run of this configuration: Slurm where it is, and the file system of the runs."""
     of_slurm = _of_slurm(spec, environ) if has_commands(environ) else {}
     place = spec.path.parent
-    return answers_of(
-        {"disk": partial(_disk, place), "quota": partial(_quota, place, environ), **of_slurm}, seconds=seconds
-    )
+
+    def quota(*, timeout_s: float) -> Sequence[Quota]:
+        return quotas_of(_existing(place), environ, timeout_s=timeout_s)
+
+    return answers_of({"disk": partial(_disk, place), "quota": quota, **of_slurm}, seconds=seconds)
 
 
 def has_commands(environ: Mapping[str, str]) -> bool:
@@ -98,10 +100,6 @@ def _disk(place: Path, *, timeout_s: float) -> tuple[Path, Disk]:
     ) as error:  # a stale mount, or a directory above that may not be searched: nothing can be written there
         return place, Disk(path=str(place), error=error.strerror or str(error))
     return existing, disk(existing)
-
-
-def _quota(place: Path, environ: Mapping[str, str], *, timeout_s: float) -> Sequence[Quota]:
-    return quotas_of(_existing(place), environ, timeout_s=timeout_s)
 
 
 def _existing(place: Path) -> Path:
