@@ -15,7 +15,6 @@ from ddp_hpc.run.run_dir.environment import Environment, differences, read_envir
 from ddp_hpc.run.run_dir.joining import read_meeting
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import read_uses
-from ddp_hpc.run.run_dir.meeting import read_meeting
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Look, Mark, read_alarms, read_looks, read_marks
 from ddp_hpc.watch.attempt_times import read_times
