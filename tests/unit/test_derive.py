@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.cluster.rendezvous.address import Host, addresses_of, this_host
+from ddp_hpc.cluster.rendezvous.address import Host, addresses_of, find_address, this_host
 from ddp_hpc.cluster.rendezvous.choice import Refused
 from ddp_hpc.cluster.rendezvous.derive import derive
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
@@ -299,6 +299,42 @@ def test_outside_of_jobs_there_is_a_world_of_one() -> None:
     assert [found.value(name) for name in RANKS] == ["0", "0", "1", "1", "0"]
     assert (found.value("MASTER_ADDR"), found.value("OMP_NUM_THREADS")) == ("127.0.0.1", "3")
     assert found.process == "no Slurm job: a single process"
+
+
+NO_IB = (interface("eth0", "10.77.0.12/24"), LO)
+"""Of a node that has lost its fast network."""
+
+
+@pytest.mark.parametrize(
+    ("environ", "own", "answers", "num_asked", "address"),
+    [
+        (batch(), (LO, interface("eth0", "10.77.0.11/24")), {}, 0, "10.77.0.11"),  # there is no choice
+        (batch("node1"), node(1), {}, 0, "127.0.0.1"),
+        (batch(), node(1), {"node2": NO_IB, "node3": node(3)}, 1, "10.77.0.11"),
+        (batch(), node(1), {}, 1, "10.78.0.11"),
+        (batch(on="node2"), node(2), {"node1": node(1), "node2": node(2)}, 1, "10.78.0.11"),
+        (batch(on="node2"), node(2), {"node2": node(2)}, 1, "10.77.0.11"),  # by its name
+        (task(3, 0, 3, on="node1"), node(1), {"node2": NO_IB}, 1, "10.77.0.11"),  # `srun --pty` on the first node
+    ],
+)
+def test_a_supervisor_asks_the_nodes_where_that_can_change_the_choice(
+    environ: Mapping[str, str],
+    own: Sequence[Interface],
+    answers: Mapping[str, Sequence[Interface]],
+    num_asked: int,
+    address: str,
+) -> None:
+    asked: list[str] = []
+    allocation = read_allocation(environ)
+    assert allocation is not None
+
+    def ask() -> Mapping[str, Sequence[Interface]]:
+        asked.append("all nodes")
+        return answers
+
+    found = find_address(allocation, lab(1 if allocation.is_on_first_node else 2, interfaces=own), ask=ask)
+
+    assert (found.value, len(asked)) == (address, num_asked)
 
 
 def test_this_host_answers() -> None:
