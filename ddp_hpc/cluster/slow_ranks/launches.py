@@ -67,16 +67,13 @@ def read_launches(record: bytes) -> tuple[list[str], list[Launches]]:
     for one in entries:
         group = MESSAGES if one.is_p2p else one.process_group[0] if one.process_group else ""
         launches = found.setdefault(group, Launches(group, [], [], []))
-        if one.is_p2p:
-            launches.seqs.append(len(launches.seqs) + 1)
-            launches.kinds.append(numbers.setdefault("send/recv", len(numbers)))
-            launches.at_us.append(one.time_created_ns // 1000)
-            continue
-        if launches.seqs and one.collective_seq_id <= launches.seqs[-1]:
-            continue  # a coalesced collective has several entries with one number
-        sizes = ",".join("x".join(map(str, size)) for size in one.input_sizes)
-        kind = f"{one.profiling_name} {sizes} {','.join(one.input_dtypes)}"
-        launches.seqs.append(one.collective_seq_id)
+        number, kind = len(launches.seqs) + 1, "send/recv"
+        if not one.is_p2p:
+            if launches.seqs and one.collective_seq_id <= launches.seqs[-1]:
+                continue  # a coalesced collective has several entries with one number
+            sizes = ",".join("x".join(map(str, size)) for size in one.input_sizes)
+            number, kind = one.collective_seq_id, f"{one.profiling_name} {sizes} {','.join(one.input_dtypes)}"
+        launches.seqs.append(number)
         launches.kinds.append(numbers.setdefault(kind, len(numbers)))
         launches.at_us.append(one.time_created_ns // 1000)
     return list(numbers), [launches for launches in found.values() if launches.seqs]

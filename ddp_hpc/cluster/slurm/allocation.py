@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -120,10 +121,9 @@ def claimed_job_id(environ: Mapping[str, str]) -> str | None:
 
 def claimed_nodes(environ: Mapping[str, str]) -> frozenset[str] | None:
     """Return the nodes of the job that the variables name; None where they cannot be read."""
-    try:
+    with suppress(ConfigError):
         return frozenset(_names(environ, "SLURM_JOB_NODELIST"))
-    except ConfigError:
-        return None
+    return None
 
 
 def claimed_cluster(environ: Mapping[str, str]) -> str:
@@ -133,10 +133,9 @@ def claimed_cluster(environ: Mapping[str, str]) -> str:
 
 def is_one_of_many_tasks(environ: Mapping[str, str]) -> bool:
     """Tell whether this process is one of several tasks of a step, and not a shell, nor a step of a single task such as an interactive one."""
-    try:
+    allocation = None
+    with suppress(ConfigError):
         allocation = read_allocation(environ)
-    except ConfigError:
-        return False
     return allocation is not None and allocation.step is not None and allocation.step.world_size > 1
 
 

@@ -201,10 +201,9 @@ def accounting(
     job_ids: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S
 ) -> list[queries.JobRecord]:
     """Return every start of some jobs from the accounting database; empty if accounting is off or does not answer."""
-    try:
+    with suppress(ConfigError, SlurmUnavailableError):
         return queries.parse_accounting(_stdout(queries.accounting_argv(job_ids), environ, timeout_s=timeout_s))
-    except (ConfigError, SlurmUnavailableError):
-        return []
+    return []
 
 
 def test_only(
@@ -240,11 +239,10 @@ def shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
 
 
 def accounts(environ: Mapping[str, str]) -> list[str]:
-    """Return the same as texts, `lab (QOS high, low)`; empty if accounting is off or does not answer."""
-    try:
+    """Return the accounts as texts, `lab (QOS high, low)`; empty if accounting is off or does not answer."""
+    with suppress(ConfigError, SlurmUnavailableError):
         return [one.words for one in associations(environ)]
-    except (ConfigError, SlurmUnavailableError):
-        return []
+    return []
 
 
 def cancel(job_id: str, environ: Mapping[str, str]) -> None:
@@ -308,10 +306,9 @@ def node_states(
     environ: Mapping[str, str], nodes: Sequence[str] = (), *, partition: str | None = None
 ) -> dict[str, str]:
     """Return Slurm's states of some nodes, or of a partition's nodes; empty if Slurm does not answer."""
-    try:
+    with suppress(ConfigError, SlurmUnavailableError):
         return queries.parse_nodes(_stdout(queries.nodes_argv(nodes, partition=partition), environ))
-    except (ConfigError, SlurmUnavailableError):
-        return {}
+    return {}
 
 
 def node_reasons(
