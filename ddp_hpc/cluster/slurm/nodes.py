@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,21 +62,14 @@ def nodes_to_exclude(
     def can_start(left_out: Sequence[str]) -> bool:
         asked = [f"--exclude={','.join(filter(None, [spec.slurm.exclude, *left_out]))}"]
         asked += [f"--partition={partition}"] if partition and not spec.slurm.partition else []
-        answer = _slurms_answer(script, environ, asked)
-        return len(in_order - {*left_out}) >= spec.resources.nodes if answer is None else answer
+        with suppress(DdpHpcError):
+            told = client.test_only(script, environ, asked)
+            if told.starts_at is not None or _LACKS_NODES.search(told.refusal or ""):
+                return told.starts_at is not None
+        # Slurm does not say, or refuses for another reason.
+        return len(in_order - {*left_out}) >= spec.resources.nodes
 
     excluded = suspects if can_start(suspects) else []
     for node in [] if excluded else suspects:
         excluded = [*excluded, node] if can_start([*excluded, node]) else excluded
     return Exclusions(tuple(excluded), tuple(node for node in suspects if node not in excluded))
-
-
-def _slurms_answer(script: Path | str, environ: Mapping[str, str], options: Sequence[str]) -> bool | None:
-    """Return whether Slurm says that nodes for the job are enough; None where it does not say, as where it refuses for another reason."""
-    try:
-        told = client.test_only(script, environ, options)
-    except DdpHpcError:
-        return None
-    if _LACKS_NODES.search(told.refusal or ""):
-        return False
-    return None if told.starts_at is None else True
