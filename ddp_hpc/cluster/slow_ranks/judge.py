@@ -146,51 +146,36 @@ def _verdict_of(summaries: Sequence[Summary], group: str) -> SlowRankVerdict:
 
 def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int]) -> SlowRankVerdict:
     """Judge the ranks by their launches in the steps that begin at `starts`."""
-    num_steps = len(starts) - 1
     seconds = reference[starts[-1]] - reference[starts[0]]
     step_s = median(reference[end] - reference[start] for start, end in pairwise(starts))
     steps = [_beyond_others(_lateness(joined.at_s[start:end], reference[start:end])) for start, end in pairwise(starts)]
-    lost = [*zip(*steps, strict=True)]
-    beyond = [median(one) for one in lost]
-    if max(beyond) >= step_s:
+    nodes = {one.rank: one.node for one in joined.ranks}
+    lost = dict(zip(nodes, zip(*steps, strict=True), strict=True))
+    lost_s = {rank: median(in_each) for rank, in_each in lost.items()}
+    if max(lost_s.values()) >= step_s:
         return SlowRankVerdict(unknown="a rank is late by more than a step, so the others do not wait for it")
-    slow = [
-        (one, lost_s)
-        for one, lost_s, in_each in zip(joined.ranks, beyond, lost, strict=True)
-        if _is_slow(in_each, step_s) and lost_s > 2 * joined.error_s
-    ]
-    if 2 * len(slow) >= max(len(joined.ranks), 3):
+    slow = [rank for rank in lost if _is_slow(lost[rank], step_s) and lost_s[rank] > 2 * joined.error_s]
+    if 2 * len(slow) >= max(len(lost), 3):
         return SlowRankVerdict(unknown="half of the ranks are late: a clock was set, or the ranks have different tasks")
-    if slow and not _stand_apart(slow, joined.ranks, beyond):
+    next_s = max((lost_s[rank] for rank in lost if rank not in slow), default=0.0)
+    least_s = min((lost_s[rank] for rank in slow), default=0.0)
+    if slow and least_s - max(next_s, 0.0) < LEAST_APART * least_s:
         return SlowRankVerdict(unknown="the ranks are late by different times, as stages of a pipeline are")
     named = tuple(
         SlowRank(
-            rank=one.rank,
-            node=one.node,
-            lost_s=lost_s,
-            share=lost_s / step_s,
-            num_waiting=len(joined.ranks) - len(slow),
+            rank=rank,
+            node=nodes[rank],
+            lost_s=lost_s[rank],
+            share=lost_s[rank] / step_s,
+            num_waiting=len(lost) - len(slow),
         )
-        for one, lost_s in sorted(slow, key=lambda pair: -pair[1])
+        for rank in sorted(slow, key=lambda rank: -lost_s[rank])
     )
     # Between the two, a rank stays what it was.
-    clear = (one.rank for one, lost_s in zip(joined.ranks, beyond, strict=True) if lost_s < LEAST_SHARE * step_s / 2)
+    clear = frozenset(rank for rank in lost if lost_s[rank] < LEAST_SHARE * step_s / 2)
     return SlowRankVerdict(
-        slow=named,
-        clear=frozenset(clear),
-        num_steps=num_steps,
-        seconds=seconds,
-        step_s=step_s,
-        lost_s={one.rank: lost_s for one, lost_s in zip(joined.ranks, beyond, strict=True)},
+        slow=named, clear=clear, num_steps=len(starts) - 1, seconds=seconds, step_s=step_s, lost_s=lost_s
     )
-
-
-def _stand_apart(slow: Sequence[tuple[Summary, float]], ranks: Sequence[Summary], beyond: Sequence[float]) -> bool:
-    """Tell whether the slow ranks are later than all others by most of their lateness."""
-    names = {one.rank for one, _ in slow}
-    next_s = max((lost_s for one, lost_s in zip(ranks, beyond, strict=True) if one.rank not in names), default=0.0)
-    least_s = min(lost_s for _, lost_s in slow)
-    return least_s - max(next_s, 0.0) >= LEAST_APART * least_s
 
 
 def _join(summaries: Sequence[Summary], group: str) -> _Joined | None:
