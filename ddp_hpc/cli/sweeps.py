@@ -159,13 +159,13 @@ def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int
             )
         )
         return code
-    print("\n".join(_said(started)), file=sys.stderr if is_json else sys.stdout, flush=True)
+    print("\n".join(_describe(started)), file=sys.stderr if is_json else sys.stdout, flush=True)
     for note in started.notes:
         print(note, file=sys.stderr)
     return code
 
 
-def _said(started: Started) -> list[str]:
+def _describe(started: Started) -> list[str]:
     name, sent = started.sweep_dir.name, started.sent
     if not started.numbers:
         return [f"{name}: no point is left to start"]

@@ -160,16 +160,16 @@ def load_builder(target: str) -> Callable[..., Recipe]:
     return builder  # type: ignore[no-any-return]  # what it returns is checked by build_recipe
 
 
-def returns_recipe(target: str, builder: Callable[..., object]) -> bool | None:
-    """Return whether a function says by its annotation that it returns a `Recipe`; None where it does not say. Refuse another type."""
+def returns_recipe(target: str, builder: Callable[..., object]) -> bool:
+    """Return whether a function says by its annotation that it returns a `Recipe`; refuse one that says something else."""
     try:
         returned = get_type_hints(builder).get("return", Any)
         kind = get_origin(returned) or returned
-        if kind is UnionType or not isinstance(kind, type) or (kind is not Recipe and issubclass(Recipe, kind)):
-            return None
+        if kind in {Any, UnionType} or not isinstance(kind, type) or issubclass(Recipe, kind):
+            return kind is Recipe
         is_recipe = issubclass(kind, Recipe)
     except Exception:  # noqa: BLE001  a user's annotation may be any text
-        return None
+        return False
     if not is_recipe:
         raise ConfigError(
             f"`{target}` says that it returns {kind.__name__}, but must return a `ddp_hpc.train.recipe.Recipe`."

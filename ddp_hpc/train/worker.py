@@ -107,7 +107,7 @@ def _check_function(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     try:
         builder = load_builder(target)
         check_args(target, builder, spec.recipe.args)
-        if returns_recipe(target, builder) is None:
+        if not returns_recipe(target, builder):
             yield f"`{target}` has no annotation `-> Recipe`, and only the job calls it, so it may return something else"
     except ConfigError as error:
         is_unknown_import = error.__cause__ is not None and not isinstance(error.__cause__, _SAME_IN_EQUAL_PYTHONS)

@@ -73,7 +73,7 @@ NET = "import torch\n\ndef build(width: int = 8, root: str | None = None, *, nor
 FILES = {
     "run.yaml": "recipe: {target: 'net:build'}\n",
     "net.py": f"from typing import Literal\nfrom ddp_hpc import Recipe\n{NET}",
-    "pair.py": "def build() -> tuple[int, int]: ...\n\ndef maybe() -> object: ...\n",
+    "pair.py": "def build() -> tuple[int, int]: ...\n\ndef maybe(): ...\n",
     "train.py": "",
     "needing.py": "def build(root): ...\n",
     "circle.py": "from layers import Block\n\ndef norm(): ...\n",

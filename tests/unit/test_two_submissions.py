@@ -226,3 +226,24 @@ def test_a_file_system_that_numbers_files_anew_at_each_look_lets_a_run_be_submit
 
     with submitting_alone(RunDir(tmp_path / "runs" / "net"), patience_s=0.0):
         pass
+
+
+def test_a_new_run_is_locked_from_the_moment_it_is_there_and_goes_where_it_is_not_started(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    request = request_of(RunSpec(name="net", runs_dir=str(tmp_path / "runs")), cluster)
+
+    def interrupted(*, is_to_stay: bool) -> None:
+        with submitting_alone(request.run, patience_s=0.0) as claim:
+            claim.write(request.resolved)
+            claim.is_to_stay = is_to_stay
+            assert (claim.is_new, processes.is_locked(request.run.submission_lock)) == (True, True)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(is_to_stay=False)
+    assert not request.run.path.exists()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(is_to_stay=True)
+    assert request.run.config.exists()
+    assert not processes.is_locked(request.run.submission_lock)

@@ -43,15 +43,15 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _delete_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.launch.sweep.start import delete_sweep, described  # late: most of what is deleted are runs
+    from ddp_hpc.launch.sweep.start import delete_sweep, describe_sweep  # late: most of what is deleted are runs
     from ddp_hpc.launch.sweep.sweep_dir import find_sweep
 
     sweep_dir = find_sweep(args.run, runs_dir)
     refuse_strangers(sweep_dir.path)
-    if not args.yes and not _agrees(f"Delete {sweep_dir.path} ({described(sweep_dir)})? [y/N] "):
+    if not args.yes and not _agrees(f"Delete {sweep_dir.path} ({describe_sweep(sweep_dir)})? [y/N] "):
         print("Nothing was deleted.")
         return 1
-    what = described(sweep_dir)
+    what = describe_sweep(sweep_dir)
     delete_sweep(sweep_dir, environment)
     print(f"{sweep_dir.name} was deleted: {what}.")
     return 0

@@ -23,7 +23,7 @@ from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.points import Point
-from ddp_hpc.launch.sweep.resolving import with_own_code
+from ddp_hpc.launch.sweep.resolving import specs_to_check
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sending,
     Sweep,
@@ -83,7 +83,7 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
 def describe(base: SubmitRequest, points: Sequence[Point]) -> tuple[str, list[str]]:
     """Return the script of the sweep's arrays, and what the user should know; make nothing."""
     script = array_script(base.spec, SweepDir(base.spec.path))
-    return script, slurm.check_dry(base, script, with_own_code(base.resolved, points, base.environ))
+    return script, slurm.check_dry(base, script, specs_to_check(base.resolved, points, base.environ))
 
 
 def make_for_slurm(
@@ -98,7 +98,7 @@ def make_for_slurm(
     refuse_existing(sweep_dir)
     script = array_script(spec, sweep_dir)
     slurm.refuse_private(sweep_dir.path)
-    notes = slurm.check(base, with_own_code(base.resolved, sweep.points, environ))
+    notes = slurm.check(base, specs_to_check(base.resolved, sweep.points, environ))
 
     def fill(beside: SweepDir) -> None:
         """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""
@@ -121,7 +121,7 @@ def send(
     """
     jobs: dict[str, int] = {}
     size = cluster.max_array_size or DEFAULT_MAX_ARRAY_SIZE
-    users, last = _waited_for(sweep_dir, sweep, environ)
+    users, last = _find_awaited(sweep_dir, sweep, environ)
     # The numbers of an array's tasks end below MaxArraySize: https://slurm.schedmd.com/slurm.conf.html#OPT_MaxArraySize
     for chunk, group in groupby(sorted(set(numbers)), key=lambda number: number // size):
         rest = list(group)
@@ -152,7 +152,7 @@ def _fewer(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -
     return count // 2
 
 
-def _waited_for(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+def _find_awaited(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> tuple[str, list[str]]:
     """Return the user's dependency, and the arrays that share a limit of points at once with the next one, which waits for them."""
     # A point that has begun shows that the user's dependency was met.
     runs = (sweep_dir.run(sweep.points[number]).config for array in sweep.arrays for number in array.numbers)
@@ -176,7 +176,7 @@ def _dependency(users: str, last: Sequence[str]) -> list[str]:
     return [f"--dependency={','.join(parts)}"] if parts else []
 
 
-def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
+def settle(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
     """Return the sweep once it is known of each array that was sent whether Slurm has it. The caller has locked the ledger."""
     sweep = read_sweep(sweep_dir)
     if sweep.unanswered is None:

@@ -126,7 +126,7 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
             raise RunBusyError(
                 f"Another process is submitting points of {name} at this moment. Submit again when it has ended."
             )
-        sweep = array.settled(sweep_dir, environ)
+        sweep = array.settle(sweep_dir, environ)
     queued = client.queue(client.user_name(), environ)
     waiting = {one.job_id: points_in_queue(one, queued) for one in sweep.arrays}
     live = {number for numbers in waiting.values() for number in numbers}

@@ -81,7 +81,7 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
         resolved.add(settings)
 
 
-def with_own_code(base: Resolved, points: Sequence[Point], environ: Mapping[str, str]) -> list[RunSpec]:
+def specs_to_check(base: Resolved, points: Sequence[Point], environ: Mapping[str, str]) -> list[RunSpec]:
     """Return the first point's spec, and those of some points that differ from it in what is checked of the user's part."""
     in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
     made, different = Points(base, environ), dict[Any, Point]()

@@ -121,7 +121,7 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
                 f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.name}` again when that process has ended."
             )
         with _kept_in(troubles):
-            sweep = array.settled(sweep_dir, environ)  # what was being sent is to be cancelled, too
+            sweep = array.settle(sweep_dir, environ)  # what was being sent is to be cancelled, too
     # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
     begun = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
     with _kept_in(troubles):
@@ -199,7 +199,7 @@ def continue_sweep(
             raise RunBusyError(
                 f"Another process is submitting points of {sweep_dir.name}, or runs them on this machine, at this moment. Try again when it has ended."
             )
-        sweep = array.settled(sweep_dir, environ)
+        sweep = array.settle(sweep_dir, environ)
         is_array = sweep.backend == "slurm"
         numbers, notes = _points_left(sweep_dir, sweep, environ, is_failed=is_failed)
         with _continued(sweep_dir, sweep, is_failed=is_failed, limits=limits):
@@ -278,7 +278,7 @@ def _continued(sweep_dir: SweepDir, before: Sweep, *, is_failed: bool, limits: M
         raise
 
 
-def described(sweep_dir: SweepDir) -> str:
+def describe_sweep(sweep_dir: SweepDir) -> str:
     """Return what `delete_sweep` deletes: `a sweep of 10 points, 8 of them with a run`."""
     sweep = read_sweep(sweep_dir)
     num_runs = sum(has_begun(sweep_dir.run(point)) for point in sweep.points)
@@ -308,7 +308,7 @@ def _reasons(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield why the sweep must not be deleted."""
     sweep = read_sweep(sweep_dir)
     if sweep.backend == "slurm":
-        yield from _jobs(sweep_dir, array.settled(sweep_dir, environ), environ)
+        yield from _jobs(sweep_dir, array.settle(sweep_dir, environ), environ)
     for run in map(sweep_dir.run, sweep.points):
         if local.works_here(run):
             yield f"its run {run.name} runs on this machine"

@@ -237,7 +237,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
             stop_after_failures=header["stop_after_failures"],
         )
         for one in records:
-            found = _after(found, one)
+            found = _apply(found, one)
     except OSError as error:
         raise UnreadableError(
             f"The sweep's list of points {sweep.ledger} cannot be read now: {error.strerror}. Try again later."
@@ -249,7 +249,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
     return found
 
 
-def _after(sweep: Sweep, line: Mapping[str, Any]) -> Sweep:
+def _apply(sweep: Sweep, line: Mapping[str, Any]) -> Sweep:
     """Return the sweep after what a line says of its arrays, or of what the user has decided on it since."""
     of, since = sweep.unanswered, sweep.sent_since_cancel
     if "sending" in line:
