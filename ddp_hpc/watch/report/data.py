@@ -40,8 +40,7 @@ class Against:
     """Another run, beside this one."""
 
     name: str
-    loss: float | None
-    step: int
+    status: RunStatus
     differences: Sequence[tuple[str, str, str]]
     """Keys whose values differ, with this run's and the other one's."""
     environment: Sequence[str]

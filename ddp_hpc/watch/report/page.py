@@ -233,13 +233,13 @@ def _beside(run: RunData, other: Against) -> dict[str, Any]:
     has_loss = bool(ours or finite(other.series.loss))
     loss = (
         ""
-        if other.loss is None or run.status.loss is None
-        else f" Its loss is {compact(other.loss)}; this run's is {compact(run.status.loss)}."
+        if other.status.loss is None or run.status.loss is None
+        else f" Its loss is {compact(other.status.loss)}; this run's is {compact(run.status.loss)}."
     )
     count = plural(len(other.differences), "key")
     return {
         "name": other.name,
-        "lead": f"{other.name} is at step {other.step:,}.{loss} {count} of the configuration {'differs' if len(other.differences) == 1 else 'differ'}.",
+        "lead": f"{other.name} is at step {other.status.step:,}.{loss} {count} of the configuration {'differs' if len(other.differences) == 1 else 'differ'}.",
         "chart": charts.chart_of(f"Loss, and dotted: {other.name}", [theirs, *ours], may_be_log=True)
         if has_loss
         else None,

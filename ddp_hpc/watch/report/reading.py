@@ -13,7 +13,7 @@ from ddp_hpc.base.discretion import is_key_shown, masked, secret_values
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.run.run_dir.environment import Environment, differences, read_environment
 from ddp_hpc.run.run_dir.joining import read_meeting
-from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
+from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import read_uses
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Look, Mark, read_alarms, read_looks, read_marks
@@ -25,9 +25,7 @@ from ddp_hpc.watch.report.data import HIDDEN, Against, RunData, RunFailure
 from ddp_hpc.watch.report.series import Series, finite, read_series
 from ddp_hpc.watch.save_interval import newest_interval
 from ddp_hpc.watch.status import read_status
-from ddp_hpc.watch.why.advice import to_do
-from ddp_hpc.watch.why.findings import Verdict
-from ddp_hpc.watch.why.reading import chosen_attempt, read_facts
+from ddp_hpc.watch.why.reading import chosen_attempt, read_facts, to_do
 from ddp_hpc.watch.why.signatures import BY_NAME
 from ddp_hpc.watch.why.verdict import verdict_of
 
@@ -143,8 +141,8 @@ def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> RunFailure 
     failed = [one for one in ledger.attempts if one.ending in (Ending.FAILED, Ending.REFUSED)]
     if not failed:
         return None
-    attempt: Attempt = chosen_attempt(run, ledger, failed[-1].attempt)
-    verdict: Verdict = verdict_of(read_facts(run, ledger, attempt))
+    attempt = chosen_attempt(run, ledger, failed[-1].attempt)
+    verdict = verdict_of(read_facts(run, ledger, attempt))
     if not verdict.failure:
         return None
     return RunFailure(
@@ -166,8 +164,7 @@ def _against(run: RunData, other: RunDir, now: float) -> Against:
     newest = [found[max(found)] for found in (theirs, run.environments) if found]
     return Against(
         name=other.name if other.name != run.path.name else str(other.path),
-        loss=beside.loss,
-        step=beside.step,
+        status=beside,
         differences=[(key, _shown(key, run.values), _shown(key, listed.values)) for key in keys],
         environment=[*differences(*newest)] if len(newest) == 2 else [],
         series=read_series(other),
