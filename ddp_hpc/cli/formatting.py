@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 DASH = "-"
@@ -63,17 +63,18 @@ def as_json(value: Any) -> str:
 
 def spelled(value: Any) -> Any:
     """Return the value with `nan`, `inf` and `-inf` as text."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {key: spelled(item) for key, item in value.items()}
-    return [spelled(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return _mapped(value, str)
 
 
 def finite(value: Any) -> Any:
     """Return the value with null in place of NaN and infinity."""
+    return _mapped(value, lambda _: None)
+
+
+def _mapped(value: Any, odd: Callable[[float], Any]) -> Any:
+    """Return the value with `odd` of each float that JSON does not know."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else odd(value)
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _mapped(item, odd) for key, item in value.items()}
+    return [_mapped(item, odd) for item in value] if isinstance(value, (list, tuple)) else value

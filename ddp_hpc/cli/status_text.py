@@ -14,6 +14,8 @@ def as_text(status: RunStatus, *, now: float, word: str | None = None, details: 
 
     `word` names the run on the command line.
     """
+    epoch = "" if status.epoch is None else f", epoch {status.epoch} of {status.epochs}"
+    job = "" if status.job_id is None else f" (job {status.job_id} on {status.host})"
     rows = {
         "run": f"{status.run}  ({status.path})",
         "state": status.state,
@@ -24,7 +26,7 @@ def as_text(status: RunStatus, *, now: float, word: str | None = None, details: 
         "starts": ""
         if status.starts_at is None
         else f"in about {duration(status.starts_at - now)}, by Slurm's estimate",
-        "step": steps(status) + epoch(status) if knows_steps(status) else "",
+        "step": steps(status) + epoch if knows_steps(status) else "",
         "saved": saved(status),
         "loss": "" if status.loss is None else number(status.loss),
         "rate": rate(status),
@@ -35,7 +37,7 @@ def as_text(status: RunStatus, *, now: float, word: str | None = None, details: 
         "save error": failed_save(status.save_error) if status.save_error and status.is_alive else status.save_error,
         "slow": "; ".join(one.sentence() for one in status.slow_ranks),
         **(details or {}),
-        "attempt": "" if status.attempt is None else f"{status.attempt}{job(status)}",
+        "attempt": "" if status.attempt is None else f"{status.attempt}{job}",
         "job": "" if status.job_id is None or status.attempt is not None else status.job_id,
         "source": f"{status.source}, {duration(status.age_s)} ago",
     }
@@ -52,11 +54,6 @@ def steps(status: RunStatus) -> str:
     if not knows_steps(status):
         return "-"
     return f"{status.step}" if status.total_steps is None else f"{status.step} of {status.total_steps}"
-
-
-def epoch(status: RunStatus) -> str:
-    """Return `, epoch 2 of 20`."""
-    return "" if status.epoch is None else f", epoch {status.epoch} of {status.epochs}"
 
 
 def saved(status: RunStatus) -> str:
@@ -88,11 +85,6 @@ def checkpoint(status: RunStatus) -> str:
         return ""
     age = "" if status.checkpoint_age_s is None else f", {duration(status.checkpoint_age_s)} ago"
     return f"step {status.last_checkpoint}{age}"
-
-
-def job(status: RunStatus) -> str:
-    """Return ` (job 12 on node1)`."""
-    return "" if status.job_id is None else f" (job {status.job_id} on {status.host})"
 
 
 def progress_line(status: RunStatus) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 from ddp_hpc.base.record import record_in
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
@@ -99,14 +98,6 @@ class _Points:
         """Time, and for how many seconds the loop has waited for saves until then."""
         begin = [] if self.begin is None else [(self.begin.at, 0.0)]
         return begin + [(one.at, one.phases.get(CHECKPOINT, 0.0)) for one in self.marks if one.kind == "phases"]
-
-    def when(self, step: int) -> float | None:
-        """Return when a step was reached; None if it was not."""
-        for (at, here), (then, there) in pairwise(self.steps):
-            if here <= step < there:
-                return at + (then - at) * (step - here) / (there - here)
-        last = self.steps[-1] if self.steps else None
-        return last[0] if last and last[1] <= step else None
 
 
 def read_times(run: RunDir, *, now: float, is_alive: bool, marks: Sequence[Mark] | None = None) -> list[AttemptTime]:
@@ -226,7 +217,13 @@ def _time_of(one: Attempt, points: _Points, ended_at: float, *, kept: int | None
     reached = max([first, *(int(step) for _, step in steps)])
     kept = reached if kept is None else max(first, min(kept, reached))
     is_whole = kept >= reached and (one.ending in _COMMITS or one.ending is None)
-    until = None if begin is None else ended_at if is_whole else max(begin.at, points.when(kept) or begin.at)
+    until = (
+        None
+        if begin is None
+        else ended_at
+        if is_whole
+        else max(begin.at, _at([(step, at) for at, step in steps], kept))
+    )
     phases = [mark for mark in points.marks if mark.kind == "phases"]
     return AttemptTime(
         attempt=one,
