@@ -21,7 +21,7 @@ MOST_CHARTS = 60
 _MOST_KEYS = 12
 _MOST_FAILURES = 5
 _BINS_OF_SMALL = 100
-_MOST_LABELS = 6
+_MOST_LABELS, _FEW_LABELS = 6, 4
 _LONGEST_LABEL = 14
 _FAILED = ("failed", "refused", "interrupted")
 NOT_BEGUN = "not begun"
@@ -122,8 +122,9 @@ def key_chart(key: str, metric: str, measured: Sequence[tuple[Any, float, str]])
     are_numbers = all(type(one) in {int, float} and math.isfinite(one) for one in values.values())
     texts = sorted(values, key=values.__getitem__) if are_numbers else [*values]
     at = {text: number + 0.5 for number, text in enumerate(texts)}
-    short = [text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}..." for text in texts]
-    every = -(-len(texts) // _MOST_LABELS)
+    shown = [compact(values[text]) if are_numbers else text for text in texts]
+    short = [text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}..." for text in shown]
+    every = 1 if len(texts) <= _MOST_LABELS else -(-len(texts) // _FEW_LABELS)
     ticks = [Tick(at[text] / len(texts), label) for text, label in list(zip(texts, short, strict=True))[::every]]
     dots = dict.fromkeys(ChartPoint(at[text], one) for text, one in named)
     lines = [
