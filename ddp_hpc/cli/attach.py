@@ -45,14 +45,9 @@ def _show(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: b
     if out.isatty():
         from ddp_hpc.cli.live import draw  # late: for eyes only
 
-        draw(run, looks, out, is_kept=is_kept)
-    else:
-        show_lines(looks, out, clock=time.monotonic)
-
-
-def lines_of(look: FollowUpdate) -> list[str]:
-    """Return what a script has printed, and a line for each evaluation."""
-    return [*look.printed, *map(evaluation_line, look.evaluations)]
+        if draw(run, looks, out, is_kept=is_kept):
+            return
+    show_lines(looks, out, clock=time.monotonic)
 
 
 def show_lines(looks: Iterable[FollowUpdate], out: TextIO, *, clock: Callable[[], float]) -> None:
@@ -63,7 +58,7 @@ def show_lines(looks: Iterable[FollowUpdate], out: TextIO, *, clock: Callable[[]
     warned: set[tuple[int, float]] = set()
     for look in looks:
         status = look.status
-        for line in lines_of(look):
+        for line in (*look.printed, *map(evaluation_line, look.evaluations)):
             print(line, file=out, flush=True)
         for alarm in status.slow_ranks:
             if (alarm.rank, alarm.at) not in warned:

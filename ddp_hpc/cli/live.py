@@ -12,9 +12,8 @@ from rich.text import Text
 
 from ddp_hpc.base.discretion import visible
 from ddp_hpc.base.patience import known
-from ddp_hpc.cli.attach import lines_of, show_lines
 from ddp_hpc.cli.details import details_of
-from ddp_hpc.cli.status_text import as_text
+from ddp_hpc.cli.status_text import as_text, evaluation_line
 from ddp_hpc.cli.terminal import unguarded
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.follow import FollowUpdate
@@ -29,22 +28,21 @@ _DETAILS_S = 5.0
 """After so long, rows that need many files are read again."""
 
 
-def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bool) -> None:
-    """Draw one screen in the place of the last one, below a script's lines and evaluations; only lines if the terminal cannot draw.
+def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bool) -> bool:
+    """Draw one screen in the place of the last one, below a script's lines and evaluations; return False if the terminal cannot draw.
 
     `is_kept`: leave the last screen on the terminal.
     """
     console = Console(file=unguarded(out), force_terminal=True, color_system=None)
     if console.is_dumb_terminal:
-        show_lines(looks, out, clock=time.monotonic)
-        return
+        return False
     rows: Mapping[str, str] = {}
     losses: Sequence[ChartPoint] = ()
     read_at = 0.0
     levels = PLAIN_LEVELS if console.options.ascii_only else LEVELS
     with Live(console=console, auto_refresh=False, transient=not is_kept, redirect_stdout=False) as live:
         for look in looks:
-            for line in lines_of(look):
+            for line in (*look.printed, *map(evaluation_line, look.evaluations)):
                 console.print(_text(line), soft_wrap=True)
             now = time.time()
             if now - read_at >= _DETAILS_S or not look.status.is_alive:
@@ -56,6 +54,7 @@ def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bo
             drawn = screen(look.status, rows, sparkline(finite(losses), _WIDTH, levels), now=now, word=run.word)
             shown = [visible(line)[: max(1, width - 1)] for line in drawn[: max(1, height - 1)]]
             live.update(_text("\n".join(shown)), refresh=True)
+    return True
 
 
 def _text(words: str) -> Text:

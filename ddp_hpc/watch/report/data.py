@@ -115,7 +115,7 @@ class RunData:
         return seconds.get(name, 0.0) / (sum(seconds.values()) or 1.0)
 
     def number(self, key: str) -> float:
-        """Return the value of a key; NaN where it is no number."""
+        """Return the value of a key; NaN unless it is a number."""
         value = self.values.get(key)
         return float(value) if isinstance(value, (int, float)) else math.nan
 

@@ -48,7 +48,7 @@ def _about_skipped(run: RunData) -> Note | None:
 
 
 def _about_slow_rank(run: RunData) -> Note | None:
-    """Look at the mean of the whole run, of the ranks that were named as slow."""
+    """Take the mean of the whole run, of the ranks that were named as slow."""
     shares = {
         rank: fmean(look.lost_s.get(rank, 0.0) / (look.step_s or 1.0) for look in run.looks)
         for rank in {one.rank for one in run.alarms}

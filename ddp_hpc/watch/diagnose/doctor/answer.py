@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ddp_hpc.run.run_dir.preflight import Level
 
 
-class Answer(NamedTuple):
+class DoctorAnswer(NamedTuple):
     """A finding without the name of its check, which the table of checks has."""
 
     level: Level

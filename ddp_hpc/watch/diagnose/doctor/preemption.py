@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ddp_hpc.cluster.slurm.directives import STOP_SIGNAL
 from ddp_hpc.cluster.slurm.queries import Association, ClusterConfig, Partition, Qos
-from ddp_hpc.watch.diagnose.doctor.answer import Answer
+from ddp_hpc.watch.diagnose.doctor.answer import DoctorAnswer
 
 _ADDED = frozenset({"GANG", "PRIORITY", "WITHIN"})
 """Words of PreemptMode that say what else is considered, and not what becomes of a preempted job."""
@@ -88,18 +88,18 @@ def rules_of(
     return None
 
 
-def answer_of(rule: PreemptionRule, config: ClusterConfig) -> Answer:
+def answer_of(rule: PreemptionRule, config: ClusterConfig) -> DoctorAnswer:
     """Return what a rule means for a run."""
     if rule.mode == "OFF":
-        return Answer("ok", f"PreemptMode is OFF in {rule.of}: a run there is not preempted")
+        return DoctorAnswer("ok", f"PreemptMode is OFF in {rule.of}: a run there is not preempted")
     if not rule.by:
         found = f"PreemptMode is {rule.mode} in {rule.of}, but no partition or QOS has a higher rank, so no job would preempt a run there"
-        return Answer("ok", found)
+        return DoctorAnswer("ok", found)
     by = f"PreemptMode is {rule.mode}, GraceTime {rule.grace_s} s, by {rule.of}; jobs of {', '.join(rule.by)} may preempt a run there"
     if rule.mode == "SUSPEND":
         found = f"{by}: Slurm suspends the run without a warning signal until those jobs end"
         to_do = "the run's GPU memory stays in use meanwhile; to avoid this, choose another partition or QOS"
-        return Answer("warn", found, to_do)
+        return DoctorAnswer("warn", found, to_do)
     kill_wait = "KillWait" if config.kill_wait_s is None else f"{config.kill_wait_s} s (KillWait)"
     asked = f"the run's own signal, SIG{STOP_SIGNAL}," if config.sends_user_signal else "SIGTERM"
     if rule.grace_s:
@@ -108,8 +108,8 @@ def answer_of(rule: PreemptionRule, config: ClusterConfig) -> Answer:
         found = f"{by}: SIGTERM comes at once, SIGKILL {kill_wait} later"
     if rule.mode == "CANCEL":
         to_do = "Slurm does not start a cancelled job again: if the run has not requeued itself in that time, submit it again"
-        return Answer("warn", found, to_do)
+        return DoctorAnswer("warn", found, to_do)
     if not rule.grace_s:
         to_do = f"a checkpoint that takes longer than {kill_wait} is lost, with the steps since the previous one: lower `checkpoint.every_steps`"
-        return Answer("warn", found, to_do)
-    return Answer("ok", found)
+        return DoctorAnswer("warn", found, to_do)
+    return DoctorAnswer("ok", found)

@@ -17,7 +17,7 @@ from pathlib import Path
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.mounts import Mount, mount_of
 from ddp_hpc.cluster.node_checks.of_files import FEW_FILES, FULL_BYTES, TIGHT_BYTES
-from ddp_hpc.watch.diagnose.doctor.answer import Answer
+from ddp_hpc.watch.diagnose.doctor.answer import DoctorAnswer
 
 _KIB = 1024
 _NUM_COLUMNS = 8
@@ -96,23 +96,23 @@ def _limit(of: str, counts: Sequence[int], unit: int) -> Iterator[Quota]:
         yield Quota(of=of, used=used * unit, limit=limit * unit, is_over_soft=bool(soft) and used > soft)
 
 
-def answers_of(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[Answer]:
+def answers_of(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[DoctorAnswer]:
     """Yield what is left."""
     if quotas is None:
-        yield Answer("unknown", f"ddp-hpc cannot find out how much you may still write: {why_not}", _TO_DO)
+        yield DoctorAnswer("unknown", f"ddp-hpc cannot find out how much you may still write: {why_not}", _TO_DO)
     elif not quotas:
-        yield Answer("ok", "you have no limit of bytes or files on this file system")
+        yield DoctorAnswer("ok", "you have no limit of bytes or files on this file system")
     for one in quotas or ():
         full, tight = (FULL_BYTES, TIGHT_BYTES) if one.of == "bytes" else (1, FEW_FILES)
         left = f"{one.left} of {one.limit} files left"
         if one.of == "bytes":
             left = f"{in_words(one.left)} of {in_words(one.limit)} left"
         if one.left >= tight and not one.is_over_soft:
-            yield Answer("ok", left)
+            yield DoctorAnswer("ok", left)
             continue
         over = "; the use is above the soft limit, so writing fails after the grace time" if one.is_over_soft else ""
         to_do = "delete runs that you no longer need (`ddp-hpc delete RUN`), or ask for a higher quota"
-        yield Answer("fail" if one.left < full else "warn", f"{left}{over}", to_do)
+        yield DoctorAnswer("fail" if one.left < full else "warn", f"{left}{over}", to_do)
 
 
 def in_words(num_bytes: int) -> str:
