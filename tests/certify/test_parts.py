@@ -131,6 +131,26 @@ def test_a_file_is_seen_from_its_first_byte_to_its_name(tmp_path: Path) -> None:
     assert [one for one in rest if one[1] == "a.pt"] == [("named", "a.pt"), ("read", "a.pt")]
 
 
+def test_a_file_that_was_written_before_its_new_directory_is_watched_is_seen_once(tmp_path: Path) -> None:
+    """A checkpoint of several small files is written within a millisecond."""
+    events = FileEvents(tmp_path)
+    folder = tmp_path / "out" / "checkpoint-7"
+    folder.mkdir(parents=True)
+    torch.save({}, folder / "model.pt")
+    torch.save({}, folder / "optimizer.pt")
+    (folder / "half.pt").write_bytes((folder / "model.pt").read_bytes()[:100])
+    first = [(event.kind, event.path.name) for event in [*events.wait(5.0), *events.wait(0.1)] if event.kind != "read"]
+    torch.save({"again": 1}, folder / "model.pt")
+    again = {event.kind for event in events.wait(5.0) if event.kind != "read"}
+    events.close()
+
+    assert sorted(first) == [
+        *(("begun", name) for name in ("half.pt", "model.pt", "optimizer.pt")),
+        *(("named", name) for name in ("model.pt", "optimizer.pt")),
+    ]
+    assert again == {"begun", "done"}
+
+
 def test_what_an_attempt_reads_after_it_wrote_it_is_not_read_back() -> None:
     files = LiveFiles(Path("/data"))
     events: list[tuple[Kind, str]] = [

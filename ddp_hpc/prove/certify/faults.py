@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from ddp_hpc.prove.certify.output_lines import PrintedLine
@@ -80,9 +81,10 @@ def _at_save(fault: TrialFault, saves: Sequence[Save]) -> Trigger | str:
         return "certify recognised no saved state among the script's files; name them with `script.progress=PATTERN`"
     if fault.moment == "in a save":
         return Trigger("save begun", len(saves) // 2 + 1)
-    # Late, so that there are several to choose from, but not among the files of the last save: the run may end right after them.
-    earlier = sum(one.num_lines < saves[-1].num_lines for one in saves)
-    return Trigger("save done", max(1, min(len(saves) - 2, earlier)))
+    # Late, so that there are several to choose from, but not the last one: the run may end right after it. Files between which
+    # nothing was printed belong to one save, which is whole with its last file.
+    ends = [number for number, (one, after) in enumerate(pairwise(saves), 1) if after.num_lines > one.num_lines]
+    return Trigger("save done", [len(saves), *ends][-2 if len(ends) > 2 else -1])
 
 
 def _in_evaluation(lines: Sequence[PrintedLine], rng: random.Random) -> Trigger | str:

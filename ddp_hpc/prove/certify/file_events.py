@@ -15,6 +15,7 @@ from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.prove.certify.sandbox import LEFT_OUT
+from ddp_hpc.prove.certify.saved_files import is_half_written
 
 _MODIFIED, _WRITTEN, _READ = 0x2, 0x8, 0x10
 _MOVED_FROM, _MOVED_TO, _CREATED, _DELETED, _FOLDER = 0x40, 0x80, 0x100, 0x200, 0x40000000
@@ -62,6 +63,8 @@ class FileEvents:
                 "programs that watch files, or raise `fs.inotify.max_user_instances`."
             )
         self._folders: dict[int, Path] = {}
+        self._found: dict[Path, tuple[int, int]] = {}
+        """Files that were whole in a directory before it was watched: their sizes and times."""
         self._only = only
         self._apart_from = apart_from
         self._mask = _CHANGES | _READ if only is None else _CHANGES
@@ -97,13 +100,24 @@ class FileEvents:
                 continue
             if mask & _FOLDER:
                 if mask & (_CREATED | _MOVED_TO):
-                    yield from self._add(path)
+                    for file in self._add(path):
+                        yield from self._events_before(file)
                 elif mask & _MOVED_FROM and self._only is not None:
                     yield FileEvent("gone", path)
                 continue
             kind = next((kind for bits, kind in _KINDS.items() if mask & bits), None)
-            if kind is not None:
-                yield FileEvent(kind, path)
+            if kind is None or (kind != "read" and path in self._found and self._found[path] == _look(path)):
+                continue  # of a writing that was over when the directory was found
+            if kind != "read":
+                self._found.pop(path, None)
+            yield FileEvent(kind, path)
+
+    def _events_before(self, file: Path) -> Iterator[FileEvent]:
+        """Yield what happened to a file before its new directory was watched; of its events, some may still come."""
+        yield FileEvent("begun", file)
+        if not is_half_written(file):
+            self._found[file] = _look(file)
+            yield FileEvent("named", file)
 
     def _concerns(self, path: Path, *, is_folder: bool) -> bool:
         """Tell whether a path is at or below one that is watched; a directory may also lie above one."""
@@ -113,8 +127,8 @@ class FileEvents:
             return True
         return any(path.is_relative_to(one) or (is_folder and one.is_relative_to(path)) for one in self._only)
 
-    def _add(self, folder: Path) -> Iterator[FileEvent]:
-        """Watch a directory and those in it; yield the files that are there already, which have no events of their own."""
+    def _add(self, folder: Path) -> Iterator[Path]:
+        """Watch a directory and those in it; yield the files that are there already."""
         if folder.name in LEFT_OUT:
             return
         number = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), self._mask)
@@ -134,4 +148,11 @@ class FileEvents:
                 if is_folder:
                     yield from self._add(path)
                 else:
-                    yield FileEvent("begun", path)
+                    yield path
+
+
+def _look(path: Path) -> tuple[int, int]:
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_size, status.st_mtime_ns
+    return 0, 0
