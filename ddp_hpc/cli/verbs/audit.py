@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.runs import add_run, count, own_run
-from ddp_hpc.cli.verbs.replay import add_code, or_not_computed
+from ddp_hpc.cli.verbs.replay import add_code, or_not_computed, print_report, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,13 +41,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     with or_not_computed():
         history = read_history(own_run(args, environment))
     with ended_by_signals(), or_not_computed():
-        report = audit(
-            history,
-            environment,
-            number=args.segments,
-            seed=seed,
-            code=args.code,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
-        )
-    print(as_json(spelled(asdict(report))) if args.json else audit_text(report))
+        report = audit(history, environment, number=args.segments, seed=seed, code=args.code, say=say)
+    print_report(report, audit_text(report), is_json=args.json)
     return {"PASS": FINISHED, "FAIL": FAILED, "UNKNOWN": REFUSED}[report.verdict]

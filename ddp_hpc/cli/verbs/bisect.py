@@ -7,16 +7,13 @@ The exit code is 0 if the runs are the same, 1 if they differ, and 2 if nothing 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
-from ddp_hpc.cli.verbs.replay import or_not_computed
+from ddp_hpc.cli.verbs.replay import or_not_computed, print_report, say
 from ddp_hpc.run.run_dir.strangers import refuse_strangers
 
 
@@ -49,11 +46,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             refuse_strangers(found.path)
         one, other = map(read_history, runs)
     with ended_by_signals(), or_not_computed():
-        report = bisect(
-            (one, other),
-            environment,
-            codes=(args.code1, args.code2),
-            say=lambda text: print(text, file=sys.stderr, flush=True),
-        )
-    print(as_json(spelled(asdict(report))) if args.json else bisect_text(report))
+        report = bisect((one, other), environment, codes=(args.code1, args.code2), say=say)
+    print_report(report, bisect_text(report), is_json=args.json)
     return FINISHED if report.verdict == "the same" else FAILED

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ddp_hpc.base.errors import CheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
@@ -65,6 +66,17 @@ def add_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def say(text: str) -> None:
+    """Print what is done, beside the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_report(report: Any, text: str, *, is_json: bool) -> None:
+    """Print a result as text, or its fields as JSON; of a replay's differences, only the first."""
+    shown = {key: value for key, value in asdict(report).items() if key != "differences"}
+    print(as_json(spelled(shown)) if is_json else text)
+
+
 @contextmanager
 def or_not_computed() -> Iterator[None]:
     """Raise NotComputedError for what keeps the steps from being computed or compared: such an error does not say that they differ."""
@@ -83,7 +95,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     with or_not_computed():
         history = read_history(own_run(args, environment))
     end = history.last_step if args.end is None else args.end
-    start = history.newest_checkpoint(end - 1) if args.start is None else args.start
+    newest = max((step for step in history.committed if step < end), default=0)
+    start = newest if args.start is None else args.start
     asked = ReplayOrder(
         history=history,
         start=start,
@@ -94,7 +107,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         tolerance=args.tolerance,
     )
     with ended_by_signals(), or_not_computed():
-        report = replay(asked, environment, say=lambda text: print(text, file=sys.stderr, flush=True))
-    shown = {key: value for key, value in asdict(report).items() if key != "differences"}
-    print(as_json(spelled(shown)) if args.json else replay_text(report))
+        report = replay(asked, environment, say=say)
+    print_report(report, replay_text(report), is_json=args.json)
     return {"the same": FINISHED, "different": FAILED, "not compared": REFUSED}[report.verdict]

@@ -15,7 +15,7 @@ from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS, TrialFault, Trigger, trigger_of
 from ddp_hpc.prove.certify.output_lines import parse, scale_of
 from ddp_hpc.prove.certify.outside import STATE_SUFFIXES, command_in, named_paths, refuse_saved_states, texts_in_source
-from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord
+from ddp_hpc.prove.certify.records import RunRecord
 from ddp_hpc.prove.certify.sandbox import copy_of, files_in
 from ddp_hpc.prove.certify.saved_files import is_saved_state, plain
 from ddp_hpc.prove.certify.trial import Order, Trial
@@ -172,7 +172,9 @@ class _Certification:
                 f"The script does not finish without a fault, so certify tried no fault: {text.strip()[-600:].rstrip('.')}. "
                 f"{hint_on(text, self.plan.work_dir)}Read {trial.order.runs_dir}."
             )
-        rank = _printing_rank(last)
+        # The rank whose lines say where the training is: rank zero, if its lines do or none do.
+        logs = {} if scale_of(last.lines).unit else last.logs
+        rank = next((rank for rank, log in sorted(logs.items()) if scale_of(map(parse, log.splitlines())).unit), 0)
         if rank and not self._printing_rank:
             self._printing_rank = rank
             found = f"rank {rank} prints the training's step, and rank zero does not"
@@ -298,12 +300,6 @@ def ranks_of(settings: Sequence[str]) -> list[str]:
     """Return the setting of how many ranks run, where the user's settings do not say it."""
     says = {"resources", "resources.workers_per_node", "resources.gpus_per_node"}
     return [] if says & values_of(settings).keys() else [f"resources.workers_per_node={RANKS}"]
-
-
-def _printing_rank(attempt: AttemptRecord) -> int:
-    """Return the rank whose lines say where the training is: rank zero, if its lines do or none do."""
-    logs = {} if scale_of(attempt.lines).unit else attempt.logs
-    return next((rank for rank, log in sorted(logs.items()) if scale_of(map(parse, log.splitlines())).unit), 0)
 
 
 def time_needed(seconds: float, num_faults: int) -> str:

@@ -88,8 +88,7 @@ def _resumes_wrong_file(seen: TrialEvidence) -> str:
 
 def _miscounts(seen: TrialEvidence) -> str:
     """Return a counter of the script's own that ends elsewhere; a scheduler that is off by one leaves it alone."""
-    counters = {"step", "steps", "global_step", "iteration", "iter", "num_steps", "batches_done"}
-    return _first_at_end(seen, counters)
+    return _first_at_end(seen, {"step", "steps", "global_step", "iteration", "iter", "num_steps", "batches_done"})
 
 
 def _first_at_end(seen: TrialEvidence, names: set[str]) -> str:

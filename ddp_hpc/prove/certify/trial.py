@@ -304,14 +304,8 @@ class Trial:
             if not processes.is_locked(run.lock):
                 return
         argv = [sys.executable, "-m", "ddp_hpc", "cancel", str(run.path)]
-        subprocess.run(
-            argv,
-            env=dict(self.order.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-            start_new_session=True,
-        )
+        environ, nothing = dict(self.order.environ), subprocess.DEVNULL
+        subprocess.run(argv, env=environ, stdin=nothing, capture_output=True, check=False, start_new_session=True)
 
 
 _ACTIONS: Mapping[Action, Callable[[LiveProcesses, LiveOutput], None]] = {

@@ -16,7 +16,6 @@ from ddp_hpc.prove.replay.replaying import ReplayOrder, ReplayReport, replay
 
 Verdict = Literal["the same", "losses only", "different", "not compared", "damaged", "unreadable", "failed"]
 """`losses only`: these are the same, within a tolerance or exactly, and no state at the end was compared."""
-_BAD = {"different", "damaged"}
 _FAILURES: Mapping[type[Exception], Verdict] = {
     CorruptCheckpointError: "damaged",
     NotComputedError: "failed",
@@ -63,7 +62,7 @@ def segments_of(history: History, digests: Iterable[int] = ()) -> list[tuple[int
 def verdict_of(found: Sequence[Segment]) -> Literal["PASS", "FAIL", "UNKNOWN"]:
     """Return what the segments say together."""
     verdicts = {one.verdict for one in found}
-    if verdicts & _BAD:
+    if verdicts & {"different", "damaged"}:
         return "FAIL"
     return "PASS" if verdicts == {"the same"} else "UNKNOWN"
 

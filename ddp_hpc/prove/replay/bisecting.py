@@ -75,14 +75,14 @@ class BisectReport:
     """The result; the fields are the keys of `bisect --json`."""
 
     runs: list[str]
-    verdict: Literal["the same", "different", "not reproduced"]
     same_up_to: int | None
     """The newest step after which the states are known to be the same to the bit; None where that is not even the beginning."""
-    parting: Divergence | None
-    circumstances: Circumstances | None
-    num_replays: int
     num_steps: int
     """Steps that both runs have taken."""
+    verdict: Literal["the same", "different", "not reproduced"] = "the same"
+    parting: Divergence | None = None
+    circumstances: Circumstances | None = None
+    num_replays: int = 0
     notes: list[str] = field(default_factory=list)
 
 
@@ -130,11 +130,7 @@ def bisect(
     notes = [*known.notes, *(note for history in histories for note in history.notes)]
     report = BisectReport(
         runs=[str(history.run.path) for history in histories],
-        verdict="the same",
         same_up_to=known.equal_at,
-        parting=None,
-        circumstances=None,
-        num_replays=0,
         num_steps=known.end,
         notes=notes,
     )

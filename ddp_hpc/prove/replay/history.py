@@ -50,10 +50,6 @@ class History:
     """By attempt, the variables that decide in which order numbers are added; nothing where that was not recorded."""
     notes: Sequence[str] = ()
 
-    def newest_checkpoint(self, step: int) -> int:
-        """Return the newest step up to `step` that has a checkpoint; 0 for the beginning."""
-        return max((one for one in self.committed if one <= step), default=0)
-
     def sound_checkpoint(self, step: int) -> tuple[int, list[str]]:
         """Read the newest checkpoints up to `step` until one is sound; return its step, 0 without one, and notes on the others."""
         notes = []

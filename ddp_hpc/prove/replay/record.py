@@ -116,10 +116,6 @@ class Comparison:
     first: Deviation | None = None
     differences: list[Deviation] = field(default_factory=list)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.num_losses or self.num_digests or self.checkpoints)
-
 
 _ORDER = ("samples", "loss", "lr", "digest", "checkpoint")
 

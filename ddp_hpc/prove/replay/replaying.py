@@ -100,7 +100,7 @@ def _report(asked: ReplayOrder, recorded: Record, replayed: Replayed) -> ReplayR
     is_other = replayed.is_on_other_device or worlds != own_worlds
     tolerance = asked.tolerance if is_other else 0.0
     found = compare(recorded, replayed.record(asked.start, asked.end), tolerance=tolerance)
-    notes = []
+    was_compared, notes = found.num_losses or found.num_digests or found.checkpoints, []
     if worlds != own_worlds:
         theirs, ours = (", ".join(map(str, sizes)) for sizes in (own_worlds, worlds))
         notes.append(
@@ -109,7 +109,7 @@ def _report(asked: ReplayOrder, recorded: Record, replayed: Replayed) -> ReplayR
     return ReplayReport(
         **vars(found),
         run=str(asked.history.run.path),
-        verdict="different" if found.differences else "not compared" if found.is_empty else "the same",
+        verdict="different" if found.differences else "the same" if was_compared else "not compared",
         from_step=asked.start,
         to_step=asked.end,
         started_at=replayed.wanted.start,
