@@ -158,8 +158,11 @@ def as_text(certificate: Certificate) -> str:
         as_for.setdefault(one.reason, f"as for {one.fault}")
     lines = ["", shlex.join(certificate.command), does, *(f"note: {note}" for note in certificate.notes), ""]
     lines += [table(("FAULT", "VERDICT", "READ BACK", "REASON"), rows)]
-    for text, faults in _notes(certificate).items():
-        lines.append(f"note: {', '.join(faults)}: {text}")
+    notes: dict[str, list[str]] = {}
+    for finding in certificate.findings:
+        for note in finding.notes:
+            notes.setdefault(note, []).append(finding.fault)
+    lines += [f"note: {', '.join(faults)}: {text}" for text, faults in notes.items()]
     told = set()
     for fault, defect in ((one.fault, defect) for one in certificate.findings for defect in one.defects):
         if defect.name not in told:  # of several faults that show it, the first
@@ -190,11 +193,3 @@ def _closing_sentences(certificate: Certificate) -> str:
     elif untried and not tried:
         said += " Try other faults (`--faults`), or a longer training with more saves."
     return said
-
-
-def _notes(certificate: Certificate) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for finding in certificate.findings:
-        for note in finding.notes:
-            found.setdefault(note, []).append(finding.fault)
-    return found

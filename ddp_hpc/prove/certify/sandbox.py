@@ -120,8 +120,8 @@ class _Copy:
         return tree if tree.is_within(num_files, num_bytes) else None
 
     def _link(self, place: Path, source: Path) -> None:
+        self.links.append((place, source))
         if _is_only_linked(source):
-            self.links.append((place, source))
             return
         state = saved_state_at_risk(source, apart_from=self.skipped)
         if state is not None:
@@ -131,7 +131,6 @@ class _Copy:
                 f"without that link; or, if the script only reads there, make it read-only during the test: "
                 f"`chmod -R a-w {source}`."
             )
-        self.links.append((place, source))
         self.outside.append(source)
 
     def _tree(self, root: Path, target: Path, most_entries: int, most_bytes: float) -> _Tree:
