@@ -50,8 +50,8 @@ from ddp_hpc.run.checkpoints.shards import (
     header_length,
     parse_header,
     raw_tensor,
-    read_record,
     shard_header,
+    shard_record,
     stored_tensors,
 )
 from ddp_hpc.run.run_dir.ownership import claim_again, claim_path, has_claim
@@ -95,11 +95,7 @@ def shard_name(rank: int, world_size: int) -> str:
 
 
 def write_shard(
-    path: Path,
-    parts: Iterable[memoryview | bytes],
-    *,
-    size: int,
-    on_progress: Callable[[], object] = lambda: None,
+    path: Path, parts: Iterable[memoryview | bytes], *, size: int, on_progress: Callable[[], object] = lambda: None
 ) -> ShardRecord:
     """Write and flush a shard's header, the first of `parts`, and its tensors, `size` bytes in all; return what a reader compares with."""
     checksums: list[str] = []
@@ -294,7 +290,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
             f"{path} is a checkpoint of format {content['format']}, but this ddp_hpc {ddp_hpc.__version__} reads formats up "
             f"to {FORMAT}. Nothing was changed. Update ddp_hpc, or start over from step 0 with `ddp-hpc submit --fresh`."
         )
-    return Manifest(**{**content, "shards": tuple(map(read_record, content["shards"]))})
+    return Manifest(**{**content, "shards": tuple(map(shard_record, content["shards"]))})
 
 
 def read_tensors(

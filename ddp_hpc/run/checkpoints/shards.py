@@ -64,7 +64,7 @@ class RawTensor:
     data: memoryview
 
 
-def read_record(content: Mapping[str, Any]) -> ShardRecord:
+def shard_record(content: Mapping[str, Any]) -> ShardRecord:
     """Return a shard's record from its JSON in a manifest of either format."""
     if "xxh3_128" in content:  # format 1
         size = int(content["size"])
@@ -85,11 +85,7 @@ def shard_header(entries: Sequence[TensorEntry]) -> bytes:
     if metadata:
         table[_METADATA] = {_MARK: str(FORMAT), **metadata}
     for entry in entries:
-        table[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [entry.begin, entry.end],
-        }
+        table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

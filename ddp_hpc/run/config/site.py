@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -73,11 +74,7 @@ def profile_dirs(environ: Mapping[str, str]) -> list[Path]:
 
 
 def find_profile(
-    environ: Mapping[str, str],
-    named: str | None = None,
-    *,
-    fill: bool = True,
-    host: Callable[[], str] = host_name,
+    environ: Mapping[str, str], named: str | None = None, *, fill: bool = True, host: Callable[[], str] = host_name
 ) -> Profile | None:
     """Return the profile with this name, or else the one for this host, or else the one for all hosts; None without any.
 
@@ -164,27 +161,27 @@ def read_profile(path: Path, why: str, environ: Mapping[str, str] | None) -> Pro
             raise ConfigError(
                 f"`{name}` is {section!r} ({path}, line {lines[name]}), but it must be a section: set the keys below it."
             )
-    source = f"site profile {path}"
+    source, fills = f"site profile {path}", (lambda one: one) if environ is None else partial(fill, environ=environ)
     return Profile(
         path=path,
         why=why,
-        site=_site(path, about, environ),
-        settings=_expanded(settings_in(content, Origin(source, str(path))), environ),
+        site=_site(path, about, fills),
+        settings=tuple(map(fills, settings_in(content, Origin(source, str(path))))),
         partitions={
-            str(name): _partition(str(name), section, Origin(f"{source}, partition {name}", str(path)), environ)
+            str(name): _partition(str(name), section, Origin(f"{source}, partition {name}", str(path)), fills)
             for name, section in partitions.items()
         },
     )
 
 
-def _partition(name: str, section: Any, origin: Origin, environ: Mapping[str, str] | None) -> tuple[Setting, ...]:
+def _partition(name: str, section: Any, origin: Origin, fills: Callable[[Setting], Setting]) -> tuple[Setting, ...]:
     if not isinstance(section, dict):
         if section is None:
             return ()
         raise ConfigError(
             f"`partitions.{name}` is {section!r} ({origin}), but it must be a section: set keys such as `resources` below it."
         )
-    settings = _expanded(settings_in(section, origin), environ)
+    settings = tuple(map(fills, settings_in(section, origin)))
     if any(setting.key == "slurm.partition" for setting in settings):
         raise ConfigError(
             f"`partitions.{name}` sets `slurm.partition` ({origin}), but that key selects this section. Remove `slurm.partition` from it."
@@ -192,7 +189,7 @@ def _partition(name: str, section: Any, origin: Origin, environ: Mapping[str, st
     return settings
 
 
-def _site(path: Path, section: Mapping[str, Any], environ: Mapping[str, str] | None) -> Site:
+def _site(path: Path, section: Mapping[str, Any], fills: Callable[[Setting], Setting]) -> Site:
     annotations = get_type_hints(Site)
     lines = getattr(section, "lines", {})
     values: dict[str, Any] = {}
@@ -206,21 +203,13 @@ def _site(path: Path, section: Mapping[str, Any], environ: Mapping[str, str] | N
             valid = ", ".join(field.name for field in fields(Site))
             raise ConfigError(f"`site.{name}` ({origin}) is not a key.{hint} Keys of `site`: {valid}.")
         given = Setting(f"site.{name}", value, origin)
-        values[name] = convert(Key(given.key, annotations[name], MISSING), _fill(given, environ).value, str(origin))
+        values[name] = convert(Key(given.key, annotations[name], MISSING), fills(given).value, str(origin))
     site = Site(**{"name": path.stem, **values})
     if not PLAIN_NAME.fullmatch(site.name):
         raise ConfigError(
             f"`site.name` is {site.name!r} ({path}), but a name may have only letters, digits, `.`, `_` and `-`."
         )
     return site
-
-
-def _expanded(settings: Sequence[Setting], environ: Mapping[str, str] | None) -> tuple[Setting, ...]:
-    return tuple(_fill(setting, environ) for setting in settings)
-
-
-def _fill(setting: Setting, environ: Mapping[str, str] | None) -> Setting:
-    return setting if environ is None else fill(setting, environ)
 
 
 def refuse_unwelcome(path: Path, profile: Profile | None) -> None:

@@ -133,8 +133,7 @@ def _register_scalars() -> None:
     _Loader.add_constructor(f"{_TAG}map", _construct_mapping)
     _Loader.add_constructor(None, _refuse_tag)
     _Dumper.add_representer(
-        str,
-        lambda dumper, text: dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"'),
+        str, lambda dumper, text: dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
     )
 
 

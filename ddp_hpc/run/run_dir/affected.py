@@ -69,11 +69,7 @@ def affected_by(error: BaseException) -> Affected:
         return known
     files = [] if isinstance(error, OSError) and error.errno is not None else quoted_files(text_of(error))
     version = _version(files[0]) if len(files) == 1 else ""
-    return Affected(
-        entity=files[0] if version else "",
-        version=version,
-        place=place_of(error),
-    )
+    return Affected(entity=files[0] if version else "", version=version, place=place_of(error))
 
 
 def is_of_content(error: BaseException) -> bool:

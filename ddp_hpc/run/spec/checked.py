@@ -39,10 +39,7 @@ def require(condition: bool, message: str) -> None:
 def require_positive(section: str, **values: float | None) -> None:
     """Refuse values that are not above zero; None is a value that is not set."""
     for key, value in values.items():
-        require(
-            value is None or value > 0,
-            f"`{section}.{key}` is {value!r}, but it must be above zero.",
-        )
+        require(value is None or value > 0, f"`{section}.{key}` is {value!r}, but it must be above zero.")
 
 
 def require_not_negative(section: str, **values: float) -> None:

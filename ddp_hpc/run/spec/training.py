@@ -301,7 +301,4 @@ class TrainingSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            0 <= self.seed < 2**63,
-            f"`seed` is {self.seed!r}, but it must be between 0 and 2**63 - 1.",
-        )
+        require(0 <= self.seed < 2**63, f"`seed` is {self.seed!r}, but it must be between 0 and 2**63 - 1.")

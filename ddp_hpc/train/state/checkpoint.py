@@ -401,4 +401,4 @@ def _shard_of(report: dict[str, Any], step: int) -> ShardRecord:
         raise DivergedError(f"`{report['nonfinite']}` is not finite after step {step}")
     if "error" in report:
         raise CheckpointError(report["error"])
-    return shards.read_record(report)
+    return shards.shard_record(report)
