@@ -29,7 +29,7 @@ _GROWTH = 4
 
 
 def unpack(source: Path, target: Path) -> int:
-    """Copy or unpack, unless it is there already; return how many bytes were read. Raise OSError where that cannot be."""
+    """Copy or unpack, unless it is there already; return how many bytes were read. Raise OSError where it fails."""
     _make_private(target.parent)
     if target.exists():  # several nodes may share a disk
         return 0
