@@ -36,7 +36,7 @@ import os, sys, time
 from ddp_hpc.base import processes
 from ddp_hpc.job import guardian
 processes.block_awaited_signals()
-guardian._see_through(["--no-such-option"])
+guardian._run_supervisor(["--no-such-option"])
 left = os.fork()
 if left == 0:
     time.sleep(600)
