@@ -356,6 +356,7 @@ def test_without_a_snapshot_the_job_imports_the_code_where_it_lies(
         "config.yaml",
         "job.sbatch",
         "logs",
+        "submission.lock",
     ]
 
 
