@@ -48,7 +48,7 @@ class _StepTrace(SampleRecorder):
         super().__init__(None)
         self.is_on = True
         self._t = t
-        self._samples = t.samples
+        self._samples = SampleRecorder(None)
         self._request = request
         self._trace = file
         self._entries: list[Entry] = []
@@ -66,7 +66,7 @@ class _StepTrace(SampleRecorder):
             inputs_and_targets=partial(self._split, t.recipe.inputs_and_targets),
             loss=partial(self._loss, t.recipe.loss),
         )
-        t.samples = self
+        self._samples, t.samples = t.samples, self
         t.state.optimizer.register_step_pre_hook(lambda *_: self._note_gradients("used gradient"))
         for name, parameter in t.state.model.named_parameters():
             if parameter.requires_grad:
