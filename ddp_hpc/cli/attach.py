@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from typing import TextIO
 
 from ddp_hpc.cli.status_text import evaluation_line, progress_line
 from ddp_hpc.launch.submission.release_hold import require_start
-from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import failed_save
 from ddp_hpc.run.run_dir.rereading import await_news
@@ -35,10 +33,9 @@ def show(run: RunDir, attempt: int, out: TextIO, *, ask: Ask) -> None:
 
 def watch(run: RunDir, out: TextIO, *, ask: Ask) -> None:
     """Show in the same way how the run goes from now on, until the user has seen enough."""
-    newest = Ledger.read(run).newest
-    looks = follow(run, 0 if newest is None else newest.attempt, clock=time.time, pause=await_news, ask=ask)
+    looks = follow(run, None, clock=time.time, pause=await_news, ask=ask)
     with suppress(KeyboardInterrupt):
-        _show(run, (replace(one, evaluations=(), printed=()) for one in looks), out, is_kept=True)
+        _show(run, looks, out, is_kept=True)
 
 
 def _show(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bool) -> None:

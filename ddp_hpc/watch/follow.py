@@ -27,7 +27,7 @@ class FollowUpdate:
 
 def follow(
     run: RunDir,
-    attempt: int,
+    attempt: int | None,
     *,
     clock: Callable[[], float],
     pause: Callable[[Attempt | None], object],
@@ -35,22 +35,22 @@ def follow(
 ) -> Iterator[FollowUpdate]:
     """Yield updates of a run, beginning with one attempt; the last update is of a run that has ended.
 
-    `pause` is called between two updates, with the newest attempt.
+    Without an attempt, updates have the status alone. `pause` is called between two updates, with the newest attempt.
     """
     files, metrics, logs = LastRead(), Tail(run.metrics), dict[int, LineReader]()
-    begun = Ledger.read(run).attempt(attempt)
+    begun = None if attempt is None else Ledger.read(run).attempt(attempt)
     seen_until = begun.started_at if begun else 0.0
     while True:
         # The status is read before the metrics, so that the last update has all evaluations. `patiently` retries while the
         # file system does not answer.
         status = patiently(str(run.path), lambda: read_status(run, now=clock(), ask=ask, files=files))
-        raws = patiently(str(run.metrics), metrics.new_raw_lines)
+        raws = patiently(str(run.metrics), metrics.new_raw_lines) if attempt is not None else []
         lines = (json_line(raw) or {} for raw in raws if b'"eval"' in raw)
         # Users may edit this file, so a line may be anything.
         found = [line for line in lines if line.get("kind") == "eval" and isinstance(line.get("step"), (int, float))]
         evaluations = [line for line in found if isinstance(line.get("at"), (int, float)) and line["at"] > seen_until]
         seen_until = max([seen_until, *(line["at"] for line in evaluations)])
-        printed = _new_lines(run, status, attempt, logs) if status.saves is not None else []
+        printed = _new_lines(run, status, attempt, logs) if attempt is not None and status.saves is not None else []
         yield FollowUpdate(status, evaluations, printed)
         if not status.is_alive:
             return
