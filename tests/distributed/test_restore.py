@@ -196,7 +196,7 @@ def test_a_rank_whose_file_system_does_not_answer_for_a_while_keeps_the_others_w
         sleep(min(seconds, 0.05))
 
     seen: list[str] = []
-    monkeypatch.setattr(logging.getLogger(patience.__name__), "warning", lambda text, *_: seen.append(text))
+    monkeypatch.setattr(logging.getLogger(patience.__name__), "warning", lambda text, *words: seen.append(text % words))
     monkeypatch.setattr("time.sleep", mend)
 
     ranks = in_group(2, partial(restored, run=run), tmp_path / "ours")
