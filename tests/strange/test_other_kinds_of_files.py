@@ -36,14 +36,10 @@ FOLDERS |= {"nccl_logs", "preflight_files", "profile", "snapshot"}
 def paths_of(run: RunDir) -> dict[str, Path]:
     """Return all paths that a run's directory has, by the name of what tells them; of attempt 0 and rank 0."""
     found = {}
-    for name, member in inspect.getmembers(RunDir):
-        if name.startswith("_"):
+    for name, member in inspect.getmembers(run):
+        if name.startswith("_") or name == "path":
             continue
-        if isinstance(member, property):
-            found[name] = getattr(run, name)
-        elif callable(member):
-            numbers = dict.fromkeys(list(inspect.signature(member).parameters)[1:], 0)
-            found[name] = getattr(run, name)(**numbers)
+        found[name] = member(*[0] * len(inspect.signature(member).parameters)) if callable(member) else member
     return {name: path for name, path in found.items() if isinstance(path, Path) and path != run.path}
 
 
