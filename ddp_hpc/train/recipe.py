@@ -160,21 +160,20 @@ def load_builder(target: str) -> Callable[..., Recipe]:
     return builder  # type: ignore[no-any-return]  # what it returns is checked by build_recipe
 
 
-def returns_recipe(target: str, builder: Callable[..., object]) -> bool:
-    """Return whether a function says by its annotation that it returns a `Recipe`; refuse one that says something else."""
+def refuse_other_return(target: str, builder: Callable[..., object]) -> None:
+    """Refuse a function that says by its annotation that it returns something else than a `Recipe`."""
     try:
-        returned = get_type_hints(builder).get("return", Any)
-        kind = get_origin(returned) or returned
-        if kind in {Any, UnionType} or not isinstance(kind, type) or issubclass(Recipe, kind):
-            return kind is Recipe
-        is_recipe = issubclass(kind, Recipe)
+        returned = get_type_hints(builder).get("return", Recipe)
     except Exception:  # noqa: BLE001  a user's annotation may be any text
-        return False
-    if not is_recipe:
+        return
+    kind = get_origin(returned) or returned
+    may_be = (
+        not isinstance(kind, type) or kind in {Any, UnionType} or issubclass(kind, Recipe) or issubclass(Recipe, kind)
+    )
+    if not may_be:
         raise ConfigError(
             f"`{target}` says that it returns {kind.__name__}, but must return a `ddp_hpc.train.recipe.Recipe`."
         )
-    return True
 
 
 def build_recipe(target: str, args: Mapping[str, Any]) -> Recipe:

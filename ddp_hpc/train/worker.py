@@ -43,7 +43,7 @@ from ddp_hpc.train.engine.training import Training, configure_torch, prepare
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.late_compiler import DYNAMO, import_compiler_late
 from ddp_hpc.train.process_group import Group, RankInfo
-from ddp_hpc.train.recipe import BUILT_IN, build_recipe, check_args, imported_code, load_builder, returns_recipe
+from ddp_hpc.train.recipe import BUILT_IN, build_recipe, check_args, imported_code, load_builder, refuse_other_return
 from ddp_hpc.train.recording.beside import PATIENCE_S
 from ddp_hpc.train.recording.rank_log import open_rank_log
 from ddp_hpc.train.state import rng
@@ -107,8 +107,7 @@ def _check_function(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     try:
         builder = load_builder(target)
         check_args(target, builder, spec.recipe.args)
-        if not returns_recipe(target, builder):
-            yield f"`{target}` has no annotation `-> Recipe`, and only the job calls it, so it may return something else"
+        refuse_other_return(target, builder)
     except ConfigError as error:
         is_unknown_import = error.__cause__ is not None and not isinstance(error.__cause__, _SAME_IN_EQUAL_PYTHONS)
         if is_unknown_import:

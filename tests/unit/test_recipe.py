@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.recipe import Recipe, build_recipe, load_builder, nearest_names
+from ddp_hpc.train.recipe import Recipe, build_recipe, load_builder, nearest_names, refuse_other_return
 
 SAMPLES = TensorDataset(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long))
 
@@ -50,6 +50,21 @@ def test_a_function_of_the_users_is_called_with_its_arguments(write_module: Writ
     recipe = build_recipe("mine:build", {"width": 5})
 
     assert recipe.model.weight.shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    "returned", [None, "Recipe", "Any", "object", "Recipe | None", "Iterator", "nosuch[", "Recipe[int]"]
+)
+def test_a_function_may_say_that_it_returns_a_recipe_or_nothing_that_can_be_judged(returned: str | None) -> None:
+    def build() -> Any: ...
+
+    build.__annotations__ = {} if returned is None else {"return": returned}
+
+    if returned == "Iterator":
+        with pytest.raises(ConfigError, match="`mine:build` says that it returns Iterator, but must return a"):
+            refuse_other_return("mine:build", build)
+    else:
+        refuse_other_return("mine:build", build)
 
 
 def test_the_built_in_recipe_has_a_short_name() -> None:
