@@ -122,9 +122,8 @@ def _write(context: JobContext, attempt: int, end: End) -> None:
         context.records.end(attempt, how)
     with best_effort():
         if end.cause == Cause.STOP_ASKED:
-            context.run.stop_request.unlink(
-                missing_ok=True
-            )  # obeyed: whoever starts the job again wants the run to continue
+            # It is obeyed: whoever starts the job again wants the run to continue.
+            context.run.stop_request.unlink(missing_ok=True)
         if not end.next and not is_fenced:
             context.records.release(attempt)
 
