@@ -146,7 +146,7 @@ def signals_held_back() -> Iterator[None]:
 
     Else a KeyboardInterrupt may come between the process's start and the assignment by which the caller knows it.
     """
-    import threading  # late: no command needs it that only reads (cli/quick_start.py)
+    import threading  # late: no command needs it that only reads (cli/seldom_gc.py)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # Python runs no handler in another thread
@@ -520,7 +520,7 @@ def lasting_threads() -> list[str]:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    import threading  # late: no command needs it (cli/quick_start.py)
+    import threading  # late: no command needs it (cli/seldom_gc.py)
 
     known = {
         thread.native_id: f"{thread.name} ({type(thread).__module__}.{type(thread).__qualname__})"
@@ -543,7 +543,7 @@ _STARTED_AGAIN_AFTER_FORK = frozenset({"jemalloc_bg_thd"})
 
 def die_after(pid: int) -> None:
     """Kill this process once another process of this host has ended, whichever process is its parent."""
-    import threading  # late: no command needs it (cli/quick_start.py)
+    import threading  # late: no command needs it (cli/seldom_gc.py)
 
     started = start_ticks(pid)
 

@@ -16,7 +16,7 @@ from ddp_hpc import __version__
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED
 from ddp_hpc.base.names import did_you_mean
-from ddp_hpc.cli.quick_start import quick_start
+from ddp_hpc.cli.seldom_gc import collect_seldom
 from ddp_hpc.cli.terminal import drop_output, guarded_terminal, open_closed_streams
 
 GROUPS = {
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code. Without `argv`, run the command in `sys.argv`."""
     if argv is None:
         open_closed_streams()
-    with nullcontext() if argv is not None else quick_start(), guarded_terminal():
+    with nullcontext() if argv is not None else collect_seldom(), guarded_terminal():
         return _main(sys.argv[1:] if argv is None else list(argv))
 
 

@@ -83,7 +83,7 @@ class SavePlan:
             return _LAST_TRY
         return 0 if self._auto is None else self._auto.choose(step)
 
-    def announced(self, every: int) -> None:
+    def take_over(self, every: int) -> None:
         """Take over what rank zero has announced; 0: nothing yet."""
         self.is_last_try = every == _LAST_TRY
         self._announced = every or _NEVER

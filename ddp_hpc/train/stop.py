@@ -197,7 +197,7 @@ class StopConsensus:
             )
         self.next_step = step + pause_sum
         if self._news is not None:
-            self._news.announced(announced)
+            self._news.take_over(announced)
         return bool(stop_votes > 0)
 
     def _steps_until_next(self, step: int) -> int:

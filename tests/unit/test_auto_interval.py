@@ -226,7 +226,7 @@ def test_a_number_means_its_multiples(every: int | None, due: list[int]) -> None
 def test_the_next_step_is_the_first_that_is_due(every: int | None) -> None:
     plan = SavePlan(every)
     plan.begin(2)
-    plan.announced(6)
+    plan.take_over(6)
 
     for step in range(2, 8):
         due = [later for later in range(step + 1, 20) if plan.is_due(later)]
@@ -237,7 +237,7 @@ def test_an_announced_number_counts_from_the_newest_save_or_the_resume() -> None
     plan, saved = SavePlan("auto"), []
     plan.begin(7)
     for step in range(8, 40):
-        plan.announced(0 if step < 10 else 5 if step < 20 else 10)
+        plan.take_over(0 if step < 10 else 5 if step < 20 else 10)
         if plan.is_due(step):
             saved.append(step)
             with plan.saving(step):
@@ -250,7 +250,7 @@ def test_an_early_save_is_one_save_until_rank_zero_announces_again() -> None:
     plan, saved = SavePlan("auto"), []
     for step in range(1, 40):
         if step in (10, 20):
-            plan.announced({10: 1, 20: 15}[step])
+            plan.take_over({10: 1, 20: 15}[step])
         if plan.is_due(step):
             saved.append(step)
             with plan.saving(step):
@@ -267,7 +267,7 @@ def test_saves_that_fail_for_too_long_lead_to_a_last_try_on_all_ranks(every: int
     def exchange(step: int) -> None:
         told = zero.to_announce(step)
         for plan in (zero, other):
-            plan.announced(told)
+            plan.take_over(told)
 
     zero.written(None)
     now[0] = 100.0
@@ -298,9 +298,9 @@ def test_saves_may_fail_for_ever_where_no_time_is_set() -> None:
 
 def test_a_number_that_is_smaller_than_what_has_passed_means_now() -> None:
     plan = SavePlan("auto")
-    plan.announced(100)
+    plan.take_over(100)
     assert not plan.is_due(50)
 
-    plan.announced(10)
+    plan.take_over(10)
 
     assert plan.is_due(50)

@@ -33,19 +33,20 @@ def report_hang(
     lost_peer = {failure.rank for failure in failures if failure.is_secondary}
     verdict = judge_hang(hosts, records, stands, network, lost_peer=lost_peer)
     phase = allowed_phase(run, attempt)
+    rank = max(verdict.rank, 0)  # reports are files of ranks: one of no rank goes to rank zero's
     failure = WorkerFailure(
         rank=verdict.rank,
         host=verdict.node or "",
         at=time.time(),
         step=0,
         exception=f"{_timeout(context, phase)}; {verdict.words}; the stacks of all ranks are in {path}",
-        log=str(run.rank_log(attempt, max(verdict.rank, 0))),
+        log=str(run.rank_log(attempt, rank)),
         phase=phase,
         is_hang=True,
         hang_kind=verdict.kind,
         hang_detail=verdict.words,
     )
-    write_failure(run.rank_error(attempt, max(verdict.rank, 0)), failure)
+    write_failure(run.rank_error(attempt, rank), failure)
     return failure
 
 

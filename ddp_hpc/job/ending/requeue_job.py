@@ -12,7 +12,7 @@ from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import is_cancelled, is_ending
-from ddp_hpc.job.ending.stale_attempts import nodes_to_spare
+from ddp_hpc.job.ending.stale_attempts import nodes_to_leave_out
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob, patiently
@@ -78,7 +78,7 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
         return
     is_new_job, job_id = follows == Next.SUCCESSOR and not is_back, job.job_id
     if is_new_job:
-        excluded = _joined(context, sorted(nodes_to_spare(context, job, ledger, conclusion.exclude)))
+        excluded = _joined(context, sorted(nodes_to_leave_out(context, job, ledger, conclusion.exclude)))
         job_id = job.submit_next(context.run.job_script, excluded, context.spec)
     with best_effort():  # as `submit` records its own
         since, cluster = (queued.since, queued.slurm_cluster) if queued else (attempt, "")
@@ -140,7 +140,7 @@ def _exclude(context: JobContext, job: SlurmJob, ledger: Ledger, nodes: Sequence
     has_failed = nodes or any(attempt.failed_nodes for attempt in ledger.attempts)
     if not has_failed:
         return
-    failed = sorted(nodes_to_spare(context, job, ledger, nodes))
+    failed = sorted(nodes_to_leave_out(context, job, ledger, nodes))
     # Slurm changes ExcNodeList of pending jobs only ("Job is no longer pending execution"), and `scontrol requeue` returns
     # while the job still runs. So the update is refused until Slurm has begun to end this start of the job.
     deadline = time.monotonic() + EXCLUDE_PATIENCE_S

@@ -63,11 +63,11 @@ def end_done(records: RunRecords, workload: Workload, attempt: int, newest_step:
 
 def nodes_to_avoid(context: JobContext, job: SlurmJob, ledger: Ledger) -> tuple[str, ...]:
     """Return the nodes of this job that have failed too often, as long as the partition has enough others."""
-    spared = set(nodes_to_spare(context, job, ledger))
-    return tuple(node for node in job.allocation.node_names if node in spared)
+    left_out = set(nodes_to_leave_out(context, job, ledger))
+    return tuple(node for node in job.allocation.node_names if node in left_out)
 
 
-def nodes_to_spare(context: JobContext, job: SlurmJob, ledger: Ledger, lost: Iterable[str] = ()) -> tuple[str, ...]:
+def nodes_to_leave_out(context: JobContext, job: SlurmJob, ledger: Ledger, lost: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the nodes that a job of this run should not get: `lost`, and those that failed too often.
 
     Where the partition has too few others, some are allowed again, and the job's log says so.

@@ -21,6 +21,7 @@ from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.launch.submission.backend import Description, Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
+    VANISH_PATIENCE_S,
     find_start,
     note_on_notifying,
     note_on_parents,
@@ -46,8 +47,6 @@ STOP_PATIENCE_S = 600.0
 """How long a run that a user asked to stop may take to finish its step and commit."""
 MOST_WORKERS, _MOST_A_CPU = 64, 4
 """Workers that any machine may have, and how many for each CPU a larger one."""
-VANISH_PATIENCE_S = 10.0
-"""How long the processes of an attempt that is over may take to vanish."""
 _POLL_S = 0.05
 _guardians: list[subprocess.Popen[bytes]] = []
 """Guardians that this process has started and not reaped."""

@@ -99,12 +99,12 @@ def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
 def _nodes_to_let_in(run: RunDir, job: JobRecord, environ: Mapping[str, str]) -> set[str]:
     """Return the nodes on which the run failed, but that it cannot do without as the cluster is now, or need not."""
     spec = load_resolved(run.config)
-    spared = spared_nodes(run, spec, environ, run.job_script, job.partition)
-    left_out = {*expand_hostlist(spec.slurm.exclude or ""), *spared.excluded}
+    failed = nodes_left_out(run, spec, environ, run.job_script, job.partition)
+    left_out = {*expand_hostlist(spec.slurm.exclude or ""), *failed.excluded}
     return {node for attempt in Ledger.read(run).attempts for node in attempt.failed_nodes} - left_out
 
 
-def spared_nodes(
+def nodes_left_out(
     run: RunDir, spec: LaunchSpec, environ: Mapping[str, str], script: Path | str, partition: str | None = None
 ) -> Exclusions:
     """Return the nodes that the run's ledger remembers as failing, as far as the job of this script can do without them."""

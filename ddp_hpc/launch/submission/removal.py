@@ -12,11 +12,9 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import fsync_path
 from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.launch.submission.backend import backends_of
+from ddp_hpc.launch.submission.run_dir_setup import VANISH_PATIENCE_S
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-
-VANISH_PATIENCE_S = 10.0
-"""How long the processes of an attempt that is over may take to vanish."""
 
 
 @contextmanager

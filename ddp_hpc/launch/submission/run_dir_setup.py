@@ -27,6 +27,9 @@ from ddp_hpc.run.run_dir.strangers import refuse_strangers
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
+VANISH_PATIENCE_S = 10.0
+"""How long the processes of an attempt that is over may take to vanish."""
+
 
 def is_finished(run: RunDir, spec: RunSpec) -> bool:
     """Return whether the run has done all that its configuration asks for."""

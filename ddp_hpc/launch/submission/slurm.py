@@ -25,7 +25,7 @@ from ddp_hpc.launch.submission.live_code import live_folders
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.image import look_at_image
 from ddp_hpc.launch.submission.preflight.users_part import check_users_part
-from ddp_hpc.launch.submission.release_hold import spared_nodes
+from ddp_hpc.launch.submission.release_hold import nodes_left_out
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
     Claim,
@@ -86,13 +86,13 @@ def _script(request: SubmitRequest) -> tuple[str, list[str]]:
     """Return the job script, which leaves out nodes on which the run failed, and notes on these."""
     run, spec = request.run, request.spec
     asked = JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=job_import_paths(request))
-    spared = spared_nodes(run, spec, request.environ, script := render(asked))
-    notes = [spared.detail] if spared.detail else []
-    if spared.excluded:
-        exclude = ",".join(filter(None, [spec.slurm.exclude, *spared.excluded]))
+    left_out = nodes_left_out(run, spec, request.environ, script := render(asked))
+    notes = [left_out.detail] if left_out.detail else []
+    if left_out.excluded:
+        exclude = ",".join(filter(None, [spec.slurm.exclude, *left_out.excluded]))
         script = render(replace(asked, spec=replace(spec, slurm=replace(spec.slurm, exclude=exclude))))
         within = f"in the last {spec.restart.forget_h} h (`restart.forget_h`)"
-        notes.insert(0, f"the job excludes {', '.join(spared.excluded)}, where the run failed {within}")
+        notes.insert(0, f"the job excludes {', '.join(left_out.excluded)}, where the run failed {within}")
     return script, notes
 
 

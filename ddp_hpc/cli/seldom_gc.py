@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quick_start() -> Iterator[None]:
-    """Start quickly, and end quickly: for a process that runs one command in the `with` block, and then ends."""
+def collect_seldom() -> Iterator[None]:
+    """Search for garbage seldom, and not at the end: for a process that runs one command in the `with` block, and then ends."""
     # Modules, functions and classes are no garbage. By default, Python searches for some whenever 700 more objects exist,
     # and once more at its end: a tenth of a short command.
     gc.set_threshold(20_000, 10, 10)
