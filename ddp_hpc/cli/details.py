@@ -125,7 +125,9 @@ def running_hours(goodput: Goodput) -> float:
 
 
 def in_hours(value: float) -> str:
-    """Return `0.03 h`, or `120 h`."""
+    """Return `3 s`, `0.03 h`, or `120 h`."""
+    if value < 0.01:
+        return duration(3600 * value)
     return f"{value:.3g} h" if value < 100 else f"{value:.0f} h"
 
 

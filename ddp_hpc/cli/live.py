@@ -24,8 +24,8 @@ from ddp_hpc.watch.status import RunStatus
 LEVELS, PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"
 _WIDTH = 40
 """Characters of the bar and of the line of losses."""
-_DETAILS_S = 5.0
-"""After so long, rows that need many files are read again."""
+_READ_SHARE = 20
+"""Rows that need many files are read again after this many times as long as that took, or a second."""
 
 
 def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bool) -> bool:
@@ -38,17 +38,17 @@ def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bo
         return False
     rows: Mapping[str, str] = {}
     losses: Sequence[ChartPoint] = ()
-    read_at = 0.0
+    next_read = 0.0
     levels = PLAIN_LEVELS if console.options.ascii_only else LEVELS
     with Live(console=console, auto_refresh=False, transient=not is_kept, redirect_stdout=False) as live:
         for look in looks:
             for line in (*look.printed, *map(evaluation_line, look.evaluations)):
                 console.print(_text(line), soft_wrap=True)
             now = time.time()
-            if now - read_at >= _DETAILS_S or not look.status.is_alive:
+            if now >= next_read or not look.status.is_alive:
                 _, rows = details_of(run, look.status, now=now, word=run.word)
                 losses = known(run.metrics, lambda: read_losses(run, num_bins=_WIDTH).loss, unknown=())
-                read_at = now
+                next_read = now + max(1.0, _READ_SHARE * (time.time() - now))
             width, height = console.size
             # One column stays free, as some terminals begin a new line there, and one line for the shell.
             drawn = screen(look.status, rows, sparkline(finite(losses), _WIDTH, levels), now=now, word=run.word)
@@ -70,7 +70,8 @@ def screen(status: RunStatus, details: Mapping[str, str], losses: str, *, now: f
         filled = round(done * _WIDTH)
         lines.append(f"{'#' * filled}{'-' * (_WIDTH - filled)} {done:.0%}")
     rest = as_text(status, now=now, word=word, details=details).splitlines()
-    return [*lines, *filter(None, [losses]), *(line for line in rest if not line.startswith(("run  ", "state  ")))]
+    trend = [f"{'losses':<12}{losses}"] if losses else []
+    return [*lines, *trend, *(line for line in rest if not line.startswith(("run  ", "state  ")))]
 
 
 def sparkline(points: Sequence[ChartPoint], width: int, levels: str = LEVELS) -> str:
