@@ -75,7 +75,7 @@ class SlowRankMonitor:
             self._reports.append(one)
         reports, self._is_judged, self._reports = self._reports, True, []
         verdict, now, step = judge(reports), self.clock(), self._step()
-        self._history.note(verdict, reports, now=now, step=step)
+        self._history.note(verdict, now=now, step=step)
         return self._alarms.look(verdict, now=now, step=step)
 
     def _run(self) -> None:

@@ -72,7 +72,7 @@ def made_run(folder: Path, plans: Sequence[Plan], *, ranks: int = 2, nodes: int 
         queued = {"queued_at": queued_at} if plan.queued_s else {}
         files.ledger.append(line_of(**start, **queued, cluster="slurm", first_step=plan.first))
         kept = plans[number + 1].first if number + 1 < len(plans) else plan.reached
-        at = _train(files, number, at + 40.0, [plan.first, plan.reached, kept, every, ranks], names, source) + 5.0
+        at = _train(files, number, at + 40.0, [plan.first, plan.reached, kept, every, ranks], source) + 5.0
         if plan.ending is not None:
             end = {
                 "ending": plan.ending,
@@ -91,9 +91,7 @@ def made_run(folder: Path, plans: Sequence[Plan], *, ranks: int = 2, nodes: int 
     return run
 
 
-def _train(  # noqa: PLR0917  positions of one list of numbers
-    files: _Files, attempt: int, at: float, numbers: Sequence[int], names: Sequence[str], source: random.Random
-) -> float:
+def _train(files: _Files, attempt: int, at: float, numbers: Sequence[int], source: random.Random) -> float:
     """Add the lines of an attempt's training; return when its last step ends."""
     first, reached, kept, every, ranks = numbers
     files.marks.append(Mark(kind="begin", attempt=attempt, at=at, step=first, world_size=ranks, num_gpus=ranks))
@@ -111,21 +109,18 @@ def _train(  # noqa: PLR0917  positions of one list of numbers
             done, saves = step - first, step // every - first // every
             seconds = {name: one * done for name, one in PHASES.items()} | {"checkpoint": 0.5 * saves}
             files.marks.append(Mark(kind="phases", attempt=attempt, at=at, step=step, num_steps=done, phases=seconds))
-            is_first = not files.looks or files.looks[-1].attempt != attempt
             look = Look(attempt=attempt, at=at, step=step, step_s=STEP_S, lost_s={})
-            files.looks.append(look_of(look, ranks, names if is_first else [], source))
+            files.looks.append(look_of(look, ranks, source))
     return at
 
 
-def look_of(look: Look, ranks: int, names: Sequence[str], source: random.Random) -> Look:
+def look_of(look: Look, ranks: int, source: random.Random) -> Look:
     """Return a comparison with its values: rank 5 is slow from step 400 to 900."""
     is_slow = look.step is not None and 400 < look.step <= 900
     lost = {rank: source.gauss(0, 0.004) + (0.05 if rank == 5 and is_slow else 0.0) for rank in range(ranks)}
     return replace(
         look,
         lost_s={rank: round(one, 5) for rank, one in lost.items()},
-        nodes={rank: names[rank * len(names) // ranks] for rank in range(ranks)} if names else {},
-        phases={name: [one * 0.9, one, one * 1.1] for name, one in PHASES.items()},
     )
 
 

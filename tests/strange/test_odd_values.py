@@ -56,7 +56,7 @@ def add_everything(run: RunDir) -> None:
         Mark(kind="phases", attempt=0, at=5.0, step=3, num_steps=3, phases={"data": 0.5}, interval={"steps": 3.0})
     ]
     run.timeline.write_bytes(b"".join(map(encode, marks)))
-    look = Look(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.1}, nodes={0: "node1", 1: "node2"})
+    look = Look(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.1})
     run.waits.write_bytes(encode(look))
     numbers = {"lost_s": 0.1, "share": 0.5, "num_waiting": 1, "at": 3.0, "since_step": 2}
     record(run, [Alarm(attempt=1, rank=1, node="node2", cause="a busy CPU", **numbers)])  # type: ignore[arg-type]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from ddp_hpc.base.durable import lines_of
@@ -14,8 +15,6 @@ from ddp_hpc.run.run_dir.paths import RunDir
 Kind = Literal["begin", "phases", "save", "evaluation", "interval"]
 MOST_LOOKS = 20_000
 """How many comparisons are read. A run of ten weeks has fewer; of more, evenly spaced ones show the same."""
-_OF_FIRST = b'"nodes"'
-"""Stands in the first line of each attempt, which is always read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +51,6 @@ class Look:
     """The middle one of the times between two steps."""
     lost_s: Mapping[int, float]
     """Rank -> how much later than the middle one of the others it was in the middle one of its steps; below zero, it was earlier."""
-    nodes: Mapping[int, str] = field(default_factory=dict)
-    """Rank -> its node's name; only in the first line of an attempt."""
-    phases: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Phase -> seconds a step of the quickest rank, the middle one and the slowest one."""
 
 
 def encode(record: Mark | Look) -> bytes:
@@ -77,7 +72,7 @@ def read_looks(run: RunDir) -> list[Look]:
     A line that is half written, or not ours, is skipped.
     """
     every = 1 + sum(1 for _ in lines_of(run.waits)) // MOST_LOOKS
-    chosen = (line for number, line in enumerate(lines_of(run.waits)) if number % every == 0 or _OF_FIRST in line)
+    chosen = islice(lines_of(run.waits), 0, None, every)
     return [look for line in chosen if (look := record_in(line, Look)) is not None]
 
 
