@@ -107,7 +107,7 @@ def _counts(states: Iterable[PointState]) -> dict[str, int]:
 
 def _counts_line(look: SweepLook) -> str:
     counts = _counts(look.states.values())
-    return f"{plural(len(look.points), 'point')}: {', '.join(f'{count} {word}' for word, count in counts.items())}"
+    return f"{plural(len(look.points), 'point')}: {', '.join(f'{count:,} {word}' for word, count in counts.items())}"
 
 
 def _next_steps(counts: Mapping[str, int], word: str, *, is_cancelled: bool) -> list[str]:

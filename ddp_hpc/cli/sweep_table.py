@@ -68,7 +68,7 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     labels = labels_of([row.point for row in every])
     print(table((*HEADER, *labels.values()), [_cells(row, list(labels)) for row in rows]))
     counts = Counter(row.state for row in every)
-    print(f"{plural(len(every), 'point')}: {', '.join(f'{count} {state}' for state, count in counts.most_common())}")
+    print(f"{plural(len(every), 'point')}: {', '.join(f'{count:,} {state}' for state, count in counts.most_common())}")
     return 0
 
 

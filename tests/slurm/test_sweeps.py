@@ -238,7 +238,7 @@ def test_a_thousand_points_are_one_array_of_the_real_slurm(login: LoginNode, tmp
         folder = login.folder / "runs" / "large"
         assert sum(path.is_file() for path in folder.iterdir()) == 3
         listed = login.type("list", "large")
-        assert "1000 points: 1000 waiting" in listed.stdout, listed.stderr
+        assert "1,000 points: 1,000 waiting" in listed.stdout, listed.stderr
         ended = login.type("sweep", "cancel", "large")
         assert ended.returncode == 0, ended.stderr
     finally:
