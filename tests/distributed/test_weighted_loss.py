@@ -64,12 +64,19 @@ def losses(path: Path, kind: str) -> list[float]:
     return [line["loss"] for line in read_json_lines(RunDir(path).metrics) if line["kind"] == kind]
 
 
+LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "documented": documented_loss(),
+    "of PyTorch": nn.CrossEntropyLoss(torch.tensor([1.0, 1.0, 5.0])),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_weights_and_losses_are_those_of_one_process_with_the_whole_batch(
-    world_size: int, accumulation: int, tmp_path: Path
+    world_size: int, accumulation: int, loss: str, tmp_path: Path
 ) -> None:
-    of, path = case(documented_loss(), micro_batch_size=BATCH // world_size // accumulation), tmp_path / "whole"
+    of, path = case(LOSSES[loss], micro_batch_size=BATCH // world_size // accumulation), tmp_path / "whole"
     whole = in_group(world_size, partial(walk, case=of, path=path), tmp_path / "one")
     in_parts = in_group(world_size, partial(walk_in_parts, case=of, path=tmp_path / "parts"), tmp_path / "more")
 
@@ -110,7 +117,7 @@ def test_a_step_without_any_weight_changes_nothing(tmp_path: Path) -> None:
 def _warnings_of(group: Group, path: Path, micro: int) -> str:
     of = replace(
         case(hidden, micro_batch_size=micro),
-        recipe=partial(recipe, nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0])), torch.arange(NUM_SAMPLES) % 3),
+        recipe=partial(recipe, hidden, torch.arange(NUM_SAMPLES) % 3),
     )
     records: list[str] = []
     handler = logging.Handler()
@@ -151,9 +158,17 @@ MEANS: dict[str, tuple[Any, Any, Any]] = {
     "of a batch on its own": (lambda one, to: _smooth(one, TARGETS) + 0 * to.sum(), OUTPUTS, TARGETS),
     "no tensors": (lambda one, to: one.sum() * len(to), OUTPUTS, ["a"] * 16),
     "sum and weight": (documented_loss(), OUTPUTS, MASKED),
+    "class weights of PyTorch": (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 1.0])), OUTPUTS, MASKED),
+    "class weights, smoothed": (
+        nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 1.0]), label_smoothing=0.1),
+        OUTPUTS,
+        TARGETS,
+    ),
+    "class weights of probabilities": (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 1.0])), OUTPUTS, OUTPUTS.softmax(1)),
+    "class weights of logarithms": (nn.NLLLoss(torch.tensor([1.0, 2.0, 1.0])), OUTPUTS, TARGETS),
 }
 NO_MEANS: dict[str, tuple[Any, Any, Any]] = {
-    "class weights": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0])), OUTPUTS, TARGETS),
+    "class weights": (partial(functional.cross_entropy, weight=torch.tensor([1.0, 2.0, 1.0])), OUTPUTS, TARGETS),
     "ignored": (nn.CrossEntropyLoss(), OUTPUTS, MASKED),
     "a part all ignored": (nn.CrossEntropyLoss(), OUTPUTS, torch.where(torch.arange(16) < 4, -100, TARGETS)),
     "a sum": (nn.CrossEntropyLoss(reduction="sum"), OUTPUTS, TARGETS),

@@ -16,7 +16,7 @@ from ddp_hpc.train.data.sample_order import MicroBatch
 from ddp_hpc.train.engine.modes import evaluation_mode
 from ddp_hpc.train.engine.precision import Precision
 from ddp_hpc.train.engine.set_aside import tried_out
-from ddp_hpc.train.engine.weighted_loss import num_parts_of, sum_and_weight, warn_of_no_mean
+from ddp_hpc.train.engine.weighted_loss import loss_of, num_parts_of, warn_of_no_mean
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.state import rng
@@ -139,7 +139,7 @@ class Evaluator:
         inputs, targets = self._recipe.inputs_and_targets(batch)
         with self._precision.autocast():
             outputs = model(inputs)
-            loss, weight = sum_and_weight(self._recipe.loss(outputs, targets))
+            loss, weight = loss_of(self._recipe.loss, outputs, targets)
             if self._num_parts and not self._held_out.is_wanted:
                 warn_of_no_mean(self._recipe.loss, outputs, targets, self._num_parts)
         scores = [loss.double() * num_samples if weight is None else loss.double()]

@@ -21,7 +21,7 @@ from ddp_hpc.train.engine.optimizer import set_rates, trained_parameters
 from ddp_hpc.train.engine.set_aside import tried_out
 from ddp_hpc.train.engine.single_samples import explained
 from ddp_hpc.train.engine.training import Training
-from ddp_hpc.train.engine.weighted_loss import divide_by_weight, num_parts_of, sum_and_weight, warn_of_no_mean
+from ddp_hpc.train.engine.weighted_loss import divide_by_weight, loss_of, num_parts_of, warn_of_no_mean
 from ddp_hpc.train.recording.step_numbers import norm_of, skipped_by
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 
@@ -215,7 +215,7 @@ def backward(
             outputs = t.model(inputs)
             if num_parts:
                 warn_of_no_mean(t.recipe.loss, outputs, targets, num_parts)
-            loss, weight = sum_and_weight(t.recipe.loss(outputs, targets))
+            loss, weight = loss_of(t.recipe.loss, outputs, targets)
     except Exception as error:
         if (clearer := explained(error, plan, global_batch) or of_unused(error, t.state.model)) is not None:
             raise clearer from error

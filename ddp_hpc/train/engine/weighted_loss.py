@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
+from copy import copy
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.data.loader import mapped
@@ -18,6 +19,7 @@ from ddp_hpc.train.recipe import Loss, WeightedLoss
 
 log = logging.getLogger(__name__)
 
+_OF_CLASSES = {nn.CrossEntropyLoss, nn.NLLLoss}
 _MOST_PARTS = 16
 _TOLERANCE = 1e-3
 _ADVICE = "So loss, gradients and evaluation depend on `train.micro_batch_size`, `eval.batch_size` and the number of workers. "
@@ -32,8 +34,19 @@ _NO_SUM = (
 )
 
 
-def sum_and_weight(value: Any) -> tuple[Tensor, Tensor | None]:
-    """Return what `Recipe.loss` has returned: a mean and None, or a sum and its weight, in float64."""
+def loss_of(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
+    """Call `Recipe.loss`; return a mean and None, or a sum and its weight, in float64.
+
+    PyTorch's losses with class weights return a sum over the weights in it, so their sum and weight are taken apart here.
+    """
+    is_of_classes = type(loss) in _OF_CLASSES and not targets.is_floating_point()
+    if is_of_classes and (classes := cast("nn.NLLLoss", loss)).reduction == "mean" and classes.weight is not None:
+        summed = copy(classes)
+        summed.reduction = "sum"
+        counts = targets != classes.ignore_index
+        weight = classes.weight[targets.masked_fill(~counts, 0)] * counts
+        return summed(outputs, targets), weight.sum().double()
+    value: Any = loss(outputs, targets)
     if isinstance(value, Tensor):
         return value, None
     if not isinstance(value, WeightedLoss):
@@ -95,7 +108,7 @@ def _share(loss: Loss, outputs: Any, targets: Any, rows: slice, num: int) -> Ten
         part = leaf[rows] if leaf.dim() else leaf
         return part.to(torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else part.dtype, copy=True)
 
-    value, weight = sum_and_weight(loss(*mapped((outputs, targets), taken)))
+    value, weight = loss_of(loss, *mapped((outputs, targets), taken))
     if weight is None:
         return torch.stack([value.double() * (rows.stop - rows.start) / num])
     return torch.stack([value.double(), weight])
