@@ -192,12 +192,14 @@ def _is_busy(run: RunDir) -> bool:
 
 
 def _patience_s(run: RunDir) -> float:
+    # Read before the ledger: the request is removed after the end of the attempt that obeyed it is recorded.
+    is_asked = known(run.stop_request, run.stop_request.exists, unknown=False)
     newest = Ledger.read(run).newest
     if newest is None:
         return 0.0
     if newest.ending is not None or not newest.lives(processes.host_name()):
         return VANISH_PATIENCE_S
-    return STOP_PATIENCE_S if known(run.stop_request, run.stop_request.exists, unknown=False) else 0.0
+    return STOP_PATIENCE_S if is_asked else 0.0
 
 
 def _start_guardian(request: SubmitRequest) -> subprocess.Popen[bytes]:
