@@ -14,7 +14,9 @@ _HARMLESS = re.compile(
 _HARMLESS_NAMES = frozenset({"LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONHASHSEED", "PYTHONPATH", "TMPDIR", "TZ"})
 _NAMES = r"api_?key|token|secret|password|passwd|passphrase|credentials?|auth|cookie"
 _SECRET = re.compile(rf"(?:^|[_.-])(?:{_NAMES}|key|pass)s?$", re.IGNORECASE)
-"""Names whose values are secrets, by their ending: `HF_TOKEN`, but not `num_tokens_seen` or `key_size`."""
+"""Names of variables whose values are secrets, by their ending: `HF_TOKEN`, but not `num_tokens_seen` or `key_size`."""
+_SECRET_KEY = re.compile(rf"(?:^|[_.-])(?:(?:{_NAMES})s?|key|pass)$", re.IGNORECASE)
+"""The same of configuration keys; `recipe.args.label_keys` is none."""
 
 
 def is_shown(variable: str) -> bool:
@@ -27,7 +29,7 @@ def is_key_shown(key: str, value: Any) -> bool:
     section, _, name = key.partition(".")
     if section == "env" and name:
         return value is None or is_shown(name)
-    return not isinstance(value, str) or not value or not _SECRET.search(key)
+    return not isinstance(value, str) or not value or not _SECRET_KEY.search(key)
 
 
 MASK = "***"

@@ -1,6 +1,6 @@
 """Write files so that a reader sees either the whole old text or the whole new one, also after a crash.
 
-What fails is an OSError with the file's name. Where a run keeps a record, anything else than a file, or a file that is far too large,
+What fails is an OSError, with the file's name but in `fsync_path`. Where a run keeps a record, anything else than a file, or a file that is far too large,
 is a NotARecordError.
 """
 

@@ -83,7 +83,7 @@ def as_field(value: Any, annotation: Any) -> Any:
         if isinstance(value, AbstractSet) or (is_section and not isinstance(value, kind)):
             raise TypeError(repr(value))
         return value if is_section else msgspec.convert(_plain(value), annotation)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the second: text that no file can hold
         raise TypeError(repr(value)) from error
 
 

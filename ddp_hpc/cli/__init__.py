@@ -122,10 +122,13 @@ def _explained(error: OSError) -> str | None:
         return f"{error.filename} cannot be used: {error.strerror}. Check the path, its permissions, and the free space there."
     if error.errno in _NO_ROOM:  # write(2) knows no name
         return _on_no_room(error)
-    try:
-        os.getcwd()  # noqa: PTH109  `Path.cwd` is the same
-    except FileNotFoundError:
-        return "The directory that this shell is in was deleted. Run `cd` to one that exists, and repeat the command."
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()  # noqa: PTH109  `Path.cwd` is the same
+        except FileNotFoundError:
+            return (
+                "The directory that this shell is in was deleted. Run `cd` to one that exists, and repeat the command."
+            )
     return None
 
 

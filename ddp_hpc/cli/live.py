@@ -69,9 +69,9 @@ def screen(status: RunStatus, details: Mapping[str, str], losses: str, *, now: f
         done = min(1.0, status.step / status.total_steps)
         filled = round(done * _WIDTH)
         lines.append(f"{'#' * filled}{'-' * (_WIDTH - filled)} {done:.0%}")
-    rest = as_text(status, now=now, word=word, details=details).splitlines()
+    rest = as_text(status, now=now, word=word, details=details).splitlines()[2:]  # without the run and its state
     trend = [f"{'losses':<12}{losses}"] if losses else []
-    return [*lines, *trend, *(line for line in rest if not line.startswith(("run  ", "state  ")))]
+    return [*lines, *trend, *rest]
 
 
 def sparkline(points: Sequence[ChartPoint], width: int, levels: str = LEVELS) -> str:

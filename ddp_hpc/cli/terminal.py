@@ -65,6 +65,8 @@ def drop_output() -> None:
 def _guarded(stream: TextIO | None) -> Any:
     if stream is not None and stream.isatty() and hasattr(stream, "buffer"):
         stream.flush()
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # the live screen draws on it as it is
         return Terminal(stream)
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")

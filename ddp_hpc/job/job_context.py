@@ -36,7 +36,7 @@ class JobContext:
 
     @property
     def records(self) -> RunRecords:
-        """What a supervisor reads and writes in the run's directory."""
+        """What a supervisor writes in the run's directory."""
         return RunRecords(self.run)
 
     @property

@@ -35,7 +35,7 @@ def in_use(run: RunDir, by: str = "another process") -> str:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The one door to what says whose a run is, and how its attempts began and ended."""
+    """What a supervisor writes of a run: whose it is, and how its attempts began and ended."""
 
     run: RunDir
 

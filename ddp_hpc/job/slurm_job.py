@@ -75,7 +75,7 @@ class SlurmJob:
         one after another until `restart.max_no_progress` ends the run.
         """
         with suppress(ConfigError):
-            patiently(lambda: client.job(self.job_id, self.environ))
+            await_slurm(lambda: client.job(self.job_id, self.environ))
 
     def is_running(self, other_id: str) -> bool:
         """Tell whether another job occupies nodes, as far as Slurm answers."""
@@ -144,7 +144,7 @@ class SlurmJob:
         client.update(self.allocation.scontrol_id, self.environ, ExcNodeList=nodes)
 
 
-def patiently(
+def await_slurm(
     ask: Callable[[], T],
     patience_s: float = math.inf,
     *,

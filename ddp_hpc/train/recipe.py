@@ -162,14 +162,15 @@ def load_builder(target: str) -> Callable[..., Recipe]:
 
 def refuse_other_return(target: str, builder: Callable[..., object]) -> None:
     """Refuse a function that says by its annotation that it returns something else than a `Recipe`."""
+    if hasattr(builder, "__wrapped__"):  # its annotations are those of the function that a decorator has changed
+        return
     try:
         returned = get_type_hints(builder).get("return", Recipe)
-    except Exception:  # noqa: BLE001  a user's annotation may be any text
+        kind = get_origin(returned) or returned
+        is_free = not isinstance(kind, type) or kind in {Any, UnionType}
+        may_be = is_free or issubclass(kind, Recipe) or issubclass(Recipe, kind)
+    except Exception:  # noqa: BLE001  a user's annotation may be any text, or a class that refuses the question
         return
-    kind = get_origin(returned) or returned
-    may_be = (
-        not isinstance(kind, type) or kind in {Any, UnionType} or issubclass(kind, Recipe) or issubclass(Recipe, kind)
-    )
     if not may_be:
         raise ConfigError(
             f"`{target}` says that it returns {kind.__name__}, but must return a `ddp_hpc.train.recipe.Recipe`."

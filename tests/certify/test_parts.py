@@ -222,6 +222,14 @@ def test_a_kill_after_a_save_comes_before_the_files_of_the_last_one_as_the_run_m
     assert trigger_of(FAULTS["kill-after-save"], record, random.Random(0)) == Trigger("save done", 10)
 
 
+def test_saves_of_a_script_that_prints_nothing_between_them_are_saves_of_their_own() -> None:
+    baseline = undisturbed()
+    silent = tuple(Save(path="last.pt", num_lines=0, at=float(number)) for number in range(10))
+    record = replace(baseline.record, attempts=(replace(baseline.attempt, saves=silent),))
+
+    assert trigger_of(FAULTS["kill-after-save"], record, random.Random(0)) == Trigger("save done", 8)
+
+
 def test_a_kill_in_an_evaluation_comes_before_its_result_is_printed() -> None:
     baseline = undisturbed()
     lines = (*lines_of(1, 5), parse("validation accuracy 0.5", 9.0))

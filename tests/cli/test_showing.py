@@ -137,6 +137,14 @@ def test_the_first_of_the_saves_that_fail_in_a_row_is_told_at_once() -> None:
     )
 
 
+def test_the_screen_shows_each_line_of_a_reason_that_has_several() -> None:
+    lines = screen(
+        replace(status("failed"), reason="it failed:\nrun  train.py\nstate  lost"), {}, "", now=0.0, word="digits"
+    )
+
+    assert {"it failed:", "run  train.py", "state  lost"} <= {line.removeprefix("reason      ") for line in lines}
+
+
 def test_the_screen_shows_the_newest_numbers() -> None:
     text = "\n".join(screen(status(), {}, "", now=0.0, word="digits"))
 

@@ -19,7 +19,10 @@ from torch.utils.data import TensorDataset
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.train.engine.weighted_loss import warn_of_no_mean
+from ddp_hpc.run.run_dir.replays import ReplayRequest, write_request
+from ddp_hpc.train.engine.replayed import follow_request
+from ddp_hpc.train.engine.training import Training
+from ddp_hpc.train.engine.weighted_loss import loss_of, warn_of_no_mean
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, WeightedLoss
 from tests.distributed.processes import in_group
@@ -207,3 +210,53 @@ def test_what_depends_on_how_a_batch_is_divided_is_warned_of(name: str, caplog: 
 def test_what_is_neither_a_mean_nor_a_weighted_loss_is_refused(returned: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         trained(tmp_path / "run", recipe(lambda *_: returned))
+
+
+OF_CLASSES = torch.tensor([1.0, 2.0, 5.0])
+PIXELS = (OUTPUTS.view(4, 4, 3).transpose(1, 2), OUTPUTS.softmax(1).view(4, 4, 3).transpose(1, 2))
+ALIKE: dict[str, tuple[Any, Tensor, Tensor]] = {
+    "plain": (nn.CrossEntropyLoss(OF_CLASSES), OUTPUTS, TARGETS),
+    "ignored": (nn.CrossEntropyLoss(OF_CLASSES), OUTPUTS, MASKED),
+    "ignored by a class": (nn.CrossEntropyLoss(OF_CLASSES, ignore_index=1), OUTPUTS, TARGETS),
+    "bytes": (nn.CrossEntropyLoss(OF_CLASSES), OUTPUTS, TARGETS.byte()),
+    "smoothed": (nn.CrossEntropyLoss(OF_CLASSES, label_smoothing=0.1), OUTPUTS, TARGETS),
+    "of pixels": (nn.CrossEntropyLoss(OF_CLASSES), OUTPUTS.view(4, 4, 3).transpose(1, 2), MASKED.view(4, 4)),
+    "probabilities": (nn.CrossEntropyLoss(OF_CLASSES), OUTPUTS, OUTPUTS.softmax(1)),
+    "probabilities of pixels": (nn.CrossEntropyLoss(OF_CLASSES), *PIXELS),
+    "of one sample": (nn.CrossEntropyLoss(OF_CLASSES), OUTPUTS[0], TARGETS[0]),
+    "logarithms": (nn.NLLLoss(OF_CLASSES), OUTPUTS.log_softmax(1), TARGETS),
+    "in bf16": (nn.CrossEntropyLoss(OF_CLASSES.bfloat16()), OUTPUTS.bfloat16(), TARGETS),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_sum_by_its_weight_is_what_pytorch_computes(name: str) -> None:
+    loss, outputs, targets = ALIKE[name]
+
+    total, weight = loss_of(loss, outputs, targets)
+
+    assert weight is not None
+    torch.testing.assert_close(
+        (total / weight).float(), loss(outputs, targets).float(), rtol=0.01 if name == "in bf16" else 1e-5, atol=0
+    )
+
+
+def test_of_a_label_that_is_no_class_and_of_targets_that_are_no_tensor_pytorch_says_why() -> None:
+    loss: Any = nn.CrossEntropyLoss(OF_CLASSES)
+
+    with pytest.raises(IndexError, match="Target 5 is out of bounds"):
+        loss_of(loss, OUTPUTS, TARGETS + 5)
+    with pytest.raises(TypeError, match="must be Tensor, not list"):
+        loss_of(loss, OUTPUTS, [0] * 16)
+
+
+def test_a_traced_replay_computes_a_loss_with_class_weights_as_the_run_did(tmp_path: Path) -> None:
+    def traced(training: Training) -> None:
+        write_request(training.run, ReplayRequest(end_step=4, trace_from=1))
+        follow_request(training)
+
+    made: dict[str, Any] = {"train__max_steps": 4, "train__micro_batch_size": 2}
+    run = trained(tmp_path / "run", recipe(LOSSES["of PyTorch"]), **made)
+    again = trained(tmp_path / "again", recipe(LOSSES["of PyTorch"]), change=traced, **made)
+
+    assert all(map(torch.equal, run.state.model.parameters(), again.state.model.parameters()))

@@ -21,7 +21,7 @@ import pytest
 
 from ddp_hpc.cli.attach import watch
 from ddp_hpc.cli.live import LEVELS, PLAIN_LEVELS, screen, sparkline
-from ddp_hpc.run.run_dir.ledger import Ledger, record_start
+from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.machine_use import MachineUse, append_use
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
@@ -78,6 +78,24 @@ def test_a_screen_shows_progress_losses_and_what_status_prints(run: RunDir, monk
 
 def test_a_terminal_without_unicode_gets_ascii(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(level * 3 in drawn(run, monkeypatch, encoding="ascii") for level in PLAIN_LEVELS)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_reason_in_letters_that_the_terminal_lacks_is_shown_escaped(encoding: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "lost")
+    record_start(run, attempt=0, job_id="1")
+    record_end(run, 0, End(ending=Ending.FAILED, exit_code=1, reason="no \u4e16 here"))
+    main, terminal = pty.openpty()
+    argv = [sys.executable, "-m", "ddp_hpc", "status", str(run.path), "--watch"]
+
+    done = subprocess.run(
+        argv, stdout=terminal, stderr=subprocess.PIPE, check=False, env={**os.environ, "PYTHONIOENCODING": encoding}
+    )
+
+    assert done.stderr == b""
+    assert b"no \\u4e16 here" in os.read(main, 65536)
+    os.close(main)
+    os.close(terminal)
 
 
 def test_a_sparkline_falls_as_the_values_fall() -> None:

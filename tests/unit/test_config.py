@@ -56,7 +56,13 @@ def test_each_source_wins_over_those_before_it(tmp_path: Path) -> None:
     ]
 
 
-SHELL = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "lab", "SBATCH_QOS": " ", "SBATCH_TIMELIMIT": "1-00:00:30"}
+SHELL = {
+    "SBATCH_PARTITION": "debug",
+    "SBATCH_ACCOUNT": "lab",
+    "SBATCH_QOS": " ",
+    "SBATCH_TIMELIMIT": "1-00:00:30",
+    "SBATCH_RESERVATION": "0042",
+}
 
 
 def test_what_a_shell_sets_for_sbatch_wins_over_defaults_only(tmp_path: Path) -> None:
@@ -66,6 +72,7 @@ def test_what_a_shell_sets_for_sbatch_wins_over_defaults_only(tmp_path: Path) ->
     found = resolved(tmp_path, "", [], {**SHELL, "DDP_HPC_SITE_PROFILE": str(site)})
 
     slurm = found.spec.slurm
+    assert slurm.extra == {"reservation": "0042"}
     assert (slurm.partition, slurm.account, slurm.qos, slurm.constraint) == ("debug", "ours", None, "short")
     assert (found.spec.resources.time_limit_min, found.sources["slurm.partition"]) == (
         1441,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -202,7 +203,10 @@ def test_loopback_is_never_rank_zeros_address() -> None:
     address = row(task(4, 1, 0, on="node2"), confused, "MASTER_ADDR")
 
     assert address.value is None
-    assert "Set MASTER_ADDR to an IP address of node1 (in a job script: with `export`)" in address.rule
+    assert (
+        "Set MASTER_ADDR to an IP address of node1, the node of rank zero (in a job script: with `export`)"
+        in address.rule
+    )
 
 
 def test_of_several_addresses_the_one_on_the_fastest_network_is_taken_by_all() -> None:
@@ -335,6 +339,30 @@ def test_a_supervisor_asks_the_nodes_where_that_can_change_the_choice(
     found = find_address(allocation, lab(1 if allocation.is_on_first_node else 2, interfaces=own), ask=ask)
 
     assert (found.value, len(asked)) == (address, num_asked)
+
+
+def test_a_lone_node_is_asked_by_a_shell_elsewhere_where_the_user_prefers_networks() -> None:
+    allocation = read_allocation({**batch("node1"), "SLURMD_NODENAME": ""})
+    assert allocation is not None
+
+    found = find_address(allocation, lab(2, interfaces=node(2)), preferred=["ib*"], ask=lambda: {"node1": node(1)})
+
+    assert found.value == "10.78.0.11"
+
+
+def test_where_rank_zeros_node_does_not_answer_a_supervisor_says_that_it_decides_by_the_name() -> None:
+    allocation = read_allocation(batch(on="node2"))
+    assert allocation is not None
+
+    found = find_address(allocation, lab(2, interfaces=node(2)), ask=lambda: {"node2": node(2)})
+
+    assert found.rule == "the address to which this host resolves node1, which did not say its networks"
+
+
+def test_a_name_that_also_means_a_link_local_address_means_the_one_that_other_nodes_reach() -> None:
+    where = replace(lab(2), resolve=lambda _: ["fe80::1%eth0", "10.77.0.11"])
+
+    assert where.numeric("node1", may_be_loopback=False) == "10.77.0.11"
 
 
 def test_this_host_answers() -> None:

@@ -244,6 +244,7 @@ def test_the_reason_of_a_scripts_hang_is_what_the_collectives_of_all_ranks_show(
     assert said in one.last.reason
     [failure] = read_failures(one.run, attempt)
     assert failure.hang_kind == kind
+    assert failure.hang_detail
     assert failure.hang_detail in one.last.reason
     assert "rank 0 on " in one.run.stacks(attempt).read_text()
 

@@ -378,3 +378,16 @@ def test_all_that_a_pass_changes_is_put_back_also_when_it_raises(raises: bool) -
     assert drawn == torch.rand(1)
     layer.weight.sum().backward()
     assert calls == [1, 2]
+
+
+def test_of_a_large_value_that_is_refused_nothing_is_examined_so_that_the_others_are_put_back() -> None:
+    model = nn.Module()
+    model.vocab, model.inner = Dict({str(number): number for number in range(MOST_VALUES + 1)}), nn.Module()  # type: ignore[assignment]
+    model.inner.seen = [1]  # type: ignore[assignment]
+    refused: list[str] = []
+
+    with set_aside(model, (), CPU, refused=refused):
+        model.inner.seen.append(2)  # type: ignore[operator,union-attr]
+
+    assert model.inner.seen == [1]
+    assert refused == ["`model.vocab` is of the type Dict"]

@@ -141,7 +141,7 @@ def test_an_endpoint_is_read_as_it_was_written(endpoint: Endpoint, text: str, ne
 
 
 @pytest.mark.parametrize("text", ["", "10.0.0.1", "10.0.0.1:29500", "10.0.0.1 port"])
-def test_what_is_no_meeting_is_none(text: str) -> None:
+def test_what_is_no_endpoint_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         Endpoint.parse(text)
 

@@ -19,7 +19,7 @@ from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import local
-from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.full_disk import no_file_larger_than
 from tests.made_run import add_progress, make_run
@@ -120,6 +120,25 @@ def test_on_a_full_disk_the_other_runs_are_cancelled_too(
     first, second = capsys.readouterr().err.splitlines()
     assert "was killed, but" in first
     assert "is not running" in second
+
+
+def test_a_run_that_has_ended_between_two_looks_as_it_was_asked_to_gets_time_to_exit(
+    held: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_start(held, attempt=0, job_id="1")
+    held.stop_request.touch()
+    read = Ledger.read
+
+    def ends_after(run: RunDir) -> Ledger:
+        """Read the ledger; then the supervisor records the end, and removes the request that it obeyed."""
+        seen = read(run)
+        record_end(run, 0, End(ending=Ending.STOPPED, exit_code=0))
+        run.stop_request.unlink(missing_ok=True)
+        return seen
+
+    monkeypatch.setattr(Ledger, "read", ends_after)
+
+    assert local._patience_s(held) > 0
 
 
 def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ def test_a_failure_of_cuda_that_ends_the_training_is_no_second_failure(monkeypat
     loop.timer.close()
 
     assert loop.depth == 0
+    assert loop.notes == []
 
 
 @pytest.mark.parametrize(

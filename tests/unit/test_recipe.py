@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -52,8 +53,14 @@ def test_a_function_of_the_users_is_called_with_its_arguments(write_module: Writ
     assert recipe.model.weight.shape == (2, 5)
 
 
+class HasModel(Protocol):
+    """A class that `issubclass` refuses."""
+
+    model: nn.Module
+
+
 @pytest.mark.parametrize(
-    "returned", [None, "Recipe", "Any", "object", "Recipe | None", "Iterator", "nosuch[", "Recipe[int]"]
+    "returned", [None, "Recipe", "Any", "object", "Recipe | None", "Iterator", "nosuch[", "Recipe[int]", "HasModel"]
 )
 def test_a_function_may_say_that_it_returns_a_recipe_or_nothing_that_can_be_judged(returned: str | None) -> None:
     def build() -> Any: ...
@@ -65,6 +72,16 @@ def test_a_function_may_say_that_it_returns_a_recipe_or_nothing_that_can_be_judg
             refuse_other_return("mine:build", build)
     else:
         refuse_other_return("mine:build", build)
+
+
+def test_a_decorated_function_is_not_judged_by_the_annotation_of_what_it_decorates() -> None:
+    def model() -> torch.nn.Module:
+        return nn.Linear(1, 1)
+
+    @functools.wraps(model)
+    def build() -> Any: ...
+
+    refuse_other_return("mine:build", build)
 
 
 def test_the_built_in_recipe_has_a_short_name() -> None:

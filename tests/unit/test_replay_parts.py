@@ -213,6 +213,11 @@ def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of
     from_the_beginning.after_step.__self__._trace.close()
 
 
+def test_where_the_machine_lists_no_gpus_those_count_that_the_variable_names(tmp_path: Path) -> None:
+    assert num_gpus_here({}, proc=tmp_path) == 0
+    assert num_gpus_here({"CUDA_VISIBLE_DEVICES": "0,1"}, proc=tmp_path) == 2
+
+
 def test_the_gpus_of_this_process_are_those_that_it_may_use(tmp_path: Path) -> None:
     for card in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / "driver/nvidia/gpus" / card).mkdir(parents=True)

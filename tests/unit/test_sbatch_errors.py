@@ -346,7 +346,9 @@ class FakeSlurm:
         self.says("scontrol", stdout="\n".join([*lines, *(f"{key} = {value}" for key, value in told.items())]) + "\n")
 
     def check(self, asked: RunSpec) -> list[str]:
-        return capacity.check(asked, self.run, self.environ)
+        questions = capacity.Questions(self.environ)
+        questions.ask_about(self.run.job_script)
+        return questions.notes(asked, self.run)
 
 
 def _minutes(length_min: float | None) -> str:

@@ -632,6 +632,26 @@ def test_a_hang_over_a_network_that_does_not_carry_names_the_pair() -> None:
     assert verdict.evidence[0].line is None
 
 
+@pytest.mark.parametrize(
+    ("rank", "kind", "network", "failure"),
+    [
+        (-1, "", FAULTY, "hang-network"),
+        (-1, "network", FAULTY, "hang-network"),
+        (1, "", None, "hang-behind"),
+        (-1, "", None, "hang"),
+    ],
+)
+def test_a_hang_that_an_older_version_has_recorded_is_read_as_it_was_then(
+    rank: int, kind: HangKind, network: NetworkFindings | None, failure: str
+) -> None:
+    hang = report(rank, "no rank made progress; all wait", is_hang=True, hang_kind=kind)
+
+    verdict = verdict_of(replace(facts(hang, cause=Cause.HANG, logs={0: "", 1: ""}), network=network))
+
+    assert verdict.failure == failure
+    assert verdict.detail
+
+
 def test_a_rank_that_the_others_wait_for_is_named_before_the_network() -> None:
     hang = report(3, "no rank made progress", is_hang=True, host="node4", hang_kind="behind")
 

@@ -2,7 +2,7 @@
 
 Each run has its own copy of the working directory, so nothing in it changes. KEY=VALUE sets any key (`resources.workers_per_node=4`).
 All of it takes place on this machine; on a cluster's login node, put srun before it. The exit code is 0 if the script came back from every
-fault that was tried without a defect, 1 if not, and 2 if no fault could be tried.
+fault that was tried without a defect, and no run ended before its fault; 1 if not, and 2 if no fault could be tried.
 """
 
 from __future__ import annotations
@@ -190,6 +190,7 @@ def _closing_sentences(certificate: Certificate) -> str:
         said += f" Not tried, so nothing is known of them: {', '.join(one.fault for one in untried)}."
     if any(one.verdict == "untouched" for one in untried):
         said += " To have them tried, let the script train on for longer after its last save, or save fewer files at a time."
+        said += " Until then, the exit code is not 0."
     elif untried and not tried:
         said += " Try other faults (`--faults`), or a longer training with more saves."
     return said

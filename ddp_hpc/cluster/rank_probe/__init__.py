@@ -1,1 +1,1 @@
-"""Questions to a rank that runs: its stacks, its flight record, its wait counters, over a unix socket of its own."""
+"""Questions to a rank that runs: its stacks and its flight record, over a unix socket of its own."""

@@ -79,8 +79,9 @@ class Host:
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            found = self.resolve(name)
-            others = [text for text in found if not ipaddress.ip_address(text.partition("%")[0]).is_loopback]
+            plain = {text: ipaddress.ip_address(text.partition("%")[0]) for text in self.resolve(name)}
+            found = sorted(plain, key=lambda text: not is_routable(plain[text]))  # link-local ones last
+            others = [text for text in found if not plain[text].is_loopback]
             return next(iter(others or (found if may_be_loopback else ())), None)
         return name
 
@@ -127,15 +128,15 @@ def find_address(allocation: Allocation, host: Host, *, preferred: Sequence[str]
         return Fact(value=LOOPBACK, source=OURS, rule=ONE_NODE)
     if step is None:
         own = {zero: host.interfaces} if here == zero else {}
-        has_choice = not own or sum(refusal(interface) is None for interface in host.interfaces) != 1
-        facts = {**ask(), **own} if ask is not None and others and has_choice else own
+        is_plain = own and (not others or sum(refusal(interface) is None for interface in host.interfaces) == 1)
+        facts = own if is_plain or ask is None else {**ask(), **own}
         if zero in facts:
             choice = choose_fabric(facts, nodes, preferred)
             rule = f"{choice.interface}, {choice.rule}"
             return Fact(value=choice.address, source="network interfaces", rule=rule, refused=choice.refused)
-    return (
-        _find_own_address(zero, others[:_MOST_NEIGHBOURS], host) if step and here == zero else _resolve_zero(zero, host)
-    )
+    if step and here == zero:
+        return _find_own_address(zero, others[:_MOST_NEIGHBOURS], host)
+    return _resolve_zero(zero, host, is_for_all=ask is not None)
 
 
 def _find_own_address(zero: str, others: Sequence[str], host: Host) -> Fact:
@@ -153,17 +154,19 @@ def _find_own_address(zero: str, others: Sequence[str], host: Host) -> Fact:
     raise _unknown_address(zero, others)
 
 
-def _resolve_zero(zero: str, host: Host) -> Fact:
+def _resolve_zero(zero: str, host: Host, *, is_for_all: bool) -> Fact:
     """Return the address to which this host resolves the name of rank zero's node."""
     address = host.address_of(zero)
     if address is None:
         raise _unknown_address(zero, [zero])
     rule = f"this host resolves {zero} to this address; other nodes resolve it, too, and {zero} itself uses its routing table"
+    if is_for_all:
+        rule = f"the address to which this host resolves {zero}, which did not say its networks"
     return Fact(value=address, source="name service", rule=rule)
 
 
 def _unknown_address(zero: str, asked: Sequence[str]) -> WorkerError:
     return WorkerError(
-        f"this host cannot resolve {', '.join(asked)} to an address that it can reach, and knows no network of {zero}, the node of rank "
-        f"zero. Set MASTER_ADDR to an IP address of {zero} (in a job script: with `export`), or submit again."
+        f"this host cannot resolve {', '.join(asked)} to an address that it can reach. Set MASTER_ADDR to an IP address of {zero}, the node of "
+        "rank zero (in a job script: with `export`)."
     )

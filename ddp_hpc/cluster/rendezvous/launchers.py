@@ -402,7 +402,7 @@ def numeric_address(place: RankPlace, host: Host) -> str:
     """Return rank zero's address as a number."""
     name = place.address.value
     if name is None:
-        raise ConfigError(f"The address of rank zero's node is not known: {place.address.rule}.")
+        raise ConfigError(f"The address of rank zero's node is not known: {place.address.rule.rstrip('.')}.")
     # To torchrun's store, torchrun itself has connected by the name. Debian's /etc/hosts has 127.0.1.1 for a node's own name.
     may_be_loopback = place.num_nodes == 1 or place.node_rank == 0 or place.is_store_hosted or name == "localhost"
     address = host.numeric(name, may_be_loopback=may_be_loopback)

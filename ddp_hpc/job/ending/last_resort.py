@@ -15,7 +15,7 @@ from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.job.ending import attempt_end, requeue_job
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.job.slurm_job import patiently
+from ddp_hpc.job.slurm_job import await_slurm
 from ddp_hpc.job.workers import Workers
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger
@@ -102,5 +102,5 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
         f"ddp-hpc tries for up to {PATIENCE_S / 60:.0f} minutes to put the job back into Slurm's queue; if the job is not in the queue "
         "after that, submit the run again"
     )
-    patiently(job.requeue, PATIENCE_S, errors=(ConfigError, SlurmUnavailableError, OSError), note=note)
+    await_slurm(job.requeue, PATIENCE_S, errors=(ConfigError, SlurmUnavailableError, OSError), note=note)
     time.sleep(requeue_job.STAY_S)

@@ -15,7 +15,7 @@ from ddp_hpc.job.ending.causes import is_cancelled, is_ending
 from ddp_hpc.job.ending.stale_attempts import nodes_to_leave_out
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.run_records import RunRecords
-from ddp_hpc.job.slurm_job import SlurmJob, patiently
+from ddp_hpc.job.slurm_job import SlurmJob, await_slurm
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger, Next
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, read_stop_request
@@ -56,7 +56,7 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
         return
     sys.stderr.write(f"note: {end.reason}; {_CONTINUATIONS[end.next]}\n")
     try:
-        patiently(lambda: _continue(context, job, conclusion), SLURM_PATIENCE_S)
+        await_slurm(lambda: _continue(context, job, conclusion), SLURM_PATIENCE_S)
     except DdpHpcError as error:
         reason = f"{end.reason}; the job could not go back into the queue ({error}), so submit the run again"
         _end_here(context.records, conclusion, reason)

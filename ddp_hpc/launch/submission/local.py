@@ -126,8 +126,8 @@ def submit(request: SubmitRequest) -> Submission:
         notes = describe(request).notes
         claim.write(request.resolved)
         attempt = ownership.next_attempt(run)
+        claim.is_to_stay = True  # first: Ctrl-C must not take the directory of what has started
         guardian = _start_guardian(request)
-        claim.is_to_stay = True
         ended = _await_training(run, attempt, guardian)
         if ended is not None and ended.exit_code == exit_codes.REFUSED:
             claim.is_to_stay = False

@@ -113,8 +113,7 @@ def _make_locked(run: RunDir, resolved_text: str) -> int:
         try:
             replace_text(beside.config, resolved_text, is_secret=True)
             make_directory(beside.console.parent)
-            lock_fd = processes.take_lock(beside.submission_lock)
-            beside.path.rename(run.path)  # fails where a run exists by now: only this process fills a new run
+            return _rename_locked(beside, run)
         except OSError as error:
             shutil.rmtree(beside.path, ignore_errors=True)
             if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
@@ -124,10 +123,22 @@ def _make_locked(run: RunDir, resolved_text: str) -> int:
                     "choose another `name=...`."
                 ) from error
             raise
-        fsync_path(run.path.parent)
     except OSError as error:
         raise _unwritable(run, error, is_new=True) from error
+
+
+def _rename_locked(beside: RunDir, run: RunDir) -> int:
+    lock_fd = processes.take_lock(beside.submission_lock)
     assert lock_fd is not None  # noqa: S101  nobody else knows that file
+    try:
+        beside.path.rename(run.path)  # fails where a run exists by now: only this process fills a new run
+        fsync_path(run.path.parent)
+    except OSError as error:
+        processes.release_lock(lock_fd)  # also because NFS keeps a directory that has an open file in it
+        if not isinstance(error, PermissionError):
+            raise
+        beside.path.rename(run.path)  # SMB renames no directory that has an open file in it
+        return _submission_lock(run, 0.0)
     return lock_fd
 
 

@@ -84,6 +84,7 @@ def _at_save(fault: TrialFault, saves: Sequence[Save]) -> Trigger | str:
     # Late, so that there are several to choose from, but not the last one: the run may end right after it. Files between which
     # nothing was printed belong to one save, which is whole with its last file.
     ends = [number for number, (one, after) in enumerate(pairwise(saves), 1) if after.num_lines > one.num_lines]
+    ends = ends or [*range(1, len(saves))]  # nothing was printed, so each may be a save of its own
     return Trigger("save done", max((one for one in ends if one <= len(saves) - 2), default=[len(saves), *ends][-1]))
 
 

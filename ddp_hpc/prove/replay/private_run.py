@@ -101,8 +101,10 @@ def private_folder() -> Iterator[Path]:
 
 def num_gpus_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> int:
     """Return how many GPUs of NVIDIA this process may use."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
     num_gpus = len(list((proc / "driver/nvidia/gpus").glob("*")))
-    return len(visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), num_gpus))
+    # Some machines do not list them (WSL2, some containers): then what the variable names counts.
+    return len(visible_gpus(visible, num_gpus or (0 if visible is None else visible.count(",") + 1)))
 
 
 def compute_again(

@@ -310,7 +310,7 @@ def read_tensors(
 
 
 def read_safetensors(path: Path) -> dict[str, RawTensor]:
-    """Read a safetensors file that any program may have written."""
+    """Read a safetensors file that any program may have written; raise the OSError where it cannot be read."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         content = memoryview(bytearray(size))  # writable, as torch wants it
@@ -330,7 +330,7 @@ def _read_into(
         count = file.readinto(rest[:_READ_BYTES])
         if not count:
             raise CorruptCheckpointError(
-                f"{path} became shorter while ddp-hpc read it. Perhaps another process writes to it."
+                f"{path} is damaged: it became shorter while ddp-hpc read it. Perhaps another process writes to it."
             )
         on_read(rest[:count])
         rest = rest[count:]

@@ -147,7 +147,7 @@ def convert(key: Key, value: Any, location: str) -> Any:
     """Return `value` as the key's type. Text is not converted to numbers, nor booleans to whole numbers, but 1 to 1.0."""
     try:
         return msgspec.convert(value, key.annotation, strict=True)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the second: text that no file can hold
         quotes = " Put it in quotes." if key.is_text and isinstance(value, (int, float)) else ""
         raise ConfigError(
             f"`{key.name}` is {value!r} ({location}), but it must be {type_in_words(key.annotation)}.{quotes}"

@@ -21,6 +21,8 @@ class Removed:
     """What to do instead: one or more sentences."""
 
 
+_FLAGS = ("mail_type", "mail_user", "comment", "reservation")
+"""Keys of `slurm` that are flags of sbatch."""
 REMOVED: Mapping[str, Removed] = {
     "integrity.recompute_every_steps": Removed(
         since="2026-11-26",
@@ -55,9 +57,9 @@ REMOVED: Mapping[str, Removed] = {
         f"slurm.{flag}": Removed(
             since="2026-11-27",
             default=None,
-            instead=f"`slurm.extra.{flag}` takes the same value, as it does for each flag of sbatch that has no key.",
+            instead=f"`slurm.extra.{flag}` takes the same value (in quotes where it looks like a number), as it does for each flag of sbatch that has no key.",
         )
-        for flag in ("mail_type", "mail_user", "comment", "reservation")
+        for flag in _FLAGS
     },
     "log.tensorboard": Removed(
         since="2026-11-27", default=False, instead="`log.recorders=[tensorboard]` does the same."
@@ -80,7 +82,10 @@ def no_longer_a_key(name: str, location: str) -> ConfigError | None:
 
 
 def drop_removed(content: dict[Any, Any]) -> dict[str, Any]:
-    """Take removed keys out of what a run's own configuration holds; return the values of those that were not at their default."""
+    """Take removed keys out of what a run's own configuration holds; return the values of those that were not at their default.
+
+    Flags of sbatch go to `slurm.extra`, where they mean the same.
+    """
     dropped: dict[str, Any] = {}
     for name, one in REMOVED.items():
         *sections, leaf = name.split(".")
@@ -89,6 +94,8 @@ def drop_removed(content: dict[Any, Any]) -> dict[str, Any]:
             holder = holder.get(section) if isinstance(holder, dict) else None
         if isinstance(holder, dict) and leaf in holder:
             value = holder.pop(leaf)
-            if value != one.default:
+            if value != one.default and leaf in _FLAGS:
+                holder["extra"] = {leaf: value, **(holder.get("extra") or {})}
+            elif value != one.default:
                 dropped[name] = value
     return dropped

@@ -69,7 +69,7 @@ def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Enviro
         ),
         modules=tuple(filter(None, environ.get("LOADEDMODULES", "").split(":"))),
         variables={
-            name: value
+            name: value.encode(errors="replace").decode()  # what is no UTF-8 could not be read again
             for name, value in sorted(environ.items())
             if _RECORDED.match(name) and name not in _DIFFERENT_EACH_TIME and is_shown(name)
         },

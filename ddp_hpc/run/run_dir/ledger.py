@@ -308,7 +308,7 @@ _BEGUN = {"attempt", "job_id", "host", "pid", "started_at"}
 
 
 def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a line says of an attempt, as `Attempt` takes it; None where a value is not of its field's type."""
+    """Return what a line says of an attempt, by the names of fields; None where a value is not of its field's type."""
     found = record_of(line, _line_type())
     fields = {} if found is None else msgspec.structs.asdict(found)
     if not fields or any(isinstance(value, float) and not isfinite(value) for value in fields.values()):
@@ -318,7 +318,7 @@ def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @cache
 def _line_type() -> type[msgspec.Struct]:
-    """Return the type of a line: what `Attempt` has, of which a line leaves out all but the attempt's number."""
+    """Return the type of a line: what `Attempt`, `End` and `Root` have, of which a line leaves out all but the attempt's number."""
     types = {**annotations_of(Root), **annotations_of(End), **annotations_of(Attempt)}
     optional = [
         (name, kind | msgspec.UnsetType, msgspec.UNSET) for name, kind in types.items() if name not in _NOT_IN_LINE
@@ -327,7 +327,7 @@ def _line_type() -> type[msgspec.Struct]:
 
 
 _NOT_IN_LINE = {"attempt", "end", "root"}
-"""A line has the fields of these two, and not these."""
+"""Fields that hold others, whose fields a line has in their place; the number is always there."""
 
 
 def _attempt_of(known: Mapping[str, Any]) -> Attempt:

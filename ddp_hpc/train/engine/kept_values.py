@@ -236,6 +236,8 @@ class ToKeep:
             return
         self._seen[id(value)] = value
         keep = self._how(value, kind, place)
+        if keep is None:  # refused: nobody knows what is in it
+            return
         if keep is not _nothing:
             self._found.append((keep, value))
         if depth == _DEEPEST:
@@ -249,7 +251,7 @@ class ToKeep:
                 return
             self.add(one, place + name, depth + 1)
 
-    def _how(self, value: Any, kind: type, place: str) -> Keep:
+    def _how(self, value: Any, kind: type, place: str) -> Keep | None:
         if kind in _TYPES:
             return _TYPES[kind]
         if issubclass(kind, tuple) and not hasattr(value, "__dict__"):
@@ -261,7 +263,7 @@ class ToKeep:
         if _is_plain(kind):
             return _attributes
         self._refuse(f"`{place}` is of the type {kind.__name__}")
-        return _nothing
+        return None
 
     def _refuse(self, what: str) -> None:
         if self._refused is None:

@@ -21,7 +21,8 @@ from ddp_hpc.run.run_dir.replays import ReplayRequest, read_request
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.data.sample_records import SampleRecorder
 from ddp_hpc.train.engine.training import Training
-from ddp_hpc.train.recipe import Loss
+from ddp_hpc.train.engine.weighted_loss import loss_of
+from ddp_hpc.train.recipe import Loss, WeightedLoss
 from ddp_hpc.train.state import digests, rng, training_state
 
 Entry = dict[str, Any]
@@ -145,7 +146,8 @@ class _StepTrace(SampleRecorder):
             self._passed += [_entry("output", f"{name}{more}", one) for more, one in _tensors_in(outputs)]
 
     def _loss(self, of_recipe: Loss, outputs: Any, targets: Any) -> Any:
-        loss = of_recipe(outputs, targets)
+        value, weight = loss_of(of_recipe, outputs, targets)
+        loss = value if weight is None else WeightedLoss(value, weight)
         if self._is_on():
             self._passed += [_entry("loss", name, one) for name, one in _tensors_in(loss, "loss")]
         return loss

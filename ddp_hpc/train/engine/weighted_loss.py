@@ -39,13 +39,17 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | No
 
     PyTorch's losses with class weights return a sum over the weights in it, so their sum and weight are taken apart here.
     """
-    is_of_classes = type(loss) in _OF_CLASSES and not targets.is_floating_point()
+    is_of_classes = type(loss) in _OF_CLASSES and isinstance(targets, Tensor)
     if is_of_classes and (classes := cast("nn.NLLLoss", loss)).reduction == "mean" and classes.weight is not None:
         summed = copy(classes)
         summed.reduction = "sum"
-        counts = targets != classes.ignore_index
-        weight = classes.weight[targets.masked_fill(~counts, 0)] * counts
-        return summed(outputs, targets), weight.sum().double()
+        total = summed(outputs, targets)  # first: its words on a wrong label say most
+        if targets.is_floating_point():  # by probabilities: PyTorch divides by their rows, whatever the weights
+            return total, total.new_tensor(targets.numel() / targets.shape[min(1, targets.dim() - 1)]).double()
+        labels = targets.long()
+        counts = labels != classes.ignore_index
+        weight = classes.weight[labels.masked_fill(~counts, 0)] * counts
+        return total, weight.double().sum()
     value: Any = loss(outputs, targets)
     if isinstance(value, Tensor):
         return value, None

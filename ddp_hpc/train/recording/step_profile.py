@@ -167,8 +167,9 @@ class NsysProfile(ChosenSteps):
 
     def stop(self) -> None:
         if self._began_at:
-            torch.cuda.synchronize(self._device)  # else kernels that still run would be missing
-            torch.cuda.profiler.stop()
+            with suppress(RuntimeError):  # a failure of CUDA has ended the training
+                torch.cuda.synchronize(self._device)  # else kernels that still run would be missing
+                torch.cuda.profiler.stop()
             log.info("nsys has recorded steps %d to %d", self._began_at, self._step)
 
 

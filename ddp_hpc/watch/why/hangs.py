@@ -20,18 +20,23 @@ def of_hang(facts: AttemptFacts) -> RankFinding:
     """Return what a hang was, by the verdict in the supervisor's report."""
     failure = next((one for one in facts.failures if one.is_hang), None)
     is_faulty = facts.network is not None and facts.network.is_faulty
-    if is_faulty and (failure is None or failure.hang_kind == "link"):
+    is_of_nobody = (
+        failure is not None and failure.rank < 0 and failure.hang_kind in {"", "network"}
+    )  # by older versions
+    if is_faulty and (failure is None or failure.hang_kind == "link" or is_of_nobody):
         return of_network(facts)
     finding = RankFinding(failure="hang", role="either", basis="record", rank=None)
     if failure is None:
         return finding
+    # An older version gave no kind to a rank that only the stacks show.
+    kind = failure.hang_kind or ("behind" if failure.rank >= 0 and len(facts.logs) > 1 else "")
     return replace(
         finding,
-        failure=_HANGS.get(failure.hang_kind, "hang"),
+        failure=_HANGS.get(kind, "hang"),
         rank=failure.rank if failure.rank >= 0 else None,
         host=failure.host,
         at=failure.at,
-        detail=failure.hang_detail,
+        detail=failure.hang_detail or failure.exception,
     )
 
 

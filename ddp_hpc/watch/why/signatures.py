@@ -716,7 +716,7 @@ REGISTRY: Sequence[FailureClass] = (
     FailureClass(
         name="hang",
         title="a hang",
-        means="No rank made progress for longer than `restart.hang_timeout_s`. No record says where the ranks were.",
+        means="No rank made progress for longer than `restart.hang_timeout_s`, and nothing proves which rank the others waited for, or that all waited.",
         to_do="If a step may take that long, raise `restart.hang_timeout_s`; else look where it waits, with `py-spy dump` on the node, before the timeout.",
     ),
     FailureClass(

@@ -67,13 +67,6 @@ def _private_place(path: Path) -> str | None:
     return place if is_private else None
 
 
-def check(spec: RunSpec, run: RunDir, environ: Mapping[str, str]) -> list[str]:
-    """Ask Slurm about the job as it would be submitted; return what the user should know."""
-    questions = Questions(environ)
-    questions.ask_about(run.job_script)
-    return questions.notes(spec, run)
-
-
 class Questions:
     """What Slurm is asked before a submission. The questions are asked at once, and while the caller prepares the submission."""
 
