@@ -16,7 +16,7 @@ _NAMES = r"api_?key|token|secret|password|passwd|passphrase|credentials?|auth|co
 _SECRET = re.compile(rf"(?:^|[_.-])(?:{_NAMES}|key|pass)s?$", re.IGNORECASE)
 """Names of variables whose values are secrets, by their ending: `HF_TOKEN`, but not `num_tokens_seen` or `key_size`."""
 _SECRET_KEY = re.compile(rf"(?:^|[_.-])(?:(?:{_NAMES})s?|key|pass)$", re.IGNORECASE)
-"""The same of configuration keys; `recipe.args.label_keys` is none."""
+"""The same of configuration keys, but not `recipe.args.label_keys`."""
 
 
 def is_shown(variable: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import counters
-from benchmarks.report import DOCUMENT, charts, filled, results_in, tables
+from benchmarks.report import DOCUMENT, SENTENCES, charts, filled, results_in, summary, tables
 from benchmarks.rounds import MIN_ROUNDS, Samples, added, judge
 
 
@@ -34,6 +34,7 @@ def test_the_pages_figures_and_bars_are_those_of_the_results() -> None:
 
     assert page == filled(page, tables(found))
     assert {path: path.read_text() for path in charts(found)} == charts(found)
+    assert summary(found).count("\n- ") == len(SENTENCES) - 1
 
 
 def test_events_are_counted_only_as_they_happen_and_where_the_machine_counts_them() -> None:
