@@ -7,19 +7,19 @@ from pathlib import Path
 from ddp_hpc.cluster.containers import BARE, CommandWrapper, HostPaths
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.job.launcher import Launch
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
 
-def launch_of(spec: RunSpec, run: RunDir | None = None, wrapper: CommandWrapper = BARE) -> Launch:
+def launch_of(spec: RunSpec, run: RunDir | None = None, wrapper: CommandWrapper = BARE) -> JobContext:
     """Return what is started where a job gives the world that the spec asks for."""
-    return Launch(
+    return JobContext(
         spec=spec,
         run=run or RunDir(spec.path),
         workload=workload_of(spec),
         world=spec.resources.world,
+        environ={},
         wrapper=wrapper,
     )
 

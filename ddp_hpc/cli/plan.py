@@ -35,7 +35,8 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     threads,
 )
 from ddp_hpc.cluster.slurm.steps import probe_argv
-from ddp_hpc.job.launcher import STEPS, Launch, agent_argv, step_of_agents
+from ddp_hpc.job.job_context import JobContext
+from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.launch.submission.request import SubmitRequest
@@ -93,8 +94,15 @@ def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Pat
     run, spec, environment = request.run, request.spec, request.environ
     resources = spec.resources
     wrapper = _container_command(spec, run, import_paths, environment)
-    launch = Launch(spec=spec, run=run, workload=workload_of(spec), world=resources.world, wrapper=wrapper)
-    steps, facts, is_inherited = start(launch, spec)
+    context = JobContext(
+        run=run,
+        spec=spec,
+        workload=workload_of(spec),
+        world=resources.world,
+        environ=environment,
+        wrapper=wrapper,
+    )
+    steps, facts, is_inherited = start(context, spec)
     paths = list(dict.fromkeys(map(str, import_paths)))
     ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0)
     environ = {**(of_user(environment) if is_inherited else {}), **spec.environ}
@@ -137,7 +145,7 @@ _Start = tuple[dict[str, str], dict[str, Fact], bool]
 """Purpose -> command; the variables that network and CPUs decide; whether workers inherit those of the shell that submits."""
 
 
-def _start_here(launch: Launch, spec: RunSpec) -> _Start:
+def _start_here(context: JobContext, spec: RunSpec) -> _Start:
     resources = spec.resources
     address = Fact(value=LOOPBACK, source=OURS, rule="the run uses this machine only")
     computing = share_here({}, resources.local_world_size, resources.cpus_per_worker).threads
@@ -145,17 +153,17 @@ def _start_here(launch: Launch, spec: RunSpec) -> _Start:
         **endpoint(address, Fact(rule="ddp-hpc takes a free port when the workers start")),
         **node_variables(this_host().interface_towards(LOOPBACK), computing),
     }
-    return {"the workers": shlex.join(agent_argv(launch))}, facts, True
+    return {"the workers": shlex.join(agent_argv(context))}, facts, True
 
 
-def _start_on_slurm(launch: Launch, spec: RunSpec) -> _Start:
+def _start_on_slurm(context: JobContext, spec: RunSpec) -> _Start:
     workers = spec.resources.local_world_size
     if spec.launcher == "agent":
-        step = shlex.join(step_of_agents(launch))
+        step = shlex.join(step_of_agents(context))
     else:
-        step = shlex.join(STEPS[spec.launcher](launch, 0, _IN_JOB))
+        step = shlex.join(STEPS[spec.launcher](context, 0, _IN_JOB))
         step = step.replace(str(_IN_JOB), "ADDRESS PORT").replace("ADDRESS:0", "ADDRESS:PORT")
-    probe = shlex.join([*probe_argv(launch.world.num_nodes), "..."])
+    probe = shlex.join([*probe_argv(context.world.num_nodes), "..."])
     address = Fact(rule="the job chooses the network when it has its nodes")
     interface = Fact(rule="each node takes its own interface on the network that leads to rank zero")
     computing = threads(spec.cpus_per_task * workers, workers, spec.resources.cpus_per_worker, source="Slurm")
@@ -168,5 +176,5 @@ def _start_on_slurm(launch: Launch, spec: RunSpec) -> _Start:
     return {"a probe of each node's networks": probe, "the workers": step}, facts, is_inherited
 
 
-_STARTS: Mapping[str, Callable[[Launch, RunSpec], _Start]] = {"local": _start_here, "slurm": _start_on_slurm}
+_STARTS: Mapping[str, Callable[[JobContext, RunSpec], _Start]] = {"local": _start_here, "slurm": _start_on_slurm}
 """By back end."""

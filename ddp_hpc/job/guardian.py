@@ -22,8 +22,6 @@ from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 
-LOCK_PATIENCE_S = 10.0
-"""How long the processes of a killed attempt may take to exit."""
 STUCK_S = 60.0
 """How long to wait for processes that were killed."""
 GOOD_WHILE_S = 600.0
@@ -45,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # The supervisors inherit this descriptor. The lock belongs to the open file description that they share, so the run
         # stays locked until the guardian and all supervisors have exited (flock(2)).
-        lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
+        lock_fd = processes.take_lock(run.lock, patience_s=ownership.LOCK_PATIENCE_S)
         since = ownership.next_attempt(run)
     except OSError as error:
         sys.stderr.write(
@@ -53,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return exit_codes.FAILED
     if lock_fd is None:
-        sys.stderr.write(
-            f"error: {run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`.\n"
-        )
+        sys.stderr.write(f"error: {ownership.in_use(run)}\n")
         return exit_codes.REFUSED
     options = [str(run.path), "--guarded", f"--lock-fd={lock_fd}", f"--since={since}"]
     options += [f"--import-path={path}" for path in arguments.import_path]

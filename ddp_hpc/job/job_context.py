@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddp_hpc.cluster.containers import BARE, CommandWrapper
 from ddp_hpc.cluster.slurm.allocation import Allocation, shape_problem
-from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.requeue import reserve_s
 from ddp_hpc.run.run_dir.ledger import Ledger
@@ -31,13 +31,10 @@ class JobContext:
     """None without Slurm, or where a job script was started outside of a job."""
     environ: Mapping[str, str]
     is_for_slurm: bool = False
+    wrapper: CommandWrapper = BARE
+    """How commands run on the nodes: in the run's image, or without one."""
     is_supervised: bool = False
     """Whether a supervisor starts the attempts, without Slurm, too; under `ddp-hpc join`, another program's launcher does."""
-
-    @property
-    def records(self) -> RunRecords:
-        """What a supervisor writes in the run's directory."""
-        return RunRecords(self.run)
 
     @property
     def job(self) -> SlurmJob | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO
+from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.run.run_dir.joining import read_missing, started_ranks, write_missing
@@ -25,8 +26,6 @@ _MOST_NAMED = 8
 WATCHED_S = 660.0
 """How long to look: longer than the ranks wait for each other."""
 
-Probe = Callable[[Sequence[str], str], NetworkFindings]
-
 
 @dataclass(kw_only=True)
 class Joining:
@@ -35,7 +34,6 @@ class Joining:
     context: JobContext
     attempt: int
     met_at: str
-    probe: Probe
     _began: float | None = None
     """When the first rank was there."""
     _have_all_started: bool = False
@@ -71,7 +69,7 @@ class Joining:
         is_first, self._said = self._said is None, missing
         sys.stderr.write(f"note: {self._words(missing, absent)}\n")
         if is_first and len(self.context.nodes) > 1 and self.met_at:
-            findings = self.probe(self.context.nodes, self.met_at)
+            findings = network_probe.probe(self.context.nodes, self.met_at)
             with best_effort():
                 write_network(self.context.run, self.attempt, findings)
             nodes = list(dict.fromkeys(node for rank in missing if (node := self.context.node_of(rank)) is not None))

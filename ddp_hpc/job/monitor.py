@@ -45,16 +45,12 @@ class Monitor:
     """Whether they were killed because they still ran when the job had to end."""
     suspended_until: float | None = None
     """When this process resumed, after Slurm had suspended the job for longer than the hang timeout."""
-    _silence_s: float = 0.0
+    silence_s: float = 0.0
+    """For how long no worker has written anything, at the last look."""
     _newest_sign: float = 0.0
     _looked_at: float | None = None
     _has_asked: bool = False
     _asked_end_at: float | None = None
-
-    @property
-    def silence_s(self) -> float:
-        """For how long no worker has written anything, at the last look."""
-        return self._silence_s
 
     def look(self, number: int | None, now: float) -> Literal["", "stop", "end"]:
         """Return what to do with the workers now; `number` is the signal that came, if one did."""
@@ -133,6 +129,6 @@ class Monitor:
             with suppress(OSError):
                 newest = max(newest, path.stat().st_mtime)
         since = 0.0 if self._looked_at is None else min(max(now - self._looked_at, 0.0), 2 * LOOK_S)
-        self._silence_s = 0.0 if newest != self._newest_sign or newest > now else self._silence_s + since
+        self.silence_s = 0.0 if newest != self._newest_sign or newest > now else self.silence_s + since
         self._newest_sign, self._looked_at = newest, now
-        return self._silence_s
+        return self.silence_s

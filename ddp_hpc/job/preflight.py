@@ -21,7 +21,6 @@ from pathlib import Path
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
-from ddp_hpc.cluster.containers import CommandWrapper
 from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds
 from ddp_hpc.cluster.node_checks.checks import findings_of
 from ddp_hpc.cluster.node_checks.facts import facts_of
@@ -92,7 +91,7 @@ def examine(question: Question) -> Preflight:
     return Preflight(at=at, seconds=seconds, nodes=nodes, findings=findings_of(answers))
 
 
-def checked(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Outcome | None:
+def checked(context: JobContext, attempt: int) -> Outcome | None:
     """Check the job's nodes before its first attempt, where the run asks for it.
 
     Return how the attempt ends where the workers must not start, else None.
@@ -106,7 +105,7 @@ def checked(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Outco
         begun, before = ledger.attempt(attempt), ledger.before(attempt)
         # Only in the first attempt of this start of the job, the nodes are new to the run.
         if not (begun and before and (begun.job_id, begun.restart) == (before.job_id, before.restart)):
-            found = examine(_question(context, wrapper, attempt, allocation))
+            found = examine(_question(context, attempt, allocation))
     if found is None or processes.is_stop_pending():
         return None  # what a check that was cut short found is no reason; the workers' start takes the signal
     with best_effort():
@@ -120,8 +119,8 @@ def checked(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Outco
     return outcome_of(found, spec.preflight.on_fail, nodelist=spec.slurm.nodelist or "")
 
 
-def _question(context: JobContext, wrapper: CommandWrapper, attempt: int, allocation: Allocation) -> Question:
-    spec, world, workload = context.spec, context.world, context.workload
+def _question(context: JobContext, attempt: int, allocation: Allocation) -> Question:
+    spec, world, workload, wrapper = context.spec, context.world, context.workload, context.wrapper
     inputs = [str(path) for path in workload.input_paths(Path.cwd())]
     binds = [bind.partition(":")[0] for bind in spec.container.binds]
     step = beside_argv(spec, world, cpus_per_worker=workload.cpus_per_worker)

@@ -48,20 +48,6 @@ class Staged:
     source: str
     target: Path
 
-    @property
-    def is_environment(self) -> bool:
-        return is_packed(self.source)
-
-    @property
-    def python(self) -> str:
-        """The unpacked environment's."""
-        return str(self.target / "bin" / "python")
-
-    @property
-    def import_path(self) -> str:
-        """Where it finds this ddp_hpc."""
-        return str(self.folder / "import")
-
 
 def stage(spec: LaunchSpec, run: RunDir, allocation: Allocation | None, environ: Mapping[str, str]) -> Staged | None:
     """Put the run's image, or its packed environment, on every node; None where none is wanted, or that failed.
@@ -160,9 +146,11 @@ def moved(wrapper: CommandWrapper, staged: Staged | None, environ: Mapping[str, 
     """Return the same with the paths of what was staged, instead of those on the shared file system."""
     if staged is None:
         return wrapper
-    if staged.is_environment:
-        paths = [staged.import_path, *filter(None, [environ.get("PYTHONPATH")])]
-        return replace(wrapper, python=staged.python, prefix=("env", f"PYTHONPATH={os.pathsep.join(paths)}"))
+    if is_packed(staged.source):
+        # The unpacked environment's Python finds this ddp_hpc where `unpack` has linked it.
+        paths = [str(staged.folder / "import"), *filter(None, [environ.get("PYTHONPATH")])]
+        python = str(staged.target / "bin" / "python")
+        return replace(wrapper, python=python, prefix=("env", f"PYTHONPATH={os.pathsep.join(paths)}"))
     prefix = tuple(str(staged.target) if word == staged.source else word for word in wrapper.prefix)
     options = tuple(word.replace(f"={staged.source}", f"={staged.target}") for word in wrapper.srun_args)
     return replace(wrapper, prefix=prefix, srun_args=options)

@@ -11,44 +11,36 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import shutil
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.discretion import is_shown
 from ddp_hpc.base.durable import make_directories, private_mode
-from ddp_hpc.base.errors import ConfigError, DdpHpcError, WorkerError
-from ddp_hpc.cluster.containers import CommandWrapper, HostPaths
+from ddp_hpc.base.errors import ConfigError, DdpHpcError
+from ddp_hpc.cluster.containers import HostPaths
 from ddp_hpc.cluster.rendezvous.worker_env import for_debug, for_nan_check, giving, of_user
 from ddp_hpc.cluster.slurm.allocation import of_outer_job, read_allocation
 from ddp_hpc.cluster.slurm.directives import sent_options
-from ddp_hpc.job import preflight
-from ddp_hpc.job.choose_endpoint import endpoints
-from ddp_hpc.job.ending import last_resort, network_probe, node_probe, stale_attempts, takeover
-from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
+from ddp_hpc.job import attempt_start
+from ddp_hpc.job.attempt import run_attempt
+from ddp_hpc.job.ending import last_resort, stale_attempts, takeover
 from ddp_hpc.job.ending.evidence import has_trained
 from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
-from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
-from ddp_hpc.job.joining import Joining
-from ddp_hpc.job.launcher import Launch
-from ddp_hpc.job.monitor import Monitor
+from ddp_hpc.job.job_context import JobContext, Outcome, given_world
 from ddp_hpc.job.node.cpus import take_back_cpus
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.notify import Notifier
-from ddp_hpc.job.run_records import LOCK_PATIENCE_S, RunRecords, in_use
-from ddp_hpc.job.slow_rank_monitor import SlowRankMonitor
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import moved, stage, unstage, wrapper_of
-from ddp_hpc.job.wire.endpoint import Endpoint
-from ddp_hpc.job.workers import Workers, workers_of
+from ddp_hpc.job.workers import workers_of
 from ddp_hpc.run.config import dropped_from, load_resolved
-from ddp_hpc.run.run_dir.joining import write_meeting
+from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger, Next
 from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -126,14 +118,14 @@ def _work(arguments: argparse.Namespace, run: RunDir, job: SlurmJob | None) -> i
         code = takeover.take_over(run, job, how=exit_codes.described(arguments.after), since=arguments.since)
         if code is not None:
             return code
-    records, queued = RunRecords(run), read_queued_job(run)
+    queued = read_queued_job(run)
     attempts = since_submission(Ledger.read(run), queued)
     decision = _user_decision(run, job, queued, is_back=bool(attempts))
     if arguments.after is None or decision is not None:  # a stop request to the supervisor that died holds for this one
         run.stop_request.unlink(missing_ok=True)
     if decision is not None:
         reason = f"{ENDED_BY_USER[decision]} while the job waited in the queue"
-        records.note_unbegun(job, decision, reason, exit_codes.STOPPED)
+        attempt_start.note_unbegun(run, job, decision, reason, exit_codes.STOPPED)
         sys.stderr.write(f"ended: {reason}\n")
         return exit_codes.STOPPED
     context: JobContext | None = None
@@ -149,10 +141,40 @@ def _work(arguments: argparse.Namespace, run: RunDir, job: SlurmJob | None) -> i
     except ConfigError as error:
         if context is not None and job is not None and has_trained(attempts):
             return _leave_node(context, error)
-        records.note_unbegun(job, Cause.REFUSED, str(error), exit_codes.REFUSED)
+        attempt_start.note_unbegun(run, job, Cause.REFUSED, str(error), exit_codes.REFUSED)
         raise
     os.environ.update(wrapper.environ)  # for whatever starts there: no command line may show values
-    return _supervise(context, wrapper, lock_fds)
+    return _supervise(replace(context, wrapper=wrapper), lock_fds)
+
+
+def _supervise(context: JobContext, lock_fds: Sequence[int]) -> int:
+    """Run attempts while the next one is to begin on the same nodes."""
+    run, job = context.run, context.job
+    if job is not None:
+        stale_attempts.close_stale(run, context.workload, job)
+    if is_done(run, context.workload.goal):
+        sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
+        return exit_codes.FINISHED
+    staged = stage(context.spec, run, context.allocation, context.environ)
+    inside = moved(context.wrapper, staged, context.environ)
+    workers = workers_of(replace(context, wrapper=inside), lock_fds)
+    notifier = Notifier(context=context)
+    try:
+        while (conclusion := run_attempt(context, workers, notifier)).end.next == Next.IN_PLACE:
+            sys.stderr.write(f"note: {conclusion.end.reason}; ddp-hpc starts the workers again\n")
+            if job is not None and conclusion.is_slurm_away:
+                job.await_answer()
+    finally:
+        workers.close()
+        unstage(staged, context.allocation, context.environ)
+    notifier.leave(goes_on=bool(conclusion.end.next))
+    last_resort.leave(context, conclusion)
+    if not conclusion.end.next:  # a job that goes on is ended by Slurm at any moment from here
+        with suppress(OSError):  # it is for readers only
+            if use := merged(read_uses(run, conclusion.attempt)):
+                words = "; ".join(in_words(use))
+                sys.stderr.write(f"note: machine use of the attempt, on average (memory: at most): {words}\n")
+    return conclusion.end.exit_code
 
 
 def _note_escaped(run: RunDir, job: SlurmJob | None, reason: str, *, is_guarded: bool) -> int:
@@ -161,7 +183,7 @@ def _note_escaped(run: RunDir, job: SlurmJob | None, reason: str, *, is_guarded:
         ledger = Ledger.read(run)
         newest = ledger.newest
         if newest is None or newest.ending is not None or newest.pid != os.getpid():
-            RunRecords(run).begin_without_workers(job)
+            attempt_start.begin_without_workers(run, job)
             ledger = Ledger.read(run)
         end = takeover.write_down_death(run, ledger, job, reason, may_go_on=is_guarded)
     except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
@@ -243,14 +265,14 @@ def _lock(run: RunDir, job: SlurmJob | None) -> list[int]:
     # The lock belongs to the open file description, which all processes share that inherit the descriptor. So the run is
     # locked until the last of them has exited, whichever is killed first (flock(2),
     # https://man7.org/linux/man-pages/man2/flock.2.html).
-    lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
+    lock_fd = processes.take_lock(run.lock, patience_s=ownership.LOCK_PATIENCE_S)
     newest = Ledger.read(run).newest
     if newest is not None and job is not None and stale_attempts.is_anothers(newest, job):
-        raise ConfigError(in_use(run, f"job {newest.job_id}"))
+        raise ConfigError(ownership.in_use(run, f"job {newest.job_id}"))
     if lock_fd is not None:
         return [lock_fd]
     if newest is None or job is None or newest.job_id != job.job_id:
-        raise ConfigError(in_use(run))
+        raise ConfigError(ownership.in_use(run))
     sys.stderr.write(
         f"note: attempt {newest.attempt} is still running on {newest.host}; this start of the job replaces it, and the old "
         "one can write no more checkpoints\n"
@@ -273,169 +295,13 @@ def _user_decision(run: RunDir, job: SlurmJob | None, queued: QueuedJob | None, 
 
 def _leave_node(context: JobContext, error: ConfigError) -> int:
     """Requeue the job to get other nodes: this node lacks something that earlier attempts had, such as a mount."""
-    attempt = context.records.begin(context.workload, context.job)
+    attempt = attempt_start.begin(context.run, context.workload, context.job)
     reason = f"{socket.gethostname()}: {error}"
     node = context.nodes[:1]  # the supervisor's node
     outcome = Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node)
     conclusion = last_resort.conclude(context, attempt, outcome)
     last_resort.leave(context, conclusion)
     return conclusion.end.exit_code
-
-
-def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> int:
-    """Run attempts while the next one is to begin on the same nodes."""
-    run, workload = context.run, context.workload
-    if context.job is not None:
-        stale_attempts.close_stale(context.records, workload, context.job)
-    if is_done(run, workload.goal):
-        sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
-        return exit_codes.FINISHED
-    staged = stage(context.spec, run, context.allocation, context.environ)
-    inside = moved(wrapper, staged, context.environ)
-    launch = Launch(spec=context.spec, run=run, workload=workload, world=context.world, wrapper=inside)
-    workers = workers_of(launch, lock_fds, is_for_slurm=context.is_for_slurm)
-    notifier = Notifier(context=context)
-    try:
-        while True:
-            attempt = context.records.begin(workload, context.job, image=wrapper.image)
-            notifier.begun(attempt)
-            outcome = preflight.checked(context, wrapper, attempt) or _run_workers(context, workers, attempt, notifier)
-            if context.allocation is not None:
-                with diagnosis("the nodes"):
-                    outcome = node_probe.explain_by_nodes(context, wrapper, attempt, outcome)
-                outcome = network_probe.explain_by_network(context, attempt, outcome)
-            conclusion = last_resort.conclude(context, attempt, outcome)
-            notifier.ended(conclusion)
-            if conclusion.end.next != Next.IN_PLACE:
-                break
-            sys.stderr.write(f"note: {conclusion.end.reason}; ddp-hpc starts the workers again\n")
-            if context.job is not None and conclusion.is_slurm_away:
-                context.job.await_answer()
-    finally:
-        workers.close()
-        unstage(staged, context.allocation, context.environ)
-    notifier.leave(goes_on=bool(conclusion.end.next))
-    last_resort.leave(context, conclusion)
-    if not conclusion.end.next:  # a job that goes on is ended by Slurm at any moment from here
-        with suppress(OSError):  # it is for readers only
-            if use := merged(read_uses(run, attempt)):
-                words = "; ".join(in_words(use))
-                sys.stderr.write(f"note: machine use of the attempt, on average (memory: at most): {words}\n")
-    return conclusion.end.exit_code
-
-
-def _run_workers(context: JobContext, workers: Workers, attempt: int, notifier: Notifier) -> Outcome:
-    """Start the workers and wait for their end; where another process uses the port, try the next one."""
-    try:
-        ledger = Ledger.read(context.run)
-        begun = ledger.attempt(attempt)
-        assert begun is not None  # noqa: S101  its start has just been written
-        if not context.is_for_slurm:
-            return _wait_for_workers(context, workers, begun, None, notifier)
-        job = _fitting_job(context)
-        avoided = stale_attempts.nodes_to_avoid(context, job, ledger)
-        if avoided:
-            reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
-            return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
-        preferred = context.spec.network.interfaces
-        for endpoint in endpoints(job.allocation, attempt=attempt, environ=context.environ, preferred=preferred):
-            outcome = _wait_for_workers(context, workers, begun, endpoint, notifier)
-            if outcome.code != exit_codes.PORT_TAKEN:
-                return outcome
-            sys.stderr.write(f"note: another process listens at {endpoint.netloc}; ddp-hpc tries another port\n")
-        raise WorkerError(_NO_FREE_PORT)  # noqa: TRY301  the handler below records it
-    except DdpHpcError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return Outcome(code=error.exit_code, reason=str(error))
-    except Exception as error:  # noqa: BLE001  an error in this program ends the attempt, not the job
-        return last_resort.outcome_of(error, workers)
-
-
-def _fitting_job(context: JobContext) -> SlurmJob:
-    """Return the job, if its allocation has the nodes and tasks that the run needs; refuse the run where it does not."""
-    job = context.job
-    if job is None:
-        raise ConfigError(
-            "The job script was started outside of a Slurm job. Submit it with `sbatch`, run it under `salloc`, or "
-            "start the run on this machine with `ddp-hpc submit --cluster local`."
-        )
-    if shutil.which("srun", path=context.environ.get("PATH")) is None:
-        raise ConfigError(
-            f"PATH in the job, {context.environ.get('PATH')}, has no `srun`, so no worker can be started. Add Slurm's directory to it: "
-            "`slurm.modules` with the site's module of Slurm, or a line of `slurm.setup`."
-        )
-    problem = misfit(context.spec, job.allocation)
-    if problem is not None:
-        raise ConfigError(problem)
-    return job
-
-
-def _wait_for_workers(
-    context: JobContext, workers: Workers, begun: Attempt, endpoint: Endpoint | None, notifier: Notifier
-) -> Outcome:
-    """Start the workers and wait for their end; ask them to stop, or kill them, when it is time."""
-    monitor = _monitor(context, begun)
-    met_at = "" if endpoint is None else endpoint.address
-    joining = Joining(context=context, attempt=begun.attempt, met_at=met_at, probe=network_probe.probe)
-    if endpoint is not None:
-        with suppress(OSError):  # it is for readers only
-            write_meeting(context.run, begun.attempt, endpoint.netloc, endpoint.why)
-    workers.begin(begun.attempt, endpoint)
-    slow_ranks = SlowRankMonitor(run=context.run, attempt=begun.attempt, world_size=context.world.world_size)
-    slow_ranks.start()
-    with closing(slow_ranks):
-        while (code := workers.poll()) is None:
-            number = processes.await_signal(min(monitor.patience_s(time.time()), workers.patience_s()))
-            match monitor.look(number, time.time()):
-                case "stop":
-                    workers.stop()
-                case "end":
-                    workers.end()
-            # It may probe the network, which takes so long.
-            if not monitor.ends_within(network_probe.MOST_S, time.time()):
-                joining.look(time.monotonic())
-            if monitor.silence_s > context.spec.restart.hang_timeout_s / 2:
-                notifier.silent(begun.attempt, monitor.silence_s)
-            notifier.look(begun.attempt)
-    if code == exit_codes.PORT_TAKEN and (monitor.is_signalled or monitor.is_out_of_time):
-        code = exit_codes.STOPPED_EARLY  # the job has to end, so no other port is tried
-    return Outcome(
-        code=code,
-        step_code=workers.step_code,
-        reason=_CUT_SHORT if monitor.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
-        is_out_of_time=monitor.is_out_of_time,
-        was_signalled=monitor.is_signalled,
-        is_unresponsive=monitor.is_unresponsive,
-        was_suspended=monitor.was_just_suspended(time.time()),
-        lost_nodes=tuple(context.nodes[rank] for rank in workers.silent_nodes() if rank < len(context.nodes)),
-        met_at=met_at,
-    )
-
-
-_NO_FREE_PORT = (
-    "Other processes listen at every port of rank zero's node that ddp-hpc tried for MASTER_PORT. If you set MASTER_PORT, unset it, "
-    "or set it to a free port. Then submit the run again."
-)
-_CUT_SHORT = "the job reached its time limit before the workers had written a checkpoint; raise `slurm.signal_lead_s`"
-
-
-def _monitor(context: JobContext, begun: Attempt) -> Monitor:
-    run, spec, job, attempt = context.run, context.spec, context.job, begun.attempt
-
-    def note_end(ends_at: float) -> None:
-        with best_effort():
-            context.records.note(attempt, ends_at=ends_at)
-
-    return Monitor(
-        ends_at=begun.ends_at,
-        lead_s=spec.slurm.signal_lead_s,
-        hang_timeout_s=spec.restart.hang_timeout_s,
-        signs_of_life=(run.progress, run.rank_log(attempt, 0), run.allowance(attempt)),
-        first_sign=run.rank_log(attempt, 0),
-        ask_end=lambda: None if job is None else job.ends_at(),
-        note_end=note_end,
-        ask_preempted=lambda: job is not None and job.is_preempted(),
-    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.job.launcher import STEPS, Launch, agent_argv, step_of_agents
+from ddp_hpc.job.job_context import JobContext
+from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Endpoint
@@ -268,9 +269,9 @@ def _joint_code(run: RunDir, attempt: int, code: int, *, silent_code: int) -> in
     return exit_codes.joint([others], rank_zero=others if rank_zero_code is None else rank_zero_code)
 
 
-def workers_of(launch: Launch, lock_fds: Sequence[int], *, is_for_slurm: bool) -> Workers:
+def workers_of(context: JobContext, lock_fds: Sequence[int]) -> Workers:
     """Return what starts the workers of this launcher."""
-    if is_for_slurm and launch.spec.launcher in STEPS:
-        return ByTasks(launch.run, partial(STEPS[launch.spec.launcher], launch), lock_fds=lock_fds)
-    argv = step_of_agents(launch) if is_for_slurm else agent_argv(launch)
-    return ByAgents(argv, num_nodes=launch.world.num_nodes, lock_fds=lock_fds)
+    if context.is_for_slurm and context.spec.launcher in STEPS:
+        return ByTasks(context.run, partial(STEPS[context.spec.launcher], context), lock_fds=lock_fds)
+    argv = step_of_agents(context) if context.is_for_slurm else agent_argv(context)
+    return ByAgents(argv, num_nodes=context.world.num_nodes, lock_fds=lock_fds)

@@ -73,7 +73,7 @@ class Situation:
     fails_again: str = ""
     """The sample of which this attempt failed as the one before it (`fails_again`)."""
     differs_as: int | None = None
-    """The earlier attempt in which the ranks differed after the same step in the same way (`wrong_ranks.same_again`)."""
+    """The earlier attempt in which the ranks differed after the same step in the same way (`blame.same_again`)."""
     is_on_slurm: bool = True
     is_supervised: bool = False
     """Whether a supervisor is there to start another attempt without Slurm."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 from ddp_hpc.base.errors import WorkerError
 from ddp_hpc.cluster.rendezvous.launchers import RankPlace, find_place
 from ddp_hpc.cluster.rendezvous.ports import candidate_ports, is_free
-from ddp_hpc.job.node.gather import Gathering, gather_at_port
+from ddp_hpc.job.node.gather import gather_at_port
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rendezvous_token
@@ -80,14 +79,14 @@ def test_one_node_with_one_worker_trains_beside_a_json_py_of_the_users(tmp_path:
 
 
 def test_strangers_that_knock_at_the_port_count_as_no_worker_and_keep_none_waiting(port: int, run: RunDir) -> None:
-    answers: list[Gathering] = []
+    answers: list[tuple[int, int | None]] = []
     words = (b"GET / HTTP/1.1\r\n\r\n", b"1 0123456789abcdef0123456789abcdef\n", *[b""] * 300)
 
     def second() -> None:
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in words]
         for stranger, said in zip(strangers, words, strict=True):
             stranger.sendall(said)
-        answers.append(gather_at_port(place_of(1, 2, port), "127.0.0.1", dict, run=run, patience_s=30))
+        answers.append(gather_at_port(place_of(1, 2, port), "127.0.0.1", lambda: 0, run=run, patience_s=30))
         for stranger in strangers:
             stranger.close()
 
@@ -98,19 +97,20 @@ def test_strangers_that_knock_at_the_port_count_as_no_worker_and_keep_none_waiti
 
     thread = threading.Thread(target=second_when_the_first_listens)
     thread.start()
-    first = gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: {"attempt": 3}, run=run, patience_s=30)
+    attempt, listen_fd = gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: 3, run=run, patience_s=30)
     thread.join()
 
-    assert first.answer == answers[0].answer == {"attempt": 3}
-    assert first.listen_fd is not None
-    with socket.socket(fileno=first.listen_fd) as listening:
+    assert attempt == 3
+    assert answers == [(3, None)]
+    assert listen_fd is not None
+    with socket.socket(fileno=listen_fd) as listening:
         assert listening.getsockname() == ("127.0.0.1", port)
         assert listening.getblocking()
 
 
 def test_a_rank_that_never_comes_is_named(port: int, run: RunDir) -> None:
     with pytest.raises(WorkerError, match="these ranks did not come: 1, 2"):
-        gather_at_port(place_of(0, 3, port), "127.0.0.1", lambda: json.loads("{}"), run=run, patience_s=0.2)
+        gather_at_port(place_of(0, 3, port), "127.0.0.1", lambda: 3, run=run, patience_s=0.2)
 
 
 def test_a_rank_of_another_run_that_was_given_the_same_port_is_refused_and_told_why(port: int, run: RunDir) -> None:
@@ -120,13 +120,13 @@ def test_a_rank_of_another_run_that_was_given_the_same_port_is_refused_and_told_
 
     def of_another_run() -> None:
         with pytest.raises(WorkerError) as refused:
-            gather_at_port(place_of(1, 2, port), "127.0.0.1", dict, run=other, patience_s=2)
+            gather_at_port(place_of(1, 2, port), "127.0.0.1", lambda: 0, run=other, patience_s=2)
         refusals.append(str(refused.value))
 
     thread = threading.Thread(target=of_another_run)
     thread.start()
     with pytest.raises(WorkerError, match="these ranks did not come: 1"):
-        gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: {"attempt": 3}, run=run, patience_s=4)
+        gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: 3, run=run, patience_s=4)
     thread.join()
 
     assert "another run" in refusals[0]

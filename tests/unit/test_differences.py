@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job.ending import wrong_ranks
+from ddp_hpc.job.ending import blame
 from ddp_hpc.run.run_dir.differences import (
     Difference,
     Repetition,
@@ -233,26 +233,26 @@ def attempt(number: int, **more: Any) -> Attempt:
 def test_the_node_of_a_wrong_rank_is_that_of_its_place() -> None:
     two_each = difference("aaba", odd_ranks=(2,))
 
-    assert wrong_ranks.nodes_of(two_each, ("node1", "node2")) == ("node2",)
-    assert wrong_ranks.nodes_of(two_each, ()) == ()  # this machine
-    assert wrong_ranks.nodes_of(None, ("node1",)) == ()
+    assert blame.nodes_of(two_each, ("node1", "node2")) == ("node2",)
+    assert blame.nodes_of(two_each, ()) == ()  # this machine
+    assert blame.nodes_of(None, ("node1",)) == ()
 
 
 def test_a_repetition_corrects_the_ledger_of_the_earlier_attempt() -> None:
     told = difference("ab", odd_ranks=(1,), told_by="repetition", told_in=1)
     attempts = [attempt(0), changed(attempt(1), cause=Cause.FINISHED)]
 
-    assert wrong_ranks.corrected(attempts, [told]) == [changed(attempts[0], failed_nodes=("node2",))]
-    assert wrong_ranks.corrected(wrong_ranks.corrected(attempts, [told]), [told]) == []
+    assert blame.corrected(attempts, [told]) == [changed(attempts[0], failed_nodes=("node2",))]
+    assert blame.corrected(blame.corrected(attempts, [told]), [told]) == []
 
 
 def test_the_node_of_a_rank_that_lost_a_vote_and_was_right_is_readmitted() -> None:
     voted = by_vote(difference("abb"))
     attempts = [attempt(0, nodes=voted.hosts, failed_nodes=("node1",))]
 
-    assert wrong_ranks.corrected(attempts, [voted]) == []
+    assert blame.corrected(attempts, [voted]) == []
     found = by_repetition(voted, repeated(digest="a"))
-    assert wrong_ranks.corrected(attempts, [found]) == [changed(attempts[0], failed_nodes=("node2", "node3"))]
+    assert blame.corrected(attempts, [found]) == [changed(attempts[0], failed_nodes=("node2", "node3"))]
 
 
 def test_what_happens_twice_in_the_same_way_is_no_nodes_failure() -> None:
@@ -260,7 +260,7 @@ def test_what_happens_twice_in_the_same_way_is_no_nodes_failure() -> None:
     twice = [by_vote(difference("baa")), by_vote(difference("baa", attempt=1))]
 
     assert is_same_again(*twice)
-    assert wrong_ranks.same_again(twice, attempts, 1) == 0
-    assert wrong_ranks.same_again(twice, attempts[1:], 1) is None  # before the user's newest submission
-    assert wrong_ranks.corrected(attempts, twice) == [attempt(0)]
+    assert blame.same_again(twice, attempts, 1) == 0
+    assert blame.same_again(twice, attempts[1:], 1) is None  # before the user's newest submission
+    assert blame.corrected(attempts, twice) == [attempt(0)]
     assert not is_same_again(twice[0], difference("bca", attempt=1))

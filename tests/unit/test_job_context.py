@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.job_context import JobContext, given_world, misfit
-from ddp_hpc.job.launcher import Launch, step_of_agents
+from ddp_hpc.job.launcher import step_of_agents
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.run.world import World
+from tests.made_launch import launch_of
 
 SPEC = RunSpec(name="net", resources=ResourcesSpec(nodes=2, workers_per_node=3), train=TrainSpec(global_batch_size=24))
 
@@ -50,7 +52,7 @@ def test_ranks_fill_one_node_of_the_given_world_after_the_other(rank: int, node:
 def test_what_is_started_follows_the_given_world_and_not_the_spec() -> None:
     given = World(num_nodes=5, workers_per_node=2)
 
-    argv = step_of_agents(Launch(spec=SPEC, run=RunDir(Path("/runs/net")), workload=workload_of(SPEC), world=given))
+    argv = step_of_agents(replace(launch_of(SPEC, RunDir(Path("/runs/net"))), world=given))
 
     assert {"--nodes=5", "--ntasks=5", "--cpus-per-task=2"} <= set(argv)
     assert argv[argv.index("--num-workers") + 1] == "2"

@@ -35,10 +35,11 @@ def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice
     (one.run.path / "python").write_text("#!/bin/sh\necho a greeting of the site\necho ddp-hpc-can-start\n")
     (one.run.path / "python").chmod(0o755)
     wrapper = replace(BARE, python=str(one.run.path / "python"))
+    context = replace(one.context, wrapper=wrapper)
 
     def fails() -> Conclusion:
         attempt = one.begin()
-        return conclude(one.context, attempt, node_probe.explain_by_nodes(one.context, wrapper, attempt, outcome))
+        return conclude(one.context, attempt, node_probe.explain_by_nodes(context, attempt, outcome))
 
     fails()
     concluded = fails()
@@ -57,7 +58,7 @@ def test_nodes_are_not_asked_where_the_job_was_told_to_leave(supervised: Make) -
     one.slurm.has("srun", "exit 1")
     told = replace(STOPPED_EARLY, was_signalled=True)
     for attempt in (one.begin(), one.begin()):
-        conclude(one.context, attempt, node_probe.explain_by_nodes(one.context, BARE, attempt, told))
+        conclude(one.context, attempt, node_probe.explain_by_nodes(one.context, attempt, told))
 
     assert one.slurm.orders("srun") == []
     assert "a stop signal arrived before the workers had installed their signal handlers" in one.last.reason
@@ -71,6 +72,6 @@ def test_nodes_are_not_asked_where_the_jobs_time_would_be_over_before_they_answe
         ownership.claim(one.run, attempt)
         facts = JobFacts(nodes=NODES, restart=0, ends_at=time.time() + 60)
         record_start(one.run, attempt=attempt, job_id="7", job=facts)
-        conclude(one.context, attempt, node_probe.explain_by_nodes(one.context, BARE, attempt, CRASHED))
+        conclude(one.context, attempt, node_probe.explain_by_nodes(one.context, attempt, CRASHED))
 
     assert one.slurm.orders("srun") == []

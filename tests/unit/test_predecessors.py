@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ddp_hpc.base.exit_codes import FINISHED
-from ddp_hpc.cluster.containers import CommandWrapper
 from ddp_hpc.job import supervisor
 from ddp_hpc.job.ending import stale_attempts
+from ddp_hpc.run.run_dir.records import write_done
 from tests.unit.made_job import SLURM_IS_AWAY, STOPPED, Make
 
 
@@ -33,7 +33,7 @@ def test_an_attempt_that_died_without_a_word_gets_the_one_that_slurm_has(
     one.slurm.accounts(*ends)
     one.slurm.knows_nodes(node1="idle", node2="down")
 
-    stale_attempts.close_stale(one.context.records, one.context.workload, one.job)
+    stale_attempts.close_stale(one.run, one.context.workload, one.job)
 
     assert (one.last.cause, one.last.ending, one.last.failed_nodes) == (cause, "failed", failed)
     assert one.last.reason.startswith("ddp-hpc's supervisor process ended without recording why")
@@ -44,7 +44,7 @@ def test_a_second_start_of_a_job_is_not_taken_for_its_first(supervised: Make) ->
     one.begin(restart=1)
     one.slurm.accounts("NODE_FAIL", "PREEMPTED")
 
-    stale_attempts.close_stale(one.context.records, one.context.workload, one.job)
+    stale_attempts.close_stale(one.run, one.context.workload, one.job)
 
     assert one.last.cause == "preempted"
 
@@ -54,7 +54,7 @@ def test_an_attempt_that_had_its_word_keeps_it(supervised: Make) -> None:
     one.ends(STOPPED)
     before = one.last
 
-    stale_attempts.close_stale(one.context.records, one.context.workload, one.job)
+    stale_attempts.close_stale(one.run, one.context.workload, one.job)
 
     assert one.last == before
 
@@ -63,9 +63,9 @@ def test_an_attempt_whose_supervisor_died_after_the_run_was_done_has_finished(su
     one = supervised()
     one.begin()
     one.slurm.accounts("NODE_FAIL")
-    one.context.records.write_done(one.context.workload.goal)
+    write_done(one.run, one.context.workload.goal)
 
-    code = supervisor._supervise(one.context, CommandWrapper(), [])
+    code = supervisor._supervise(one.context, [])
 
     assert code == FINISHED
     assert (one.last.cause, one.last.ending, one.last.next, one.last.is_last) == ("finished", "finished", "", True)
@@ -98,6 +98,6 @@ def test_an_older_job_of_the_same_number_says_nothing(supervised: Make) -> None:
     new = "7|PREEMPTED|0:0|2099-01-01T00:00:00|2099-01-01T00:00:00|2099-01-01T00:00:09|1|10|node1|None"
     one.slurm.has("sacct", "\n".join(f"printf '%s\\n' '{row}' | tr '|' '\\037'" for row in (old, new)))
 
-    stale_attempts.close_stale(one.context.records, one.context.workload, one.job)
+    stale_attempts.close_stale(one.run, one.context.workload, one.job)
 
     assert one.last.cause == "preempted"

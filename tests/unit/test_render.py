@@ -14,11 +14,11 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.cluster.slurm.steps import probe_argv, step_argv
-from ddp_hpc.job.launcher import Launch, step_of_agents
+from ddp_hpc.job.launcher import step_of_agents
 from ddp_hpc.launch.render import JobScript, quote, quote_for_sbatch, render
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ContainerSpec, DataSpec, ResourcesSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
-from ddp_hpc.run.workload.table import workload_of
+from tests.made_launch import launch_of
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.sbatch"))
 TRAIN = TrainSpec(global_batch_size=480)
@@ -380,11 +380,8 @@ def test_the_ranks_of_a_script_have_as_long_as_they_take_after_the_first_has_end
     """Without `--wait=0`, srun kills rank zero of a script that evaluates alone at its end."""
     for workload, wait in (({"script": ScriptSpec(command=("python", "train.py"))}, 0), ({"train": TRAIN}, 60)):
         spec = RunSpec(name="digits", resources=ResourcesSpec(nodes=2, workers_per_node=2), **workload)
-        launch = Launch(
-            spec=spec, run=RunDir(Path("/runs/digits")), world=spec.resources.world, workload=workload_of(spec)
-        )
 
-        assert f"--wait={wait}" in step_of_agents(launch)
+        assert f"--wait={wait}" in step_of_agents(launch_of(spec, RunDir(Path("/runs/digits"))))
 
 
 def test_a_question_to_the_nodes_waits_for_no_other_step() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job import run_records
-from ddp_hpc.job.ending import requeue_job, stale_attempts
+from ddp_hpc.job.ending import attempt_end, requeue_job, stale_attempts
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.slurm_job import SlurmJob
@@ -302,8 +301,8 @@ def test_a_record_that_finds_no_room_does_not_keep_a_job_from_going_back(
 
     one = supervised()
     attempt = one.begin()
-    monkeypatch.setattr(run_records, "record_end", no_room)
-    monkeypatch.setattr(run_records, "write_queued_job", no_room)
+    monkeypatch.setattr(attempt_end, "record_end", no_room)
+    monkeypatch.setattr(requeue_job, "write_queued_job", no_room)
 
     leave(one.context, conclude(one.context, attempt, STOPPED))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cluster.rank_probe.hang_verdict import straggler
-from ddp_hpc.job.ending.stacks import has_stacks, read_rank_stacks
+from ddp_hpc.job.ending.hang_report import has_stacks, read_rank_stacks
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_log, make_run
 

@@ -189,10 +189,10 @@ def test_a_job_stages_tells_of_it_and_takes_it_away(
     assert staged.folder.parent == tmp_path / "local"
     assert staged.folder.name.startswith(f"ddp_hpc-{allocation.job_id}-0-")
     assert "on 2 nodes in" in capsys.readouterr().err
-    where = [staged.python, "-c", "import ddp_hpc; print(ddp_hpc.__file__)"]
-    environ_of_worker = {"PYTHONPATH": staged.import_path}
+    where = [str(staged.target / "bin" / "python"), "-c", "import ddp_hpc; print(ddp_hpc.__file__)"]
+    environ_of_worker = {"PYTHONPATH": str(staged.folder / "import")}
     found = subprocess.run(where, env=environ_of_worker, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert found.stdout.startswith(staged.import_path)
+    assert found.stdout.startswith(str(staged.folder / "import"))
     unstage(staged, allocation, environ)
     assert not staged.folder.exists()
 

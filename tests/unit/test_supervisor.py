@@ -14,7 +14,7 @@ import pytest
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.cluster.slurm.allocation import read_allocation
-from ddp_hpc.job import supervisor
+from ddp_hpc.job import attempt, supervisor
 from ddp_hpc.job.ending import takeover
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.job.slurm_job import SlurmJob
@@ -229,7 +229,7 @@ def test_an_error_that_nothing_was_meant_for_is_in_the_ledger(
     def watch_over(*_: object) -> Outcome:
         raise KeyError("odd")
 
-    monkeypatch.setattr(supervisor, "_wait_for_workers", watch_over)
+    monkeypatch.setattr(attempt, "_wait_for_workers", watch_over)
     run = make_run(tmp_path)
 
     with signals_held_back():

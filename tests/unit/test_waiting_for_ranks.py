@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ddp_hpc.base.record import write_record
+from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.joining import LISTING_S, WAIT_S, Joining
 from ddp_hpc.run.run_dir.joining import MissingRanks, forget_missing, read_missing, write_missing
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
@@ -49,7 +50,11 @@ def start(run: RunDir, attempt: int, rank: int) -> None:
     ],
 )
 def test_a_rank_whose_process_never_starts_is_named_with_its_node_and_the_network_is_probed(
-    supervised: Make, capsys: pytest.CaptureFixture[str], findings: NetworkFindings, verdict: str
+    supervised: Make,
+    capsys: pytest.CaptureFixture[str],
+    findings: NetworkFindings,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, asked = supervised(), []
 
@@ -58,7 +63,8 @@ def test_a_rank_whose_process_never_starts_is_named_with_its_node_and_the_networ
         return findings
 
     attempt = one.begin()
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=probe)
+    monkeypatch.setattr(network_probe, "probe", probe)
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
     joining.look(0.0)  # nobody is there yet
     start(one.run, attempt, 0)
     joining.look(100.0)
@@ -76,10 +82,11 @@ def test_a_rank_whose_process_never_starts_is_named_with_its_node_and_the_networ
     assert WAIT_S + 5 < 60
 
 
-def test_where_rank_zero_does_not_start_the_record_names_it(supervised: Make) -> None:
+def test_where_rank_zero_does_not_start_the_record_names_it(supervised: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = supervised()
     attempt = one.begin()
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=lambda *_: CARRIES)
+    monkeypatch.setattr(network_probe, "probe", lambda *_: CARRIES)
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
     start(one.run, attempt, 1)
 
     joining.look(0.0)
@@ -104,7 +111,8 @@ def test_no_rank_is_missed_where_the_directory_of_logs_is_stale_or_cannot_be_rea
         probed.extend(nodes)
         return CARRIES
 
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=probe)
+    monkeypatch.setattr(network_probe, "probe", probe)
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
     joining.look(0.0)
     joining.look(WAIT_S)
     write_progress(one.run, Progress(attempt=attempt, step=3))
@@ -123,12 +131,13 @@ def test_no_rank_is_missed_where_the_directory_of_logs_is_stale_or_cannot_be_rea
 
 
 def test_a_rank_that_has_no_log_for_longer_than_a_directory_is_stale_is_named_without_rank_zeros_record(
-    supervised: Make, capsys: pytest.CaptureFixture[str]
+    supervised: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = supervised()
     attempt = one.begin()
     start(one.run, attempt, 0)
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=lambda *_: CARRIES)
+    monkeypatch.setattr(network_probe, "probe", lambda *_: CARRIES)
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
 
     joining.look(0.0)
     joining.look(LISTING_S)
@@ -137,13 +146,14 @@ def test_a_rank_that_has_no_log_for_longer_than_a_directory_is_stale_is_named_wi
 
 
 def test_a_rank_that_runs_but_does_not_reach_rank_zero_is_named_by_rank_zeros_record(
-    supervised: Make, capsys: pytest.CaptureFixture[str]
+    supervised: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = supervised()
     attempt = one.begin()
     for rank in (0, 1):
         start(one.run, attempt, rank)
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=lambda *_: CUT)
+    monkeypatch.setattr(network_probe, "probe", lambda *_: CUT)
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
     joining.look(0.0)
     joining.look(WAIT_S)
     before = capsys.readouterr().err
@@ -216,7 +226,7 @@ def test_where_joining_fails_the_report_stays() -> None:
 
 
 def test_a_search_for_missing_ranks_that_fails_ends_no_attempt(
-    supervised: Make, capsys: pytest.CaptureFixture[str]
+    supervised: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def probe(nodes: Sequence[str], address: str) -> NetworkFindings:
         raise ValueError(f"a bug in the probe of {nodes} at {address}")
@@ -224,7 +234,8 @@ def test_a_search_for_missing_ranks_that_fails_ends_no_attempt(
     one = supervised()
     attempt = one.begin()
     start(one.run, attempt, 0)
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=probe)
+    monkeypatch.setattr(network_probe, "probe", probe)
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
 
     for now in (0.0, WAIT_S, LISTING_S, LISTING_S + 5):
         joining.look(now)

@@ -9,14 +9,15 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.job.ending import blame
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import cause_of
-from ddp_hpc.job.ending.evidence import Recorded, gather
+from ddp_hpc.job.ending.evidence import gather
 from ddp_hpc.job.ending.hang_report import report_hang
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.run import requeue
 from ddp_hpc.run.requeue import Situation
+from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, silent_end
-from ddp_hpc.run.run_dir.ledger import Cause, End
-from ddp_hpc.run.run_dir.records import read_remarks
+from ddp_hpc.run.run_dir.ledger import Cause, End, record_end
+from ddp_hpc.run.run_dir.records import read_remarks, write_done
 
 _ENDED_EARLY = (
     "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "
@@ -38,26 +39,25 @@ class Conclusion:
 
 def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     """Find out why an attempt ended, decide what follows, and write both into the ledger."""
-    known = Recorded.read(context, attempt)
-    evidence = gather(context, attempt, outcome, known)
+    evidence = gather(context, attempt, outcome)
     cause = cause_of(evidence)
-    failure = next(iter(known.failures), None)
-    explained = report_hang(context, attempt, known.failures, outcome.network) if cause == Cause.HANG else failure
+    failure = next(iter(evidence.failures), None)
+    explained = report_hang(context, attempt, evidence.failures, outcome.network) if cause == Cause.HANG else failure
     unreached = blame.unreached_nodes(cause, outcome.network, context.nodes)
-    failed_nodes = unreached or blame.failed_nodes(cause, context, known, evidence, explained)
-    bad_nodes = blame.bad_nodes(known.attempts, attempt, cause, failed_nodes, context.spec.restart)
-    newest_step = context.workload.progress(context.run, known.ledger)
-    root = blame.root_of(cause, known.failures, hosts=context.nodes)
-    poisoned = requeue.fails_again(known.attempts, root, newest_step)
+    failed_nodes = unreached or blame.failed_nodes(cause, context, evidence, explained)
+    bad_nodes = blame.bad_nodes(evidence.attempts, attempt, cause, failed_nodes, context.spec.restart)
+    newest_step = context.workload.progress(context.run, evidence.ledger)
+    root = blame.root_of(cause, evidence.failures, hosts=context.nodes)
+    poisoned = requeue.fails_again(evidence.attempts, root, newest_step)
     is_without_progress = poisoned and context.workload.seen_progress(context.run) == newest_step
     situation = Situation(
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
         has_obeyed=outcome.code in _OBEYED,
-        num_without_progress=requeue.num_without_progress(known.attempts, newest_step, cause),
+        num_without_progress=requeue.num_without_progress(evidence.attempts, newest_step, cause),
         without_progress=context.workload.without_progress,
         fails_again=poisoned if is_without_progress else "",
-        differs_as=known.differs_as,
+        differs_as=evidence.differs_as,
         has_no_report=explained is None,
         is_on_slurm=context.allocation is not None,
         is_supervised=context.is_supervised,
@@ -115,17 +115,17 @@ def _write(context: JobContext, attempt: int, end: End) -> None:
     is_fenced = end.cause == Cause.FENCED
     if end.cause == Cause.FINISHED:
         with best_effort():
-            context.records.write_done(context.workload.goal)
+            write_done(context.run, context.workload.goal)
     with best_effort():
         # The newer attempt has already recorded what became of the fenced one.
         how = End(ending=end.ending, exit_code=end.exit_code, reason=end.reason) if is_fenced else end
-        context.records.end(attempt, how)
+        record_end(context.run, attempt, how)
     with best_effort():
         if end.cause == Cause.STOP_ASKED:
             # It is obeyed: whoever starts the job again wants the run to continue.
             context.run.stop_request.unlink(missing_ok=True)
         if not end.next and not is_fenced:
-            context.records.release(attempt)
+            ownership.release(context.run, attempt)
 
 
 _OBEYED = {exit_codes.STOPPED, exit_codes.STOPPED_EARLY}

@@ -7,31 +7,31 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ddp_hpc.base import exit_codes
-from ddp_hpc.job.ending import wrong_ranks
 from ddp_hpc.job.ending.causes import Evidence
-from ddp_hpc.job.ending.evidence import Recorded
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.affected import fingerprint
+from ddp_hpc.run.run_dir.differences import Difference, is_same_again
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Root
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.spec.launch import RestartSpec
+from ddp_hpc.run.world import World
 
 
 def failed_nodes(
-    cause: Cause, context: JobContext, known: Recorded, evidence: Evidence, failure: WorkerFailure | None
+    cause: Cause, context: JobContext, evidence: Evidence, failure: WorkerFailure | None
 ) -> tuple[str, ...]:
     """Return the nodes whose failure it may have been. An exception of the user's code counts against none, nor does a lost connection."""
     match cause:
         case Cause.NODE_FAILED if evidence.outcome.avoided_nodes:
             # A node that is avoided for its earlier failures has not failed again. If this counted, it would be avoided for ever.
-            before = requeue.bad_nodes(known.ledger.attempts, context.spec.restart, now=time.time())
+            before = requeue.bad_nodes(evidence.ledger.attempts, context.spec.restart, now=time.time())
             return tuple(node for node in evidence.lost_nodes if node not in before)
         case Cause.NODE_FAILED:
             return tuple(evidence.lost_nodes)
-        case Cause.RANKS_DIFFER if known.differs_as is None:
-            return wrong_ranks.nodes_of(known.difference, context.nodes)
+        case Cause.RANKS_DIFFER if evidence.differs_as is None:
+            return nodes_of(evidence.difference, context.nodes)
         case Cause.HANG | Cause.WORKER_CRASHED if failure is not None:
             is_refusal = evidence.outcome.code == exit_codes.REFUSED  # its node lacks what others have, such as a mount
             is_hang_of_node = cause == Cause.HANG and failure.phase != "building"
@@ -81,3 +81,43 @@ def root_of(cause: Cause, failures: Sequence[WorkerFailure], *, hosts: Sequence[
         may_recover=num_entities != 1 or len(proved) < len(own),
         failed_step=None if first.of_script else first.step,
     )
+
+
+# --- of ranks that differ ----------------------------------------------------------------------------------------------
+
+
+def nodes_of(difference: Difference | None, nodes: Sequence[str]) -> tuple[str, ...]:
+    """Return the nodes of the ranks that were wrong; `nodes` are the attempt's, rank zero's first."""
+    if difference is None or not nodes:
+        return ()
+    world = World(num_nodes=len(nodes), workers_per_node=max(1, len(difference.digests) // len(nodes)))
+    places = (world.node_rank_of(rank) for rank in difference.odd_ranks)
+    return tuple(dict.fromkeys(nodes[place] for place in places if place < len(nodes)))
+
+
+def same_again(differences: Sequence[Difference], attempts: Sequence[Attempt], attempt: int) -> int | None:
+    """Return the earlier of these attempts in which each rank had the same values after the same step; None without one."""
+    newest = next((one for one in differences if one.attempt == attempt), None)
+    counted = {one.attempt for one in attempts} - {attempt}
+    same = [one.attempt for one in differences if newest and one.attempt in counted and is_same_again(one, newest)]
+    return same[-1] if same else None
+
+
+def corrected(attempts: Sequence[Attempt], differences: Sequence[Difference]) -> list[Attempt]:
+    """Return the attempts of which the records show by now that they failed on other nodes than the ledger says, or on none.
+
+    A supervisor that ends before it has corrected the ledger leaves that to the next one.
+    """
+    by_attempt = {one.attempt: one for one in differences}
+    found = [
+        replace(one, end=replace(one.end, failed_nodes=_nodes_now_known(by_attempt[one.attempt], one, differences)))
+        for one in attempts
+        if one.end and one.end.cause == Cause.RANKS_DIFFER and one.attempt in by_attempt
+    ]
+    return [one for one in found if one not in attempts]
+
+
+def _nodes_now_known(own: Difference, attempt: Attempt, differences: Sequence[Difference]) -> tuple[str, ...]:
+    if any(is_same_again(one, own) for one in differences if one.attempt != own.attempt):
+        return ()
+    return nodes_of(own, attempt.nodes) if own.told_by == "repetition" else attempt.failed_nodes

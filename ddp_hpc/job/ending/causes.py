@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ddp_hpc.base import exit_codes
@@ -11,14 +11,25 @@ from ddp_hpc.cluster.slurm import states
 from ddp_hpc.cluster.slurm.queries import JobRecord
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.requeue import SLURMS_SLOP_S
-from ddp_hpc.run.run_dir.ledger import Cause
+from ddp_hpc.run.run_dir.differences import Difference
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known when all workers have exited."""
+    """What is known when all workers have exited: from the files of the run, each read once, and from Slurm."""
 
     outcome: Outcome
+    ledger: Ledger = field(default_factory=Ledger)
+    attempts: Sequence[Attempt] = ()
+    """Those of the user's newest submission."""
+    failures: Sequence[WorkerFailure] = ()
+    """Of this attempt, the first cause first."""
+    difference: Difference | None = None
+    """What this attempt's ranks had that differed; None where none was found."""
+    differs_as: int | None = None
+    """The earlier attempt in which each rank had the same values after the same step."""
     owns_run: bool = True
     stop_request: Literal["end", "requeue"] | None = None
     """What the user asked for."""

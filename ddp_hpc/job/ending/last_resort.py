@@ -18,7 +18,7 @@ from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.slurm_job import await_slurm
 from ddp_hpc.job.workers import Workers
 from ddp_hpc.run import requeue
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
 
 PATIENCE_S = 600.0
@@ -78,7 +78,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         why_last=decision.why,
     )
     try:
-        context.records.end(attempt, end)
+        record_end(context.run, attempt, end)
     except Exception as error:  # noqa: BLE001  requeueing the job matters more
         sys.stderr.write(
             f"note: ddp-hpc could not write to attempts.jsonl, the run's record of attempts, how attempt {attempt} ended: {error}. "

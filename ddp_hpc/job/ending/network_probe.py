@@ -19,8 +19,8 @@ from ddp_hpc.cluster.rendezvous.links.node import LONGEST_S, PACE_S
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
 from ddp_hpc.cluster.slurm.hostlist import compress_hostlist
 from ddp_hpc.cluster.slurm.steps import probe_argv
-from ddp_hpc.job.ending import stacks
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
+from ddp_hpc.job.ending.hang_report import has_stacks
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import ControlChannel
@@ -67,7 +67,7 @@ def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
         return False  # srun would wait for them, and it is known which nodes failed
     if outcome.reason or outcome.was_signalled or outcome.is_out_of_time or processes.is_stop_pending():
         return False
-    if outcome.is_unresponsive or stacks.has_stacks(context.run, attempt, context.world.world_size):
+    if outcome.is_unresponsive or has_stacks(context.run, attempt, context.world.world_size):
         return True
     failures = read_failures(context.run, attempt)
     return bool(failures) and failures[0].is_secondary  # the first cause comes first: all have lost a connection

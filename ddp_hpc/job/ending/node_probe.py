@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ddp_hpc.base import exit_codes
-from ddp_hpc.cluster.containers import CommandWrapper
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import printed_by
@@ -29,7 +27,7 @@ _CODE = (
 )
 
 
-def explain_by_nodes(context: JobContext, wrapper: CommandWrapper, attempt: int, outcome: Outcome) -> Outcome:
+def explain_by_nodes(context: JobContext, attempt: int, outcome: Outcome) -> Outcome:
     """Return the outcome with the nodes that cannot start a worker, where this attempt and the one before left no report."""
     was_asked = outcome.is_out_of_time or outcome.was_signalled
     is_explained = outcome.reason or outcome.lost_nodes or outcome.is_unresponsive or was_asked
@@ -47,15 +45,16 @@ def explain_by_nodes(context: JobContext, wrapper: CommandWrapper, attempt: int,
     sys.stderr.write(
         "note: the workers failed twice in a row without an error report; ddp-hpc now checks that each node can start Python and import their modules\n"
     )
-    unable = unable_nodes(context, wrapper, {**context.environ, **wrapper.environ})
+    unable = _unable_nodes(context)
     if not unable or len(unable) == len(context.nodes):
         return outcome  # what holds for all is no node's fault
     reason = f"{', '.join(unable)} cannot start a worker's Python and import its modules; the {len(context.nodes) - len(unable)} other nodes can"
     return replace(outcome, code=exit_codes.FAILED, lost_nodes=unable, reason=reason)
 
 
-def unable_nodes(context: JobContext, wrapper: CommandWrapper, environ: Mapping[str, str]) -> tuple[str, ...]:
+def _unable_nodes(context: JobContext) -> tuple[str, ...]:
     """Return the nodes on which a step of one task does not import what a worker needs."""
+    wrapper, environ = context.wrapper, {**context.environ, **context.wrapper.environ}
     imports = ["-c", _CODE, str(context.run.path), context.workload.worker]
 
     def can_start(node: str) -> bool:

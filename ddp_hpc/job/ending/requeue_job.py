@@ -14,11 +14,11 @@ from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import is_cancelled, is_ending
 from ddp_hpc.job.ending.stale_attempts import nodes_to_leave_out
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob, await_slurm
 from ddp_hpc.run import requeue
-from ddp_hpc.run.run_dir.ledger import Cause, Ledger, Next
-from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, read_stop_request
+from ddp_hpc.run.run_dir.ledger import Cause, Ledger, Next, record_end
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, read_stop_request, write_queued_job
 
 EXCLUDE_PATIENCE_S = 25.0
 """How long to try to set a requeued job's excluded nodes; less than KillWait (30 s by default, slurm.conf(5)), after which
@@ -59,11 +59,11 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
         await_slurm(lambda: _continue(context, job, conclusion), SLURM_PATIENCE_S)
     except DdpHpcError as error:
         reason = f"{end.reason}; the job could not go back into the queue ({error}), so submit the run again"
-        _end_here(context.records, conclusion, reason)
+        _end_here(context.run, conclusion, reason)
 
 
 def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> None:
-    follows, records, attempt = conclusion.end.next, context.records, conclusion.attempt
+    follows, run, attempt = conclusion.end.next, context.run, conclusion.attempt
     ledger = Ledger()
     try:
         ledger = Ledger.read(context.run)
@@ -72,9 +72,9 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
             f"note: {context.run.attempts} cannot be read ({error}). The run continues all the same, but its next job may get "
             "nodes on which it failed before.\n"
         )
-    is_back, cause, queued = _ask_again(records, job, ledger)
+    is_back, cause, queued = _ask_again(run, job, ledger)
     if cause is not None:
-        _end_here(records, conclusion, ENDED_BY_USER[cause], cause=cause)
+        _end_here(run, conclusion, ENDED_BY_USER[cause], cause=cause)
         return
     is_new_job, job_id = follows == Next.SUCCESSOR and not is_back, job.job_id
     if is_new_job:
@@ -83,7 +83,7 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
     with best_effort():  # as `submit` records its own
         since, cluster = (queued.since, queued.slurm_cluster) if queued else (attempt, "")
         next_job = QueuedJob(job_id=job_id, attempt=attempt + 1, at=time.time(), since=since, slurm_cluster=cluster)
-        records.note_queued(next_job)
+        write_queued_job(run, next_job)
     if is_new_job:
         return
     if follows == Next.REQUEUE and not is_back:  # else Slurm has put it back by itself
@@ -100,19 +100,19 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
     time.sleep(STAY_S)
 
 
-def _ask_again(records: RunRecords, job: SlurmJob, ledger: Ledger) -> tuple[bool, Cause | None, QueuedJob | None]:
+def _ask_again(run: RunDir, job: SlurmJob, ledger: Ledger) -> tuple[bool, Cause | None, QueuedJob | None]:
     """Return whether the job is back in the queue already, whether the user has ended it meanwhile, and the note of it.
 
     `scontrol requeue` would revive a job that was cancelled, and kill one that Slurm has started again on other nodes.
     """
     # Slurm first, as it may take long to answer: the user may cancel meanwhile, which the note, read last, says.
     record = job.now()
-    queued = read_queued_job(records.run)
+    queued = read_queued_job(run)
     if queued is not None and queued.job_id == job.job_id and queued.cancelled_at is not None:
         return False, Cause.CANCELLED, queued
     if record is not None and (record.restarts or 0) > job.allocation.restart_count:
         return True, None, queued
-    if read_stop_request(records.run) == "end":
+    if read_stop_request(run) == "end":
         return False, Cause.STOP_ASKED, queued
     if record is None or not is_ending(record):
         return False, None, queued
@@ -120,11 +120,11 @@ def _ask_again(records: RunRecords, job: SlurmJob, ledger: Ledger) -> tuple[bool
     return False, Cause.CANCELLED if is_cancelled(record, state) else None, queued
 
 
-def _end_here(records: RunRecords, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:
+def _end_here(run: RunDir, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:
     """Record that nothing follows after all; `cause` is set where the user decided so."""
     sys.stderr.write(f"note: {reason}\n")
     end = replace(conclusion.end, next=Next.NOTHING, reason=reason)
-    records.end(conclusion.attempt, replace(end, cause=cause, ending=requeue.TABLE[cause].ending) if cause else end)
+    record_end(run, conclusion.attempt, replace(end, cause=cause, ending=requeue.TABLE[cause].ending) if cause else end)
 
 
 def _joined(context: JobContext, failed: Sequence[str]) -> str:

@@ -10,10 +10,10 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.job.ending import causes
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run import requeue
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import is_done
 from ddp_hpc.run.workload.protocol import Workload
 
@@ -24,13 +24,13 @@ def is_anothers(newest: Attempt, job: SlurmJob) -> bool:
     return is_open and job.is_running(newest.job_id)
 
 
-def close_stale(records: RunRecords, workload: Workload, job: SlurmJob) -> None:
+def close_stale(run: RunDir, workload: Workload, job: SlurmJob) -> None:
     """Record the end of the newest attempt by what Slurm knows of it, if its supervisor died before it could."""
-    ledger = Ledger.read(records.run)
+    ledger = Ledger.read(run)
     newest = ledger.newest
     if newest is None or newest.ending is not None or newest.cluster != "slurm":
         return
-    if end_done(records, workload, newest.attempt, workload.progress(records.run, ledger)):
+    if end_done(run, workload, newest.attempt, workload.progress(run, ledger)):
         return
     state = job.accounted_end(ledger)
     cause = causes.BY_STATE.get(states.parse_state(state), Cause.UNEXPLAINED)
@@ -38,7 +38,7 @@ def close_stale(records: RunRecords, workload: Workload, job: SlurmJob) -> None:
     failed = (tuple(job.lost_nodes(newest.nodes)) or newest.nodes[:1]) if cause == Cause.NODE_FAILED else ()
     by_slurm = f"Slurm accounting says {state}" if state else "Slurm accounting does not say why"
     reason = f"ddp-hpc's supervisor process ended without recording why; {by_slurm}"
-    progress = workload.progress(records.run, ledger)
+    progress = workload.progress(run, ledger)
     end = End(
         ending=Ending.FAILED,
         exit_code=-9,
@@ -48,16 +48,16 @@ def close_stale(records: RunRecords, workload: Workload, job: SlurmJob) -> None:
         next=Next.SLURM,
         failed_nodes=failed,
     )
-    records.end(newest.attempt, end)
+    record_end(run, newest.attempt, end)
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} ended: {reason}. This job continues the run.\n")
 
 
-def end_done(records: RunRecords, workload: Workload, attempt: int, newest_step: int) -> End | None:
+def end_done(run: RunDir, workload: Workload, attempt: int, newest_step: int) -> End | None:
     """Record that an attempt has finished the run, if it has: its supervisor died between that and the end in the ledger."""
-    if not is_done(records.run, workload.goal):
+    if not is_done(run, workload.goal):
         return None
     end = End(ending=Ending.FINISHED, exit_code=exit_codes.FINISHED, cause=Cause.FINISHED, last_step=newest_step)
-    records.end(attempt, end)
+    record_end(run, attempt, end)
     return end
 
 

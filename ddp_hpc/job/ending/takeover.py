@@ -12,11 +12,10 @@ from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.ending.stale_attempts import end_done
 from ddp_hpc.job.job_context import JobContext, given_world
-from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run import requeue
 from ddp_hpc.run.config import load_resolved
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
 from ddp_hpc.run.spec.launch import RestartSpec
@@ -79,10 +78,10 @@ def take_over(run: RunDir, job: SlurmJob | None, *, how: str, since: int = 0) ->
 
 def write_down_death(run: RunDir, ledger: Ledger, job: SlurmJob | None, reason: str, *, may_go_on: bool = True) -> End:
     """Record the end of the newest attempt, whose supervisor could not; return it. Nothing follows if no guardian is there."""
-    context, newest, records, cause = _context(run, job), ledger.newest, RunRecords(run), Cause.SUPERVISOR_DIED
+    context, newest, cause = _context(run, job), ledger.newest, Cause.SUPERVISOR_DIED
     assert newest is not None  # noqa: S101  the callers looked
     newest_step = context.workload.progress(run, ledger) if context else progress_without_spec(run, ledger)
-    if context and (done := end_done(records, context.workload, newest.attempt, newest_step)):
+    if context and (done := end_done(run, context.workload, newest.attempt, newest_step)):
         return done
     attempts = since_submission(ledger, read_queued_job(run))
     num = requeue.num_without_progress(attempts, newest_step, cause)
@@ -102,7 +101,7 @@ def write_down_death(run: RunDir, ledger: Ledger, job: SlurmJob | None, reason: 
         last_step=newest_step,
         next=follows if may_go_on else Next.NOTHING,
     )
-    records.end(newest.attempt, end)
+    record_end(run, newest.attempt, end)
     then = "; ddp-hpc tries to continue the run on the same nodes" if end.next == Next.IN_PLACE else ""
     sys.stderr.write(f"note: attempt {newest.attempt} ended: {reason}{then}\n")
     return end

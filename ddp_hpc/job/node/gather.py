@@ -13,9 +13,8 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -38,26 +37,16 @@ _MOST_SILENT = 256
 """Connections that have not yet said which rank they are; the oldest is closed where there are more."""
 _REFUSED = "another run"
 """What rank zero answers to a worker of another run."""
-Answer = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gathering:
-    """What a worker has when all have met."""
-
-    answer: Answer = field(default_factory=dict)
-    """What rank zero has sent to all."""
-    listen_fd: int | None = None
-    """Of rank zero: the socket for the store; None where a launcher serves it."""
-
 
 # --- at a port ---------------------------------------------------------------------------------------------------------
 
 
 def gather_at_port(
-    place: RankPlace, address: str, begin: Callable[[], Answer], *, run: RunDir, patience_s: float = PATIENCE_S
-) -> Gathering:
-    """Meet at rank zero's socket; `begin` is called on rank zero when all are there.
+    place: RankPlace, address: str, begin: Callable[[], int], *, run: RunDir, patience_s: float = PATIENCE_S
+) -> tuple[int, int | None]:
+    """Meet at rank zero's socket; return the attempt's number, and rank zero's socket for the store.
+
+    `begin` is called on rank zero when all are there, and returns the number.
 
     A worker shows that it can read the run's token, which rank zero writes. So rank zero refuses workers of another run, which
     may have been given the same port, and other users.
@@ -65,15 +54,15 @@ def gather_at_port(
     endpoint = Endpoint(address, int(place.port.value or 0))
     deadline = time.monotonic() + patience_s
     if place.rank != 0:
-        return Gathering(answer=_ask(endpoint, place, run, deadline))
+        return _ask(endpoint, place, run, deadline), None
     if not run.joining_token.exists():
         write_rendezvous_token(run.joining_token)
     server = _listen(_own(endpoint, is_alone=place.num_nodes == 1), place)
     try:
         others = _await_others(server, place.world_size, _identity(place, run), deadline)
         try:
-            answer = begin()
-            text = json.dumps(answer).encode() + b"\n"
+            attempt = begin()
+            text = json.dumps({"attempt": attempt}).encode() + b"\n"
             for other in others.values():
                 with suppress(OSError):  # that worker has died: its launcher sees it
                     other.sendall(text)
@@ -81,7 +70,7 @@ def gather_at_port(
             for other in others.values():
                 other.close()
         server.setblocking(True)
-        return Gathering(answer=answer, listen_fd=os.dup(server.fileno()))
+        return attempt, os.dup(server.fileno())
     finally:
         server.close()
 
@@ -163,8 +152,8 @@ def _rank_at(connection: socket.socket, world_size: int, identity: str) -> int |
     return None
 
 
-def _ask(endpoint: Endpoint, place: RankPlace, run: RunDir, deadline: float) -> Answer:
-    """Connect to rank zero, say which rank of which run this is, and wait for the answer."""
+def _ask(endpoint: Endpoint, place: RankPlace, run: RunDir, deadline: float) -> int:
+    """Connect to rank zero, say which rank of which run this is, and wait for the attempt's number."""
     rank, is_refused = place.rank, False
     while True:
         with (
@@ -175,7 +164,7 @@ def _ask(endpoint: Endpoint, place: RankPlace, run: RunDir, deadline: float) -> 
             line.settimeout(max(deadline - time.monotonic(), 1.0))
             answer = json.loads(line.makefile("rb").readline(_MOST_BYTES))
             if isinstance(answer, dict):
-                return answer
+                return int(answer["attempt"])
             is_refused = answer == _REFUSED
         if time.monotonic() > deadline:
             if is_refused:
@@ -194,8 +183,8 @@ def _ask(endpoint: Endpoint, place: RankPlace, run: RunDir, deadline: float) -> 
 # --- in torchrun's store -----------------------------------------------------------------------------------------------
 
 
-def gather_in_store(place: RankPlace, begin: Callable[[], Answer], *, patience_s: float = PATIENCE_S) -> Gathering:
-    """Meet in the store that torchrun's agent serves.
+def gather_in_store(place: RankPlace, begin: Callable[[], int]) -> int:
+    """Meet in the store that torchrun's agent serves; return the attempt's number.
 
     The store outlives restarts of the workers, so it may hold keys of earlier ones. Each worker makes a word of its own: an answer
     counts only for those whose words it repeats.
@@ -205,23 +194,23 @@ def gather_in_store(place: RankPlace, begin: Callable[[], Answer], *, patience_s
         host_name=place.address.value,
         port=int(place.port.value or 0),
         is_master=False,
-        timeout=timedelta(seconds=patience_s),
+        timeout=timedelta(seconds=PATIENCE_S),
     )
     prefix = f"ddp_hpc/{place.restart}"
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     word = secrets.token_hex(8)
     if place.rank != 0:
-        return Gathering(answer=_ask_store(store, prefix, place.rank, word, deadline))
+        return _ask_store(store, prefix, place.rank, word, deadline)
     store.set(f"{prefix}/zero", word)
     words: dict[str, str] = {}
     for rank in range(1, place.world_size):
         words[str(rank)] = store.get(f"{prefix}/{word}/{rank}").decode()  # waits as long as the store's timeout
-    answer = begin()
-    store.set(f"{prefix}/{word}/answer", json.dumps({"answer": answer, "words": words}))
-    return Gathering(answer=answer)
+    attempt = begin()
+    store.set(f"{prefix}/{word}/answer", json.dumps({"answer": {"attempt": attempt}, "words": words}))
+    return attempt
 
 
-def _ask_store(store: Any, prefix: str, rank: int, word: str, deadline: float) -> Answer:
+def _ask_store(store: Any, prefix: str, rank: int, word: str, deadline: float) -> int:
     while time.monotonic() < deadline:
         if store.check([f"{prefix}/zero"]):
             zero = store.get(f"{prefix}/zero").decode()
@@ -229,8 +218,7 @@ def _ask_store(store: Any, prefix: str, rank: int, word: str, deadline: float) -
             if store.check([f"{prefix}/{zero}/answer"]):
                 found = json.loads(store.get(f"{prefix}/{zero}/answer"))
                 if found["words"].get(str(rank)) == word:
-                    answer: Answer = found["answer"]
-                    return answer
+                    return int(found["answer"]["attempt"])
         time.sleep(_RETRY_S / 4)
     raise WorkerError(
         f"Rank {rank} has not heard of rank zero in torchrun's store. Read the messages of rank zero; then start the run again."

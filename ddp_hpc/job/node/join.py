@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.base import exit_codes, processes
@@ -22,15 +21,16 @@ from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.launchers import TORCHRUN, RankPlace, find_place, numeric_address, of_run, variables_of
 from ddp_hpc.cluster.rendezvous.worker_env import import_path
 from ddp_hpc.cluster.slurm.allocation import read_allocation
+from ddp_hpc.job import attempt_start
 from ddp_hpc.job.ending import last_resort
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.node.gather import Gathering, gather_at_port, gather_in_store
+from ddp_hpc.job.node.gather import gather_at_port, gather_in_store
 from ddp_hpc.job.node.python_environ import IMPORT_PATH, make_users_code_importable, run_and_leave, run_worker
-from ddp_hpc.job.run_records import LOCK_PATIENCE_S, in_use
 from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.failure_reports import report
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_rendezvous_token, read_stop_request
 from ddp_hpc.run.workload.table import workload_of
@@ -60,112 +60,93 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes.die_with_parent(
             os.getppid()
         )  # a killed torchrun ends no worker, and this one would hold the run and its GPU
-    run = RunDir(arguments.run)
-    joining = _Joining(run=run, place=of_run(place, run.path.absolute()))
+    run, place = RunDir(arguments.run), of_run(place, RunDir(arguments.run).path.absolute())
+    context = _context(run, place) if place.rank == 0 else None
+
+    def begin() -> int:
+        processes.block_awaited_signals()  # the attempt that begins is to be ended by the worker
+        return _FINISHED if arguments.finished or context is None else _begin(context, place)
+
     try:
-        with nullcontext() if joining.place.is_store_hosted else processes.leaving_at_stop_signals():
-            gathering, attempt = joining.gather(is_finished=arguments.finished)
+        with nullcontext() if place.is_store_hosted else processes.leaving_at_stop_signals():
+            attempt, listen_fd = _gather(run, place, begin)
     except processes.StopSignalled:
         sys.stderr.write(f"{run.name}: rank {place.rank} was stopped while it waited for the other ranks\n")
         return exit_codes.STOPPED
     if attempt == _FINISHED:
         return exit_codes.FINISHED
     processes.block_awaited_signals()  # a signal that comes during the imports stays pending until the worker has handlers
-    code = joining.work(attempt, gathering)
-    if place.rank == 0:
-        joining.conclude(attempt, code)
+    code = _work(run, place, attempt, listen_fd)
+    is_stop_asked = context is not None and read_stop_request(run) is not None
+    if context is not None:
+        reason = last_resort.conclude(context, attempt, Outcome(code=code)).end.reason
+        sys.stderr.write(f"ended: {reason}\n" if reason else "")
     if code != exit_codes.STOPPED:
         return code
     # To a launcher, each code but zero is a failure, and the highest one counts: rank zero's is enough.
-    is_to_continue = place.rank == 0 and not arguments.of_node and not joining.is_stop_asked
+    is_to_continue = place.rank == 0 and not arguments.of_node and not is_stop_asked
     return exit_codes.STOPPED if is_to_continue else exit_codes.FINISHED
 
 
-@dataclass(kw_only=True)
-class _Joining:
-    """This worker's share of a run."""
+def _context(run: RunDir, place: RankPlace) -> JobContext:
+    """Return what rank zero begins and concludes the attempt by, as a supervisor does."""
+    spec = load_resolved(run.config, is_patient=True)
+    return JobContext(
+        run=run,
+        spec=spec,
+        workload=workload_of(spec),
+        world=World(num_nodes=place.num_nodes, workers_per_node=place.local_world_size or 1),
+        environ=dict(os.environ),
+    )
 
-    run: RunDir
-    place: RankPlace
-    lock_fd: int | None = None
-    is_stop_asked: bool = False
-    """Whether the user has asked the run to stop, as rank zero sees it."""
-    context: JobContext | None = None
-    """Rank zero's."""
 
-    def gather(self, *, is_finished: bool) -> tuple[Gathering, int]:
-        """Wait for all ranks, and learn the attempt's number, which rank zero chooses when all are there."""
+def _gather(run: RunDir, place: RankPlace, begin: Callable[[], int]) -> tuple[int, int | None]:
+    """Wait for all ranks; return the attempt's number, which rank zero chooses when all are there, and its socket for the store."""
+    if place.world_size == 1:
+        return begin(), None
+    if place.is_store_hosted:
+        return gather_in_store(place, begin), None
+    return gather_at_port(place, numeric_address(place, this_host()), begin, run=run)
 
-        def begin() -> dict[str, int]:
-            processes.block_awaited_signals()  # the attempt that begins is to be ended by the worker
-            return {"attempt": _FINISHED if is_finished else self._begin()}
 
-        if self.place.world_size == 1:
-            return Gathering(), begin()["attempt"]
-        if self.place.is_store_hosted:
-            gathering = gather_in_store(self.place, begin)
-        else:
-            address = numeric_address(self.place, this_host())
-            gathering = gather_at_port(self.place, address, begin, run=self.run)
-        return gathering, int(gathering.answer["attempt"])
+def _begin(context: JobContext, place: RankPlace) -> int:
+    """Acquire the run, as a supervisor does; return the attempt's number."""
+    run, workload = context.run, context.workload
+    if processes.take_lock(run.lock, patience_s=ownership.LOCK_PATIENCE_S) is None:  # this process holds it to its end
+        raise ConfigError(ownership.in_use(run))
+    ledger = Ledger.read(run)
+    newest = ledger.newest
+    if newest is not None and newest.ending is None:
+        reason = "the launcher that started the workers ended them before they recorded how this attempt ended"
+        progress = workload.progress(run, ledger)
+        end = End(ending=Ending.FAILED, exit_code=-9, reason=reason, cause=Cause.UNEXPLAINED, last_step=progress)
+        record_end(run, newest.attempt, end)
+    run.stop_request.unlink(missing_ok=True)
+    attempt = attempt_start.begin(run, workload, None)
+    sys.stderr.write(f"{run.name}, attempt {attempt}: {place.description}\n")
+    return attempt
 
-    def _begin(self) -> int:
-        """Acquire the run, as a supervisor does; return the attempt's number."""
-        self.lock_fd = processes.take_lock(self.run.lock, patience_s=LOCK_PATIENCE_S)
-        if self.lock_fd is None:
-            raise ConfigError(in_use(self.run))
-        spec = load_resolved(self.run.config, is_patient=True)
-        world = World(num_nodes=self.place.num_nodes, workers_per_node=self.place.local_world_size or 1)
-        self.context = JobContext(
-            run=self.run,
-            spec=spec,
-            workload=workload_of(spec),
-            world=world,
-            environ=dict(os.environ),
+
+def _work(run: RunDir, place: RankPlace, attempt: int, listen_fd: int | None) -> int:
+    """Run this rank to its end; return its exit code, one of `exit_codes`."""
+    try:
+        if place.world_size > 1:
+            read_rendezvous_token(run.rendezvous_token(attempt))  # waits until this node's file system shows it
+        spec = load_resolved(run.config, is_patient=True)
+        os.environ.update(spec.environ)
+        import_paths = make_users_code_importable(os.environ)
+        num_workers, asked = (
+            (1, None) if place.launcher == "srun" else (place.local_world_size or 1, spec.resources.cpus_per_worker)
         )
-        records, workload = self.context.records, self.context.workload
-        ledger = Ledger.read(self.run)
-        newest = ledger.newest
-        if newest is not None and newest.ending is None:
-            reason = "the launcher that started the workers ended them before they recorded how this attempt ended"
-            progress = workload.progress(self.run, ledger)
-            end = End(ending=Ending.FAILED, exit_code=-9, reason=reason, cause=Cause.UNEXPLAINED, last_step=progress)
-            records.end(newest.attempt, end)
-        self.run.stop_request.unlink(missing_ok=True)
-        attempt = records.begin(workload, None)
-        sys.stderr.write(f"{self.run.name}, attempt {attempt}: {self.place.description}\n")
-        return attempt
-
-    def work(self, attempt: int, gathering: Gathering) -> int:
-        """Run this rank to its end; return its exit code, one of `exit_codes`."""
-        place, run = self.place, self.run
-        try:
-            if place.world_size > 1:
-                read_rendezvous_token(run.rendezvous_token(attempt))  # waits until this node's file system shows it
-            spec = load_resolved(run.config, is_patient=True)
-            os.environ.update(spec.environ)
-            import_paths = make_users_code_importable(os.environ)
-            num_workers, asked = (
-                (1, None) if place.launcher == "srun" else (place.local_world_size or 1, spec.resources.cpus_per_worker)
-            )
-            computing = share_here(os.environ, num_workers, asked).threads
-            made = variables_of(place, os.environ, this_host(), computing)
-            paths = import_path(import_paths, os.environ.get("PYTHONPATH"))
-            of_paths = {name: fact.value for name, fact in paths.items() if fact.value is not None}
-            os.environ.update({**made.environ, **of_paths})
-        except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
-            report(run.rank_error(attempt, place.rank), error, rank=place.rank, log=run.console)
-            return exit_code_of(error)
-        name, listen_fd = workload_of(spec).worker, gathering.listen_fd
-        return run_worker(run, name, os.environ, attempt=attempt, listen_fd=listen_fd)
-
-    def conclude(self, attempt: int, code: int) -> None:
-        """Write into the ledger how the attempt ended, as far as rank zero knows."""
-        assert self.context is not None  # noqa: S101  rank zero has begun the attempt
-        self.is_stop_asked = read_stop_request(self.run) is not None
-        conclusion = last_resort.conclude(self.context, attempt, Outcome(code=code))
-        if conclusion.end.reason:
-            sys.stderr.write(f"ended: {conclusion.end.reason}\n")
+        computing = share_here(os.environ, num_workers, asked).threads
+        made = variables_of(place, os.environ, this_host(), computing)
+        paths = import_path(import_paths, os.environ.get("PYTHONPATH"))
+        of_paths = {name: fact.value for name, fact in paths.items() if fact.value is not None}
+        os.environ.update({**made.environ, **of_paths})
+    except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
+        report(run.rank_error(attempt, place.rank), error, rank=place.rank, log=run.console)
+        return exit_code_of(error)
+    return run_worker(run, workload_of(spec).worker, os.environ, attempt=attempt, listen_fd=listen_fd)
 
 
 if __name__ == "__main__":

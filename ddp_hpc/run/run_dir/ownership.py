@@ -19,7 +19,14 @@ from ddp_hpc.base.patience import known
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 
+LOCK_PATIENCE_S = 10.0
+"""How long the processes of a killed attempt may take to exit, which hold the run's lock."""
 _CLAIM = re.compile(r"attempt-(\d+)\.writing")
+
+
+def in_use(run: RunDir, by: str = "another process") -> str:
+    """Say that a run cannot be acquired."""
+    return f"{run.path} is already in use by {by}. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`."
 
 
 def claim_path(run: RunDir, attempt: int) -> Path:

@@ -1,0 +1,65 @@
+"""How an attempt starts: it claims the run, and its first line goes into the ledger."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+
+from ddp_hpc.job.slurm_job import SlurmJob
+from ddp_hpc.run.requeue import TABLE
+from ddp_hpc.run.run_dir import ownership
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ledger, record_end, record_start
+from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import (
+    QueuedJob,
+    read_queued_job,
+    read_stop_request,
+    write_queued_job,
+    write_rendezvous_token,
+)
+from ddp_hpc.run.workload.protocol import Workload
+
+
+def begin(run: RunDir, workload: Workload, job: SlurmJob | None, *, image: str = "") -> int:
+    """Claim the run for another attempt, and write its start into the ledger; return its number.
+
+    Raises:
+        FencedError: where another process has claimed it.
+    """
+    ledger = Ledger.read(run)
+    attempt = ownership.next_attempt(run, ledger)
+    for name in ownership.claim(run, attempt):
+        sys.stderr.write(
+            f"note: removed {name}, an unfinished checkpoint that killed workers left; committed ones are not affected\n"
+        )
+    write_rendezvous_token(run.rendezvous_token(attempt))
+    if read_stop_request(run) is None:
+        run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
+    first_step = workload.progress(run, ledger)
+    if job is None:
+        record_start(run, attempt=attempt, job_id=str(os.getpid()), first_step=first_step, image=image)
+        return attempt
+    queued, facts = read_queued_job(run), job.facts()
+    if queued is not None and (queued.job_id, queued.attempt) == (job.job_id, attempt):
+        facts = replace(facts, queued_at=queued.at)
+    record_start(run, attempt=attempt, job_id=job.job_id, job=facts, first_step=first_step, image=image)
+    if queued is None or queued.job_id != job.job_id:  # plain sbatch has submitted it
+        write_queued_job(run, QueuedJob(job_id=job.job_id, attempt=attempt, at=time.time(), since=attempt))
+    run.gave_up.unlink(missing_ok=True)
+    return attempt
+
+
+def begin_without_workers(run: RunDir, job: SlurmJob | None) -> int:
+    """Write the start of an attempt that only records why no workers are started; return its number."""
+    attempt = ownership.next_attempt(run)
+    job_id, facts = (job.job_id, job.facts()) if job else (str(os.getpid()), None)
+    record_start(run, attempt=attempt, job_id=job_id, job=facts)
+    return attempt
+
+
+def note_unbegun(run: RunDir, job: SlurmJob | None, cause: Cause, reason: str, exit_code: int) -> None:
+    """Write the start and the end of an attempt that started no workers."""
+    end = End(ending=TABLE[cause].ending, exit_code=exit_code, reason=reason, cause=cause)
+    record_end(run, begin_without_workers(run, job), end)
