@@ -87,14 +87,14 @@ subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]])
 TASK = """
 import os, sys
 from pathlib import Path
-from ddp_hpc.job.node.machine_use import MachineSampler
+from ddp_hpc.job.node.machine_use import end_sampling, start_sampling
 from ddp_hpc.run.run_dir.paths import RunDir
 run = RunDir(Path(sys.argv[1]))
-sampler = MachineSampler(run=run, environ=os.environ, attempt=0, node_rank=0, num_gpus=0, is_of_step=True)
+sampler = start_sampling(run, os.environ, attempt=0, node_rank=0, num_gpus=0, is_of_step=True)
 [argv] = [one for one in map(lambda path: path.read_bytes().split(b"\\0"), Path("/proc").glob("[0-9]*/cmdline"))
           if f"--parent={os.getpid()}".encode() in one]
 print(os.getppid(), *(one.decode() for one in argv if one.startswith(b"--root")))
-sampler.close()
+end_sampling(sampler)
 """
 
 

@@ -12,9 +12,7 @@ from ddp_hpc.cluster.rank_probe import collect as collect_module
 from ddp_hpc.cluster.rank_probe.client import RankProbe
 from ddp_hpc.cluster.rank_probe.collect import collect, process_state
 from ddp_hpc.cluster.rank_probe.deadlines import LOOK_S, Deadline, HangCollector, deadline_file
-from ddp_hpc.cluster.rendezvous.worker_env import Fact
-from ddp_hpc.job.node.agent import NodeWorkers, _collector
-from ddp_hpc.job.node.cpus import CpuShare
+from ddp_hpc.job.node.agent import _collector
 from ddp_hpc.job.script.life import cpu_seconds
 from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -121,19 +119,7 @@ def test_an_agent_does_not_wait_for_a_file_system_that_takes_no_record(
         write_hang_record(run, attempt, record)
 
     monkeypatch.setattr(collect_module, "write_hang_record", wait_for_file_system)
-    share = CpuShare(cpu_sets=((0,),), threads=Fact(value="1", rule="made"))
-    node_workers = NodeWorkers(
-        run=run,
-        attempt=0,
-        num_workers=1,
-        share=share,
-        node={},
-        users_environ={},
-        import_paths=(),
-        probe_folder=tmp_path,
-    )
-    collector = _collector(node_workers, may_fork=may_fork)
-    assert collector is not None
+    collector = _collector(run, 0, tmp_path, range(1), may_fork=may_fork)
     Deadline(deadline_file(tmp_path, 0)).put_off(0.0)
 
     collector.look()

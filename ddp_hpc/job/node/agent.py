@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
 from ddp_hpc.cluster.rendezvous.worker_env import (
     PROBE_FOLDER,
     PROBES_ITSELF,
-    Fact,
     WorkerEnv,
     endpoint_of_run,
     for_probe,
@@ -49,8 +48,8 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     settled,
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
-from ddp_hpc.job.node.cpus import CpuShare, keep_to, share_here
-from ddp_hpc.job.node.machine_use import BEGIN_S, MachineSampler
+from ddp_hpc.job.node.cpus import keep_to, share_here
+from ddp_hpc.job.node.machine_use import BEGIN_S, Sampler, end_sampling, start_sampling
 from ddp_hpc.job.node.python_environ import (
     imports_for_good,
     leave_at_once,
@@ -72,34 +71,11 @@ ALONE = Endpoint(LOOPBACK, 0)
 """The endpoint of a run on this machine alone: the kernel chooses the port."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeWorkers:
-    """What this node's workers of one attempt are started with."""
-
-    run: RunDir
-    attempt: int
-    num_workers: int
-    """On this node."""
-    share: CpuShare
-    node: Mapping[str, Fact]
-    """Variables that all workers of this node have in common."""
-    users_environ: Mapping[str, str]
-    """The environment without what this agent has set."""
-    import_paths: Sequence[str]
-    endpoint: Endpoint = ALONE
-    teardown_s: float | None = None
-    """How long the others may take to exit, after the first worker has exited after a commit; None: no limit."""
-    node_rank: int = 0
-    num_nodes: int = 1
-    probe_folder: Path | None = None
-    """Where the workers open their sockets for questions."""
-
-
 @dataclass
 class WorkerGroup:
     """The workers of one attempt while they run."""
 
-    node_workers: NodeWorkers
+    attempt: int
     ranks: Mapping[int, int]
     """Rank by pid."""
     codes: dict[int, int] = field(default_factory=dict)
@@ -112,8 +88,8 @@ class WorkerGroup:
     """What the kernel had killed in this cgroup when they were started."""
     collector: HangCollector | None = None
     sampled_from: float = field(default_factory=lambda: time.monotonic() + BEGIN_S)
-    """When the sampling of this node begins."""
-    sampler: MachineSampler | None = None
+    """When the sampling of this node begins; never again once it has."""
+    sampler: Sampler | None = None
 
     @property
     def alive(self) -> set[int]:
@@ -185,7 +161,7 @@ class Agent:
         if self._group:
             processes.send(self._group.alive, self._arguments.stop_signal)
             if self._arguments.nsys:  # which may keep the signal to itself
-                ask_by_file(self._run, self._group.node_workers.attempt)
+                ask_by_file(self._run, self._group.attempt)
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; return the error, which is reported once an attempt is known."""
@@ -206,92 +182,135 @@ class Agent:
             )
         return None
 
-    def _node_workers(self, attempt: int, endpoint: Endpoint) -> NodeWorkers:
-        return NodeWorkers(
-            run=self._run,
-            attempt=attempt,
-            num_workers=self._arguments.num_workers,
-            share=self._share,
-            node=node_variables(this_host().interface_towards(endpoint.address), self._share.threads),
-            # A variable that the recipe's import has set or removed counts as set or removed by the user.
-            users_environ={
-                **{name: "" for name in self._given if name not in os.environ},
-                **{name: value for name, value in os.environ.items() if self._given.get(name) != value},
-            },
-            import_paths=self._import_paths,
-            endpoint=endpoint,
-            teardown_s=self._arguments.teardown_s,
-            node_rank=self._node_rank,
-            num_nodes=self._num_nodes,
-            probe_folder=self._probes.path if self._probes else None,
-        )
-
     def _obey(self, order: Mapping[str, Any], failure: BaseException | None) -> None:
         match order:
             case {"do": "start", "attempt": int(attempt), **rest}:
                 endpoint = Endpoint.parse(str(rest["meet"])) if "meet" in rest else ALONE
-                self._start(self._node_workers(attempt, endpoint), failure)
+                self._start(attempt, endpoint, failure)
             case {"do": "stop"} if self._group:
                 self._ask_workers_to_stop()
             case {"do": "end"} if self._group:
                 self._group.end_within(GRACE_S)
 
-    def _start(self, node_workers: NodeWorkers, failure: BaseException | None) -> None:
+    def _start(self, attempt: int, endpoint: Endpoint, failure: BaseException | None) -> None:
         """Bind the port and start the workers, or report why that fails."""
         if self._worker is None or failure is not None:
-            self._report_failure(node_workers, failure)
+            self._report_failure(attempt, failure)
             return
+        num_workers = self._arguments.num_workers
         try:
-            processes.allow_open_files(node_workers.num_nodes * node_workers.num_workers)
-            with ExitStack() as resources:
-                collector = _collector(node_workers, may_fork=not self._must_not_fork)
-                is_first = node_workers.node_rank == 0
-                meeting_point = resources.enter_context(listen(node_workers.endpoint)) if is_first else None
+            processes.allow_open_files(self._num_nodes * num_workers)
+            collector = None
+            if self._probes:
+                ranks = range(self._node_rank * num_workers, (self._node_rank + 1) * num_workers)
+                collector = _collector(self._run, attempt, self._probes.path, ranks, may_fork=not self._must_not_fork)
+            with listen(endpoint) if self._node_rank == 0 else nullcontext() as meeting_point:
+                port = meeting_point.getsockname()[1] if meeting_point else endpoint.port
+                environs = self._environs(endpoint, port)
                 if self._must_not_fork:
-                    ranks = self._spawn(node_workers, meeting_point)
+                    by_pid = self._spawn(attempt, environs, meeting_point)
                 else:
-                    ranks = _fork(node_workers, self._worker, meeting_point)
-                self._group = WorkerGroup(node_workers, ranks, collector=collector)
+                    by_pid = self._fork(self._worker, attempt, environs, meeting_point)
+                self._group = WorkerGroup(attempt, by_pid, collector=collector)
             if self._is_stop_pending:
                 self._ask_workers_to_stop()
         except PortTakenError:
-            self._report_end(node_workers.attempt, exit_codes.PORT_TAKEN)
+            self._report_end(attempt, exit_codes.PORT_TAKEN)
         except (ConfigError, OSError) as error:
-            self._report_failure(node_workers, error)
+            self._report_failure(attempt, error)
 
-    def _spawn(self, node_workers: NodeWorkers, meeting_point: socket.socket | None) -> dict[int, int]:
+    def _environs(self, endpoint: Endpoint, port: int) -> dict[int, dict[str, str]]:
+        """Return by rank the variables of this node's workers; each node has the same number of workers."""
+        shape = {"node_rank": self._node_rank, "num_nodes": self._num_nodes, "num_workers": self._arguments.num_workers}
+        node = node_variables(this_host().interface_towards(endpoint.address), self._share.threads)
+        address = endpoint_of_run(endpoint.address, port, is_alone=endpoint == ALONE)
+        # A variable that the recipe's import has set or removed counts as set or removed by the user.
+        users = {
+            **{name: "" for name in self._given if name not in os.environ},
+            **{name: value for name, value in os.environ.items() if self._given.get(name) != value},
+        }
+        probe = for_probe(self._probes.path if self._probes else None)
+        first = self._node_rank * self._arguments.num_workers
+        environs = {}
+        for local_rank in range(self._arguments.num_workers):
+            ranks = ranks_by_shape(**shape, local_rank=local_rank)
+            worker_env = launched("an agent", {**ranks, **address, **node}, users, self._import_paths)
+            environs[first + local_rank] = {**worker_env.environ, **probe}
+        return environs
+
+    def _spawn(
+        self, attempt: int, environs: Mapping[int, Mapping[str, str]], meeting_point: socket.socket | None
+    ) -> dict[int, int]:
         """Start each worker as a new process, without fork; return their ranks by pid."""
         sys.stdout.flush()
-        port = meeting_point.getsockname()[1] if meeting_point else node_workers.endpoint.port
-        ranks: dict[int, int] = {}
-        for local_rank in range(node_workers.num_workers):
-            rank = node_workers.node_rank * node_workers.num_workers + local_rank
-            cpus = ",".join(map(str, node_workers.share.cpu_sets[local_rank]))
-            options = [f"--worker={self._arguments.worker}", f"--attempt={node_workers.attempt}"]
-            options += [f"--agent={os.getpid()}", f"--cpus={cpus}"]
+        by_pid: dict[int, int] = {}
+        for (rank, environ), cpu_set in zip(environs.items(), self._share.cpu_sets, strict=True):
+            options = [f"--worker={self._arguments.worker}", f"--attempt={attempt}"]
+            options += [f"--agent={os.getpid()}", f"--cpus={','.join(map(str, cpu_set))}"]
             options += [f"--nsys={self._arguments.nsys}"] if self._arguments.nsys else []
             if meeting_point and rank == 0:
                 meeting_point.set_inheritable(True)
                 options.append(f"--listen-fd={meeting_point.fileno()}")
-            argv = [sys.executable, "-m", "ddp_hpc.job.node.spawned", str(node_workers.run.path), *options]
-            probe = for_probe(node_workers.probe_folder)
-            environ = {**os.environ, **worker_env(node_workers, local_rank, port).environ, **probe, **self._python}
+            argv = [sys.executable, "-m", "ddp_hpc.job.node.spawned", str(self._run.path), *options]
             try:
-                ranks[os.posix_spawn(sys.executable, argv, environ)] = rank
+                by_pid[os.posix_spawn(sys.executable, argv, {**os.environ, **environ, **self._python})] = rank
             except OSError:
-                processes.kill(ranks)
+                processes.kill(by_pid)
                 raise
             finally:
                 if meeting_point:
                     meeting_point.set_inheritable(False)
-        return ranks
+        return by_pid
 
-    def _report_failure(self, node_workers: NodeWorkers, error: BaseException | None) -> None:
+    def _fork(
+        self,
+        worker: WorkerModule,
+        attempt: int,
+        environs: Mapping[int, Mapping[str, str]],
+        meeting_point: socket.socket | None,
+    ) -> dict[int, int]:
+        """Fork the workers; return their ranks by pid."""
+        gc.freeze()  # the workers share these pages: a garbage collection in one of them would write to them, and so copy them
+        sys.stdout.flush()  # fork copies the buffer too, and each worker would print it again
+        # Before the fork: a worker compares its parent with it, in case the agent dies meanwhile.
+        agent_pid = os.getpid()
+        by_pid: dict[int, int] = {}
+        for (rank, environ), cpu_set in zip(environs.items(), self._share.cpu_sets, strict=True):
+            try:
+                pid = os.fork()
+            except OSError as error:
+                processes.kill(by_pid)
+                for forked in by_pid:  # so that none runs any more when the agent reports the end
+                    os.waitpid(forked, 0)
+                raise OSError(
+                    error.errno,
+                    f"this node's agent cannot fork the worker of rank {rank}: {error.strerror}. The node has no memory left, or the "
+                    "user or the job has too many processes: raise `ulimit -u`, or the limit of the job's cgroup (pids.max)",
+                ) from error
+            if pid == 0:
+                code = exit_codes.FAILED
+                try:
+                    processes.die_with_parent(agent_pid)
+                    os.environ.update(environ)
+                    keep_to(cpu_set, os.environ)
+                    fd = os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None
+                    if meeting_point:
+                        # Each worker has inherited the socket. The port stays bound while any process holds it, so all but
+                        # rank zero close it, and rank zero keeps the duplicate that its store listens on.
+                        meeting_point.close()
+                    code = worker.main(str(self._run.path), os.environ, attempt=attempt, listen_fd=fd)
+                except BaseException:  # noqa: BLE001  nothing may return into the agent's own code
+                    traceback.print_exc()
+                finally:
+                    leave_at_once(code)
+            by_pid[pid] = rank
+        return by_pid
+
+    def _report_failure(self, attempt: int, error: BaseException | None) -> None:
         """Write the error report of an agent that cannot start its workers."""
         error = error or RuntimeError("the agent has not imported the workers' module")
-        path = node_workers.run.agent_error(node_workers.attempt, node_workers.node_rank)
-        report(path, error, rank=-1, log=node_workers.run.console)
-        self._report_end(node_workers.attempt, exit_code_of(error))
+        report(self._run.agent_error(attempt, self._node_rank), error, rank=-1, log=self._run.console)
+        self._report_end(attempt, exit_code_of(error))
 
     def _report_end(self, attempt: int, code: int) -> None:
         self._line.send(node_rank=self._node_rank, attempt=attempt, code=code)
@@ -300,8 +319,8 @@ class Agent:
         if self._group is None:
             return 3600.0
         if self._group.deadline is None:
-            to_sample = 3600.0 if self._group.sampler else max(0.0, self._group.sampled_from - time.monotonic())
-            return min(to_sample, self._group.collector.patience_s() if self._group.collector else 3600.0)
+            to_sample = max(0.0, self._group.sampled_from - time.monotonic())
+            return min(3600.0, to_sample, self._group.collector.patience_s() if self._group.collector else 3600.0)
         return 1.0 if self._group.was_cut else self._group.deadline - time.monotonic()
 
     def _look_after_workers(self) -> None:
@@ -314,22 +333,35 @@ class Agent:
             self._kill(group.alive)
         for pid, code in died.items():
             if pid in group.ranks:
-                _note_exit(group, group.ranks[pid], code)
+                self._note_exit(group, group.ranks[pid], code)
         if group.collector and group.deadline is None:
             group.collector.look()
-        if group.sampler is None and group.deadline is None and group.alive and time.monotonic() >= group.sampled_from:
-            group.sampler = MachineSampler(
-                run=self._run,
-                environ={**os.environ, **self._python},
-                attempt=group.node_workers.attempt,
-                node_rank=self._node_rank,
-                num_gpus=self._arguments.gpus,
+        if group.deadline is None and group.alive and time.monotonic() >= group.sampled_from:
+            environ, num_gpus = {**os.environ, **self._python}, self._arguments.gpus
+            group.sampled_from = float("inf")
+            group.sampler = start_sampling(
+                self._run, environ, attempt=group.attempt, node_rank=self._node_rank, num_gpus=num_gpus
             )
         if not group.alive:
             self._group = None
-            if group.sampler:
-                group.sampler.close()
-            self._report_end(group.node_workers.attempt, exit_codes.joint(group.codes.values()))
+            end_sampling(group.sampler)
+            self._report_end(group.attempt, exit_codes.joint(group.codes.values()))
+
+    def _note_exit(self, group: WorkerGroup, rank: int, code: int) -> None:
+        """Record a worker's exit code, write the report that a killed worker could not write, set the others' deadline."""
+        is_ours = group.was_cut and code == -signal.SIGKILL
+        first = next(iter(group.codes.values()), None)
+        if is_ours and first in exit_codes.GOOD:
+            code = first  # it had committed with the others, and hung only on its way to exit
+        group.codes[rank] = code
+        if code not in exit_codes.GOOD and not is_ours and group.deadline is None:
+            write_rank_end(self._run, group.attempt, rank, code)
+        if code < 0 and not is_ours:
+            path, log = self._run.rank_error(group.attempt, rank), self._run.rank_log(group.attempt, rank)
+            report_killed(path, -code, rank=rank, log=log, memory_ran_out=ran_out_since(group.memory_kills))
+        limit_s = self._arguments.teardown_s if code in exit_codes.GOOD else GRACE_S
+        if limit_s is not None:
+            group.end_within(limit_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -360,104 +392,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_codes.FINISHED
 
 
-def _fork(node_workers: NodeWorkers, worker: WorkerModule, meeting_point: socket.socket | None) -> dict[int, int]:
-    """Fork the workers; return their ranks by pid."""
-    gc.freeze()  # the workers share these pages: a garbage collection in one of them would write to them, and so copy them
-    sys.stdout.flush()  # fork copies the buffer too, and each worker would print it again
-    port = meeting_point.getsockname()[1] if meeting_point else node_workers.endpoint.port
-    agent_pid = os.getpid()  # before the fork: a worker compares its parent with it, in case the agent dies meanwhile
-    ranks: dict[int, int] = {}
-    for local_rank in range(node_workers.num_workers):
-        rank = node_workers.node_rank * node_workers.num_workers + local_rank
-        environ = worker_env(node_workers, local_rank, port).environ
-        try:
-            pid = os.fork()
-        except OSError as error:
-            processes.kill(ranks)
-            for forked in ranks:  # so that none runs any more when the agent reports the end
-                os.waitpid(forked, 0)
-            raise OSError(
-                error.errno,
-                f"this node's agent cannot fork the worker of rank {rank}: {error.strerror}. The node has no memory left, or the "
-                "user or the job has too many processes: raise `ulimit -u`, or the limit of the job's cgroup (pids.max)",
-            ) from error
-        if pid == 0:
-            _become_worker(node_workers, worker, rank, environ, meeting_point, agent_pid)
-        ranks[pid] = rank
-    return ranks
-
-
-def _collector(node_workers: NodeWorkers, *, may_fork: bool) -> HangCollector | None:
+def _collector(run: RunDir, attempt: int, folder: Path, ranks: range, *, may_fork: bool) -> HangCollector:
     """Return what asks this node's workers what they do, shortly before their watchdogs end them."""
-    if node_workers.probe_folder is None:
-        return None
-    first = node_workers.node_rank * node_workers.num_workers
-    ranks = range(first, first + node_workers.num_workers)
     # A file system that does not answer is a frequent reason for a hang, and the agent must obey orders all the same.
     # A thread may not be there when the next attempt's workers are forked.
-    beside = in_child if may_fork else in_thread
-    collector = HangCollector(node_workers.run, node_workers.attempt, node_workers.probe_folder, ranks, beside)
+    collector = HangCollector(run, attempt, folder, ranks, in_child if may_fork else in_thread)
     collector.forget()
     return collector
-
-
-def _become_worker(  # noqa: PLR0913, PLR0917  what the fork has copied
-    node_workers: NodeWorkers,
-    worker: WorkerModule,
-    rank: int,
-    environ: Mapping[str, str],
-    meeting_point: socket.socket | None,
-    agent_pid: int,
-) -> None:
-    """Run one worker in this forked process; never return. Exits without Python's shutdown, in which torch can abort."""
-    code = exit_codes.FAILED
-    try:
-        processes.die_with_parent(agent_pid)
-        os.environ.update({**environ, **for_probe(node_workers.probe_folder)})
-        fd = os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None
-        keep_to(node_workers.share.cpu_sets[rank % node_workers.num_workers], os.environ)
-        if meeting_point:
-            # Each worker has inherited the socket. The port stays bound while any process holds it, so all but rank zero
-            # close it, and rank zero keeps the duplicate that its store listens on.
-            meeting_point.close()
-        code = worker.main(str(node_workers.run.path), os.environ, attempt=node_workers.attempt, listen_fd=fd)
-    except BaseException:  # noqa: BLE001  nothing may return into the agent's own code
-        traceback.print_exc()
-    finally:
-        leave_at_once(code)
-
-
-def worker_env(node_workers: NodeWorkers, local_rank: int, port: int) -> WorkerEnv:
-    """Return a worker's environment variables; each node has the same number of workers."""
-    ranks = ranks_by_shape(
-        node_rank=node_workers.node_rank,
-        num_nodes=node_workers.num_nodes,
-        num_workers=node_workers.num_workers,
-        local_rank=local_rank,
-    )
-    address = endpoint_of_run(node_workers.endpoint.address, port, is_alone=node_workers.endpoint == ALONE)
-    return launched(
-        "an agent", {**ranks, **address, **node_workers.node}, node_workers.users_environ, node_workers.import_paths
-    )
-
-
-def _note_exit(group: WorkerGroup, rank: int, code: int) -> None:
-    """Record a worker's exit code, write the report that a killed worker could not write, set the others' deadline."""
-    node_workers = group.node_workers
-    is_ours = group.was_cut and code == -signal.SIGKILL
-    first = next(iter(group.codes.values()), None)
-    if is_ours and first in exit_codes.GOOD:
-        code = first  # it had committed with the others, and hung only on its way to exit
-    group.codes[rank] = code
-    if code not in exit_codes.GOOD and not is_ours and group.deadline is None:
-        write_rank_end(node_workers.run, node_workers.attempt, rank, code)
-    if code < 0 and not is_ours:
-        run, attempt, memory_ran_out = node_workers.run, node_workers.attempt, ran_out_since(group.memory_kills)
-        log = run.rank_log(attempt, rank)
-        report_killed(run.rank_error(attempt, rank), -code, rank=rank, log=log, memory_ran_out=memory_ran_out)
-    limit_s = node_workers.teardown_s if code in exit_codes.GOOD else GRACE_S
-    if limit_s is not None:
-        group.end_within(limit_s)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -19,50 +18,47 @@ LEAVE_S = 1.0
 _APART = 'exec 3<&0; "$@" <&3 & exit 0'
 """Starts a command whose parent exits at once. A shell gives what it starts with `&` another standard input, hence the 3."""
 
+Sampler = subprocess.Popen[bytes]
+"""The shell that has started the process that samples; its pipes are that one's."""
 
-@dataclass(kw_only=True)
-class MachineSampler:
-    """The process that samples, while it runs.
 
-    Its parent is not the process that starts it: the children of an agent are workers, and a script's worker kills what its script has left.
+def start_sampling(  # noqa: PLR0913  which node of which attempt
+    run: RunDir,
+    environ: Mapping[str, str],
+    *,
+    attempt: int,
+    node_rank: int,
+    num_gpus: int,
+    is_of_step: bool = False,
+) -> Sampler | None:
+    """Start the process that samples until `end_sampling`; None where no process can be made.
+
+    `num_gpus` is how many GPUs of this node the job has; with `is_of_step`, srun has started the workers, so that they are no
+    children of this process. Its parent is not this process: the children of an agent are workers, and a script's worker kills what
+    its script has left.
     """
+    # Looked for here: the process that samples has left this one's ancestors behind.
+    root = _step_process() if is_of_step else os.getpid()
+    numbers = [f"--attempt={attempt}", f"--node-rank={node_rank}", f"--gpus={num_gpus}"]
+    more = [f"--parent={os.getpid()}", *([] if root is None else [f"--root={root}"])]
+    argv = [sys.executable, "-m", "ddp_hpc.cluster.machine.node", str(run.path), *numbers, *more]
+    # It ends when this end of its standard input is closed, and nothing but its end closes its standard output.
+    shell = None
+    with suppress(OSError):  # the workers need what there is
+        command = ["/bin/sh", "-c", _APART, "sh", *argv]
+        shell = subprocess.Popen(command, env={**environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        shell.wait()
+    return shell
 
-    run: RunDir
-    environ: Mapping[str, str]
-    attempt: int
-    node_rank: int
-    num_gpus: int
-    """How many GPUs of this node the job has."""
-    is_of_step: bool = False
-    """Whether srun has started the workers, so that they are no children of the process that starts this."""
-    _shell: subprocess.Popen[bytes] | None = None
 
-    def __post_init__(self) -> None:
-        """Start it."""
-        # Looked for here: the process that samples has left this one's ancestors behind.
-        root = _step_process() if self.is_of_step else os.getpid()
-        numbers = [f"--attempt={self.attempt}", f"--node-rank={self.node_rank}", f"--gpus={self.num_gpus}"]
-        more = [f"--parent={os.getpid()}", *([] if root is None else [f"--root={root}"])]
-        argv = [sys.executable, "-m", "ddp_hpc.cluster.machine.node", str(self.run.path), *numbers, *more]
-        # It ends when this end of its standard input is closed, and nothing but its end closes its standard output.
-        with suppress(OSError):  # no process can be made: then the workers need what there is
-            self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", _APART, "sh", *argv],
-                env={**self.environ},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            self._shell.wait()
-
-    def close(self) -> None:
-        """Have it write its last record, and wait for that, but not for long: it may hang in a file system or a driver."""
-        shell, self._shell = self._shell, None
-        if shell is None or shell.stdin is None or shell.stdout is None:
-            return
-        with suppress(OSError):
-            shell.stdin.close()
-        with shell.stdout:
-            select.select([shell.stdout], [], [], LEAVE_S)
+def end_sampling(shell: Sampler | None) -> None:
+    """Have it write its last record, and wait for that, but not for long: it may hang in a file system or a driver."""
+    if shell is None or shell.stdin is None or shell.stdout is None:
+        return
+    with suppress(OSError):
+        shell.stdin.close()
+    with shell.stdout:
+        select.select([shell.stdout], [], [], LEAVE_S)
 
 
 def _step_process() -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_hpc.base import exit_codes, processes
@@ -31,7 +31,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.node.machine_use import MachineSampler
+from ddp_hpc.job.node.machine_use import end_sampling, start_sampling
 from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
     python_environ,
@@ -77,31 +77,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     shorten_tmpdir(probes, os.environ, says=rank == 0)
     os.environ.update(for_probe(probes.path if probes else None, is_alone=True))
     # torchrun's node samples for all its workers, and of srun's tasks on a node, the first one does.
-    sampler = _sampler(run, arguments, {**os.environ, **python}) if endpoint is not None else None
+    place = None if endpoint is None else step_task(os.environ)
+    sampler = None
+    if place is not None and place.local_rank == 0:
+        sampler = start_sampling(
+            run,
+            {**os.environ, **python},
+            attempt=arguments.attempt,
+            node_rank=place.node_rank,
+            num_gpus=arguments.gpus,
+            is_of_step=place.local_world_size > 1,
+        )
     try:
         code = _work(run, arguments)
     finally:
         if probes:
             probes.close()
-        if sampler:
-            sampler.close()
+        end_sampling(sampler)
     if os.environ["RANK"] == "0":
         write_rank_zero_exit(run, arguments.attempt, code)
     return exit_codes.FINISHED if code == exit_codes.STOPPED else code
-
-
-def _sampler(run: RunDir, arguments: argparse.Namespace, environ: Mapping[str, str]) -> MachineSampler | None:
-    place = step_task(os.environ)
-    if place.local_rank != 0:
-        return None
-    return MachineSampler(
-        run=run,
-        environ=environ,
-        attempt=arguments.attempt,
-        node_rank=place.node_rank,
-        num_gpus=arguments.gpus,
-        is_of_step=place.local_world_size > 1,
-    )
 
 
 def _environ_of_srun(endpoint: Endpoint, import_paths: Sequence[str]) -> WorkerEnv:

@@ -26,12 +26,13 @@ import psutil
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.address import this_host
+from ddp_hpc.cluster.rendezvous.choice import source_address
 from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.node.machine_use import MachineSampler
+from ddp_hpc.job.node.machine_use import end_sampling, start_sampling
 from ddp_hpc.job.node.python_environ import shorten_tmpdir
-from ddp_hpc.job.wire.endpoint import Endpoint, own_address
+from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.run.run_dir.paths import RunDir
 
 REPEAT_S = 1.0
@@ -61,15 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     rendezvous = [
         f"--rdzv-endpoint={arguments.meet.netloc}",
         f"--rdzv-conf=rank={place.node_rank}",
-        f"--local-addr={own_address(address)}",
+        f"--local-addr={source_address(address) or address}",
     ]
     probes = make_folder()
     shorten_tmpdir(probes, os.environ, says=place.node_rank == 0)
     environ = {**os.environ, **node.environ, **for_probe(probes.path if probes else None, is_alone=True)}
     torchrun = start_torchrun([*rendezvous, *arguments.options], environ)
-    sampler = MachineSampler(
-        run=RunDir(arguments.run),
-        environ=os.environ,
+    sampler = start_sampling(
+        RunDir(arguments.run),
+        os.environ,
         attempt=arguments.attempt,
         node_rank=place.node_rank,
         num_gpus=arguments.gpus,
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if probes:
             probes.close()
-        sampler.close()
+        end_sampling(sampler)
 
 
 def start_torchrun(options: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -7,8 +7,6 @@ import ipaddress
 import socket
 from dataclasses import dataclass, field
 
-from ddp_hpc.cluster.rendezvous.choice import source_address
-
 _BACKLOG = 4096
 """All ranks may connect before rank zero accepts; the kernel lowers it to net.core.somaxconn (listen(2))."""
 
@@ -57,8 +55,3 @@ def listen(endpoint: Endpoint) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise PortTakenError(str(endpoint)) from error
         raise
-
-
-def own_address(address: str) -> str:
-    """Return the address by which this node reaches `address`, and is reached from there."""
-    return source_address(address) or address
