@@ -33,10 +33,16 @@ class Life:
     _cpu_s: float = 0.0
     _log_size: int = 0
     _looked_at: float = field(default_factory=time.monotonic)
+    _alive_at: float = field(default_factory=time.monotonic)
 
     def is_due(self) -> bool:
         """Tell whether it is time to look."""
         return time.monotonic() - self._looked_at >= self.interval_s
+
+    @property
+    def silent_s(self) -> float:
+        """For how long it has done nothing, at the last look."""
+        return self._looked_at - self._alive_at
 
     def look(self) -> bool:
         """Tell whether the script has done something since the last look."""
@@ -47,6 +53,8 @@ class Life:
         is_busy = abs(cpu_s - self._cpu_s) >= max(LEAST_SHARE * (now - self._looked_at), LEAST_CPU_S)
         has_written = log_size != self._log_size
         self._cpu_s, self._log_size, self._looked_at = cpu_s, log_size, now
+        if is_busy or has_written:
+            self._alive_at = now
         return is_busy or has_written
 
 

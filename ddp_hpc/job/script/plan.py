@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
@@ -33,13 +33,13 @@ class ScriptPlan:
     """What a worker starts."""
 
     program: Program
-    path: Path | None
+    path: Path | None = None
     """The script's file; None for a module, and for programs that are not Python."""
-    file: str
+    file: str = ""
     """The same as text, as Python has it in `__file__`: `/work/./train.py` for `python ./train.py`."""
-    argv0: str
+    argv0: str = ""
     """What the script sees as `sys.argv[0]`, where it is a file."""
-    folder: str
+    folder: str = ""
     """What Python puts first into `sys.path`."""
     executable: str
     """The file that a new process executes."""
@@ -165,11 +165,7 @@ def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, st
         raise ConfigError(f"`script.command` starts {word!r}, but PATH has no such program.{beside}")
     shells = [work_dir / one for one in program.words if one.endswith(".sh") and (work_dir / one).is_file()]
     return ScriptPlan(
-        program=replace(program),
-        path=None,
-        file="",
-        argv0="",
-        folder="",
+        program=program,
         executable=str(found),
         why_exec="`script.command` starts no Python script",
         sets_endpoint=any(sets_endpoint(_read(one), is_shell=True) for one in shells),

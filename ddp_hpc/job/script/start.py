@@ -22,7 +22,6 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
 )
 from ddp_hpc.cluster.slurm.allocation import is_in_job
 from ddp_hpc.job.script.interpreter import run_as_main
-from ddp_hpc.job.script.output import redirect
 from ddp_hpc.job.script.plan import ScriptRank, users_python_path
 from ddp_hpc.job.script.report import report_exception
 from ddp_hpc.job.script.sealed_objects import seal_at_rendezvous
@@ -49,7 +48,8 @@ def start(
     if pid == 0:
         code = exit_codes.FAILED
         try:
-            redirect(log_fd)
+            os.dup2(log_fd, 1)
+            os.dup2(log_fd, 2)
             if listen_fd is not None:
                 os.close(listen_fd)
             processes.become_script(

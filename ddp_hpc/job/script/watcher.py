@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +20,7 @@ from ddp_hpc.cluster.rank_probe.client import RankProbe
 from ddp_hpc.cluster.rank_probe.collect import collect
 from ddp_hpc.cluster.rank_probe.deadlines import in_thread
 from ddp_hpc.cluster.rank_probe.folder import socket_of
-from ddp_hpc.job.script.ending import is_of_stop_signal, meaning
 from ddp_hpc.job.script.life import Life
-from ddp_hpc.job.script.output import Echo
 from ddp_hpc.job.script.plan import ScriptRank
 from ddp_hpc.run.run_dir.failure_reports import read_failures, write_rank_end
 from ddp_hpc.run.run_dir.hang_records import write_hang_record
@@ -39,36 +37,48 @@ LONGEST_LOOK_S = 10.0
 """The longest time between two checks of a script."""
 
 
-@dataclass
-class HangWatch:
-    """Asks a silent script what it does, once in each silence of the hang timeout; the supervisor kills it a minute later."""
+_OF_SHELL = 128
+"""Shells, and programs that imitate them, exit with this plus the number of the signal that ended them."""
+_CHUNK_BYTES = 1 << 16
+_CONSOLE = 1
 
-    script_rank: ScriptRank
-    folder: Path | None
-    timeout_s: float
-    _alive_at: float = field(default_factory=time.monotonic)
-    _has_asked: bool = False
-    _gives_stacks: bool = True
-    """Whether to ask for stacks: a question that waits for the interpreter (GIL) keeps a thread of the server for ever."""
 
-    def is_due(self, *, is_alive: bool) -> bool:
-        """Tell whether to ask now, once in each silence; call it whenever the script was checked."""
-        if is_alive:
-            self._alive_at, self._has_asked = time.monotonic(), False
-        if self._has_asked or time.monotonic() - self._alive_at < self.timeout_s:
-            return False
-        self._has_asked = True
-        return True
+def meaning(code: int, *, stop_signal: int | None, resume_codes: Collection[int]) -> int:
+    """Return the worker's exit code for a script's, which is minus the number of a signal; `stop_signal` is what it was sent.
 
-    def keep_record(self, pid: int) -> None:
-        """Ask the script what it does, and write the answer; `pid` is its process. It may wait for the file system."""
-        rank = self.script_rank.rank
-        folder = self.folder or Path("/nonexistent")  # then only the kernel is asked
-        probe = RankProbe(path=socket_of(folder, rank))
-        record = collect(rank, probe, pid=pid, with_stacks=self._gives_stacks)
-        self._gives_stacks = not record.holds_interpreter
-        with suppress(OSError):  # a full disk: the supervisor then reports a hang without it
-            write_hang_record(self.script_rank.run, self.script_rank.attempt, record)
+    A script that ends with 0 after a stop signal has obeyed, or has finished at that moment. Nothing tells the two apart, so it
+    is started again, and a script that had finished then ends at once.
+    """
+    if code in resume_codes:
+        return exit_codes.STOPPED
+    if stop_signal is not None and (code == 0 or is_of_stop_signal(code, stop_signal)):
+        return exit_codes.STOPPED
+    return exit_codes.FINISHED if code == 0 else exit_codes.FAILED
+
+
+def is_of_stop_signal(code: int, *sent: int) -> bool:
+    """Tell whether a script's exit code is the end by a stop signal; of a job step, Slurm and srun may signal all processes."""
+    signals = {*sent, *processes.STOP_SIGNALS, *processes.INTERRUPTIONS}
+    return -code in signals or code - _OF_SHELL in signals
+
+
+class Echo:
+    """Copies what is added to a log to this process's standard output.
+
+    The script writes to the file itself, not to a pipe of this process: a console that takes nothing does not stop it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.lseek(self._fd, 0, os.SEEK_END)
+
+    def copy(self) -> None:
+        """Copy what was added since the last call."""
+        with suppress(OSError):
+            while chunk := os.read(self._fd, _CHUNK_BYTES):
+                left = memoryview(chunk)
+                while left:
+                    left = left[os.write(_CONSOLE, left) :]
 
 
 @dataclass(kw_only=True)
@@ -86,6 +96,8 @@ class Watcher:
     """Whether the launcher stops this rank because another one has failed: srun and torchrun send SIGTERM then, too."""
     has_killed: bool = False
     interruptions: Sequence[int] = field(default_factory=processes.blocked_interruptions)
+    _gives_stacks: bool = True
+    """Whether to ask for stacks: a question that waits for the interpreter (GIL) keeps a thread of the server for ever."""
     _asked: set[int] = field(default_factory=set)
     """The processes that were sent the stop signal; none gets it twice."""
     _kill_at: float = float("inf")
@@ -104,8 +116,7 @@ class Watcher:
         interval_s = min(LONGEST_LOOK_S, max(1.0, spec.restart.hang_timeout_s / 10))
         life = Life(pid=pids[0], log=self.script_rank.log, interval_s=interval_s)
         self._note_life()
-        hang = HangWatch(self.script_rank, self.probe_folder, spec.restart.hang_timeout_s)
-        patience_s = ECHO_S if self.echo else STOP_LOOK_S
+        patience_s, has_asked = ECHO_S if self.echo else STOP_LOOK_S, False
         ended: dict[int, int] = {}
         while left := [pid for pid in pids if pid not in ended]:
             left_s = max(self._kill_at - time.monotonic(), 0.0)
@@ -124,8 +135,10 @@ class Watcher:
             have_ended = ended.keys() >= {*pids}
             if have_ended or life.is_due():
                 is_alive = life.look()
-                if hang.is_due(is_alive=is_alive) and not have_ended:
-                    in_thread(partial(hang.keep_record, pids[0]))  # this loop passes on signals, and kills in time
+                is_silent = life.silent_s >= spec.restart.hang_timeout_s
+                if is_silent and not has_asked and not have_ended:  # the supervisor kills it a minute later
+                    in_thread(partial(self._keep_record, pids[0]))  # this loop passes on signals, and kills in time
+                has_asked = is_silent
                 # At the end, there may be what the script has reported by `attach` since the last look.
                 if self.count_saves() or is_alive or have_ended:
                     self._note_life()
@@ -204,6 +217,16 @@ class Watcher:
         with suppress(OSError):  # the file system does not answer now; the next look sees the change, too
             self.seen = record_changes(self.script_rank.run, self.seen, look(pattern, Path.cwd()))
         return self.seen.num_changes != before
+
+    def _keep_record(self, pid: int) -> None:
+        """Ask a silent script what it does, and write the answer; `pid` is its process. It may wait for the file system."""
+        folder = self.probe_folder or Path("/nonexistent")  # then only the kernel is asked
+        rank = self.script_rank.rank
+        probe = RankProbe(path=socket_of(folder, rank))
+        record = collect(rank, probe, pid=pid, with_stacks=self._gives_stacks)
+        self._gives_stacks = not record.holds_interpreter
+        with suppress(OSError):  # a full disk: the supervisor then reports a hang without it
+            write_hang_record(self.script_rank.run, self.script_rank.attempt, record)
 
     def _note_life(self) -> None:
         """Write what the supervisor takes for a sign of life."""

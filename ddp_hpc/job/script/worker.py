@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from ddp_hpc.base import exit_codes, processes
+from ddp_hpc.base.durable import make_directories, private_mode
 from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.base.patience import patiently
@@ -30,14 +31,12 @@ from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
 from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
 from ddp_hpc.cluster.slow_ranks.reporter import Reporter
-from ddp_hpc.job.script.ending import meaning
-from ddp_hpc.job.script.output import Echo, open_log
 from ddp_hpc.job.script.plan import ScriptPlan, ScriptRank, frozen_code, plan_of
 from ddp_hpc.job.script.report import remark, report_exit, what_was_short
 from ddp_hpc.job.script.source import imports
 from ddp_hpc.job.script.start import start
 from ddp_hpc.job.script.store import host_store, keep_while_used
-from ddp_hpc.job.script.watcher import Watcher
+from ddp_hpc.job.script.watcher import Echo, Watcher, meaning
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.ownership import is_fenced
@@ -189,7 +188,8 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     run, rank = RunDir(Path(run_path)), int(environ["RANK"])
     log = run.rank_log(attempt, rank)
     try:
-        log_fd = open_log(log)  # stop signals are blocked, and the watcher takes them
+        make_directories(log.parent)  # stop signals are blocked meanwhile, and the watcher takes them
+        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, private_mode(log))
         spec = load_resolved(run.config, is_patient=True)
         plan = _plan(run, spec, environ)
         plan = replace(plan, why_exec=plan.why_exec or _why_exec)
