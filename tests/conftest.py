@@ -81,12 +81,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 SHARE_RUNS = (
+    "tests/architecture/test_package.py",
     "tests/contract/",
     "tests/distributed/",
     "tests/unit/test_rank_zero_first.py",
     "tests/unit/test_stacks.py",
 )
-"""Where tests of one file look at the same runs, which each process would make anew."""
+"""Where tests of one file look at the same runs, or at the same wheel, which each process would make anew."""
 SHORT = ("tests/unit/", "tests/architecture/")
 
 

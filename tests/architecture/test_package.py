@@ -136,9 +136,10 @@ def test_pip_takes_a_submitit_that_works(wheel: zipfile.ZipFile) -> None:
     assert set(bounds.split(",")) == set(advised.split(",")) != {""}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_says_what_it_is_for(module: str) -> None:
-    assert ast.get_docstring(ast.parse((ROOT / module).read_text(encoding="utf-8")))
+def test_every_module_says_what_it_is_for() -> None:
+    mute = [one for one in MODULES if not ast.get_docstring(ast.parse((ROOT / one).read_text(encoding="utf-8")))]
+
+    assert mute == []
 
 
 @pytest.mark.long

@@ -79,9 +79,19 @@ FAILS_TWICE = "def test_fails():\n    raise AssertionError('each time')\n"
     ("text", "exit_code", "last_line"),
     [
         (FAILS_ONCE, 0, "FLAKY (passed alone) test_it.py::test_passes_the_second_time"),
-        (FAILS_TWICE, 1, "FAILED TWICE test_it.py::test_fails"),
-        ("import no_such_module\n", 1, "The session ended before all of its tests had run; see above."),
-        ("def test_passes():\n    pass\n", 1, "No failed test was noted, so something else has failed; see above."),
+        pytest.param(FAILS_TWICE, 1, "FAILED TWICE test_it.py::test_fails", marks=pytest.mark.long),
+        pytest.param(
+            *("import no_such_module\n", 1, "The session ended before all of its tests had run; see above."),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *(
+                "def test_passes():\n    pass\n",
+                1,
+                "No failed test was noted, so something else has failed; see above.",
+            ),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["passes-then", "fails-again", "cannot-be-imported", "nothing-failed"],
 )
@@ -103,6 +113,7 @@ def test_a_failed_test_is_run_once_more_and_reported(text: str, exit_code: int, 
         assert "the first output" in done.stdout
 
 
+@pytest.mark.long
 def test_a_test_of_this_project_that_failed_is_run_once_more_and_passes(tmp_path: Path) -> None:
     one_test = "tests/architecture/test_tiers.py::test_one_that_takes_no_time"
     failures = tmp_path / "failures.jsonl"

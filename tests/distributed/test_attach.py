@@ -16,9 +16,9 @@ from tests.distributed.test_scripts import ENVIRON, TWO, Place, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-EXAMPLE = ("plain_torch.py", "--epochs", "5", "--batch-size", "1")
+EXAMPLE = ("plain_torch.py", "--epochs", "3", "--batch-size", "1", "--save-every", "32")
 """Few and long epochs, so that a stop comes in the middle of one."""
-LAST = "step-00000640"
+LAST = "step-00000384"
 
 ONE_IS_ASKED = """
 import os, signal

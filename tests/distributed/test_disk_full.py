@@ -253,6 +253,7 @@ def test_a_run_that_exists_is_sent_to_no_other_directory_where_it_would_begin_an
     assert "or choose another directory with `runs_dir=...`" in str(of_new.value)
 
 
+@pytest.mark.long
 def test_a_log_that_cannot_be_written_costs_nothing(workplace: Workplace) -> None:
     # With PYTHONUNBUFFERED, it would be the recipe's own `print` that fails.
     buffered = {name: value for name, value in workplace.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -11,6 +11,8 @@ from benchmarks import gpu_check
 from benchmarks.gpu.table import CHECKS
 
 SAMPLES = [check.name for check in CHECKS if check.is_sample]
+QUICK = ["forked worker", "fp32", "too few GPUs", "save"]
+"""Of these, what a newcomer's `make test` runs."""
 
 
 def wrong_of(tmp_path: Path, names: list[str]) -> dict[str, str]:
@@ -25,8 +27,15 @@ def wrong_of(tmp_path: Path, names: list[str]) -> dict[str, str]:
     return {name: why for name, why in wrong.items() if "needs PyTorch that" not in why}
 
 
-def test_one_check_of_each_family_holds_on_cpus(tmp_path: Path) -> None:
-    assert wrong_of(tmp_path, SAMPLES) == {}
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="quick"),
+        pytest.param([one for one in SAMPLES if one not in QUICK], id="others", marks=pytest.mark.long),
+    ],
+)
+def test_one_check_of_each_family_holds_on_cpus(names: list[str], tmp_path: Path) -> None:
+    assert wrong_of(tmp_path, names) == {}
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ def begin(workplace: Workplace, name: str, *words: str) -> RunDir:
     [
         ("worker", 0, "failed"),
         pytest.param("worker", 2, "failed", marks=pytest.mark.long),
-        ("agent", 0, "failed"),
+        pytest.param("agent", 0, "failed", marks=pytest.mark.long),
         ("supervisor", 0, "interrupted"),
     ],
 )
@@ -97,7 +97,9 @@ def test_the_error_names_the_killed_worker_and_its_log(workplace: Workplace) -> 
     assert f"rank 1 on {socket.gethostname()}: killed by SIGKILL" in workplace.command("status", "named").stdout
 
 
-@pytest.mark.parametrize("door", ["file", "supervisor", "every process"])
+@pytest.mark.parametrize(
+    "door", [*(pytest.param(one, marks=pytest.mark.long) for one in ("file", "supervisor")), "every process"]
+)
 def test_told_to_stop_by_any_door_a_run_commits_and_leaves(workplace: Workplace, door: str) -> None:
     run = begin(workplace, "stops", "resources.workers_per_node=2", "data.num_workers=1")
     everybody = live_processes(run)
@@ -167,6 +169,7 @@ def _board(run: RunDir) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 
+@pytest.mark.long
 def test_tensorboard_gets_the_same_numbers(workplace: Workplace) -> None:
     workplace.finish("board", "log.recorders=[tensorboard]")
 
@@ -219,7 +222,9 @@ def resumed(
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", [one if one == "ema-unused" else pytest.param(one, marks=pytest.mark.long) for one in OPTIONS]
+)
 def test_every_option_trains_and_resumes_with_the_same_bits(resumed: dict[str, Future[Resumed]], option: str) -> None:
     run = resumed[option].result()
 

@@ -82,7 +82,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("settings", [(), TWO], ids=["one worker", "two workers"])
+@pytest.mark.parametrize("settings", [(), pytest.param(TWO, marks=pytest.mark.long)], ids=["one worker", "two workers"])
 def test_a_script_that_dies_at_its_first_line_fails_the_command_that_submits_it(
     settings: Sequence[str], place: Place
 ) -> None:

@@ -166,7 +166,7 @@ def place(tmp_path: Path) -> Place:
     ("how", "settings"),
     [
         ("ranks", TWO),
-        ("url", TWO),
+        pytest.param("url", TWO, marks=pytest.mark.long),
         pytest.param("spawns", ("resources.workers_per_node=1",), marks=pytest.mark.long),
         pytest.param("ranks", (*TWO, "script.start=exec"), marks=pytest.mark.long),
     ],
@@ -226,6 +226,7 @@ def test_a_stranger_who_joins_in_a_ranks_place_has_nothing_unpickled(place: Plac
     assert not (place.path / "unpickled").exists()
 
 
+@pytest.mark.long
 def test_what_a_script_exchanges_with_programs_of_its_own_elsewhere_stays_as_it_is(place: Place) -> None:
     (place.path / "elsewhere.py").write_text(MEETS_ELSEWHERE)
 
@@ -235,6 +236,7 @@ def test_what_a_script_exchanges_with_programs_of_its_own_elsewhere_stays_as_it_
     assert "['script', 'other']" in place.log("elsewhere")
 
 
+@pytest.mark.long
 def test_a_pytorch_that_pickles_in_another_way_runs_the_script_and_says_that_nothing_is_sealed(place: Place) -> None:
     (place.path / "other.py").write_text(
         "import torch.distributed as dist\n"

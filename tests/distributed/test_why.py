@@ -8,8 +8,8 @@ import pytest
 
 from tests.distributed.deaths import DEATHS, Death, ask, happen
 
-QUICK = {"recipe-data", "new_process-segfault"}
-"""Two that a newcomer's `make test` runs: one with a traceback, one without."""
+QUICK = {"recipe-data"}
+"""What a newcomer's `make test` runs."""
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ SMALL = ("train.max_steps=12", "train.epochs=1", "checkpoint.every_steps=5", "lo
 """Settings of a run that is over soon."""
 TRIAL_RECIPE = ROOT / "tests" / "distributed" / "trial_recipe.py"
 """Imports torch, but not torchvision, which takes as long again as half of that."""
+TRIAL = ("recipe.target=trial_recipe:build", "recipe.args={}", "recipe.args.num_samples=1200")
+"""Settings of a run of it with as many steps in an epoch as a small one has."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,13 @@ class LoginNode:
         words = ["submit", "digits.yaml", f"name={name}", "--cluster", "slurm", *settings]
         done = self.type(*words, timeout=timeout)
         assert done.returncode == 0, done.stdout + done.stderr + self.console(name)
+        return done.stdout
+
+    def queue(self, name: str, *settings: str) -> str:
+        """Submit a run whose job begins in an hour: a script's, since the check of a recipe would import torch."""
+        words = ["submit", f"name={name}", "--cluster", "slurm", "slurm.extra.begin=now+1hour", *settings]
+        done = self.type(*words, "--", "sleep", "1")
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def run(self, name: str) -> RunDir:

@@ -93,6 +93,7 @@ def test_a_recipe_that_always_fails_ends_after_the_attempts_it_is_allowed(place:
     assert "on node" in reason
 
 
+@pytest.mark.long
 def test_a_worker_that_fails_once_is_replaced_in_place(cluster: Cluster, place: LoginNode) -> None:
     once = ("recipe.args.raises_at=100", f"recipe.args.once={place.folder}/raised")
 

@@ -70,7 +70,7 @@ def test_a_queued_job_runs_the_code_as_it_was_at_submit(cluster: Cluster, login:
 
 
 def test_a_job_cancelled_behind_our_back_is_told_by_slurm(cluster: Cluster, login: LoginNode) -> None:
-    login.submit("digits", *SMALL, "slurm.extra.begin=now+1hour")
+    login.queue("digits")
     job = login.status("digits")["job_id"]
 
     cluster.run("scancel", job)
@@ -86,9 +86,11 @@ def test_a_job_cancelled_behind_our_back_is_told_by_slurm(cluster: Cluster, logi
     ("settings", "told"),
     [
         (["slurm.partition=nope"], ["'nope'", "batch (4 nodes)", "Set `slurm.partition` to one of them"]),
-        ([*world(8, 1)], ["`resources.nodes` is 8", "partition batch has 4 nodes"]),
+        pytest.param(
+            *([*world(8, 1)], ["`resources.nodes` is 8", "partition batch has 4 nodes"]), marks=pytest.mark.long
+        ),
         (["slurm.account=nope"], ["'nope'", "you may use lab", "QOS high"]),
-        (["slurm.qos=nope"], ["'nope'", "you may use lab"]),
+        pytest.param(["slurm.qos=nope"], ["'nope'", "you may use lab"], marks=pytest.mark.long),
         (["runs_dir=/tmp/runs"], ["/tmp/runs/wrong", "of its own", "runs_dir"]),
         (["resources.mem_gb=999"], ["`resources.mem_gb` is 999", "a node of partition batch has at most"]),
     ],

@@ -93,6 +93,7 @@ def test_the_database_tells_what_became_of_a_job(cluster: Cluster, shared_dir: P
     assert cluster.wait_for(told, 60) == "FAILED|3:0"
 
 
+@pytest.mark.long
 def test_a_node_without_power_is_gone_and_comes_back(cluster: Cluster, shared_dir: Path) -> None:
     process = cluster.popen("sleep", "100", node="node3")
 
@@ -106,6 +107,7 @@ def test_a_node_without_power_is_gone_and_comes_back(cluster: Cluster, shared_di
     cluster.wait_for(lambda: cluster.run(*reach, check=False).returncode == 0, 60)
 
 
+@pytest.mark.long
 def test_the_next_test_finds_everything_mended(cluster: Cluster, shared_dir: Path) -> None:
     submit(cluster, shared_dir, "sleep 1000", "--nodes=4")
     cluster.kill("node4")

@@ -120,6 +120,7 @@ def test_a_stranger_at_the_ranks_port_has_nothing_unpickled(cell: Cell, login: L
     assert not (login.folder / "unpickled").exists()
 
 
+@pytest.mark.long
 def test_ranks_of_one_node_cannot_be_reached_from_another(login: LoginNode) -> None:
     cell = Cell("agent", "script", 1, ())
     submit(login, "alone", cell)

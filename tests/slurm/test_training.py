@@ -57,11 +57,12 @@ def test_a_rendered_script_does_the_same_by_plain_sbatch(cluster: Cluster, login
 
 
 def test_a_dry_run_prints_what_sbatch_gets_byte_for_byte(login: LoginNode) -> None:
-    settings = [*SMALL, *world(1, 1), 'slurm.extra.comment=it\'s a "test" # %j $HOME']
+    comment = 'it\'s a "test" # %j $HOME'
+    settings = [*SMALL, *world(1, 1), f"slurm.extra.comment={comment}", "slurm.extra.begin=now+1hour"]
     dry = login.type("submit", "digits.yaml", "name=dry", "--cluster", "slurm", "--dry-run", *settings)
     assert not login.run("dry").path.exists()
 
-    login.submit("dry", *settings, "--wait")
+    login.submit("dry", *settings)
 
     assert login.run("dry").job_script.read_text() == dry.stdout
     (sent,) = login.run("dry").submitit.glob("*_submission.sh")
@@ -70,7 +71,7 @@ def test_a_dry_run_prints_what_sbatch_gets_byte_for_byte(login: LoginNode) -> No
 
 def test_a_comment_reaches_slurm_as_it_was_written(cluster: Cluster, login: LoginNode) -> None:
     comment = 'it\'s a "test" # %j $HOME \\ `x`; exit'
-    login.submit("comment", *SMALL, f"slurm.extra.comment={comment}", "slurm.extra.begin=now+1hour")
+    login.queue("comment", f"slurm.extra.comment={comment}")
 
     listed = cluster.run("squeue", "--noheader", "--format=%k").stdout.rstrip("\n")
 
@@ -123,6 +124,7 @@ def test_a_port_that_is_taken_is_passed_over(cluster: Cluster, login: LoginNode)
     assert login.digest("second") == login.digest("first")
 
 
+@pytest.mark.long
 def test_a_run_stopped_on_the_cluster_goes_on_there_to_the_same_bits(login: LoginNode) -> None:
     login.add_recipe(RECIPE)
     asked, slow = [*FAULTY, *world(2, 2)], slow_file(login)

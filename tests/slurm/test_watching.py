@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import USER, Cluster
-from tests.slurm.runs import SMALL, LoginNode, world
+from tests.slurm.runs import SMALL, TRIAL, TRIAL_RECIPE, LoginNode, world
 
 
 def counting(login: LoginNode, command: str) -> tuple[dict[str, str], Path]:
@@ -48,7 +48,7 @@ def test_a_waiting_job_says_why_in_words_and_when_it_may_start(cluster: Cluster,
 
 def test_many_questions_about_many_waiting_jobs_cost_one_squeue(cluster: Cluster, login: LoginNode) -> None:
     for number in range(4):
-        login.submit(f"run-{number}", *SMALL, "slurm.extra.begin=now+1hour")
+        login.queue(f"run-{number}")
     environ, calls = counting(login, "squeue")
     cluster.run("rm", "-rf", ".cache", cwd=Path("/home") / USER)
 
@@ -61,7 +61,10 @@ def test_many_questions_about_many_waiting_jobs_cost_one_squeue(cluster: Cluster
 
 
 def test_a_running_job_is_read_from_its_directory_alone(cluster: Cluster, login: LoginNode) -> None:
-    login.submit("digits", "train.epochs=400", *world(2, 1), "resources.time_limit_min=30")
+    login.add_recipe(TRIAL_RECIPE)
+    login.submit(
+        "digits", *TRIAL, "recipe.args.load_s=0.001", "train.epochs=400", *world(2, 1), "resources.time_limit_min=30"
+    )
     running = login.await_state("digits", "running")
     environ, calls = counting(login, "squeue")
 
@@ -97,8 +100,8 @@ def test_following_a_queued_run_shows_it_wait_and_train(login: LoginNode) -> Non
 
 
 def test_a_waiting_job_is_cancelled_and_can_be_submitted_again(cluster: Cluster, login: LoginNode) -> None:
-    login.submit("digits", *SMALL, "slurm.extra.begin=now+1hour")
-    twice = login.submit("digits", *SMALL, "slurm.extra.begin=now+1hour")
+    login.queue("digits")
+    twice = login.queue("digits")
 
     cancelled = login.type("cancel", "digits")
     left = cluster.run("squeue", "--noheader").stdout
@@ -108,7 +111,7 @@ def test_a_waiting_job_is_cancelled_and_can_be_submitted_again(cluster: Cluster,
     assert cancelled.returncode == 0, cancelled.stderr
     assert left == ""
     assert (status["state"], status["reason"]) == ("cancelled", "cancelled by the user while it waited")
-    assert "job" in login.submit("digits", *SMALL, "slurm.extra.begin=now+1hour")
+    assert "job" in login.queue("digits")
 
 
 @pytest.mark.long
