@@ -13,7 +13,7 @@ from benchmarks import launch, loader, loop
 
 @pytest.mark.parametrize(
     "way",
-    [launch.agent, launch.submit, pytest.param(launch.submit_script, marks=pytest.mark.long)],
+    [launch.agent, *(pytest.param(one, marks=pytest.mark.long) for one in (launch.submit, launch.submit_script))],
     ids=["agent", "submit", "script"],
 )
 def test_two_workers_start_meet_and_leave(

@@ -147,6 +147,7 @@ def test_saves_that_fail_for_too_long_end_the_run_and_are_told_at_once(on_small_
     assert committed_steps(run) == [2]
 
 
+@pytest.mark.long
 def test_a_last_save_that_fails_fails_the_run_and_names_the_cause(on_small_disk: Workplace) -> None:
     run = on_small_disk.run("failing")
     ballast = fill(on_small_disk)

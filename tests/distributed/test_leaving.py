@@ -67,7 +67,7 @@ def begin(workplace: Workplace, name: str, *words: str) -> RunDir:
         ("worker", 0, "failed"),
         pytest.param("worker", 2, "failed", marks=pytest.mark.long),
         pytest.param("agent", 0, "failed", marks=pytest.mark.long),
-        ("supervisor", 0, "interrupted"),
+        pytest.param("supervisor", 0, "interrupted", marks=pytest.mark.long),
     ],
 )
 def test_when_one_process_dies_all_are_gone(workplace: Workplace, kind: str, index: int, state: str) -> None:
@@ -84,6 +84,7 @@ def test_when_one_process_dies_all_are_gone(workplace: Workplace, kind: str, ind
     assert read_status(run, now=time.time()).state == state
 
 
+@pytest.mark.long
 def test_the_error_names_the_killed_worker_and_its_log(workplace: Workplace) -> None:
     run = begin(workplace, "named", "resources.workers_per_node=3")
 
@@ -120,6 +121,7 @@ def test_told_to_stop_by_any_door_a_run_commits_and_leaves(workplace: Workplace,
     assert committed_steps(run)[-1] == progress.step
 
 
+@pytest.mark.long
 def test_a_cancelled_run_is_gone_at_once_and_goes_on_when_submitted_again(workplace: Workplace) -> None:
     run = begin(workplace, "cancelled")
 
@@ -131,6 +133,7 @@ def test_a_cancelled_run_is_gone_at_once_and_goes_on_when_submitted_again(workpl
     assert workplace.submit("cancelled", "train.epochs=1", "train.max_steps=1", "--wait").returncode == 0
 
 
+@pytest.mark.long
 def test_a_finished_run_goes_on_when_more_epochs_are_asked_for(workplace: Workplace) -> None:
     workplace.finish("longer")
 
@@ -232,6 +235,7 @@ def test_every_option_trains_and_resumes_with_the_same_bits(resumed: dict[str, F
     assert run.endings == ["stopped", "finished"]
 
 
+@pytest.mark.long
 def test_an_attempt_that_was_killed_before_it_wrote_into_the_ledger_blocks_nobody(workplace: Workplace) -> None:
     run = workplace.run("claimed")
     workplace.finish("claimed", "train.max_steps=2")

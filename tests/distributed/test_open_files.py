@@ -38,7 +38,8 @@ def submit(folder: Path, ulimit: str, *words: str) -> subprocess.CompletedProces
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.parametrize("launcher", ["agent", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["agent", "torchrun"])
 def test_ranks_may_open_as_many_files_as_the_hard_limit_allows(launcher: str, tmp_path: Path) -> None:
     done = submit(tmp_path, "-Sn", f"launcher={launcher}")
 

@@ -160,6 +160,7 @@ def test_a_process_that_executes_another_program_or_has_ended_is_not_taken_for_o
         RankProbe(path=folder.socket(1)).ping()
 
 
+@pytest.mark.long
 def test_a_script_that_forks_before_and_after_it_meets_others_answers_itself_and_ends_as_ever(
     folder: ProbeFolder, tmp_path: Path
 ) -> None:
@@ -327,6 +328,7 @@ print("goes on")
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user that has no process")
 def test_where_threads_are_scarce_a_rank_goes_on_without_the_server_and_says_why() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as place:  # that user must be able to enter it

@@ -141,6 +141,7 @@ def test_a_node_whose_own_name_means_another_address_is_reached_by_its_name(torc
     assert [agent.wait(timeout=PATIENCE_S) for agent in agents] == [0, 0]
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken_ends_the_agent(torchrun: Torchrun, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -65,6 +65,7 @@ def test_it_finds_its_data_and_saves_where_script_progress_says_and_goes_on_afte
     assert "begins at 3 data True submitted" in text
 
 
+@pytest.mark.long
 def test_what_it_writes_into_the_copy_is_found_after_an_edit_and_named(login: LoginNode, code: Path) -> None:
     for edit in range(2):
         (code / "train.py").write_text(f"OUT = 'results'  # {edit}\n" + TRAIN)

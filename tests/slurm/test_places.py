@@ -111,6 +111,7 @@ def test_env_explains_what_it_chose_and_refused(cluster: Cluster, login: LoginNo
     assert "loopback" in str(text)
 
 
+@pytest.mark.long
 def test_values_of_the_users_own_win(cluster: Cluster, login: LoginNode) -> None:
     own = {"MASTER_ADDR": "10.77.0.11", "MASTER_PORT": "23456"}
     login.add_recipe(TRIAL_RECIPE)
