@@ -205,6 +205,7 @@ def test_a_run_outlives_its_follower_stops_when_told_and_goes_on_when_submitted_
     assert read_environment(run, 1).torch.startswith("2.")
 
 
+@pytest.mark.long
 def test_fresh_starts_a_finished_run_over_and_keeps_what_there_was(here: Path) -> None:
     first = submit("run.yaml", "--wait")
     before = (here / "runs/run/metrics.jsonl").read_bytes()
@@ -219,6 +220,7 @@ def test_fresh_starts_a_finished_run_over_and_keeps_what_there_was(here: Path) -
     assert [entry.attempt for entry in Ledger.read(RunDir(here / "runs/run")).attempts] == [0]
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_keeps_its_precision_of_float32_and_says_so(here: Path) -> None:
     submit("run.yaml", "--wait", "train.matmul_precision=highest")
 
@@ -232,6 +234,7 @@ def test_a_run_that_goes_on_keeps_its_precision_of_float32_and_says_so(here: Pat
     assert load_resolved(job.run.config).train.matmul_precision == "highest"
 
 
+@pytest.mark.long
 def test_a_changed_model_is_told_once_with_a_way_on(here: Path) -> None:
     submit("run.yaml", "--wait")
     (here / "tiny.py").write_text(RECIPE.replace("super().__init__(4, 2)", "super().__init__(4, 3)"))

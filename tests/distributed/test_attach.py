@@ -16,9 +16,9 @@ from tests.distributed.test_scripts import ENVIRON, TWO, Place, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-EXAMPLE = ("plain_torch.py", "--epochs", "3", "--batch-size", "1", "--save-every", "32")
+EXAMPLE = ("plain_torch.py", "--epochs", "5", "--batch-size", "1")
 """Few and long epochs, so that a stop comes in the middle of one."""
-LAST = "step-00000384"
+LAST = "step-00000640"
 
 ONE_IS_ASKED = """
 import os, signal
@@ -62,6 +62,7 @@ def are_equal(one: Path, other: Path) -> bool:
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in tensors)
 
 
+@pytest.mark.long
 def test_the_example_stopped_with_a_rank_that_hears_late_ends_in_the_bits_that_torchrun_gives_undisturbed(
     place: Place,
 ) -> None:

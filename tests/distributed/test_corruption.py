@@ -68,6 +68,7 @@ def damaged(workplace: Workplace) -> RunDir:
     return run
 
 
+@pytest.mark.long
 def test_it_ends_with_the_bits_of_the_unbroken_run(workplace: Workplace, damaged: RunDir) -> None:
     unbroken = workplace.finish("unbroken", f"train.max_steps={NUM_STEPS}")
 

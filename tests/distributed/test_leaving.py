@@ -143,6 +143,7 @@ def test_a_finished_run_goes_on_when_more_epochs_are_asked_for(workplace: Workpl
     assert committed_steps(workplace.run("longer"))[-1] == 4 * 4
 
 
+@pytest.mark.long
 def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one_also_in_tensorboard(workplace: Workplace) -> None:
     words = ("resources.workers_per_node=2", "checkpoint.every_steps=5", "log.recorders=[tensorboard]")
     workplace.finish("whole", *words)
@@ -225,9 +226,8 @@ def resumed(
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize(
-    "option", [one if one == "ema-unused" else pytest.param(one, marks=pytest.mark.long) for one in OPTIONS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_trains_and_resumes_with_the_same_bits(resumed: dict[str, Future[Resumed]], option: str) -> None:
     run = resumed[option].result()
 

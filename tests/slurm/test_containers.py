@@ -228,6 +228,7 @@ def test_hostile_values_arrive_byte_for_byte(house_here: Callable[..., CommandWr
     assert where == str(shared_dir)
 
 
+@pytest.mark.long
 def test_hostile_paths_are_seen_under_their_own_names(
     house_here: Callable[..., CommandWrapper], shared_dir: Path
 ) -> None:

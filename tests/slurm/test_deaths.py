@@ -106,6 +106,7 @@ def test_a_worker_that_fails_once_is_replaced_in_place(cluster: Cluster, place: 
     assert_unbroken(place, "once", world_size=4, may_lose=MAY_LOSE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launcher",
     ["agent", pytest.param("srun", marks=pytest.mark.campaign), pytest.param("torchrun", marks=pytest.mark.campaign)],

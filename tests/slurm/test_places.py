@@ -86,6 +86,7 @@ def test_a_script_of_ones_own_trains_by_the_exported_values(cluster: Cluster, lo
     assert done.stdout.split() == ["6"] * 4
 
 
+@pytest.mark.long
 def test_a_job_script_runs_under_salloc_too(cluster: Cluster, login: LoginNode) -> None:
     login.add_recipe(TRIAL_RECIPE)
     settings = [*TRIAL, *SMALL, *world(2, 1)]

@@ -141,9 +141,8 @@ def test_an_undisturbed_script_on_two_nodes_comes_to_the_bits_that_torchrun_give
     assert are_equal(weights_of(snapshot), by_torchrun[0])
 
 
-@pytest.mark.parametrize(
-    "launcher", ["agent", *(pytest.param(launcher, marks=pytest.mark.long) for launcher in ("srun", "torchrun"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["agent", "srun", "torchrun"])
 def test_a_script_gets_its_own_signal_where_slurm_and_ddp_hpc_have_another(
     launcher: str, cluster: Cluster, login: LoginNode
 ) -> None:

@@ -71,7 +71,11 @@ print("ends")
 
 @pytest.mark.parametrize(
     "rest",
-    [POOLS_AND_A_DAEMON, SIGNALS_TO_A_HELPER, SIGTERM_BEFORE_PYTORCHS_HANDLER],
+    [
+        POOLS_AND_A_DAEMON,
+        pytest.param(SIGNALS_TO_A_HELPER, marks=pytest.mark.long),
+        pytest.param(SIGTERM_BEFORE_PYTORCHS_HANDLER, marks=pytest.mark.long),
+    ],
     ids=["pools and a daemon", "signals to a helper", "a loader process that has just begun"],
 )
 def test_an_attached_script_ends_its_forked_helpers_by_sigterm_and_keeps_its_loaders(rest: str, tmp_path: Path) -> None:
@@ -99,6 +103,7 @@ def end_session(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_forked_helper_that_fails_is_not_its_ranks_failure(tmp_path: Path) -> None:
     (tmp_path / "helped.py").write_text(HELPER_FAILS)
     place = Place(tmp_path)
