@@ -139,6 +139,12 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDP_HPC_SITE_PROFILE", "")  # none, wherever this machine keeps one
 
 
+@pytest.fixture
+def _users_part_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no process that imports torch to check a recipe before the queue, where something else is tested."""
+    monkeypatch.setattr("ddp_hpc.launch.submission.slurm.check_users_part", lambda *_: [])
+
+
 @pytest.fixture(autouse=True)
 def _no_signal_is_ignored() -> Iterator[None]:
     """Undo what `nohup` and `&` do to their commands: programs that a test starts would ignore these signals, too."""

@@ -62,7 +62,7 @@ def test_on_one_machine_the_example_begins_no_run_after_one_that_failed(tmp_path
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def slurm(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """Have a cluster that numbers its jobs from 11 on; all wait."""
     slurm = FakeSlurm(tmp_path)
     count = tmp_path / "count"

@@ -15,7 +15,7 @@ UP = "echo 'Slurmctld(primary) at head is UP'"
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the current directory, with a configuration; its `bin` is all of PATH."""
     (tmp_path / "run.yaml").write_text("recipe: {target: image_classification}\n")
     (tmp_path / "bin").mkdir()

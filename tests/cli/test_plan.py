@@ -25,7 +25,7 @@ DRY = ("submit", "run.yaml", "--cluster", "slurm", "--dry-run")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the current directory, with a configuration, on a host with Slurm's commands."""
     (tmp_path / "bin").mkdir()
     for name in ("sbatch", "squeue", "scontrol", "sacct"):

@@ -27,7 +27,7 @@ CONFIG = "recipe: {target: 'tiny:build'}\nresources: {nodes: 2, workers_per_node
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the current directory, with a configuration and its recipe; its `bin` comes first on PATH."""
     (tmp_path / "run.yaml").write_text(CONFIG)
     (tmp_path / "tiny.py").write_text("def build(): ...")

@@ -20,6 +20,7 @@ def codes(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+@pytest.mark.usefixtures("_users_part_unchecked")
 def test_the_file_it_shows_makes_the_directives_of_its_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
