@@ -256,14 +256,27 @@ MISTAKES = {
 }
 """What is typed after `submit`, and what is said."""
 SELDOM = {
+    "a dot for the colon",
     "a file for the module",
-    "a word that is no choice",
+    "a function of no recipe",
     "a function that may return anything",
     "a metric that no recipe may have",
+    "a package that is missing",
+    "a word that is no choice",
+    "a wrong built-in",
+    "a wrong function, whatever the modules",
+    "an argument of a built-in",
     "an argument that is missing",
+    "an import that needs a GPU",
     "data that nobody has",
     "modules in a circle",
     "no data in the directory",
+    "no function",
+    "one that the image may have",
+    "weights of a run without any",
+    "weights on a disk of the nodes",
+    "weights that another job makes",
+    "weights that may be another model's",
 }
 """Two seconds each, for PyTorch's import, of kinds that others are of, too."""
 

@@ -175,7 +175,7 @@ def test_the_recording_shows_a_run_to_its_end() -> None:
 def docs_bin() -> Path:
     """Return the directory of the documents' tools, installed once by `make docs`' own rule."""
     with (ROOT / "envs" / "docs.txt").open() as pins:
-        fcntl.flock(pins, fcntl.LOCK_EX)  # under `-n 2` two processes would install at once
+        fcntl.flock(pins, fcntl.LOCK_EX)  # under `-n` two processes would install at once
         done = subprocess.run(["make", ".venv-docs/.tools"], cwd=ROOT, check=False, capture_output=True, text=True)
     if done.returncode and not os.environ.get("DDP_HPC_REQUIRE_SLURM"):  # as CI sets it, which has a network
         pytest.skip(f"pip cannot install what the site needs: {done.stderr[-200:]}")

@@ -25,7 +25,7 @@ from tests.unit.fake_slurm import FakeSlurm
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def cluster(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """Have a cluster that takes its time over each job, and calls it 7."""
     cluster = FakeSlurm(tmp_path)
     cluster.knows_job(state="PENDING", reason="Priority")
