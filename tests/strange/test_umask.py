@@ -76,7 +76,7 @@ def test_all_of_a_run_is_its_owners_alone_whatever_the_umask(here: Path) -> None
     assert open_to_others(here / "a", 0o022) == []  # nor may they rename a run
 
 
-@pytest.mark.usefixtures("_umask")
+@pytest.mark.usefixtures("_umask", "_users_part_unchecked")
 def test_a_jobs_script_snapshot_and_submitits_folder_are_its_owners_alone(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
