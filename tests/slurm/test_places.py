@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import SMALL, TRIAL, TRIAL_RECIPE, LoginNode, world
+from tests.slurm.runs import SMALL, LoginNode, world
 
 ENV = f"{sys.executable} -m ddp_hpc env"
 NODE1 = {"10.77.0.11", "10.78.0.11"}
@@ -88,10 +88,8 @@ def test_a_script_of_ones_own_trains_by_the_exported_values(cluster: Cluster, lo
 
 @pytest.mark.long
 def test_a_job_script_runs_under_salloc_too(cluster: Cluster, login: LoginNode) -> None:
-    login.add_recipe(TRIAL_RECIPE)
-    settings = [*TRIAL, *SMALL, *world(2, 1)]
-    login.submit("queued", *settings, "--wait")
-    assert login.type("render", "digits.yaml", "name=inside", *settings).returncode == 0
+    login.submit("queued", *SMALL, *world(2, 1), "--wait")
+    assert login.type("render", "digits.yaml", "name=inside", *SMALL, *world(2, 1)).returncode == 0
     script = login.run("inside").job_script
 
     cluster.run("salloc", "--nodes=2", "--ntasks-per-node=1", "--mem=2G", "bash", script, cwd=login.folder, timeout=300)
@@ -115,10 +113,11 @@ def test_env_explains_what_it_chose_and_refused(cluster: Cluster, login: LoginNo
 @pytest.mark.long
 def test_values_of_the_users_own_win(cluster: Cluster, login: LoginNode) -> None:
     own = {"MASTER_ADDR": "10.77.0.11", "MASTER_PORT": "23456"}
-    login.add_recipe(TRIAL_RECIPE)
-    settings = [*TRIAL, *SMALL, *world(2, 1), "slurm.nodelist=node1,node2"]
 
-    said = login.type("submit", "digits.yaml", "name=own", "--cluster", "slurm", *settings, "--wait", env=own)
+    said = login.type(
+        "submit", "digits.yaml", "name=own", "--cluster", "slurm", *SMALL, *world(2, 1), "slurm.nodelist=node1,node2",
+        "--wait", env=own,
+    )  # fmt: skip
 
     assert said.returncode == 0, said.stderr
     meeting = next(line for line in login.console("own").splitlines() if line.startswith("ranks meet"))
