@@ -10,12 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ddp_hpc.base.record import record_in
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
 from ddp_hpc.run.run_dir.rereading import Tail
 from ddp_hpc.run.run_dir.timeline import Mark, read_marks
+from ddp_hpc.watch.report.series import parsed
 
 CHECKPOINT = "checkpoint"
 """The phase of the loop in which it waits for a save."""
@@ -116,20 +116,13 @@ def read_times(run: RunDir, *, now: float, is_alive: bool, marks: Sequence[Mark]
     )
 
 
-@dataclass(frozen=True)
-class _Logged:
-    kind: str
-    at: float
-    step: int
-
-
 def logged_steps(run: RunDir) -> list[tuple[float, int]]:
     """Return time and step of logged steps, the newest and some before them: a worker that is killed notes no end, but has logged."""
     found = []
     for path in (run.superseded_metrics, run.metrics):
         with suppress(OSError):  # then they prove nothing
-            lines = (record_in(raw, _Logged) for raw in Tail(path, most_bytes=_MOST_BYTES).new_raw_lines())
-            found += [(one.at, one.step) for one in lines if one is not None and one.kind == "train"]
+            lines = (line for line, _ in parsed(Tail(path, most_bytes=_MOST_BYTES).new_raw_lines()))
+            found += [(one.at, one.step) for one in lines if one.kind == "train" and one.at is not None]
     return found
 
 

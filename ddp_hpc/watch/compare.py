@@ -96,8 +96,8 @@ def sort_runs(runs: Sequence[ListedRun], by: str, *, is_reversed: bool) -> list[
     return [*ordered, *(run for run in runs if value(run) is None)]
 
 
-def differing_keys(runs: Sequence[ListedRun]) -> list[str]:
-    """Return the keys whose values are not the same in all these runs."""
-    known = [run for run in runs if run.values]
-    names = dict.fromkeys(name for run in known for name in run.values if name not in _OWN_KEYS)
-    return [name for name in names if any(run.values.get(name) != known[0].values.get(name) for run in known)]
+def differing_keys(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose values are not the same in all these configurations; those that cannot be read, and are empty, do not count."""
+    known = [values for values in configurations if values]
+    names = dict.fromkeys(name for values in known for name in values if name not in _OWN_KEYS)
+    return [name for name in names if any(values.get(name) != known[0].get(name) for values in known)]

@@ -64,10 +64,10 @@ def test_a_run_of_which_no_number_stands_out_has_one_note_that_says_so(plain: Ru
 def test_of_the_machines_one_note_is_made_with_one_advice(
     use: MachineUse | None, waits: float, beginning: str, key: str, plain: RunData
 ) -> None:
-    [note] = notes_of(changed(plain, use=use, waits=waits))
+    [(text, to_set)] = notes_of(changed(plain, use=use, waits=waits))
 
-    assert note.text.startswith(beginning)
-    assert note.key == key
+    assert text.startswith(beginning)
+    assert to_set == key
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_the_most_important_notes_come_first_and_are_at_most_three(plain: RunDat
     found = notes_of(changed(plain, spent=spent, waits=0.4, series=series, times=[*plain.times, *plain.times]))
 
     assert len(found) == MOST_NOTES
-    assert found[0].text.startswith("The loss was NaN or infinite in 3 log lines, the newest among them.")
-    assert found[1].text.startswith("Training waits for saves 30% of the time.")
-    assert found[2].text.startswith("Rank zero waits for samples in 40% of its steps")
+    assert found[0][0].startswith("The loss was NaN or infinite in 3 log lines, the newest among them.")
+    assert found[1][0].startswith("Training waits for saves 30% of the time.")
+    assert found[2][0].startswith("Rank zero waits for samples in 40% of its steps")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_most_important_notes_come_first_and_are_at_most_three(plain: RunDat
     ],
 )
 def test_saves_are_never_too_many_and_too_few_at_once(spent: dict[str, float], key: str, plain: RunData) -> None:
-    assert [one.key for one in notes_of(changed(plain, spent=spent))] == [key]
+    assert [to_set for _, to_set in notes_of(changed(plain, spent=spent))] == [key]
 
 
 def test_the_note_on_checkpoints_names_both_costs_and_the_key(tmp_path: Path) -> None:
@@ -120,9 +120,9 @@ def test_the_note_on_checkpoints_names_both_costs_and_the_key(tmp_path: Path) ->
 
     read = read_run(run, now=BEGIN)
 
-    (note,) = [one for one in notes_of(read) if one.key.startswith("checkpoint.every_steps=")]
+    (key,) = [key for _, key in notes_of(read) if key.startswith("checkpoint.every_steps=")]
     assert read.cost is not None
-    assert note.key == f"checkpoint.every_steps={read.cost.best_every_steps}"
+    assert key == f"checkpoint.every_steps={read.cost.best_every_steps}"
     assert read.cost.best_every_steps < 500
 
 
@@ -136,8 +136,8 @@ def test_a_rank_that_was_named_as_slow_counts_by_the_mean_of_the_whole_run(tmp_p
     read = read_run(run, now=BEGIN)  # a quarter of a step, in 500 of 5,000 steps
     always = replace(read, looks=[replace(one, lost_s={5: 0.05}, step_s=0.25) for one in read.looks])
 
-    assert not any("slurm.exclude" in note.key for note in notes_of(read))
-    assert "wait 20% of each step for rank 5" in " ".join(note.text for note in notes_of(always))
+    assert not any("slurm.exclude" in key for _, key in notes_of(read))
+    assert "wait 20% of each step for rank 5" in " ".join(text for text, _ in notes_of(always))
 
 
 @pytest.mark.parametrize(("last", "said"), [(None, "do not recover"), (0.5, "finite again later")])
@@ -148,7 +148,7 @@ def test_all_losses_that_are_not_finite_are_counted_and_weights_given_up_only_if
     odd = [line_of(kind="train", step=step, loss=None, at=1.0) for step in range(1, 1001)]
     run.metrics.write_text("".join([*odd, line_of(kind="train", step=1001, loss=last, at=1.0)]))
 
-    text = notes_of(read_run(run, now=BEGIN))[0].text
+    text = notes_of(read_run(run, now=BEGIN))[0][0]
 
     assert f"in {1001 if last is None else 1000} log lines" in text
     assert said in text
@@ -159,7 +159,7 @@ def test_updates_that_were_skipped_are_counted_before_lines_are_thinned_out(tmp_
     lines = [line_of(kind="train", step=step, loss=0.5, skipped_updates=step % 2, at=1.0) for step in range(1, 4001)]
     run.metrics.write_text("".join([line_of(kind="train", step=0, loss=0.5, skipped_updates=None, at=1.0), *lines]))
 
-    assert notes_of(read_run(run, now=BEGIN))[0].text.startswith("40% of the updates were skipped")
+    assert notes_of(read_run(run, now=BEGIN))[0][0].startswith("40% of the updates were skipped")
 
 
 def test_an_odd_line_of_a_slow_rank_is_skipped(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_another_run_beside_this_one_shows_what_differs_without_secrets(tmp_path
         with each.config.open("a") as file:
             file.write(f"env:\n  MY_TOKEN: {secret}\n")
 
-    text = page_of(read_run(run, now=NOW, against=other), now=NOW)
+    text = page_of(read_run(run, now=NOW), now=NOW, against=read_run(other, now=NOW))
 
     found = Outline(text)
     assert "Beside two" in found.headings

@@ -51,7 +51,7 @@ def test_losses_that_are_not_finite_are_marked_and_not_drawn(tmp_path: Path) -> 
     assert [point.step for point in finite(series.loss)] == [1, 5]
     assert [point.step for point in series.loss] == [1, 2, 3, 4, 5]
     (chart,) = charts_of(series, {})
-    assert [shape.path.count("M") for shape in chart.shapes] == [2, 1, 1, 1]  # no line over the steps between
+    assert [chart.path(one.points).count("M") for one in chart.lines] == [2, 1, 1, 1]  # no line over the steps between
 
 
 def test_each_further_number_that_the_run_has_gets_a_chart(tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_each_further_number_that_the_run_has_gets_a_chart(tmp_path: Path) -> No
 
     _, *charts = charts_of(read_series(run_with(tmp_path, "".join(lines))), {0: 0, 1: 4})
 
-    shown = [(chart.title, chart.unit, len(chart.readings)) for chart in charts]
+    shown = [(chart.title, chart.about, len(chart.readings)) for chart in charts]
     assert shown == [
         ("Tokens", "tokens/s", 4),
         ("Gradient norm", "before clipping, y axis logarithmic", 5),
         ("Loss scale", "y axis logarithmic", 5),
         ("Skipped updates", "of each log interval", 5),
     ]
-    assert all([shape.kind for shape in chart.shapes] == ["main", "start"] for chart in charts)
+    assert all([one.kind for one in chart.lines] == ["main", "start"] for chart in charts)
 
 
 def test_numbers_that_a_run_does_not_have_and_updates_that_were_never_skipped_get_none(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_evaluations_that_are_not_finite_are_marked_at_their_steps(tmp_path: Pat
     series = read_series(run_with(tmp_path, line(30, 0.3) + "".join(told)))
 
     (loss, chart) = charts_of(series, {})
-    titles = [[shape.title for shape in one.shapes if shape.kind == "broken"] for one in (loss, chart)]
+    titles = [[line.title for line in one.lines if line.kind == "broken"] for one in (loss, chart)]
     assert titles == [
         ["step 20: the loss of the evaluation is NaN or infinite"],
         ["step 20: the accuracy of the evaluation is NaN or infinite"],

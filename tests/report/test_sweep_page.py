@@ -112,10 +112,10 @@ def test_a_key_with_few_values_has_them_side_by_side_and_a_line_through_the_best
     chart = key_chart("train.lr", "loss", MEASURED)
 
     assert chart is not None
-    assert [(tick.text, tick.at) for tick in chart.x.ticks] == [("0.01", 0.25), ("0.1", 0.75)]
-    dots, line, best = chart.shapes
-    assert dots.path.count("M") == 3
-    assert line.path.count("L") == 1
+    assert chart.x.ticks == [(0.25, "0.01"), (0.75, "0.1")]
+    dots, line, best = chart.lines
+    assert chart.path(dots.points).count("M") == 3
+    assert chart.path(line.points).count("L") == 1
     assert best.title == "the best, b: train.lr 0.01, loss 1"
 
 
@@ -129,9 +129,9 @@ def test_a_key_with_many_values_has_few_labels_and_one_with_one_value_no_chart()
     many = key_chart("lr", "loss", [(2.0**-number, 3.0**number, "") for number in range(20)])
 
     assert many is not None
-    assert many.unit == "y axis logarithmic"
-    assert [tick.text for tick in many.x.ticks] == ["1.9e-06", "6.1e-05", "0.001953", "0.0625"]
-    assert [shape.kind for shape in many.shapes] == ["points", "best"]
+    assert many.about == "y axis logarithmic"
+    assert [text for _, text in many.x.ticks] == ["1.9e-06", "6.1e-05", "0.001953", "0.0625"]
+    assert [one.kind for one in many.lines] == ["points", "best"]
     assert key_chart("lr", "loss", [(0.1, 3.0, "a"), (0.1, 2.0, "c")]) is None
 
 
@@ -140,4 +140,4 @@ def test_values_that_are_no_numbers_have_a_place_each(values: list[Any]) -> None
     chart = key_chart("key", "loss", [(value, 1.0, "") for value in values])
 
     assert chart is not None
-    assert [tick.at for tick in chart.x.ticks] == [0.25, 0.75]
+    assert [at for at, _ in chart.x.ticks] == [0.25, 0.75]

@@ -112,7 +112,7 @@ def test_the_report_advises_to_move_a_limit_of_auto_and_never_to_switch_it_off(
     hours = {**dict.fromkeys(KINDS, 0.0), "saving": saving, "lost": lost, "training": 1.0 - saving - lost}
     read = replace(read, goodput=replace(read.goodput, node_hours=hours))
 
-    keys = [one.key for one in notes_of(read) if "checkpoint." in one.key]
+    keys = [key for _, key in notes_of(read) if "checkpoint." in key]
 
     assert keys == ([] if key is None else [key])
 

@@ -152,7 +152,7 @@ def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[
         runs = sort_runs(runs, args.sort, is_reversed=args.reverse)
     elif args.reverse:
         runs.reverse()
-    names = differing_keys(runs) if args.keys else []
+    names = differing_keys([run.values for run in runs]) if args.keys else []
     shown = [
         {name: one if is_key_shown(name, one := run.values.get(name)) else HIDDEN for name in names} for run in runs
     ]

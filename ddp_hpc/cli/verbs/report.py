@@ -51,11 +51,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         text = sweep_page(name, runs, now=now)
     else:
         chosen = chosen_run(args, environment)
-        against = find_run(args.against, runs_dir) if args.against else None
-        name, text = (
-            chosen.name,
-            page_of(read_run(chosen, now=now, against=against, environ=environment), now=now),
-        )
+        other = find_run(args.against, runs_dir) if args.against else None
+        against = None if other is None else read_run(other, now=now, environ=environment)
+        name, text = chosen.name, page_of(read_run(chosen, now=now, environ=environment), now=now, against=against)
     output = args.output or Path(f"{name}-report.html")
     if output != _STDOUT:
         with output_at(output) as path:

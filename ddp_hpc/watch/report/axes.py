@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from ddp_hpc.watch.report.words import compact, moment
 
@@ -15,21 +14,20 @@ _LOG_FROM = 20
 """Values that differ by more than this factor have a logarithmic axis."""
 
 
-class Tick(NamedTuple):
-    """A mark of an axis, and where it stands: 0 at the axis' begin, 1 at its end."""
-
-    at: float
-    text: str
-
-
 @dataclass(frozen=True)
 class ChartAxis:
     """An axis from one value to another, with its marks."""
 
     low: float
     high: float
-    ticks: Sequence[Tick] = ()
+    marks: Mapping[float, str] = field(default_factory=dict)
+    """Value -> its text."""
     is_log: bool = False
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Where the marks stand, and their texts."""
+        return [(self.place(value), text) for value, text in self.marks.items()]
 
     def place(self, value: float) -> float:
         """Return where a value stands: 0 at the begin, 1 at the end; values beyond stand at the ends."""
@@ -62,7 +60,7 @@ def axis(values: Iterable[float], *, margin: float = 0.06, count: int = 4, may_b
         step = next(one * power for one in _STEPS if one * power >= rough * 0.999)
         marks = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
         may_be_log = False
-    return _with_ticks(ChartAxis(low, high, is_log=may_be_log), {one: compact(one) for one in marks})
+    return ChartAxis(low, high, {one: compact(one) for one in marks}, may_be_log)
 
 
 def clock_times(begin: float, end: float) -> ChartAxis:
@@ -72,9 +70,4 @@ def clock_times(begin: float, end: float) -> ChartAxis:
     pattern = "%H:%M:%S" if step < 60 else "%H:%M" if length < 86400 else "%d %b %H:%M" if step < 86400 else "%d %b"
     first = math.ceil(begin / step) * step
     marks = range(first, math.floor(begin + length) + 1, step)
-    return _with_ticks(ChartAxis(begin, begin + length), {one: moment(one, pattern) for one in marks})
-
-
-def _with_ticks(bare: ChartAxis, marks: dict[float, str]) -> ChartAxis:
-    ticks = [Tick(bare.place(at), text) for at, text in marks.items()]
-    return ChartAxis(bare.low, bare.high, ticks, bare.is_log)
+    return ChartAxis(begin, begin + length, {one: moment(one, pattern) for one in marks})

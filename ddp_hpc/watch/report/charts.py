@@ -29,62 +29,49 @@ class Line(NamedTuple):
 GAP = ChartPoint(0, math.nan)
 
 
-class Shape(NamedTuple):
-    """A part of a chart, as an SVG path."""
-
-    kind: str
-    path: str
-    title: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chart:
-    """One chart."""
+    """Some lines, and the axes that they are drawn between."""
 
     title: str
-    unit: str
+    lines: Sequence[Line]
     x: ChartAxis
     y: ChartAxis
-    shapes: Sequence[Shape]
-    readings: Sequence[tuple[float, float]] = ()
-    """Steps and values of the main line, for the pointer."""
+    unit: str = ""
+
+    @property
+    def about(self) -> str:
+        """The unit, and which axes are logarithmic."""
+        scales = [f"{name} axis logarithmic" for name, one in (("x", self.x), ("y", self.y)) if one.is_log]
+        return ", ".join(filter(None, [self.unit, *scales]))
+
+    @property
+    def readings(self) -> list[tuple[float, float]]:
+        """Steps and values of the main line, for the pointer."""
+        main = [point for line in self.lines if line.kind == "main" for point in finite(line.points)]
+        return [(one.step, float(f"{one.value:.5g}")) for one in main[:: -(-len(main) // _MOST_READINGS) or 1]]
+
+    def path(self, points: Iterable[ChartPoint]) -> str:
+        """Return the points as an SVG path; whole numbers are fine enough in a box of 1000."""
+        pieces = []
+        for is_gap, piece in groupby(points, key=lambda point: math.isnan(point.value)):
+            if not is_gap:
+                places = (
+                    f"{self.x.place(one.step) * BOX:.0f} {(1 - self.y.place(one.value)) * BOX:.0f}" for one in piece
+                )
+                different = [place for place, _ in groupby(places)]
+                # A single point is a line of no length, which a round cap draws as a dot.
+                pieces.append("M" + "L".join(different) + ("h0" if len(different) == 1 else ""))
+        return "".join(pieces)
 
 
-def chart_of(  # noqa: PLR0913
-    title: str,
-    lines: Sequence[Line],
-    *,
-    unit: str = "",
-    may_be_log: bool = False,
-    x: ChartAxis | None = None,
-    y: ChartAxis | None = None,
+def chart_of(
+    title: str, lines: Sequence[Line], *, unit: str = "", may_be_log: bool = False, y: ChartAxis | None = None
 ) -> Chart:
-    """Return a chart of these lines. Where no axes are given, it is over steps from 0, and holds all values."""
+    """Return a chart of these lines over steps from 0; where no axis is given, it holds all values."""
     points = [point for line in lines for point in line.points]
-    x = x or axis([0.0, 1.0, *(point.step for point in points)], margin=0.0, count=5)
-    y = y or axis((point.value for point in points), may_be_log=may_be_log)
-    main = [point for line in lines if line.kind == "main" for point in finite(line.points)]
-    scales = [f"{name} axis logarithmic" for name, one in (("x", x), ("y", y)) if one.is_log]
-    return Chart(
-        title=title,
-        unit=", ".join([*filter(None, [unit]), *scales]),
-        x=x,
-        y=y,
-        shapes=[Shape(line.kind, path(line.points, x, y), line.title) for line in lines],
-        readings=[(one.step, float(f"{one.value:.5g}")) for one in main[:: -(-len(main) // _MOST_READINGS) or 1]],
-    )
-
-
-def path(points: Iterable[ChartPoint], x: ChartAxis, y: ChartAxis) -> str:
-    """Return the points as an SVG path; whole numbers are fine enough in a box of 1000."""
-    pieces = []
-    for is_gap, piece in groupby(points, key=lambda point: math.isnan(point.value)):
-        if not is_gap:
-            places = (f"{x.place(one.step) * BOX:.0f} {(1 - y.place(one.value)) * BOX:.0f}" for one in piece)
-            different = [place for place, _ in groupby(places)]
-            # A single point is a line of no length, which a round cap draws as a dot.
-            pieces.append("M" + "L".join(different) + ("h0" if len(different) == 1 else ""))
-    return "".join(pieces)
+    x = axis([0.0, 1.0, *(point.step for point in points)], margin=0.0, count=5)
+    return Chart(title, lines, x, y or axis((point.value for point in points), may_be_log=may_be_log), unit)
 
 
 _NUMBERS: Mapping[str, tuple[str, str, bool]] = {

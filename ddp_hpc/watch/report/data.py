@@ -19,8 +19,6 @@ from ddp_hpc.watch.report.series import Series
 from ddp_hpc.watch.save_interval import SaveInterval
 from ddp_hpc.watch.status import RunStatus
 
-HIDDEN = "(hidden)"
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunFailure:
@@ -36,18 +34,6 @@ class RunFailure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Against:
-    """Another run, beside this one."""
-
-    name: str
-    status: RunStatus
-    differences: Sequence[tuple[str, str, str]]
-    """Keys whose values differ, with this run's and the other one's."""
-    environment: Sequence[str]
-    series: Series
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunData:
     """One run."""
 
@@ -56,8 +42,6 @@ class RunData:
     times: Sequence[AttemptTime]
     goodput: Goodput
     cost: CheckpointCost | None
-    every_steps: int | None
-    """`checkpoint.every_steps`; with `auto`, its newest choice."""
     series: Series
     marks: Sequence[Mark]
     looks: Sequence[Look]
@@ -75,7 +59,6 @@ class RunData:
     """Attempt -> how busy its nodes were."""
     missing: Sequence[str] = field(default_factory=list)
     """What is not shown, why, and how to get it."""
-    against: Against | None = None
     secrets: Sequence[str] = ()
     """Values that are masked wherever they stand."""
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc import __version__
-from ddp_hpc.base.discretion import masked, visible
+from ddp_hpc.base.discretion import is_key_shown, masked, visible
+from ddp_hpc.run.config import HIDDEN
 from ddp_hpc.run.run_dir.environment import Environment, differences
 from ddp_hpc.run.run_dir.machine_use import in_words, merged
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.checkpoints import CheckpointInfo
+from ddp_hpc.watch.compare import differing_keys
 from ddp_hpc.watch.goodput import measured_cost
 from ddp_hpc.watch.report import charts
-from ddp_hpc.watch.report.data import Against, RunData
+from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.notes import notes_of
 from ddp_hpc.watch.report.series import finite
 from ddp_hpc.watch.report.timeline import rows_of
@@ -36,20 +38,20 @@ _WHERE = {
 _MOST_CHANGES = 12
 
 
-def page_of(run: RunData, *, now: float) -> str:
-    """Return the page of one run."""
+def page_of(run: RunData, *, now: float, against: RunData | None = None) -> str:
+    """Return the page of one run, with another run beside it."""
     return render_page(
         "run.html.j2",
-        view_of(run),
+        {**view_of(run), "against": None if against is None else _beside(run, against)},
         title=f"{run.status.run}: report",
         path=run.path,
         now=now,
-        secrets=run.secrets,
+        secrets=[*run.secrets, *(against.secrets if against else ())],
     )
 
 
 def view_of(run: RunData) -> dict[str, Any]:
-    """Return what the page of one run shows: texts and shapes."""
+    """Return what the page of one run shows: texts and charts."""
     rows, time_ticks = rows_of(run.times, run.marks)
     seconds, num_steps = run.phases
     by_length = sorted(seconds.items(), key=lambda item: -item[1])
@@ -70,7 +72,6 @@ def view_of(run: RunData) -> dict[str, Any]:
         "cost": _cost(run),
         "environment": _environment(run),
         "changed": list(_changes(run)),
-        "against": None if run.against is None else _beside(run, run.against),
         "notes": notes_of(run),
     }
 
@@ -227,8 +228,9 @@ def _changes(run: RunData) -> Iterable[tuple[int, str]]:
         before = one
 
 
-def _beside(run: RunData, other: Against) -> dict[str, Any]:
-    theirs = charts.Line("other", other.series.loss, f"loss of {other.name}")
+def _beside(run: RunData, other: RunData) -> dict[str, Any]:
+    name = other.path.name if other.path.name != run.path.name else str(other.path)
+    theirs = charts.Line("other", other.series.loss, f"loss of {name}")
     ours = [line for line in charts.loss_lines(run.series) if line.kind != "lost"]
     has_loss = bool(ours or finite(other.series.loss))
     loss = (
@@ -236,16 +238,22 @@ def _beside(run: RunData, other: Against) -> dict[str, Any]:
         if other.status.loss is None or run.status.loss is None
         else f" Its loss is {compact(other.status.loss)}; this run's is {compact(run.status.loss)}."
     )
-    count = plural(len(other.differences), "key")
+    keys = differing_keys([run.values, other.values])
+    newest = [one.environments[max(one.environments)] for one in (other, run) if one.environments]
     return {
-        "name": other.name,
-        "lead": f"{other.name} is at step {other.status.step:,}.{loss} {count} of the configuration {'differs' if len(other.differences) == 1 else 'differ'}.",
-        "chart": charts.chart_of(f"Loss, and dotted: {other.name}", [theirs, *ours], may_be_log=True)
-        if has_loss
-        else None,
-        "differences": other.differences,
-        "environment": other.environment,
+        "name": name,
+        "lead": f"{name} is at step {other.status.step:,}.{loss} {plural(len(keys), 'key')} of the configuration {'differs' if len(keys) == 1 else 'differ'}.",
+        "chart": charts.chart_of(f"Loss, and dotted: {name}", [theirs, *ours], may_be_log=True) if has_loss else None,
+        "differences": [(key, _shown(key, run), _shown(key, other)) for key in keys],
+        "environment": [*differences(*newest)] if len(newest) == 2 else [],
     }
+
+
+def _shown(key: str, run: RunData) -> str:
+    value = run.values.get(key)
+    if not is_key_shown(key, value):
+        return HIDDEN
+    return "unset" if value is None else str(value)
 
 
 # --- templates ---------------------------------------------------------------------------------------------------------

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ddp_hpc.base.discretion import is_key_shown, masked, secret_values
+from ddp_hpc.base.discretion import masked, secret_values
 from ddp_hpc.base.errors import DdpHpcError
-from ddp_hpc.run.run_dir.environment import Environment, differences, read_environment
+from ddp_hpc.run.run_dir.environment import Environment, read_environment
 from ddp_hpc.run.run_dir.joining import read_meeting
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import read_uses
@@ -19,9 +18,9 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Look, Mark, read_alarms, read_looks, read_marks
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
-from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys
+from ddp_hpc.watch.compare import config_values
 from ddp_hpc.watch.goodput import checkpoint_cost, goodput_of
-from ddp_hpc.watch.report.data import HIDDEN, Against, RunData, RunFailure
+from ddp_hpc.watch.report.data import RunData, RunFailure
 from ddp_hpc.watch.report.series import Series, finite, read_series
 from ddp_hpc.watch.save_interval import newest_interval
 from ddp_hpc.watch.status import read_status
@@ -49,9 +48,7 @@ class _Reader:
             return otherwise
 
 
-def read_run(
-    run: RunDir, *, now: float, against: RunDir | None = None, environ: Mapping[str, str] = MappingProxyType({})
-) -> RunData:
+def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingProxyType({})) -> RunData:
     """Return what the run directory holds. Unreadable parts are left out, and named in `missing`.
 
     What variables of `environ` hold that may be secrets is masked, also in the words of exceptions.
@@ -70,13 +67,12 @@ def read_run(
     looks: list[Look] = reader.read("The comparison of the ranks", partial(read_looks, run), [])
     is_script = bool(values.get("script.command")) or status.saves is not None
     reader.missing += _gaps(ledger, series, marks, is_script=is_script)
-    found = RunData(
+    return RunData(
         path=run.path,
         status=status,
         times=times,
         goodput=goodput_of(times),
         cost=checkpoint_cost(times, every_steps),
-        every_steps=every_steps,
         save_interval=interval if every == "auto" else None,
         series=series,
         marks=marks,
@@ -91,7 +87,6 @@ def read_run(
         values=values,
         missing=reader.missing,
     )
-    return found if against is None else replace(found, against=_against(found, against, now))
 
 
 def _of_each(attempts: Sequence[int], read: Callable[[int], T | None]) -> dict[int, T]:
@@ -153,26 +148,3 @@ def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> RunFailure 
         place=verdict.place,
         to_do=to_do(run, attempt, verdict, word=run.word),
     )
-
-
-def _against(run: RunData, other: RunDir, now: float) -> Against:
-    """Return another run beside this one, and what differs."""
-    beside = read_status(other, now=now)
-    listed = ListedRun(beside)
-    keys = differing_keys([ListedRun(run.status), listed])
-    theirs = _of_each([one.attempt for one in Ledger.read(other).attempts], partial(_environment, other))
-    newest = [found[max(found)] for found in (theirs, run.environments) if found]
-    return Against(
-        name=other.name if other.name != run.path.name else str(other.path),
-        status=beside,
-        differences=[(key, _shown(key, run.values), _shown(key, listed.values)) for key in keys],
-        environment=[*differences(*newest)] if len(newest) == 2 else [],
-        series=read_series(other),
-    )
-
-
-def _shown(key: str, values: Mapping[str, Any]) -> str:
-    value = values.get(key)
-    if not is_key_shown(key, value):
-        return HIDDEN
-    return "unset" if value is None else str(value)

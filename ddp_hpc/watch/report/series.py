@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_hpc.base.durable import json_line, lines_of
@@ -54,11 +53,12 @@ class Series:
 
 
 @dataclass(frozen=True)
-class _Line:
+class MetricsLine:
     """A line of the metrics; an evaluation has more numbers."""
 
     kind: str
     step: int
+    at: float | None = None
     loss: float | None = None
     samples_per_s: float | None = None
     lr: float | None = None
@@ -68,7 +68,7 @@ class _Line:
     skipped_updates: float | None = None
 
 
-_NUMBERS = [one.name for one in fields(_Line)[2:]]
+_NUMBERS = [one.name for one in fields(MetricsLine)[3:]]
 
 
 def read_series(run: RunDir) -> Series:
@@ -80,7 +80,7 @@ def read_series(run: RunDir) -> Series:
     trained: dict[str, list[ChartPoint]] = {}
     evaluated: dict[str, list[ChartPoint]] = {}
     num_lines = 0
-    for line, raw in _lines(run.metrics):
+    for line, raw in parsed(lines_of(run.metrics)):
         num_lines += 1
         if line.kind == "train":
             for name in _NUMBERS:
@@ -97,7 +97,7 @@ def read_series(run: RunDir) -> Series:
         num_not_finite=sum(math.isnan(point.value) for point in losses),
         ends_not_finite=bool(losses) and math.isnan(losses[-1].value),
         num_skipped=None if skipped is None else int(sum(point.value for point in finite(skipped))),
-        superseded=[thinned(part) for part in _parts(line for line, _ in _lines(run.superseded_metrics))],
+        superseded=[thinned(part) for part in _parts(line for line, _ in parsed(lines_of(run.superseded_metrics)))],
         evaluations={name: _some(points, MOST_EVALUATIONS) for name, points in evaluated.items()},
         num_lines=num_lines,
     )
@@ -110,13 +110,15 @@ def read_losses(run: RunDir, *, num_bins: int) -> Series:
         OSError: if the file system does not answer.
     """
     raws = Tail(run.metrics, most_bytes=_MOST_BYTES_OF_SMALL).new_raw_lines()
-    found = (record_in(raw, _Line, may_have_nan=True) for raw in raws)
-    losses = [_point(line.step, line.loss) for line in found if line is not None and line.kind == "train"]
+    losses = [_point(line.step, line.loss) for line, _ in parsed(raws) if line.kind == "train"]
     return Series(numbers={"loss": thinned(losses, num_bins)})
 
 
-def _lines(path: Path) -> Iterator[tuple[_Line, bytes]]:
-    yield from ((line, raw) for raw in lines_of(path) if (line := record_in(raw, _Line, may_have_nan=True)) is not None)
+def parsed(raws: Iterable[bytes]) -> Iterator[tuple[MetricsLine, bytes]]:
+    """Yield the lines that are whole, each beside its bytes."""
+    for raw in raws:
+        if (line := record_in(raw, MetricsLine, may_have_nan=True)) is not None:
+            yield line, raw
 
 
 def _point(step: int, value: float | None) -> ChartPoint:
@@ -128,7 +130,7 @@ def finite(points: Iterable[ChartPoint]) -> list[ChartPoint]:
     return [point for point in points if math.isfinite(point.value)]
 
 
-def _parts(lines: Iterable[_Line]) -> list[list[ChartPoint]]:
+def _parts(lines: Iterable[MetricsLine]) -> list[list[ChartPoint]]:
     """Divide superseded lines where the steps go back or leap: there, another attempt was set aside."""
     points = finite(_point(line.step, line.loss) for line in lines if line.kind == "train")
     leaps = [two.step - one.step for one, two in pairwise(points) if two.step > one.step]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.report import charts
-from ddp_hpc.watch.report.axes import ChartAxis, Tick, axis
+from ddp_hpc.watch.report.axes import ChartAxis, axis
 from ddp_hpc.watch.report.page import render_page
 from ddp_hpc.watch.report.series import ChartPoint, Series, finite, read_losses
 from ddp_hpc.watch.report.sweep_points import Goal, Settings, SweptRun, best_first, goal_of, read_points
@@ -66,7 +66,7 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
     by_key = [chart for key, found in measured.items() if (chart := key_chart(key, goal.metric, found)) is not None]
     x, y = _shared_axes(losses)
     small = [
-        charts.chart_of(_sets(one), lines, x=x, y=y)
+        charts.Chart(_sets(one), lines, x, y)
         for one, series in zip(points, losses, strict=False)
         if (lines := charts.loss_lines(series))
     ]
@@ -125,7 +125,7 @@ def key_chart(key: str, metric: str, measured: Sequence[tuple[Any, float, str]])
     shown = [compact(values[text]) if are_numbers else text for text in texts]
     short = [text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}..." for text in shown]
     every = 1 if len(texts) <= _MOST_LABELS else -(-len(texts) // _FEW_LABELS)
-    ticks = [Tick(at[text] / len(texts), label) for text, label in list(zip(texts, short, strict=True))[::every]]
+    marks = {at[text]: label for text, label in list(zip(texts, short, strict=True))[::every]}
     dots = dict.fromkeys(ChartPoint(at[text], one) for text, one in named)
     lines = [
         charts.Line("points", [one for dot in dots for one in (dot, charts.GAP)], "a dot for each point of the sweep")
@@ -138,7 +138,7 @@ def key_chart(key: str, metric: str, measured: Sequence[tuple[Any, float, str]])
     about = f"the best, {measured[0][2]}: {key} {text}, {metric} {compact(value)}"
     lines.append(charts.Line("best", [ChartPoint(at[text], value)], about))
     y = axis((one for _, one in named), may_be_log=True)
-    return charts.chart_of(key, lines, x=ChartAxis(0.0, float(len(texts)), ticks), y=y)
+    return charts.Chart(key, lines, ChartAxis(0.0, float(len(texts)), marks), y)
 
 
 def _failures(points: Sequence[SweptRun]) -> list[tuple[str, str, str]]:

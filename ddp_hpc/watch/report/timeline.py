@@ -7,7 +7,7 @@ from typing import Any
 
 from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
-from ddp_hpc.watch.report.axes import Tick, clock_times
+from ddp_hpc.watch.report.axes import clock_times
 from ddp_hpc.watch.report.words import duration, moment, plural
 
 MOST_ROWS = 40
@@ -20,8 +20,10 @@ _ENDS = {
 }
 
 
-def rows_of(times: Sequence[AttemptTime], marks: Sequence[Mark]) -> tuple[list[dict[str, Any]], Sequence[Tick]]:
-    """Return the newest attempts as rows, oldest first, and the marks of their time axis."""
+def rows_of(
+    times: Sequence[AttemptTime], marks: Sequence[Mark]
+) -> tuple[list[dict[str, Any]], list[tuple[float, str]]]:
+    """Return the newest attempts as rows, oldest first, and the marks of their time axis, as `ChartAxis.ticks` has them."""
     shown = times[-MOST_ROWS:]
     if not shown:
         return [], []
@@ -77,7 +79,7 @@ def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> 
             (kind, (one - begin) / width, (two - one) / width, f"{kind} {duration(two - one)}")
             for kind, one, two in parts_of(time)
         ],
-        "saves": [Tick((mark.at - begin) / width, f"checkpoint of step {mark.step}") for mark in saves]
+        "saves": [((mark.at - begin) / width, f"checkpoint of step {mark.step}") for mark in saves]
         if len(saves) <= _MOST_TICKS
         else [],
     }
