@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 import ddp_hpc
 from ddp_hpc.cli import VERBS
 from ddp_hpc.run.config.keys import all_keys
-from ddp_hpc.watch.why.page import as_markdown
 from ddp_hpc.watch.why.signatures import (
     BY_NAME,
     REGISTRY,
@@ -105,10 +105,10 @@ def test_every_class_says_what_to_do_with_keys_and_commands_that_exist() -> None
 
 
 def test_the_page_in_docs_is_that_of_the_registry() -> None:
-    """Where this fails, put the output of `python -m ddp_hpc.watch.why.page` between the two markers."""
+    """Where this fails, put the output of `python docs/tools/failures.py` between the two markers."""
     _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition("<!-- failures: begin -->\n")
 
     written, end, _ = rest.partition("<!-- failures: end -->")
 
     assert end
-    assert written == as_markdown()
+    assert written == runpy.run_path(str(DOCUMENT.parent / "tools/failures.py"))["as_markdown"]()

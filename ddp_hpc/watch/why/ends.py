@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ddp_hpc.base.processes import signal_number
 from ddp_hpc.watch.why.lines import LogLine
@@ -32,22 +31,16 @@ _RANK = re.compile(r"\s+rank\s+: (?P<rank>\d+) \(local_rank: \d+\)$")
 _CODE = re.compile(r"\s+exitcode\s+: -(?P<signal>\d+) \(pid: \d+\)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SignalledRank:
-    """A rank that a signal ended, and the line that says so."""
-
-    rank: int
-    host: str
-    signal: int
-    line: LogLine
+Signalled = tuple[int, str, int, LogLine]
+"""A rank, its host, the signal that ended it, and the line that says so."""
 
 
-def signalled(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) -> list[SignalledRank]:
+def signalled(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) -> list[Signalled]:
     """Return the ranks that a signal ended which neither Slurm nor `torchrun` sends to end the others."""
     return [*_by_srun(console, nodes, num_ranks), *_by_torchrun(console)]
 
 
-def _by_srun(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) -> Iterator[SignalledRank]:
+def _by_srun(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) -> Iterator[Signalled]:
     """Return the ranks that are tasks of `srun`; a task may also be an agent or `torchrun`, which stands on another node."""
     per_node, rest = divmod(num_ranks, len(nodes)) if nodes else (0, 1)
     node_of = {rank: nodes[rank // per_node].partition(".")[0] for rank in range(0 if rest else num_ranks) if per_node}
@@ -60,7 +53,7 @@ def _by_srun(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) -
             continue
         for task in _numbers(found["tasks"]):
             if node_of.get(task) == found["node"].partition(".")[0]:
-                yield SignalledRank(rank=task, host=found["node"], signal=number, line=line)
+                yield task, found["node"], number, line
 
 
 def _numbers(text: str) -> Iterator[int]:
@@ -70,7 +63,7 @@ def _numbers(text: str) -> Iterator[int]:
             yield from range(int(first), int(last if last.isdigit() else first) + 1)
 
 
-def _by_torchrun(console: Sequence[LogLine]) -> Iterator[SignalledRank]:
+def _by_torchrun(console: Sequence[LogLine]) -> Iterator[Signalled]:
     """Return the ranks of the tables that `torchrun` prints at its end; of SIGKILL, only the first failure of a node."""
     is_root = False
     # The tables of two nodes may mix, so only three lines in a row are of one rank.
@@ -82,5 +75,4 @@ def _by_torchrun(console: Sequence[LogLine]) -> Iterator[SignalledRank]:
             continue
         number = int(code["signal"])
         if number in _CRASHES or (is_root and number == _KILL):
-            name = host["host"].partition(".")[0]
-            yield SignalledRank(rank=int(rank["rank"]), host=name, signal=number, line=line)
+            yield int(rank["rank"]), host["host"].partition(".")[0], number, line

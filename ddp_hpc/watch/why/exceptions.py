@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from traceback import FrameSummary
 
 _HEADER = re.compile(r"(?P<before>(?:.*\W)?)Traceback \(most recent call last\)?:?$")
 """Before it, there may be an indentation, a logger's time and level, or a progress bar; rich's narrow boxes cut its end off."""
@@ -29,19 +30,10 @@ _OF_LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "/ddp_hpc/")
 _OF_PYTHON = re.compile(r"/lib(?:64)?/python3\.\d+/")
 
 
-@dataclass(frozen=True)
-class Frame:
-    """One line of a traceback."""
-
-    file: str
-    line: int
-    function: str
-    """Empty where it is not known."""
-
-    @property
-    def is_users(self) -> bool:
-        is_installed = any(part in self.file for part in _OF_LIBRARIES) or _OF_PYTHON.search(self.file) is not None
-        return not is_installed and not self.file.startswith("<")
+def is_users(frame: FrameSummary) -> bool:
+    """Tell whether a frame is of the user's code."""
+    is_installed = any(part in frame.filename for part in _OF_LIBRARIES) or _OF_PYTHON.search(frame.filename)
+    return not is_installed and not frame.filename.startswith("<")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +42,8 @@ class Raised:
 
     text: str
     """`Type: message`, with the message's further lines."""
-    frames: Sequence[Frame]
+    frames: Sequence[FrameSummary]
+    """The name of a function is empty where it is not known."""
     at: int
     """Number of the line of `text` among the lines that were given."""
     is_linked: bool = False
@@ -65,16 +58,16 @@ class Raised:
         return self.first_line.partition(":")[0].rpartition(".")[2]
 
     @property
-    def users_frame(self) -> Frame | None:
-        """The innermost frame of the user's code; without one, the innermost frame."""
-        return next((frame for frame in reversed(self.frames) if frame.is_users), None)
+    def users_frame(self) -> FrameSummary | None:
+        """The innermost frame of the user's code."""
+        return next(filter(is_users, reversed(self.frames)), None)
 
     @property
     def is_in_data(self) -> bool:
         """Whether a data set raised it, while a loader fetched a sample."""
-        fetch = [number for number, frame in enumerate(self.frames) if "torch/utils/data/" in frame.file]
+        fetch = [number for number, frame in enumerate(self.frames) if "torch/utils/data/" in frame.filename]
         return bool(fetch) and any(
-            frame.function in {"__getitem__", "__getitems__", "__iter__", "__next__"} and frame.is_users
+            frame.name in {"__getitem__", "__getitems__", "__iter__", "__next__"} and is_users(frame)
             for frame in self.frames[fetch[-1] :]
         )
 
@@ -99,7 +92,7 @@ def tracebacks(lines: Sequence[str]) -> list[Raised]:
 
 def _read(lines: Sequence[str], start: int, before: str) -> Raised | None:
     """Read a traceback from the line below its header on; what stands `before` that may stand before each line."""
-    frames: list[Frame] = []
+    frames: list[FrameSummary] = []
     folded = ""
     for number in range(start, len(lines)):
         line = lines[number].removeprefix(before)
@@ -107,7 +100,7 @@ def _read(lines: Sequence[str], start: int, before: str) -> Raised | None:
         frame = next((found for form in _FRAMES if (found := form.match(line))), None)
         folded = line if frame is None and _FOLDED.match(line) else ""
         if frame is not None:
-            frames.append(Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
+            frames.append(FrameSummary(frame["file"], int(frame["line"]), frame["function"] or "", lookup_line=False))
         elif not line.startswith((" ", "\t")) and line:
             if _FINAL.match(line) is None or not frames:
                 return None

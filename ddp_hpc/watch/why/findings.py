@@ -1,8 +1,7 @@
-"""What is known of one attempt, what is found of the end of a rank, and the verdict that follows."""
+"""What is known of one attempt, and the verdict on its ranks and on itself."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,10 +17,9 @@ from ddp_hpc.watch.why.signatures import Role
 
 Basis = Literal["record", "log", "none"]
 """What the verdict rests on: a field of a record, a text in a log, or nothing."""
-ANY_NUMBER = re.compile(r"(?:line |:)\d+")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EvidenceLine:
     """A line that the verdict rests on."""
 
@@ -57,27 +55,33 @@ class AttemptFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Why an attempt ended."""
+    """Why a rank ended; or why an attempt did: the verdict on the rank that failed first, with what follows from all of them."""
 
     failure: str
     """A name of the registry; empty where nothing failed."""
-    end: str = ""
-    """How the attempt ended then, a name of the registry, where that only followed from the failure."""
-    basis: Basis = "none"
+    role: Role = "root"
+    basis: Basis = "record"
     rank: int | None = None
     """That failed first, where one is known."""
     host: str = ""
+    at: float = float("inf")
     step: int | None = None
     detail: str = ""
     """The exception, the signal or the exit code."""
-    in_short: str = ""
-    """What the texts of its GPU add up to."""
     place: str = ""
     """The line of the user's code that raised it."""
+    evidence: tuple[EvidenceLine, ...] = ()
+    has_report: bool = False
+    """Whether the rank left an error report."""
+    is_traceback: bool = False
+    """Whether it rests on a traceback in a log."""
+    end: str = ""
+    """How the attempt ended then, a name of the registry, where that only followed from the failure."""
+    in_short: str = ""
+    """What the texts of its GPU add up to."""
     entity: str = ""
     """The sample or the file that it concerns."""
     fingerprint: str = ""
-    evidence: Sequence[EvidenceLine] = ()
     num_cascades: int = 0
     """Other ranks that lost their connection to another one."""
     num_alike: int = 0
@@ -90,27 +94,10 @@ class Verdict:
         where = " ".join(filter(None, [rank, self.host and f"on {self.host}"]))
         return f"{where}, at step {self.step}" if rank and self.step else where
 
-
-@dataclass(frozen=True, kw_only=True)
-class RankFinding:
-    """What is known of the end of one rank."""
-
-    failure: str
-    role: Role
-    basis: Basis
-    rank: int | None
-    host: str = ""
-    at: float = float("inf")
-    step: int | None = None
-    detail: str = ""
-    place: str = ""
-    evidence: tuple[EvidenceLine, ...] = ()
-    has_report: bool = False
-    """Whether the rank left an error report."""
-    is_traceback: bool = False
-    """Whether it rests on a traceback in a log."""
-    is_of_silent: bool = False
-    """Whether it rests on a traceback in the log of a rank that left no report."""
+    @property
+    def is_of_silent(self) -> bool:
+        """Whether it rests on a traceback in the log of a rank that left no report."""
+        return self.is_traceback and not self.has_report
 
     @property
     def order(self) -> tuple[int, float, int]:

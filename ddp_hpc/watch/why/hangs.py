@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, RankFinding
+from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 
 _HANGS: Mapping[str, str] = {
     "behind": "hang-behind",
@@ -16,7 +16,7 @@ _HANGS: Mapping[str, str] = {
 """The supervisor's verdict (`WorkerFailure.hang_kind`) -> class."""
 
 
-def of_hang(facts: AttemptFacts) -> RankFinding:
+def of_hang(facts: AttemptFacts) -> Verdict:
     """Return what a hang was, by the verdict in the supervisor's report."""
     failure = next((one for one in facts.failures if one.is_hang), None)
     is_faulty = facts.network is not None and facts.network.is_faulty
@@ -25,7 +25,7 @@ def of_hang(facts: AttemptFacts) -> RankFinding:
     )  # by older versions
     if is_faulty and (failure is None or failure.hang_kind == "link" or is_of_nobody):
         return of_network(facts)
-    finding = RankFinding(failure="hang", role="either", basis="record", rank=None)
+    finding = Verdict(failure="hang", role="either")
     if failure is None:
         return finding
     # An older version gave no kind to a rank that only the stacks show.
@@ -40,7 +40,7 @@ def of_hang(facts: AttemptFacts) -> RankFinding:
     )
 
 
-def is_network_to_blame(facts: AttemptFacts, findings: Sequence[RankFinding]) -> bool:
+def is_network_to_blame(facts: AttemptFacts, findings: Sequence[Verdict]) -> bool:
     """Tell whether a probe proves that nodes do not reach each other, and all that ranks report are lost connections."""
     if facts.network is None or not facts.network.is_faulty:
         return False
@@ -51,17 +51,15 @@ _OF_CONNECTIONS = {"unknown", "collective-timeout", "ranks-missing"}
 """Classes that say no more than that a rank did not hear of another one."""
 
 
-def of_network(facts: AttemptFacts) -> RankFinding:
+def of_network(facts: AttemptFacts) -> Verdict:
     """Return what the probe of the network proves."""
     assert facts.network is not None  # noqa: S101  the callers looked
     words, nodes = facts.network.words, facts.network.culprits
-    evidence = (EvidenceLine(role="root", rank=None, text=f"probe of the network: {words}"),)
-    return RankFinding(
-        failure="hang-network", role="root", basis="record", rank=None, host=nodes, detail=words, evidence=evidence
-    )
+    evidence = (EvidenceLine("root", None, f"probe of the network: {words}"),)
+    return Verdict(failure="hang-network", host=nodes, detail=words, evidence=evidence)
 
 
-def of_missing(finding: RankFinding, facts: AttemptFacts) -> RankFinding:
+def of_missing(finding: Verdict, facts: AttemptFacts) -> Verdict:
     """Name the ranks that never joined, instead of one that waited for them."""
     if facts.missing is None or not facts.missing.ranks:
         return finding
@@ -69,7 +67,7 @@ def of_missing(finding: RankFinding, facts: AttemptFacts) -> RankFinding:
     named = ", ".join(f"rank {rank}{f' on {node}' if node else ''}" for rank, node in list(nodes.items())[:8])
     more = f", and {len(nodes) - 8} more" if len(nodes) > 8 else ""
     words = f"{named}{more} did not join"
-    evidence = (EvidenceLine(role="root", rank=None, text=f"record of rank zero: {words}"), *finding.evidence)
+    evidence = (EvidenceLine("root", None, f"record of rank zero: {words}"), *finding.evidence)
     first = facts.missing.ranks[0]
     return replace(
         finding, rank=first, host=nodes[first], basis="record", detail=f"{words}; {finding.detail}", evidence=evidence

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ddp_hpc.base.processes import signal_number, signal_of
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.watch.why.exceptions import Raised, tracebacks, uncaught
-from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, RankFinding
+from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import LogLine
 from ddp_hpc.watch.why.signatures import Match, match_exception, match_line
 from ddp_hpc.watch.why.slurm_lines import of_step
@@ -32,13 +32,11 @@ _EXIT_S = 0.2
 """From a process's report to its exit, at least: it has connections and threads to end."""
 
 
-def of_report(facts: AttemptFacts, failure: WorkerFailure) -> RankFinding:
+def of_report(facts: AttemptFacts, failure: WorkerFailure) -> Verdict:
     """Return what a rank's error report, and its log, say of its end."""
     lines = [line for line in failure.exception.splitlines() if line.strip()] or [""]
-    finding = RankFinding(
+    finding = Verdict(
         failure="unknown",
-        role="root",
-        basis="record",
         rank=failure.rank if failure.rank >= 0 else None,
         host=failure.host,
         at=failure.at,
@@ -85,7 +83,7 @@ def _of_earlier(found: Match | None, all_raised: Sequence[Raised]) -> Match | No
     return match_exception(all_raised[-2].text) or found
 
 
-def _of_killed_child(facts: AttemptFacts, finding: RankFinding) -> RankFinding:
+def _of_killed_child(facts: AttemptFacts, finding: Verdict) -> Verdict:
     """Return host-memory where SIGKILL ended a process of the rank's own, and a message says that memory ran out."""
     if finding.failure != "killed":
         return finding
@@ -126,20 +124,20 @@ def _of_cause(raised: Raised) -> Match | None:
 
 def _place(raised: Raised | None) -> str:
     frame = raised.users_frame if raised else None
-    return f"{frame.file}:{frame.line}{f' in {frame.function}' if frame.function else ''}" if frame else ""
+    return f"{frame.filename}:{frame.lineno}{f' in {frame.name}' if frame.name else ''}" if frame else ""
 
 
-def _by_memory(finding: RankFinding, whose: str | bool) -> RankFinding:
+def _by_memory(finding: Verdict, whose: str | bool) -> Verdict:
     """Return the class of a rank that SIGKILL ended while the kernel counted a process that it killed for memory."""
     ran_out = (
         f"the memory {whose} ran out" if isinstance(whose, str) else "memory ran out, there or on the whole machine"
     )
     detail = f"killed by SIGKILL, and the kernel has killed a process of its cgroup because {ran_out}"
-    evidence = EvidenceLine(role="confirmation", rank=finding.rank, text=detail)
+    evidence = EvidenceLine("confirmation", finding.rank, detail)
     return replace(finding, failure="host-memory", detail=detail, evidence=(evidence,))
 
 
-def by_signal(facts: AttemptFacts, finding: RankFinding, number: int) -> RankFinding:
+def by_signal(facts: AttemptFacts, finding: Verdict, number: int) -> Verdict:
     """Return the class of a rank that a signal ended; its log may say more."""
     own = [] if finding.rank is None else matches_in(facts.logs.get(finding.rank, ())[-_NEAR_END:])
     finding = replace(finding, detail=f"killed by {_name_of(number)}")
@@ -154,7 +152,7 @@ def by_signal(facts: AttemptFacts, finding: RankFinding, number: int) -> RankFin
     if said is None:
         return replace(finding, failure="native-crash")
     line, match = said
-    evidence = EvidenceLine(role=match.role if more else "confirmation", rank=finding.rank, text=line.text, line=line)
+    evidence = EvidenceLine(match.role if more else "confirmation", finding.rank, line.text, line)
     if not more:
         return replace(finding, failure="native-crash", evidence=(evidence,))
     return replace(finding, failure=match.name, role=match.role, basis="log", evidence=(evidence,))
@@ -168,20 +166,18 @@ def _name_of(number: int) -> str:
         return ""
 
 
-def _killed(
-    finding: RankFinding, own: Sequence[tuple[LogLine, Match]], of_job: Sequence[tuple[LogLine, Match]]
-) -> RankFinding:
+def _killed(finding: Verdict, own: Sequence[tuple[LogLine, Match]], of_job: Sequence[tuple[LogLine, Match]]) -> Verdict:
     """Return the class of a rank that SIGKILL ended: only a message of Slurm or of the kernel proves that memory ran out."""
     proofs = [(line, finding.rank) for line, match in own if match == NO_MEMORY]
     proofs += [(line, None) for line, match in of_job if match == NO_MEMORY]
     if not proofs:
         return replace(finding, failure="killed")
     line, rank = proofs[0]
-    evidence = EvidenceLine(role="confirmation", rank=rank, text=line.text, line=line)
+    evidence = EvidenceLine("confirmation", rank, line.text, line)
     return replace(finding, failure="host-memory", basis="log", evidence=(evidence,))
 
 
-def _by_exit_code(facts: AttemptFacts, finding: RankFinding, code: int) -> RankFinding:
+def _by_exit_code(facts: AttemptFacts, finding: Verdict, code: int) -> Verdict:
     """Return the class of a script that exited with a code; Python's own is 1 for an exception that nothing caught, argparse's is 2."""
     if code > _OF_SHELL and _name_of(code - _OF_SHELL):
         return by_signal(facts, finding, code - _OF_SHELL)
@@ -191,15 +187,15 @@ def _by_exit_code(facts: AttemptFacts, finding: RankFinding, code: int) -> RankF
     return with_line(replace(finding, failure="launch-failed" if code in _CANNOT_START else "exit-code"), facts)
 
 
-def of_log(facts: AttemptFacts, rank: int) -> RankFinding | None:
+def of_log(facts: AttemptFacts, rank: int) -> Verdict | None:
     """Return what only the log of a rank says: the exception that ended it, or a known text near its end."""
     lines = facts.logs.get(rank, ())
     texts = [line.text for line in lines]
     raised = uncaught(texts)
     if raised is not None:
         found = _of_earlier(_of_cause(raised), tracebacks(texts)) or Match("user-exception", "root")
-        evidence = EvidenceLine(role=found.role, rank=rank, text=raised.first_line, line=lines[raised.at])
-        finding = RankFinding(
+        evidence = EvidenceLine(found.role, rank, raised.first_line, lines[raised.at])
+        finding = Verdict(
             failure=found.name,
             role=found.role,
             basis="log",
@@ -221,11 +217,11 @@ def of_log(facts: AttemptFacts, rank: int) -> RankFinding | None:
         return None
     line, match = first
     text = line.text.strip()
-    evidence = EvidenceLine(role=match.role, rank=rank, text=text, line=line)
-    return RankFinding(failure=match.name, role=match.role, basis="log", rank=rank, detail=text, evidence=(evidence,))
+    evidence = EvidenceLine(match.role, rank, text, line)
+    return Verdict(failure=match.name, role=match.role, basis="log", rank=rank, detail=text, evidence=(evidence,))
 
 
-def of_end(facts: AttemptFacts, rank: int) -> RankFinding | None:
+def of_end(facts: AttemptFacts, rank: int) -> Verdict | None:
     """Return the end of the one rank without a report; of one that a signal ended, if no launcher can have sent it."""
     end = facts.ends.get(rank)
     if end is None or not end.code:
@@ -234,7 +230,7 @@ def of_end(facts: AttemptFacts, rank: int) -> RankFinding | None:
     noticed = min((one.at for one in facts.failures), default=float("inf")) + _EXIT_S
     if (end.code < 0 or end.code > _OF_SHELL) and end.at > noticed:
         return None
-    finding = RankFinding(failure="unknown", role="root", basis="record", rank=rank, at=end.at)
+    finding = Verdict(failure="unknown", rank=rank, at=end.at)
     number = -end.code if end.code < 0 else end.code - _OF_SHELL  # as a shell says it, and Python after Ctrl-C
     if _name_of(number):
         return replace(by_signal(facts, finding, number), at=end.at)
@@ -247,16 +243,11 @@ def matches_in(lines: Iterable[LogLine]) -> list[tuple[LogLine, Match]]:
     return [(line, match) for line, match in found if match is not None]
 
 
-def with_line(finding: RankFinding, facts: AttemptFacts) -> RankFinding:
+def with_line(finding: Verdict, facts: AttemptFacts) -> Verdict:
     """Add the line of the rank's log that holds its error, or the record's own text."""
     if finding.rank is None:
-        return replace(finding, evidence=(EvidenceLine(role=finding.role, rank=None, text=finding.detail),))
+        return replace(finding, evidence=(EvidenceLine(finding.role, None, finding.detail),))
     lines = facts.logs.get(finding.rank, ())
     place = next((line for line in reversed(lines) if finding.detail and finding.detail[:200] in line.text), None)
     text = place.text if place else finding.detail
-    return replace(finding, evidence=(EvidenceLine(role=finding.role, rank=finding.rank, text=text, line=place),))
-
-
-def abstaining(finding: RankFinding) -> RankFinding:
-    """Return the finding; nothing proves the class `unknown`."""
-    return replace(finding, basis="none") if finding.failure == "unknown" else finding
+    return replace(finding, evidence=(EvidenceLine(finding.role, finding.rank, text, place),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ddp_hpc.watch.why.findings import EvidenceLine, RankFinding
+from ddp_hpc.watch.why.findings import EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import LogLine
 
 _ASSERTION = re.compile(
@@ -23,14 +23,14 @@ _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 _IN_GIB = {"bytes": 2.0**-30, "KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "TiB": 2.0**10}
 
 
-def in_short(finding: RankFinding, lines: Sequence[LogLine]) -> tuple[str, Sequence[EvidenceLine]]:
+def in_short(finding: Verdict, lines: Sequence[LogLine]) -> tuple[str, Sequence[EvidenceLine]]:
     """Return what the texts of a rank's GPU add up to, and the lines that say so; `lines` are the end of its log."""
     if finding.failure == "gpu-memory":
         return memory(finding.detail), ()
     if finding.failure == "device-assert":
         found = ((line, match) for line in lines if (match := _ASSERTION.match(line.text)))
         for line, match in found:  # the first: others follow from the same kernel
-            evidence = EvidenceLine(role="confirmation", rank=finding.rank, text=line.text, line=line)
+            evidence = EvidenceLine("confirmation", finding.rank, line.text, line)
             means = next((text for part, text in _CHECKS.items() if part in match["check"]), "a check failed")
             kernel = f" ({match['kernel']})" if match["kernel"] else ""
             return f"{means}: {match['file'].rpartition('/')[2]}{kernel} checks `{match['check']}`", (evidence,)

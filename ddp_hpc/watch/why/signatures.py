@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 Role = Literal["root", "either", "confirmation", "cascade"]
@@ -26,10 +25,6 @@ class Pattern:
     role: Role = "root"
     source: Source = "exception"
 
-    @cached_property
-    def compiled(self) -> re.Pattern[str]:
-        return re.compile(self.regex, re.DOTALL)
-
 
 @dataclass(frozen=True, kw_only=True)
 class FailureClass:
@@ -49,6 +44,11 @@ def _raised(regex: str, example: str, role: Role = "root") -> Pattern:
 
 def _printed(regex: str, example: str, role: Role = "root") -> Pattern:
     return Pattern(regex=regex, example=example, role=role, source="line")
+
+
+def _error(kind: str, text: str, more: str = "") -> Pattern:
+    """Return the pattern of an exception of any type that begins with a text; a tool raises it as this kind, with more text."""
+    return _raised(_ERROR + re.escape(text), f"{kind}: {text}{more}")
 
 
 _ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
@@ -86,10 +86,7 @@ REGISTRY: Sequence[FailureClass] = (
                 "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB",
             ),
             _raised(_ERROR + r"(?:CUDA|HIP) error: out of memory", "torch.AcceleratorError: CUDA error: out of memory"),
-            _raised(
-                _ERROR + r"CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
-                "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-            ),
+            _error("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED", " when calling `cublasCreate(handle)`"),
             _raised(
                 _ERROR + r".*Cuda failure (?:2 )?'out of memory'",
                 "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled cuda error\n"
@@ -140,7 +137,7 @@ REGISTRY: Sequence[FailureClass] = (
                 "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
                 "allocate 8000000000 bytes. Error code 12 (Cannot allocate memory)",
             ),
-            _raised(_ERROR + r"\[Errno 12\]", "OSError: [Errno 12] Cannot allocate memory"),
+            _error("OSError", "[Errno 12]", " Cannot allocate memory"),
             _printed(
                 r"(?:  what\(\):  std::bad_alloc|terminate called after throwing an instance of 'std::bad_alloc')",
                 "  what():  std::bad_alloc",
@@ -174,7 +171,7 @@ REGISTRY: Sequence[FailureClass] = (
                 "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
                 "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
             ),
-            _raised(_ERROR + r"\[Errno 98\]", "OSError: [Errno 98] Address already in use"),
+            _error("OSError", "[Errno 98]", " Address already in use"),
         ],
     ),
     FailureClass(
@@ -182,7 +179,7 @@ REGISTRY: Sequence[FailureClass] = (
         title="a path is too long for a Unix socket",
         means="Processes of one node, such as those of a DataLoader, meet at a socket in the directory for temporary files; its path may have 107 bytes.",
         to_do="Set `env.TMPDIR=/tmp`, or another short path on the node's disk, and submit the run again; a script that sets TMPDIR itself needs the same.",
-        patterns=[_raised(_ERROR + r"AF_UNIX path too long", "OSError: AF_UNIX path too long")],
+        patterns=[_error("OSError", "AF_UNIX path too long")],
     ),
     FailureClass(
         name="download",
@@ -242,11 +239,8 @@ REGISTRY: Sequence[FailureClass] = (
         to_do="Set `resources.gpus_per_node` to the number of GPUs of each node. Where it is set, run `nvidia-smi` on the node; if that "
         "shows none, exclude the node (`slurm.exclude`).",
         patterns=[
-            _raised(
-                _ERROR + r"Found no NVIDIA driver on your system",
-                "RuntimeError: Found no NVIDIA driver on your system.",
-            ),
-            _raised(_ERROR + r"No CUDA GPUs are available", "RuntimeError: No CUDA GPUs are available"),
+            _error("RuntimeError", "Found no NVIDIA driver on your system", "."),
+            _error("RuntimeError", "No CUDA GPUs are available"),
         ],
     ),
     FailureClass(
@@ -259,21 +253,16 @@ REGISTRY: Sequence[FailureClass] = (
                 _ERROR + r"(?:CUDA error: |.*Cuda failure.*)?.*driver version is insufficient for CUDA runtime version",
                 "RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version",
             ),
-            _raised(
-                _ERROR + r"The NVIDIA driver on your system is too old",
-                "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
+            _error("RuntimeError", "The NVIDIA driver on your system is too old", " (found version 11040)."),
+            _error(
+                "RuntimeError",
+                "Unexpected error from cudaGetDeviceCount()",
+                ". Error 804: forward compatibility was attempted on non supported HW",
             ),
-            _raised(
-                _ERROR + r"Unexpected error from cudaGetDeviceCount\(\)",
-                "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 804: forward compatibility was attempted on non supported HW",
+            _error(
+                "torch.AcceleratorError", "CUDA error: no kernel image is available", " for execution on the device"
             ),
-            _raised(
-                _ERROR + r"CUDA error: no kernel image is available",
-                "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device",
-            ),
-            _raised(
-                _ERROR + r"Torch not compiled with CUDA enabled", "AssertionError: Torch not compiled with CUDA enabled"
-            ),
+            _error("AssertionError", "Torch not compiled with CUDA enabled"),
             _printed(
                 r"Failed to initialize NVML: Driver/library version mismatch",
                 "Failed to initialize NVML: Driver/library version mismatch",
@@ -287,13 +276,11 @@ REGISTRY: Sequence[FailureClass] = (
         means="A rank uses a GPU that it does not have, that another rank uses, or tensors on different devices.",
         to_do="Have each rank use `cuda:LOCAL_RANK`, not a fixed number; compare `resources.gpus_per_node` with `nvidia-smi -L` on the node, and do not set CUDA_VISIBLE_DEVICES.",
         patterns=[
-            _raised(
-                _ERROR + r"CUDA error: invalid device ordinal",
-                "torch.AcceleratorError: CUDA error: invalid device ordinal",
-            ),
-            _raised(
-                _ERROR + r"Expected all tensors to be on the same device",
-                "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+            _error("torch.AcceleratorError", "CUDA error: invalid device ordinal"),
+            _error(
+                "RuntimeError",
+                "Expected all tensors to be on the same device",
+                ", but found at least two devices, cuda:0 and cpu!",
             ),
             _raised(
                 _ERROR + r".*Duplicate GPU detected",
@@ -353,10 +340,7 @@ REGISTRY: Sequence[FailureClass] = (
                 _ERROR + _GPU_FAULT,
                 "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
             ),
-            _raised(
-                _ERROR + r"cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
-                "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
-            ),
+            _error("RuntimeError", "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
             _printed(
                 _OF_WATCHDOG + _GPU_FAULT,
                 "[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:1895] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread "
@@ -892,6 +876,6 @@ def match_line(text: str) -> Match | None:
 def _match(text: str, source: Source) -> Match | None:
     for failure in REGISTRY:
         for pattern in failure.patterns:
-            if pattern.source == source and pattern.compiled.match(text):
+            if pattern.source == source and re.match(pattern.regex, text, re.DOTALL):
                 return Match(failure.name, pattern.role)
     return None

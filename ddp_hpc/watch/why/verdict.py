@@ -6,6 +6,7 @@ nothing is proved, the verdict says so.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -14,9 +15,9 @@ from ddp_hpc.run.run_dir.affected import entity, fingerprint
 from ddp_hpc.run.run_dir.differences import Difference
 from ddp_hpc.run.run_dir.ledger import Cause, Ending
 from ddp_hpc.watch.why.ends import signalled
-from ddp_hpc.watch.why.findings import ANY_NUMBER, AttemptFacts, EvidenceLine, RankFinding, Verdict
+from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 from ddp_hpc.watch.why.hangs import is_network_to_blame, of_hang, of_missing, of_network
-from ddp_hpc.watch.why.of_rank import NO_MEMORY, abstaining, by_signal, matches_in, of_end, of_log, of_report
+from ddp_hpc.watch.why.of_rank import NO_MEMORY, by_signal, matches_in, of_end, of_log, of_report
 from ddp_hpc.watch.why.on_gpu import in_short
 from ddp_hpc.watch.why.signatures import Match, Role, match_line
 from ddp_hpc.watch.why.slurm_lines import node_of, of_step
@@ -44,6 +45,7 @@ that ranks said came first, and is the cause. The other ends have causes outside
 _NO_FAILURE = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRIPT_ASKED, Cause.FENCED}
 _GOOD_ENDS = {Ending.FINISHED, Ending.STOPPED, Ending.FENCED}
 _MOST_EVIDENCE = 5
+_ANY_NUMBER = re.compile(r"(?:line |:)\d+")
 
 
 def verdict_of(facts: AttemptFacts) -> Verdict:
@@ -54,10 +56,10 @@ def verdict_of(facts: AttemptFacts) -> Verdict:
     has_failed = (attempt.cause, attempt.ending) == (Cause.STOP_ASKED, Ending.FAILED)  # as it saved, or before
     is_good = attempt.ending in _GOOD_ENDS or (attempt.cause in _NO_FAILURE and not has_failed)
     if is_good and (said is None or (attempt.last_step or 0) > attempt.first_step):
-        return Verdict(failure="", basis="record")
+        return Verdict(failure="")
     if attempt.ending is None and not facts.failures:  # it may run: texts of its logs are shown, and prove nothing
-        shown = [replace(line, role="either") for one in findings for line in one.evidence]
-        return Verdict(failure="unknown", evidence=shown[:_MOST_EVIDENCE])
+        shown = tuple(replace(line, role="either") for one in findings for line in one.evidence)
+        return Verdict(failure="unknown", basis="none", evidence=shown[:_MOST_EVIDENCE])
     recorded = _of_record(facts, findings)
     if recorded is not None:
         return replace(_with_others(said or recorded, findings, facts), end=recorded.failure if said else "")
@@ -66,7 +68,7 @@ def verdict_of(facts: AttemptFacts) -> Verdict:
     return _with_others(first, findings, facts)
 
 
-def _of_first(facts: AttemptFacts, findings: Sequence[RankFinding]) -> RankFinding | None:
+def _of_first(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | None:
     """Return what the first rank says; where it only lost a connection, the rank without a report, or what all have met."""
     first = next(iter(findings), None)
     reported = [one for one in findings if one.has_report]
@@ -82,22 +84,22 @@ def _of_first(facts: AttemptFacts, findings: Sequence[RankFinding]) -> RankFindi
     return first
 
 
-def _of_ledger(facts: AttemptFacts) -> RankFinding:
+def _of_ledger(facts: AttemptFacts) -> Verdict:
     """Return what the ledger says where no rank said more."""
     name = None if facts.attempt.cause is None else _WITHOUT_REPORT.get(facts.attempt.cause)
     if name is None:
-        return RankFinding(failure="unknown", role="either", basis="none", rank=None)
-    return RankFinding(failure=name, role="root", basis="record", rank=None, host=facts.attempt.host)
+        return Verdict(failure="unknown", role="either", basis="none")
+    return Verdict(failure=name, host=facts.attempt.host)
 
 
-def _came_before(finding: RankFinding, cause: Cause | None) -> bool:
+def _came_before(finding: Verdict, cause: Cause | None) -> bool:
     """Tell whether a rank said it before its attempt ended in this way, and not because of that."""
     if cause is None or cause not in MAY_FOLLOW or not (finding.role == "root" or finding.is_of_silent):
         return False
     return finding.failure not in (_OF_ANY_END if finding.is_of_silent else MAY_FOLLOW[cause])
 
 
-def _of_record(facts: AttemptFacts, findings: Sequence[RankFinding]) -> RankFinding | None:
+def _of_record(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | None:
     """Return what the ledger alone proves."""
     cause, check = facts.attempt.cause, facts.preflight
     if cause == Cause.HANG:
@@ -116,50 +118,45 @@ def _of_record(facts: AttemptFacts, findings: Sequence[RankFinding]) -> RankFind
     if name == "ranks-differ" and facts.difference is not None:
         return _of_difference(facts.difference)
     evidence = tuple(
-        EvidenceLine(role="confirmation", rank=None, text=line.text, line=line)
+        EvidenceLine("confirmation", None, line.text, line)
         for line in facts.console
         if match_line(line.text) == Match(name, "confirmation")
     )
     hosts = ", ".join(facts.attempt.failed_nodes)
-    return RankFinding(failure=name, role="root", basis="record", rank=None, host=hosts, evidence=evidence[:1])
+    return Verdict(failure=name, host=hosts, evidence=evidence[:1])
 
 
-def _of_difference(difference: Difference) -> RankFinding:
+def _of_difference(difference: Difference) -> Verdict:
     """Return which rank was wrong, as the ranks' digests, or those of another attempt, show it.
 
     A loss that is not finite on some ranks alone is a training that diverges until another attempt has proved that they were wrong.
     """
     only = difference.odd_ranks[0] if len(difference.odd_ranks) == 1 else None
-    return RankFinding(
+    return Verdict(
         failure="nan" if difference.of_loss and not difference.odd_ranks else "ranks-differ",
-        role="root",
-        basis="record",
         rank=only,
         host=", ".join(difference.odd_hosts),
         step=difference.step,
         detail=difference.what,
-        evidence=(EvidenceLine(role="root", rank=only, text=difference.who),),
+        evidence=(EvidenceLine("root", only, difference.who),),
     )
 
 
-def _of_preflight(facts: AttemptFacts) -> RankFinding:
+def _of_preflight(facts: AttemptFacts) -> Verdict:
     check = facts.preflight
     failures = check.failures if check is not None else ()
-    evidence = tuple(EvidenceLine(role="root", rank=None, text=f"{one.check}: {one.found}") for one in failures)
-    return RankFinding(
+    evidence = tuple(EvidenceLine("root", None, f"{one.check}: {one.found}") for one in failures)
+    return Verdict(
         failure="preflight",
-        role="root",
-        basis="record",
-        rank=None,
         host=", ".join(check.bad_nodes if check is not None else ()),
         detail="; ".join(dict.fromkeys(one.to_do for one in failures if one.to_do)),
         evidence=evidence,
     )
 
 
-def _findings(facts: AttemptFacts) -> list[RankFinding]:
+def _findings(facts: AttemptFacts) -> list[Verdict]:
     reported = [
-        abstaining(replace(of_report(facts, failure), has_report=True))
+        _abstaining(replace(of_report(facts, failure), has_report=True))
         for failure in facts.failures
         if not (failure.is_hang or failure.ranks_differ)
     ]
@@ -168,42 +165,44 @@ def _findings(facts: AttemptFacts) -> list[RankFinding]:
     for number, one in enumerate(silent):  # the rank may have gone on after that text, so it is not a root
         role: Role = "either" if one.role == "root" else one.role
         evidence = tuple(replace(line, role=role) for line in one.evidence)
-        silent[number] = abstaining(replace(one, role=role, evidence=evidence, is_of_silent=one.is_traceback))
+        silent[number] = _abstaining(replace(one, role=role, evidence=evidence))
     of_job = _of_console(facts)
     signalled_ranks = _of_signalled(facts, {failure.rank for failure in facts.failures})
     return [*reported, *signalled_ranks, *silent, *([] if of_job is None else [of_job])]
 
 
-def _of_signalled(facts: AttemptFacts, reported: AbstractSet[int]) -> list[RankFinding]:
+def _abstaining(finding: Verdict) -> Verdict:
+    """Return the finding; nothing proves the class `unknown`."""
+    return replace(finding, basis="none") if finding.failure == "unknown" else finding
+
+
+def _of_signalled(facts: AttemptFacts, reported: AbstractSet[int]) -> list[Verdict]:
     """Return the ranks without a report that a signal ended by the job's log, if no other rank is without a report."""
     ended = signalled(facts.console, facts.attempt.nodes, len(facts.logs))
     silent = set(facts.logs) - reported
     found = []
-    for one in ended:
-        if one.rank not in silent or silent - {other.rank for other in ended}:
+    for rank, host, number, line in ended:
+        if rank not in silent or silent - {other for other, *_ in ended}:
             continue  # a rank that left nothing at all may have been the first
-        finding = RankFinding(failure="unknown", role="root", basis="record", rank=one.rank, host=one.host)
-        finding = replace(by_signal(facts, finding, one.signal), basis="log", has_report=True)
-        line = EvidenceLine(role="root", rank=None, text=one.line.text.strip(), line=one.line)
-        found.append(replace(finding, evidence=(line, *finding.evidence)))
+        finding = by_signal(facts, Verdict(failure="unknown", rank=rank, host=host), number)
+        evidence = (EvidenceLine("root", None, line.text.strip(), line), *finding.evidence)
+        found.append(replace(finding, basis="log", has_report=True, evidence=evidence))
     return found
 
 
-def _of_console(facts: AttemptFacts) -> RankFinding | None:
+def _of_console(facts: AttemptFacts) -> Verdict | None:
     """Return why the workers could not be started, by what Slurm and the container runtime printed."""
     if any(line.text for lines in facts.logs.values() for line in lines):
         return None  # a rank has started: such a line is of a setup that went on
     for line in facts.console:
         found = match_line(line.text)
         if found is not None and found.role == "root" and found.name in {"image", "launch-failed"}:
-            proof = (EvidenceLine(role="either", rank=None, text=line.text, line=line),)
-            return RankFinding(
-                failure=found.name, role="either", basis="log", rank=None, detail=line.text, evidence=proof
-            )
+            proof = (EvidenceLine("either", None, line.text, line),)
+            return Verdict(failure=found.name, role="either", basis="log", detail=line.text, evidence=proof)
     return None
 
 
-def _of_silent_rank(facts: AttemptFacts, findings: Iterable[RankFinding]) -> RankFinding | None:
+def _of_silent_rank(facts: AttemptFacts, findings: Iterable[Verdict]) -> Verdict | None:
     """Return the one rank that left no report while all others lost a connection."""
     silent = sorted(set(facts.logs) - {one.rank for one in findings if one.has_report})
     if len(silent) != 1:
@@ -212,21 +211,26 @@ def _of_silent_rank(facts: AttemptFacts, findings: Iterable[RankFinding]) -> Ran
         return ended
     proofs = next((one.evidence for one in findings if one.rank == silent[0]), ())
     said = f"rank {silent[0]} ended without an error report"
-    return RankFinding(failure="unknown", role="either", basis="none", rank=silent[0], detail=said, evidence=proofs)
+    return Verdict(failure="unknown", role="either", basis="none", rank=silent[0], detail=said, evidence=proofs)
 
 
-def _of_lost_memory(facts: AttemptFacts) -> RankFinding | None:
+def _of_lost_memory(facts: AttemptFacts) -> Verdict | None:
     """Return that memory ran out in the ranks' step, where the ranks that are left only lost their connections."""
     lines = matches_in(of_step(facts.console, facts.attempt.job_id, ""))
     line = next((line for line, match in lines if match == NO_MEMORY), None)
     if line is None:
         return None
-    proof = (EvidenceLine(role="confirmation", rank=None, text=line.text, line=line),)
-    found = RankFinding(failure="host-memory", role="either", basis="log", rank=None, detail=line.text, evidence=proof)
-    return replace(found, host=node_of(line))
+    return Verdict(
+        failure="host-memory",
+        role="either",
+        basis="log",
+        host=node_of(line),
+        detail=line.text,
+        evidence=(EvidenceLine("confirmation", None, line.text, line),),
+    )
 
 
-def _with_others(first: RankFinding, findings: Sequence[RankFinding], facts: AttemptFacts) -> Verdict:
+def _with_others(first: Verdict, findings: Sequence[Verdict], facts: AttemptFacts) -> Verdict:
     """Return the verdict: the first failure, and what followed on other ranks."""
     first = of_missing(first, facts) if first.failure == "ranks-missing" else first
     others = [one for one in findings if one.rank is not None and one.rank != first.rank]
@@ -235,21 +239,13 @@ def _with_others(first: RankFinding, findings: Sequence[RankFinding], facts: Att
     short, proofs = in_short(first, facts.logs.get(-1 if first.rank is None else first.rank, ()))
     evidence = [*first.evidence, *proofs, *(line for one in cascades[:1] for line in one.evidence)]
     hosts = (*facts.attempt.nodes, facts.attempt.host, *(failure.host for failure in facts.failures))
-    where = ANY_NUMBER.sub("", first.place.rpartition("/")[2])
-    concerns = entity(first.detail) if first.failure in _OF_ENTITIES else ""
-    unique = list(dict.fromkeys(evidence))[:_MOST_EVIDENCE]
-    return Verdict(
-        failure=first.failure,
-        basis=first.basis,
-        rank=first.rank,
-        host=first.host,
-        step=first.step,
-        detail=first.detail,
+    where = _ANY_NUMBER.sub("", first.place.rpartition("/")[2])
+    return replace(
+        first,
         in_short=short,
-        place=first.place,
-        entity=concerns,
+        entity=entity(first.detail) if first.failure in _OF_ENTITIES else "",
         fingerprint=fingerprint(first.failure, first.detail, where, hosts=hosts),
-        evidence=unique,
+        evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE],
         num_cascades=len({one.rank for one in cascades}),
         num_alike=len({one.rank for one in alike}),
     )

@@ -1,4 +1,4 @@
-"""The table of docs/troubleshooting.md, from the registry. `python -m ddp_hpc.watch.why.page` prints it."""
+"""The table of docs/troubleshooting.md, from the registry. `python docs/tools/failures.py` prints it."""
 
 from __future__ import annotations
 
