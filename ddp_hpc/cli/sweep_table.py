@@ -44,7 +44,7 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
             f"`--filter` and `--keys` compare runs, not points of a sweep. Use `ddp-hpc list --runs-dir {sweep_dir.path}` with them."
         )
     sweep = read_sweep(sweep_dir)
-    queue = queue_now(environment, time.time()) if sweep.arrays else Queue(jobs={}, at=0.0)
+    queue = queue_now(environment, time.time()) if sweep.arrays else Queue()
     states = PointReader(sweep_dir, slurm_asker(environment)).read(sweep, queue, is_being_sent=is_being_sent(sweep_dir))
     every = [PointRow(point, states[point.number].word, states[point.number].status) for point in sweep.points]
     rows = [row for row in every if row.state in _FAILED] if args.failed else every

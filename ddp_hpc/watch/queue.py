@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
@@ -50,88 +50,25 @@ class QueueStatus:
         return self.state is not None and states.has_ended(self.state)
 
 
-Ask = Callable[[str, float], QueueStatus]
-"""(job id, time of submission) -> what Slurm says about it."""
-
-
-def asker(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Ask:
-    """Return a function that asks Slurm about a job, through a cache of this user on this host."""
-    cache = _cache_file(environ)
-
-    def ask(job_id: str, submitted_at: float) -> QueueStatus:
-        with _locked(cache):
-            known = _Cache.read(cache)
-            if known.must_ask(clock(), submitted_at):
-                known = _asked(environ, known, clock())
-                known.write(cache)
-            status = known.status(job_id)
-            if status.state is None and not status.problem and not known.is_unknown(job_id, clock()):
-                status = _of_ended(job_id, environ, clock())
-                if status.has_ended or (status.state is None and not status.problem):
-                    known.ended[job_id] = status
-                    known.write(cache)
-        return status
-
-    return ask
-
-
-@dataclass(frozen=True, kw_only=True)
-class Queue:
-    """What squeue listed of all jobs of the user, and when."""
-
-    jobs: Mapping[str, QueueStatus]
-    """By each name that a job has; `14_[4-9]` stands for the tasks of an array that wait."""
-    at: float
-    problem: str = ""
-    """Why there is no newer answer."""
-
-
-def queue_reader(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Callable[[float], Queue]:
-    """Return a function that returns the whole queue, through the same cache; its argument is the newest submission's time."""
-    cache, last = _cache_file(environ), [_Cache(0.0, {}, {})]
-
-    def read(submitted_at: float) -> Queue:
-        if last[0].must_ask(clock(), submitted_at):  # as a file that cannot be written would have Slurm asked each time
-            with _locked(cache):
-                known = max(_Cache.read(cache), last[0], key=lambda one: one.asked_at)
-                if known.must_ask(clock(), submitted_at):
-                    known = _asked(environ, known, clock())
-                    known.write(cache)
-            last[0] = known
-        return Queue(jobs=last[0].jobs, at=last[0].at, problem=last[0].problem)
-
-    return read
-
-
-def queue_now(environ: Mapping[str, str], now: float) -> Queue:
-    """Return the whole queue as squeue lists it now, without the cache."""
-    known = _asked(environ, _Cache(0.0, {}, {}), now)
-    return Queue(jobs=known.jobs, at=known.at, problem=known.problem)
-
-
-def _cache_file(environ: Mapping[str, str]) -> Path:
-    home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/nonexistent')}/.cache"
-    # A file for each host: hosts that share a home directory may belong to several clusters.
-    return Path(home) / "ddp_hpc" / f"queue-{host_name()}.json"
-
-
 @dataclass
-class _Cache:
-    """The content of the cache file; its fields are the keys there."""
+class Queue:
+    """What squeue listed of all jobs of the user, and when; the fields are the keys of the cache file."""
 
-    at: float
-    jobs: dict[str, QueueStatus]
-    ended: dict[str, QueueStatus]
+    at: float = 0.0
+    jobs: dict[str, QueueStatus] = field(default_factory=dict)
+    """By each name that a job has; `14_[4-9]` stands for the tasks of an array that wait."""
+    ended: dict[str, QueueStatus] = field(default_factory=dict)
     """Jobs that squeue does not list any more; without a state, if Slurm does not know them at all."""
     pause_s: float = 0.0
     asked_at: float = 0.0
     problem: str = ""
+    """Why there is no newer answer."""
 
     @classmethod
-    def read(cls, path: Path) -> _Cache:
+    def read(cls, path: Path) -> Queue:
         with suppress(OSError):
-            return read_record(path, cls) or cls(0.0, {}, {})
-        return cls(0.0, {}, {})
+            return read_record(path, cls) or cls()
+        return cls()
 
     def write(self, path: Path) -> None:
         try:
@@ -155,7 +92,60 @@ class _Cache:
         return replace(found, problem=self.problem)
 
 
-def _asked(environ: Mapping[str, str], known: _Cache, now: float) -> _Cache:
+Ask = Callable[[str, float], QueueStatus]
+"""(job id, time of submission) -> what Slurm says about it."""
+
+
+def asker(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Ask:
+    """Return a function that asks Slurm about a job, through a cache of this user on this host."""
+    cache = _cache_file(environ)
+
+    def ask(job_id: str, submitted_at: float) -> QueueStatus:
+        with _locked(cache):
+            known = Queue.read(cache)
+            if known.must_ask(clock(), submitted_at):
+                known = _asked(environ, known, clock())
+                known.write(cache)
+            status = known.status(job_id)
+            if status.state is None and not status.problem and not known.is_unknown(job_id, clock()):
+                status = _of_ended(job_id, environ, clock())
+                if status.has_ended or (status.state is None and not status.problem):
+                    known.ended[job_id] = status
+                    known.write(cache)
+        return status
+
+    return ask
+
+
+def queue_reader(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Callable[[float], Queue]:
+    """Return a function that returns the whole queue, through the same cache; its argument is the newest submission's time."""
+    cache, last = _cache_file(environ), [Queue()]
+
+    def read(submitted_at: float) -> Queue:
+        if last[0].must_ask(clock(), submitted_at):  # as a file that cannot be written would have Slurm asked each time
+            with _locked(cache):
+                known = max(Queue.read(cache), last[0], key=lambda one: one.asked_at)
+                if known.must_ask(clock(), submitted_at):
+                    known = _asked(environ, known, clock())
+                    known.write(cache)
+            last[0] = known
+        return last[0]
+
+    return read
+
+
+def queue_now(environ: Mapping[str, str], now: float) -> Queue:
+    """Return the whole queue as squeue lists it now, without the cache."""
+    return _asked(environ, Queue(), now)
+
+
+def _cache_file(environ: Mapping[str, str]) -> Path:
+    home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/nonexistent')}/.cache"
+    # A file for each host: hosts that share a home directory may belong to several clusters.
+    return Path(home) / "ddp_hpc" / f"queue-{host_name()}.json"
+
+
+def _asked(environ: Mapping[str, str], known: Queue, now: float) -> Queue:
     """Ask squeue about all jobs of the user."""
     from ddp_hpc.cluster.slurm import client  # imported here because only a question to Slurm needs it
 
@@ -163,13 +153,13 @@ def _asked(environ: Mapping[str, str], known: _Cache, now: float) -> _Cache:
         entries = client.queue(client.user_name(), environ)
     except (SlurmUnavailableError, ConfigError) as error:
         pause_s = min(max(2 * known.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-        return _Cache(known.at, known.jobs, known.ended, pause_s, now, str(error))
+        return Queue(known.at, known.jobs, known.ended, pause_s, now, str(error))
     jobs = {
         name: QueueStatus(job_id=name, state=entry.state, reason=entry.reason, starts_at=entry.starts_at, at=now)
         for entry in entries
         for name in {entry.number, entry.job_id}  # a task of an array has two
     }
-    return _Cache(now, jobs, known.ended, 0.0, now)
+    return Queue(now, jobs, known.ended, 0.0, now)
 
 
 def _of_ended(job_id: str, environ: Mapping[str, str], now: float) -> QueueStatus:

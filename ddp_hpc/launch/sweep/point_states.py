@@ -194,7 +194,7 @@ def follow(
         began = clock()
         is_sending = is_being_sent(sweep_dir)  # first: what is sent meanwhile is not over
         sweep = patiently(str(sweep_dir.ledger), lambda: files.read(sweep_dir.ledger, lambda: read_sweep(sweep_dir)))
-        queue = Queue(jobs={}, at=0.0)
+        queue = Queue()
         if sweep.arrays and len(reader.finished) < len(sweep.points):
             queue = read_queue(max(array.at for array in sweep.arrays))
         states = reader.read(sweep, queue, is_being_sent=is_sending)

@@ -219,7 +219,7 @@ def _points_left(
     from ddp_hpc.launch.sweep.point_states import PointReader  # late: a new sweep has no past
     from ddp_hpc.watch.queue import Queue, QueueStatus, asker, queue_now
 
-    queue = queue_now(environ, time.time()) if sweep.backend == "slurm" else Queue(jobs={}, at=0.0)
+    queue = queue_now(environ, time.time()) if sweep.backend == "slurm" else Queue()
     if queue.problem:
         raise ConfigError(
             "Slurm does not answer, so ddp-hpc cannot find out which points have a job in its queue. Try again later; nothing was submitted."
