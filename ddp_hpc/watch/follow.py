@@ -11,7 +11,7 @@ from ddp_hpc.base.patience import patiently
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import LastRead, Tail, newest_attempt
-from ddp_hpc.watch.logs import LineReader, LogFile
+from ddp_hpc.watch.logs import LineReader
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus, read_status
 
@@ -64,6 +64,6 @@ def _new_lines(run: RunDir, status: RunStatus, first: int, logs: dict[int, LineR
     for attempt in range(max(logs, default=first), newest + 1):
         path = run.rank_log(attempt, 0)
         if patiently(str(path), path.exists):
-            reader = logs.setdefault(attempt, LineReader(LogFile(path), only_final_text=True))
+            reader = logs.setdefault(attempt, LineReader(path, only_final_text=True))
             lines += reader.new_lines(is_over=attempt < newest or not status.is_alive)
     return lines

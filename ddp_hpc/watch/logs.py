@@ -30,31 +30,24 @@ class LogSelection:
     """Only this attempt; rank zero unless a rank is named."""
 
 
-@dataclass(frozen=True)
-class LogFile:
-    """One log file, with a prefix for each line and a header above them."""
-
-    path: Path
-    prefix: str = ""
-    header: str = ""
-
-
 @dataclass
 class LineReader:
-    """Reads the whole lines that were added since the last read."""
+    """Reads the whole lines that were added to a log since the last read."""
 
-    file: LogFile
+    path: Path
     only_final_text: bool
+    prefix: str = ""
+    """Of each line."""
     offset: int = 0
 
     def new_lines(self, *, is_over: bool) -> Iterator[str]:
         """Yield them; wait while the file system does not answer."""
-        while some := patiently(str(self.file.path), lambda: self._some(is_over=is_over)):
+        while some := patiently(str(self.path), lambda: self._some(is_over=is_over)):
             yield from some
 
     def _some(self, *, is_over: bool) -> list[str]:
         lines, offset = [], self.offset
-        with open_record(self.file.path) as stream, named(self.file.path):
+        with open_record(self.path) as stream, named(self.path):
             if stream.seek(0, os.SEEK_END) < offset:  # somebody truncated the file
                 offset = 0
             stream.seek(offset)
@@ -64,18 +57,18 @@ class LineReader:
                     break  # an unfinished line: read it when it is complete
                 offset += len(raw)
                 line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
-                lines.append(self.file.prefix + (line.rpartition("\r")[2] if self.only_final_text else line))
+                lines.append(self.prefix + (line.rpartition("\r")[2] if self.only_final_text else line))
         self.offset = offset  # only now: what is read again after an error is not left out
         return lines
 
 
-def log_files(run: RunDir, selection: LogSelection) -> list[LogFile]:
-    """Return the selected files that exist now, the oldest attempt first."""
+def log_files(run: RunDir, selection: LogSelection) -> list[tuple[Path, str, str]]:
+    """Return the selected files that exist now, the oldest attempt first, each with a prefix for its lines and a header above them."""
     if selection == LogSelection():
-        return [LogFile(run.console)] if run.console.exists() else []
+        return [(run.console, "", "")] if run.console.exists() else []
     attempts = _numbers(run.path / "logs", "attempt-*") if selection.attempt is None else [selection.attempt]
     return [
-        LogFile(
+        (
             run.rank_log(attempt, rank),
             f"[rank {rank}] " if selection.all_ranks else "",
             f"==> attempt {attempt} <==" if selection.attempt is None else "",
@@ -113,12 +106,12 @@ def follow_lines(
     header = ""
     while True:
         is_last_read = is_over()  # called first, so that the last read gets all lines written before it
-        for file in patiently(str(run.path), lambda: log_files(run, selection)):
-            reader = readers.setdefault(file.path, LineReader(file, only_final_text))
+        for path, prefix, of_file in patiently(str(run.path), lambda: log_files(run, selection)):
+            reader = readers.setdefault(path, LineReader(path, only_final_text, prefix))
             for line in reader.new_lines(is_over=is_last_read):
-                if file.header != header:
-                    yield file.header
-                    header = file.header
+                if of_file != header:
+                    yield of_file
+                    header = of_file
                 yield line
         if is_last_read:
             return

@@ -11,19 +11,11 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step, over all ranks of the newest attempt that took it."""
-
-    epoch: int
-    samples: Sequence[int]
-    """Sorted by number."""
-
-
-@dataclass(frozen=True)
 class StepsTaken:
     """All steps of a run."""
 
-    steps: Mapping[int, Step]
+    steps: Mapping[int, tuple[int, Sequence[int]]]
+    """Step -> its epoch and its samples, sorted by number, over all ranks of the newest attempt that took it."""
     num_repeated: int
     """How many steps were repeated after a failure."""
 
@@ -41,11 +33,11 @@ def read_steps_taken(run: RunDir) -> StepsTaken:
                 by_step[step] = (attempt, int(record["epoch"]), [])
             if attempt == by_step[step][0]:
                 by_step[step][2].extend(record["samples"])
-    steps = {step: Step(epoch, sorted(samples)) for step, (_, epoch, samples) in sorted(by_step.items())}
+    steps = {step: (epoch, sorted(samples)) for step, (_, epoch, samples) in sorted(by_step.items())}
     return StepsTaken(steps, sum(len(attempts) - 1 for attempts in attempts_of.values()))
 
 
 def used_twice(taken: StepsTaken) -> list[tuple[int, int]]:
     """Return each (epoch, sample) that more than one step of the run has used."""
-    uses = Counter((step.epoch, sample) for step in taken.steps.values() for sample in step.samples)
+    uses = Counter((epoch, sample) for epoch, samples in taken.steps.values() for sample in samples)
     return sorted(use for use, count in uses.items() if count > 1)

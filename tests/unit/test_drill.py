@@ -20,11 +20,11 @@ from ddp_hpc.run.config import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, encode
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.watch.samples import Step, StepsTaken, read_steps_taken
+from ddp_hpc.watch.samples import StepsTaken, read_steps_taken
 from tests.unit.fake_slurm import FakeSlurm
 
 RUN = "/share/runs/drill"
-STEPS = {1: Step(1, [0, 1]), 2: Step(1, [2, 3]), 3: Step(2, [0, 2])}
+STEPS = {1: (1, [0, 1]), 2: (1, [2, 3]), 3: (2, [0, 2])}
 SURVIVED = DrillOutcome(
     is_graceful=False,
     restarts=True,
@@ -49,7 +49,7 @@ def test_a_run_that_came_back_with_the_same_bits_and_lost_no_more_than_it_may_ha
         ({"restarts": False, "taken": StepsTaken(STEPS, 0)}, "goes on"),
         ({"taken": StepsTaken(STEPS, 21)}, "lost steps"),
         ({"is_graceful": True, "taken": StepsTaken(STEPS, 1)}, "lost steps"),
-        ({"taken": StepsTaken({**STEPS, 3: Step(2, [0, 3])}, 0)}, "each sample once"),
+        ({"taken": StepsTaken({**STEPS, 3: (2, [0, 3])}, 0)}, "each sample once"),
         ({"taken": StepsTaken({1: STEPS[1]}, 0)}, "each sample once"),
         (dict.fromkeys(("taken", "unbroken_taken"), StepsTaken({1: STEPS[1], 2: STEPS[1]}, 0)), "each sample once"),
         (dict.fromkeys(("taken", "unbroken_taken"), StepsTaken({}, 0)), "each sample once"),
@@ -120,7 +120,7 @@ def test_a_step_taken_again_counts_by_its_newest_attempt(tmp_path: Any) -> None:
     taken = read_steps_taken(run)
 
     assert taken.num_repeated == 1
-    assert {step: list(one.samples) for step, one in taken.steps.items()} == {
+    assert {step: samples for step, (_, samples) in taken.steps.items()} == {
         1: [10, 12],
         2: [20, 22],
         3: [31, 33],

@@ -52,9 +52,9 @@ def record_of(run: RunDir, start: int, end: int) -> Record:
             record.losses[step] = {
                 key: math.nan if line[key] is None else line[key] for key in ("loss", "lr") if key in line
             }
-    for step, taken in read_steps_taken(run).steps.items():
+    for step, (_, samples) in read_steps_taken(run).steps.items():
         if start < step <= end:
-            record.samples[step] = list(taken.samples)
+            record.samples[step] = list(samples)
     record.digests = {step: one.digest for step, one in read_digests(run).items() if start < step <= end}
     return record
 
