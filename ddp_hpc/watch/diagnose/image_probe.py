@@ -90,9 +90,8 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
     answer = next((line for line in done.stdout.splitlines() if line.startswith("found:")), None)
     if answer is None:
         said = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
-        return ImageFindings(
-            image=inside.image, runtime=runtime, problems=[f"{spec.container.python} did not start: {said}"]
-        )
+        problem = f"{spec.container.python} did not start: {said}"
+        return ImageFindings(image=inside.image, runtime=runtime, problems=[problem])
     return judge(inside.image, runtime, json.loads(answer.removeprefix("found:")))
 
 

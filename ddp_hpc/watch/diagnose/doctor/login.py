@@ -206,15 +206,15 @@ def _preemption(site: LoginSite) -> Iterator[DoctorAnswer]:
         return  # the line before says so
     slurm = site.spec.slurm
     qos = preemption.qos_of(slurm.qos, slurm.account, partition.name, told.associations or ())
-    rules = preemption.rules_of(config, partition, told.partitions, qos, told.qos)
-    if rules is None:
+    answers = preemption.answers_of(config, partition, told.partitions, qos, told.qos)
+    if answers is None:
         why = told.why_not("qos") if told.qos is None else "which QOS the job would have is not known"
         found = f"PreemptType is {config.preempt_type or 'not shown'}; whether other jobs may preempt this run is not known: {why}"
         lists = "`sacctmgr show qos format=name,preempt,preemptmode,gracetime` lists the rules"
         to_do = f"try again; {lists}" if told.qos is None else f"set `slurm.qos`; {lists}"
         yield DoctorAnswer("unknown", found, to_do)
         return
-    yield from (preemption.answer_of(rule, config) for rule in rules)
+    yield from answers
 
 
 def _requeue(site: LoginSite) -> Iterator[DoctorAnswer]:

@@ -9,7 +9,6 @@ src/plugins/preempt of Slurm's source says the same of GraceTime, which has no s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ddp_hpc.cluster.slurm.directives import STOP_SIGNAL
 from ddp_hpc.cluster.slurm.queries import Association, ClusterConfig, Partition, Qos
@@ -19,19 +18,6 @@ _ADDED = frozenset({"GANG", "PRIORITY", "WITHIN"})
 """Words of PreemptMode that say what else is considered, and not what becomes of a preempted job."""
 _DEFAULT_QOS = "normal"
 """The QOS of a job where neither its user nor its account says one, and they may use several."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreemptionRule:
-    """How a job is preempted."""
-
-    mode: str
-    """OFF, REQUEUE, CANCEL or SUSPEND, or a word of a later Slurm."""
-    grace_s: int = 0
-    of: str
-    """Whose rule it is: `partition low`, `QOS low`."""
-    by: tuple[str, ...] = ()
-    """Whose jobs may preempt it."""
 
 
 def qos_of(asked: str | None, account: str | None, partition: str, known: Sequence[Association]) -> list[str]:
@@ -53,63 +39,55 @@ def _mode(*texts: str) -> str:
     return next((word for word in text.upper().split(",") if word not in _ADDED), "OFF")
 
 
-def of_partition(partition: Partition, partitions: Sequence[Partition], config: ClusterConfig) -> PreemptionRule:
-    """Return the rule of a partition, with `preempt/partition_prio`."""
-    above = tuple(f"partition {one.name}" for one in partitions if one.priority_tier > partition.priority_tier)
-    mode = _mode(partition.preempt_mode, config.preempt_mode)
-    return PreemptionRule(mode=mode, grace_s=partition.grace_time_s, of=f"partition {partition.name}", by=above)
-
-
-def of_qos(qos: Qos, all_qos: Sequence[Qos], config: ClusterConfig) -> PreemptionRule:
-    """Return the rule of a QOS, with `preempt/qos`."""
-    within = "WITHIN" in f"{qos.preempt_mode},{config.preempt_mode}".upper().split(",")
-    above = [f"QOS {one.name}" for one in all_qos if qos.name in one.preempts]
-    by = (*above, *([f"QOS {qos.name} of a higher priority"] if within else []))
-    mode = _mode(qos.preempt_mode, config.preempt_mode)
-    return PreemptionRule(mode=mode, grace_s=qos.grace_time_s, of=f"QOS {qos.name}", by=by)
-
-
-def rules_of(
+def answers_of(
     config: ClusterConfig,
     partition: Partition,
     partitions: Sequence[Partition],
     qos: Sequence[str],
     all_qos: Sequence[Qos] | None,
-) -> list[PreemptionRule] | None:
-    """Return the rules that may apply to a job of this partition and QOS; None where that is not known."""
+) -> list[DoctorAnswer] | None:
+    """Return what each rule that may apply to a job of this partition and QOS means for a run; None where they are not known."""
     if config.preempt_type == "preempt/none":
-        return [PreemptionRule(mode="OFF", of="the cluster (PreemptType)")]
+        return [_answer("OFF", 0, "the cluster (PreemptType)", [], config)]
     if config.preempt_type == "preempt/partition_prio":
-        return [of_partition(partition, partitions, config)]
+        above = [f"partition {one.name}" for one in partitions if one.priority_tier > partition.priority_tier]
+        mode = _mode(partition.preempt_mode, config.preempt_mode)
+        return [_answer(mode, partition.grace_time_s, f"partition {partition.name}", above, config)]
     if config.preempt_type == "preempt/qos" and all_qos is not None:
-        named = {one.name: one for one in all_qos}
-        known = [of_qos(named[name], all_qos, config) for name in qos if name in named]
-        return known if known and len(known) == len(qos) else None
+        known = [one for name in qos for one in all_qos if one.name == name]
+        return [_of_qos(one, all_qos, config) for one in known] if known and len(known) == len(qos) else None
     return None
 
 
-def answer_of(rule: PreemptionRule, config: ClusterConfig) -> DoctorAnswer:
-    """Return what a rule means for a run."""
-    if rule.mode == "OFF":
-        return DoctorAnswer("ok", f"PreemptMode is OFF in {rule.of}: a run there is not preempted")
-    if not rule.by:
-        found = f"PreemptMode is {rule.mode} in {rule.of}, but no partition or QOS has a higher rank, so no job would preempt a run there"
+def _of_qos(qos: Qos, all_qos: Sequence[Qos], config: ClusterConfig) -> DoctorAnswer:
+    above = [f"QOS {one.name}" for one in all_qos if qos.name in one.preempts]
+    if "WITHIN" in f"{qos.preempt_mode},{config.preempt_mode}".upper().split(","):
+        above.append(f"QOS {qos.name} of a higher priority")
+    return _answer(_mode(qos.preempt_mode, config.preempt_mode), qos.grace_time_s, f"QOS {qos.name}", above, config)
+
+
+def _answer(mode: str, grace_s: int, of: str, above: Sequence[str], config: ClusterConfig) -> DoctorAnswer:
+    """Return what a rule means for a run: `mode` is OFF, REQUEUE, CANCEL or SUSPEND, or a word of a later Slurm; jobs of `above` may preempt it."""
+    if mode == "OFF":
+        return DoctorAnswer("ok", f"PreemptMode is OFF in {of}: a run there is not preempted")
+    if not above:
+        found = f"PreemptMode is {mode} in {of}, but no partition or QOS has a higher rank, so no job would preempt a run there"
         return DoctorAnswer("ok", found)
-    by = f"PreemptMode is {rule.mode}, GraceTime {rule.grace_s} s, by {rule.of}; jobs of {', '.join(rule.by)} may preempt a run there"
-    if rule.mode == "SUSPEND":
+    by = f"PreemptMode is {mode}, GraceTime {grace_s} s, by {of}; jobs of {', '.join(above)} may preempt a run there"
+    if mode == "SUSPEND":
         found = f"{by}: Slurm suspends the run without a warning signal until those jobs end"
         to_do = "the run's GPU memory stays in use meanwhile; to avoid this, choose another partition or QOS"
         return DoctorAnswer("warn", found, to_do)
     kill_wait = "KillWait" if config.kill_wait_s is None else f"{config.kill_wait_s} s (KillWait)"
     asked = f"the run's own signal, SIG{STOP_SIGNAL}," if config.sends_user_signal else "SIGTERM"
-    if rule.grace_s:
-        found = f"{by}: {asked} comes at once, SIGKILL after {rule.grace_s} s and {kill_wait} more"
+    if grace_s:
+        found = f"{by}: {asked} comes at once, SIGKILL after {grace_s} s and {kill_wait} more"
     else:
         found = f"{by}: SIGTERM comes at once, SIGKILL {kill_wait} later"
-    if rule.mode == "CANCEL":
+    if mode == "CANCEL":
         to_do = "Slurm does not start a cancelled job again: if the run has not requeued itself in that time, submit it again"
         return DoctorAnswer("warn", found, to_do)
-    if not rule.grace_s:
+    if not grace_s:
         to_do = f"a checkpoint that takes longer than {kill_wait} is lost, with the steps since the previous one: lower `checkpoint.every_steps`"
         return DoctorAnswer("warn", found, to_do)
     return DoctorAnswer("ok", found)
