@@ -110,18 +110,13 @@ def goodput_line(goodput: Goodput | None) -> str:
     if goodput is None:
         return ""
     spent = goodput.node_hours
-    running = running_hours(goodput)
+    running = goodput.running_h
     if goodput.goodput is None:
         return f"queued {in_hours(spent['queued'])}" if spent["queued"] else ""
     parts = ", ".join(f"{kind} {spent[kind] / running:.0%}" for kind in KINDS[1:] if spent[kind] > 0)
     gpus = f"; {in_hours(goodput.gpu_hours)} of GPUs" if goodput.gpu_hours else ""
     queued = f"; queued {in_hours(spent['queued'])}" if spent["queued"] else ""
     return f"{in_hours(running)}: {parts}{gpus}{queued}"
-
-
-def running_hours(goodput: Goodput) -> float:
-    """Return the hours of all nodes, without the queue."""
-    return sum(value for kind, value in goodput.node_hours.items() if kind != "queued")
 
 
 def in_hours(value: float) -> str:
@@ -135,4 +130,4 @@ def columns(goodput: Goodput | None) -> tuple[str, str]:
     """Return the hours of nodes, and the share that was training that counts; dashes where that is not known."""
     if goodput is None or goodput.goodput is None:
         return DASH, DASH
-    return in_hours(running_hours(goodput)), f"{goodput.goodput:.0%}"
+    return in_hours(goodput.running_h), f"{goodput.goodput:.0%}"

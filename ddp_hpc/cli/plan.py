@@ -44,7 +44,7 @@ from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
-from ddp_hpc.watch.save_outlook import outlook
+from ddp_hpc.watch.save_interval import outlook
 
 _IN_JOB = Endpoint("ADDRESS", 0)
 """Stands for a value that only the job can determine."""

@@ -27,6 +27,11 @@ class Goodput:
     num_failures: int
     """Attempts that ended otherwise than by their own commit or a cancellation."""
 
+    @property
+    def running_h(self) -> float:
+        """Hours of all nodes, without the queue."""
+        return sum(self.node_hours[kind] for kind in RUNNING)
+
 
 def goodput_of(times: Sequence[AttemptTime]) -> Goodput:
     """Add up the times of all attempts."""

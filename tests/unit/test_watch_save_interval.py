@@ -20,8 +20,7 @@ from ddp_hpc.watch.goodput import measured_cost
 from ddp_hpc.watch.report.notes import notes_of
 from ddp_hpc.watch.report.page import view_of
 from ddp_hpc.watch.report.reading import read_run
-from ddp_hpc.watch.save_interval import read_save_interval
-from ddp_hpc.watch.save_outlook import outlook
+from ddp_hpc.watch.save_interval import outlook, read_save_interval
 from tests.report.made import Plan, made_run
 
 CHOICE = {

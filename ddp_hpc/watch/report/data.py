@@ -82,14 +82,9 @@ class RunData:
         """Attempt -> the step at which its training began."""
         return {one.attempt.attempt: one.first_step for one in self.times if one.trained_from is not None}
 
-    @property
-    def running_h(self) -> float:
-        """Hours of the nodes, without the queue."""
-        return sum(hours for kind, hours in self.goodput.node_hours.items() if kind != "queued")
-
     def share_of(self, kind: str) -> float:
         """Return which share of the nodes' time that is known was of this kind."""
-        known_h = self.running_h - self.goodput.node_hours["unknown"]
+        known_h = self.goodput.running_h - self.goodput.node_hours["unknown"]
         return self.goodput.node_hours[kind] / known_h if known_h else 0.0
 
     def phase_share(self, name: str) -> float:

@@ -82,7 +82,7 @@ def lead(run: RunData) -> str:
     if not run.times:
         return f"{_sentence(status.reason)}" if status.reason else "No attempt has begun."
     reason = "" if not status.reason or (run.failure and run.is_failure_newest) else f" {_sentence(status.reason)}"
-    took = f"{plural(len(run.times), 'attempt')} took {hours(run.running_h)} of node time"
+    took = f"{plural(len(run.times), 'attempt')} took {hours(run.goodput.running_h)} of node time"
     useful = f", of which {share(good)} was training whose steps the run has kept." if good is not None else "."
     return f"{_where(run)}{reason} {took[0].upper()}{took[1:]}{useful}"
 
@@ -114,7 +114,7 @@ def figures(run: RunData) -> list[tuple[str, str, str]]:
         found.append(("goodput", share(goodput.goodput), "of node time"))
     if run.times:
         queued_h = goodput.node_hours["queued"]
-        found.append(("node time", hours(run.running_h), f"+ {hours(queued_h)} queued" if queued_h else ""))
+        found.append(("node time", hours(goodput.running_h), f"+ {hours(queued_h)} queued" if queued_h else ""))
     if goodput.gpu_hours:
         found.append(("GPU time", hours(goodput.gpu_hours), ""))
     if goodput.steps_repeated:
@@ -128,7 +128,7 @@ def figures(run: RunData) -> list[tuple[str, str, str]]:
 
 def kinds(run: RunData) -> list[tuple[str, float, str]]:
     """Return what the nodes' time was spent on: kind, share, and a text with both; kinds without any are left out."""
-    spent, running = run.goodput.node_hours, run.running_h
+    spent, running = run.goodput.node_hours, run.goodput.running_h
     parts = [(kind, spent[kind] / running if running else 0.0) for kind in KINDS if spent[kind] > 0]
     return [
         (kind, part, f"{kind} {hours(spent[kind])}{'' if kind == 'queued' else f', {share(part)}'}")

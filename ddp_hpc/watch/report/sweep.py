@@ -160,7 +160,6 @@ def _failures(points: Sequence[SweptRun]) -> list[tuple[str, str, str]]:
 
 def _row(point: SweptRun, keys: Sequence[str], metrics: Sequence[str]) -> dict[str, Any]:
     status, goodput = point.status, point.goodput
-    node_hours = sum(value for kind, value in goodput.node_hours.items() if kind != "queued")
     return {
         "name": point.name,
         "state": status.state,
@@ -170,7 +169,7 @@ def _row(point: SweptRun, keys: Sequence[str], metrics: Sequence[str]) -> dict[s
             _cell(status.loss, compact),
             *(_cell(status.metrics.get(metric), compact) for metric in metrics),
             _cell(goodput.goodput, share),
-            (hours(node_hours), round(node_hours, 5)),
+            (hours(goodput.running_h), round(goodput.running_h, 5)),
         ],
     }
 
