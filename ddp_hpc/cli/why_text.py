@@ -69,7 +69,7 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
             f"attempts that failed: {', '.join(failed)}; `ddp-hpc why {word} --attempt {failed[-1]}`" if failed else "",
         )
         return
-    about = BY_NAME[verdict.failure]
+    about = verdict.about
     yield "why", f"{about.title}  [{verdict.failure}; {_BASIS[verdict.basis]}]"
     yield "root", verdict.root or "no rank is known to have failed first"
     yield "detail", verdict.detail[:_LONGEST]
@@ -130,7 +130,7 @@ def place_of(run: RunDir, evidence: EvidenceLine) -> str:
 
 def as_record(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> dict[str, Any]:
     """Return what `why --json` prints."""
-    about = BY_NAME.get(verdict.failure)
+    about = verdict.about if verdict.failure else None
     return {
         "run": run.name,
         "attempt": attempt.attempt,

@@ -50,7 +50,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _reason(run_dir: RunDir, attempt: int, reason: str) -> str:
     """Return the reason of an attempt's end, behind what its ranks' logs say where no report does, or where the end followed from that."""
     from ddp_hpc.watch.why.reading import chosen_attempt, read_facts  # late: most runs have not failed
-    from ddp_hpc.watch.why.signatures import BY_NAME
     from ddp_hpc.watch.why.verdict import MAY_FOLLOW, verdict_of
 
     ledger = Ledger.read(run_dir)
@@ -60,4 +59,4 @@ def _reason(run_dir: RunDir, attempt: int, reason: str) -> str:
         return reason
     verdict = verdict_of(read_facts(run_dir, ledger, ended))
     is_before = verdict.end or (verdict.basis == "log" and has_no_report)
-    return f"{BY_NAME[verdict.failure].title}: {verdict.detail}; then: {reason}" if is_before else reason
+    return f"{verdict.about.title}: {verdict.detail}; then: {reason}" if is_before else reason

@@ -18,19 +18,7 @@ from ddp_hpc.watch.goodput import CheckpointCost, Goodput
 from ddp_hpc.watch.report.series import Series
 from ddp_hpc.watch.save_interval import SaveInterval
 from ddp_hpc.watch.status import RunStatus
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFailure:
-    """Why the newest attempt that failed did so."""
-
-    attempt: int
-    title: str
-    root: str
-    """The rank that failed first."""
-    detail: str
-    place: str
-    to_do: str
+from ddp_hpc.watch.why.findings import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +38,8 @@ class RunData:
     """Attempt -> where its ranks met."""
     checkpoints: Sequence[CheckpointInfo]
     environments: Mapping[int, Environment]
-    failure: RunFailure | None
+    failure: tuple[int, Verdict, str] | None
+    """The newest attempt that failed, why, and what to do."""
     values: Mapping[str, Any]
     """Key -> value of the configuration."""
     save_interval: SaveInterval | None = None
@@ -75,7 +64,7 @@ class RunData:
     @property
     def is_failure_newest(self) -> bool:
         """Whether no attempt followed the one that failed."""
-        return self.failure is not None and self.failure.attempt == self.times[-1].attempt.attempt
+        return self.failure is not None and self.failure[0] == self.times[-1].attempt.attempt
 
     @property
     def starts(self) -> Mapping[int, int]:

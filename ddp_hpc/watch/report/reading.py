@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
@@ -20,12 +21,12 @@ from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare import config_values
 from ddp_hpc.watch.goodput import checkpoint_cost, goodput_of
-from ddp_hpc.watch.report.data import RunData, RunFailure
+from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.series import Series, finite, read_series
 from ddp_hpc.watch.save_interval import newest_interval
 from ddp_hpc.watch.status import read_status
+from ddp_hpc.watch.why.findings import Verdict
 from ddp_hpc.watch.why.reading import chosen_attempt, read_facts, to_do
-from ddp_hpc.watch.why.signatures import BY_NAME
 from ddp_hpc.watch.why.verdict import verdict_of
 
 T = TypeVar("T")
@@ -132,7 +133,7 @@ def _environment(run: RunDir, attempt: int) -> Environment | None:
     return read_environment(run, attempt) if run.environment(attempt).exists() else None
 
 
-def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> RunFailure | None:
+def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> tuple[int, Verdict, str] | None:
     failed = [one for one in ledger.attempts if one.ending in (Ending.FAILED, Ending.REFUSED)]
     if not failed:
         return None
@@ -140,11 +141,5 @@ def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> RunFailure 
     verdict = verdict_of(read_facts(run, ledger, attempt))
     if not verdict.failure:
         return None
-    return RunFailure(
-        attempt=attempt.attempt,
-        title=BY_NAME[verdict.failure].title,
-        root=verdict.root,
-        detail=masked(verdict.detail, secrets)[:400],
-        place=verdict.place,
-        to_do=to_do(run, attempt, verdict, word=run.word),
-    )
+    shown = replace(verdict, detail=masked(verdict.detail, secrets)[:400])
+    return attempt.attempt, shown, to_do(run, attempt, verdict, word=run.word)

@@ -44,9 +44,9 @@ def milliseconds(value: float) -> str:
     return f"{value:.0f} ms" if value >= 9.95 else f"{value:.2g} ms"
 
 
-def plural(count: int, one: str, several: str | None = None) -> str:
+def plural(count: int, one: str) -> str:
     """Return `1 node` or `2 nodes`."""
-    return f"{count:,} {one if count == 1 else several or one + 's'}"
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
 
 
 def moment(at: float, pattern: str = "%d %b %H:%M:%S") -> str:

@@ -87,8 +87,7 @@ def _of_killed_child(facts: AttemptFacts, finding: Verdict) -> Verdict:
     """Return host-memory where SIGKILL ended a process of the rank's own, and a message says that memory ran out."""
     if finding.failure != "killed":
         return finding
-    own = [] if finding.rank is None else matches_in(facts.logs.get(finding.rank, ())[-_NEAR_END:])
-    killed = _killed(finding, own, matches_in(of_step(facts.console, facts.attempt.job_id, finding.host)))
+    killed = _killed(facts, finding)
     return replace(killed, evidence=tuple(dict.fromkeys((*finding.evidence, *killed.evidence))))
 
 
@@ -139,13 +138,14 @@ def _by_memory(finding: Verdict, whose: str | bool) -> Verdict:
 
 def by_signal(facts: AttemptFacts, finding: Verdict, number: int) -> Verdict:
     """Return the class of a rank that a signal ended; its log may say more."""
-    own = [] if finding.rank is None else matches_in(facts.logs.get(finding.rank, ())[-_NEAR_END:])
     finding = replace(finding, detail=f"killed by {_name_of(number)}")
     if number == _KILL:
-        return _killed(finding, own, matches_in(of_step(facts.console, facts.attempt.job_id, finding.host)))
+        return _killed(facts, finding)
     if number not in _CRASHES:
         return replace(finding, failure="signal")
-    reasons = [pair for pair in own if pair[1].role != "confirmation" and pair[1].name not in _OF_STARTS]
+    reasons = [
+        pair for pair in _at_end(facts, finding) if pair[1].role != "confirmation" and pair[1].name not in _OF_STARTS
+    ]
     more = [pair for pair in reasons if pair[1].name != "native-crash"]
     strength = {"root": 0, "either": 1}
     said = min(more or reasons, key=lambda pair: (strength.get(pair[1].role, 2), pair[0].offset), default=None)
@@ -166,9 +166,14 @@ def _name_of(number: int) -> str:
         return ""
 
 
-def _killed(finding: Verdict, own: Sequence[tuple[LogLine, Match]], of_job: Sequence[tuple[LogLine, Match]]) -> Verdict:
+def _at_end(facts: AttemptFacts, finding: Verdict) -> list[tuple[LogLine, Match]]:
+    return [] if finding.rank is None else matches_in(facts.logs.get(finding.rank, ())[-_NEAR_END:])
+
+
+def _killed(facts: AttemptFacts, finding: Verdict) -> Verdict:
     """Return the class of a rank that SIGKILL ended: only a message of Slurm or of the kernel proves that memory ran out."""
-    proofs = [(line, finding.rank) for line, match in own if match == NO_MEMORY]
+    of_job = matches_in(of_step(facts.console, facts.attempt.job_id, finding.host))
+    proofs = [(line, finding.rank) for line, match in _at_end(facts, finding) if match == NO_MEMORY]
     proofs += [(line, None) for line, match in of_job if match == NO_MEMORY]
     if not proofs:
         return replace(finding, failure="killed")

@@ -18,7 +18,6 @@ from ddp_hpc.watch.failure import last_words
 from ddp_hpc.watch.status import goes_on
 from ddp_hpc.watch.why.findings import AttemptFacts, Verdict
 from ddp_hpc.watch.why.lines import LogLine, tail
-from ddp_hpc.watch.why.signatures import BY_NAME
 
 MOST_LOGS = 256
 """Of more ranks, only the logs of those that have an error report, and of the first, are read."""
@@ -81,5 +80,5 @@ def _of_attempt(lines: Sequence[LogLine], ledger: Ledger, attempt: Attempt) -> S
 
 def to_do(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> str:
     """Return what to do next, with commands that name this run by its `word`."""
-    about, rank = BY_NAME[verdict.failure].to_do, verdict.rank or 0
+    about, rank = verdict.about.to_do, verdict.rank or 0
     return about.format(run=word, attempt=attempt.attempt, rank=rank, again=goes_on(run) if "{again}" in about else "")

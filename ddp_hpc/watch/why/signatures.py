@@ -51,10 +51,13 @@ def _error(kind: str, text: str, more: str = "") -> Pattern:
     return _raised(_ERROR + re.escape(text), f"{kind}: {text}{more}")
 
 
+def _system(number: int, text: str, more: str = "") -> Pattern:
+    """Return the pattern of an error of the system: Python names its number, in every language; C++ its English text, in a RuntimeError."""
+    return _raised(_ERROR + rf".*\[Errno {number}\]|RuntimeError: .*{text}", f"OSError: [Errno {number}] {text}{more}")
+
+
 _ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
 """Any exception's type."""
-_SYSTEM = _ERROR + r".*\[Errno {0}\]|RuntimeError: .*{1}"
-"""An error of the system: Python names its number, in every language; C++ its English text, in a RuntimeError."""
 _LOGGED = r"\d{4}-\d\d-\d\d \S+ (?:WARNING|ERROR) .*\[Errno {0}\]"
 """What ddp-hpc goes on after, as a save that fails: the reason of an end only where nothing else says one, as a full disk takes no report."""
 _OF_LOADER = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: {0}"
@@ -359,10 +362,7 @@ REGISTRY: Sequence[FailureClass] = (
         means="Your quota of bytes or files on that file system is used up.",
         to_do="Delete what you do not need (`ddp-hpc delete OLD_RUN`; `checkpoint.keep_last` keeps fewer checkpoints), and submit the run again: {again}.",
         patterns=[
-            _raised(
-                _SYSTEM.format(122, "Disk quota exceeded"),
-                "OSError: [Errno 122] Disk quota exceeded: '/scratch/me/file'",
-            ),
+            _system(122, "Disk quota exceeded", ": '/scratch/me/file'"),
             _printed(
                 _LOGGED.replace("{0}", "122"),
                 "2026-06-18 13:05:36,123 WARNING the checkpoint of step 6 could not be written: rank 0 on node1: OSError: [Errno 122] Disk quota exceeded",
@@ -376,11 +376,8 @@ REGISTRY: Sequence[FailureClass] = (
         means="A write failed: the file system has no space left, or the limit for the size of a file is reached (`ulimit -f`).",
         to_do="Free space on the file system that the evidence names (`df -h` and `df -i` there, on that node; `ulimit -f`), and submit the run again: {again}. To go on in another `runs_dir`, move the run's whole directory there first.",
         patterns=[
-            _raised(
-                _SYSTEM.format(28, "No space left on device"),
-                "OSError: [Errno 28] No space left on device: '/tmp/cache.bin'",
-            ),
-            _raised(_SYSTEM.format(27, "File too large"), "OSError: [Errno 27] File too large"),
+            _system(28, "No space left on device", ": '/tmp/cache.bin'"),
+            _system(27, "File too large"),
             _printed(
                 _LOGGED.replace("{0}", "2[78]"),
                 "2026-06-18 13:05:36,123 WARNING the checkpoint of step 6 could not be written: rank 0 on node1: OSError: [Errno 28] No space left on device",
@@ -394,10 +391,7 @@ REGISTRY: Sequence[FailureClass] = (
         means="The file server was restarted or is unreachable, or the file was replaced on another node.",
         to_do="Run `ls` on the path that the evidence names, on that rank's node. If it fails, exclude the node (`slurm.exclude`) and report it to the administrators.",
         patterns=[
-            _raised(
-                _SYSTEM.format(116, "Stale file handle"),
-                "OSError: [Errno 116] Stale file handle: '/data/train'",
-            ),
+            _system(116, "Stale file handle", ": '/data/train'"),
             _raised(_ERROR + r".*\[Errno 107\]", "OSError: [Errno 107] Transport endpoint is not connected: '/data'"),
             _raised(_ERROR + r".*\[Errno 5\]", "OSError: [Errno 5] Input/output error: '/data/train/7.bin'"),
         ],
