@@ -141,14 +141,12 @@ class RunStatus:
         return self.state in ALIVE
 
 
-def read_status(
-    run: RunDir, *, now: float, host: str | None = None, ask: Ask | None = None, files: LastRead | None = None
-) -> RunStatus:
+def read_status(run: RunDir, *, now: float, ask: Ask | None = None, files: LastRead | None = None) -> RunStatus:
     """Return the status of a run; `ask` asks Slurm about a job that is pending or has written nothing for a while.
 
     A caller that polls passes the same `files` each time, so that unchanged files are not read again.
     """
-    seen = observe(run, now=now, host=host or processes.host_name(), files=files or LastRead())
+    seen = observe(run, now=now, host=processes.host_name(), files=files or LastRead())
     if ask is not None and seen.queued is not None and _needs_slurm(seen):
         job_id, sent_at = seen.queued.job_id, seen.queued.at
         seen = replace(seen, queue_status=ask(job_id, sent_at))

@@ -26,8 +26,7 @@ from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight, read_preflight, write_preflight
 from ddp_hpc.watch.diagnose.doctor import login, questions
-from ddp_hpc.watch.diagnose.doctor.drained import groups, meaning
-from ddp_hpc.watch.diagnose.doctor.login import LoginSite
+from ddp_hpc.watch.diagnose.doctor.login import LoginSite, groups, meaning
 from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, result_of
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of

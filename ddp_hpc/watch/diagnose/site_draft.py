@@ -96,10 +96,10 @@ def _scratch(environ: Mapping[str, str], user: str) -> tuple[str | None, str]:
     return None, ""
 
 
-def propose(found: Survey, *, name: str | None = None, made_by: str = "ddp-hpc site init") -> str:
+def propose(found: Survey, *, name: str | None = None) -> str:
     """Return the draft of a profile, as YAML; a guess stands in it as a comment."""
     lines = [
-        f"# Proposed by `{made_by}` on {found.host}. Check it, and add what is missing: lines with `#` are suggestions.",
+        f"# Proposed by `ddp-hpc site init` on {found.host}. Check it, and add what is missing: lines with `#` are suggestions.",
         *_section("site", _about(found, name)),
         *(["", f"runs_dir: {found.scratch}/runs"] if found.scratch else []),
         *_blank_before(_section("slurm", _slurm(found))),

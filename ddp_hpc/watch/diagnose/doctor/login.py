@@ -12,14 +12,13 @@ from ddp_hpc.cluster.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRI
 from ddp_hpc.cluster.node_checks.of_node import TO_FIT, misfit
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.own_job import TO_DO, Standing, standing
-from ddp_hpc.cluster.slurm.queries import Partition
+from ddp_hpc.cluster.slurm.queries import NodeState, Partition, takes_jobs
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.environment import capture
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.diagnose.doctor import preemption, quota
 from ddp_hpc.watch.diagnose.doctor.answer import DoctorAnswer
-from ddp_hpc.watch.diagnose.doctor.drained import groups, meaning
 from ddp_hpc.watch.diagnose.doctor.questions import SlurmAnswers, ask, has_commands
 
 _NEVER_S = 180 * 86400.0
@@ -173,12 +172,10 @@ def _controller(site: LoginSite) -> Iterator[DoctorAnswer]:
 
 def _version(site: LoginSite) -> Iterator[DoctorAnswer]:
     config = site.told.config
-    is_known = config is not None and config.version
-    yield (
-        DoctorAnswer("ok", f"{config.version}, cluster {config.name}")
-        if config and is_known
-        else _unanswered(site, "config")
-    )
+    if config is not None and config.version:
+        yield DoctorAnswer("ok", f"{config.version}, cluster {config.name}")
+    else:
+        yield _unanswered(site, "config")
 
 
 def _partition(site: LoginSite) -> Iterator[DoctorAnswer]:
@@ -264,9 +261,8 @@ def _start(site: LoginSite) -> Iterator[DoctorAnswer]:
         yield _unanswered(site, "test_only")
     elif answer.refusal is not None:
         last = answer.refusal.splitlines()[-1] if answer.refusal else "it gave no reason"
-        yield DoctorAnswer(
-            "fail", f"Slurm would refuse a job of {nodes}: {last}", "correct the setting that Slurm names"
-        )
+        found = f"Slurm would refuse a job of {nodes}: {last}"
+        yield DoctorAnswer("fail", found, "correct the setting that Slurm names")
     elif answer.starts_at is None:
         yield DoctorAnswer("unknown", f"Slurm would take a job of {nodes}, but does not say when it would start")
     else:
@@ -292,12 +288,10 @@ def _nodes(site: LoginSite) -> Iterator[DoctorAnswer]:
     where = f" of partition {site.spec.slurm.partition}" if site.spec.slurm.partition else ""
     needed = site.spec.resources.nodes
     found = f"{num_good} of {len(nodes)} nodes{where} take jobs; the run asks for {needed}"
-    is_enough = num_good >= needed
-    yield (
-        DoctorAnswer("ok", found)
-        if is_enough
-        else DoctorAnswer("fail", found, "ask for fewer nodes, or for another partition")
-    )
+    if num_good >= needed:
+        yield DoctorAnswer("ok", found)
+    else:
+        yield DoctorAnswer("fail", found, "ask for fewer nodes, or for another partition")
     # A line that says that there is one more is no shorter than that one's own.
     num_shown = _MOST_GROUPS if len(reasons) > _MOST_GROUPS + 1 else len(reasons)
     for of_one in reasons[:num_shown]:
@@ -315,6 +309,30 @@ def _nodes(site: LoginSite) -> Iterator[DoctorAnswer]:
 _MOST_NAMES = 4
 _MOST_GROUPS = 8
 """How many reasons are shown, of most nodes first, and how many of the nodes that have one."""
+
+_PREFIXES = {
+    "[node_problem]": "the node has failed a check of hardware or system; the administrators must repair it",
+    "[user_problem]": "a user's processes made the node unusable, for instance with a full disk or memory; Slurm's reason says which",
+}
+"""How some sites' checks begin a reason (Soperator of Nebius writes these two) -> what it means."""
+_SILENT = "`*` means that the node's slurmd does not answer the controller: the node is down, or its network is"
+_OTHERS = "this reason is the text of an administrator or of Slurm; ask your cluster's support"
+
+
+def groups(nodes: Sequence[NodeState]) -> list[list[NodeState]]:
+    """Return the nodes that take no jobs by state and reason, the largest group first: hundreds may be down for one reason."""
+    found: dict[tuple[str, str], list[NodeState]] = {}
+    for one in nodes:
+        if not takes_jobs(one.state):
+            found.setdefault((one.state, one.reason), []).append(one)
+    return sorted(found.values(), key=len, reverse=True)
+
+
+def meaning(reason: str, state: str = "") -> str:
+    """Return what a reason means; without one, what the state does. Empty where neither says anything."""
+    if not reason:
+        return _SILENT if state.endswith("*") else ""
+    return next((text for prefix, text in _PREFIXES.items() if reason.lower().startswith(prefix)), _OTHERS)
 
 
 def _unanswered(site: LoginSite, question: str) -> DoctorAnswer:
