@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 
 def details_of(run: RunDir, status: RunStatus, *, now: float, word: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the details as keys of `status --json`, and as rows of text, without those whose records are not readable now."""
-    goodput, interval, profiles = (
-        goodput_of_run(run, status, now=now),
-        _interval(run, status, now),
-        _profiles(run, status),
-    )
+    goodput, interval = node_time(run, status, now=now)
+    profiles = _profiles(run, status)
     machines, machine_words = _machines(run, status, now)
     record = {
         "goodput": None if goodput is None else asdict(goodput),
@@ -43,17 +40,20 @@ def details_of(run: RunDir, status: RunStatus, *, now: float, word: str) -> tupl
     return record, rows
 
 
-def _interval(run: RunDir, status: RunStatus, now: float) -> SaveInterval | None:
-    """Return how often a run saves, where it chooses that itself."""
+def node_time(run: RunDir, status: RunStatus, *, now: float) -> tuple[Goodput | None, SaveInterval | None]:
+    """Return where the node time of a run went, and how often it saves where it chooses that itself; None for what is not readable now."""
 
-    def read() -> SaveInterval | None:
-        if not any(mark.kind == "interval" for mark in read_marks(run)):
-            return None
-        from ddp_hpc.watch.save_interval import read_save_interval  # late: most runs have a fixed interval
+    def read() -> tuple[Goodput | None, SaveInterval | None]:
+        marks = read_marks(run)
+        times = read_times(run, now=now, is_alive=status.is_alive, marks=marks)
+        if not any(mark.kind == "interval" for mark in marks):
+            return goodput_of(times), None
+        from ddp_hpc.watch.save_interval import newest_interval  # late: most runs have a fixed interval
 
-        return read_save_interval(run, now=now, is_alive=status.is_alive)
+        return goodput_of(times), newest_interval(marks, times)
 
-    return known(run.timeline, read, unknown=None)
+    unknown: tuple[Goodput | None, SaveInterval | None] = (None, None)
+    return known(run.timeline, read, unknown=unknown)
 
 
 def _machines(run: RunDir, status: RunStatus, now: float) -> tuple[Mapping[str, Any] | None, str]:
@@ -98,11 +98,6 @@ def _about_profile(one: RankProfile, word: str) -> str:
     why = one.why or f"attempt {one.attempt} ended before it was written"
     log = f"`ddp-hpc logs {word} --attempt {one.attempt} --rank {one.rank}`"
     return f"rank {one.rank} is missing: {why}. Its log: {log}"
-
-
-def goodput_of_run(run: RunDir, status: RunStatus, *, now: float) -> Goodput | None:
-    """Return where the node time of a run went; None if its records cannot be read now."""
-    return known(run.timeline, lambda: goodput_of(read_times(run, now=now, is_alive=status.is_alive)), unknown=None)
 
 
 def goodput_line(goodput: Goodput | None) -> str:

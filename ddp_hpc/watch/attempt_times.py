@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -62,9 +62,9 @@ class AttemptTime:
         return self.ended_at - self.attempt.started_at
 
     @property
-    def is_all_kept(self) -> bool:
-        """Whether it lost nothing: then logged steps change none of its seconds."""
-        return (self.is_open or self.attempt.ending in _COMMITS) and self.kept_step == self.reached_step
+    def is_whole(self) -> bool:
+        """Whether it has ended and lost nothing: then its logged steps say nothing new."""
+        return not self.is_open and self.attempt.ending in _COMMITS and self.kept_step == self.reached_step
 
     @property
     def is_failure(self) -> bool:
@@ -106,17 +106,19 @@ def read_times(run: RunDir, *, now: float, is_alive: bool, marks: Sequence[Mark]
     Raises:
         OSError: if the file system does not answer.
     """
-    return attempt_times(
+    times_with = partial(
+        attempt_times,
         Ledger.read(run).attempts,
         read_marks(run) if marks is None else marks,
         progress=read_progress(run),
         queued=read_queued_job(run),
         now=now if is_alive else None,
-        logged=logged_steps(run),
     )
+    times = times_with()
+    return times if all(one.is_whole for one in times) else times_with(logged=_logged_steps(run))
 
 
-def logged_steps(run: RunDir) -> list[tuple[float, int]]:
+def _logged_steps(run: RunDir) -> list[tuple[float, int]]:
     """Return time and step of logged steps, the newest and some before them: a worker that is killed notes no end, but has logged."""
     found = []
     for path in (run.superseded_metrics, run.metrics):

@@ -11,7 +11,7 @@ from ddp_hpc.run.checkpoints.failure_rate import between_failures_s
 from ddp_hpc.run.checkpoints.past_saves import read_past
 from ddp_hpc.run.checkpoints.save_interval import ASSUMED_STALL_S, Bounds, SaveCosts, choose
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.timeline import Mark, read_marks
+from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import AttemptTime, read_times
 from ddp_hpc.watch.goodput import measured_cost
 
@@ -39,16 +39,6 @@ class SaveInterval:
         numbers = save_interval.numbers(self.costs, num_failures=self.num_failures, is_measured=self.is_measured)
         often = save_interval.every(self.every_steps, self.seconds)
         return f"{often}: saves and failures take {self.expected_cost:.1%} of the time by estimate{so_far}; {numbers}"
-
-
-def read_save_interval(run: RunDir, *, now: float, is_alive: bool) -> SaveInterval | None:
-    """Return the newest choice of a run; None where it has made none.
-
-    Raises:
-        OSError: if the file system does not answer.
-    """
-    marks = read_marks(run)
-    return newest_interval(marks, read_times(run, now=now, is_alive=is_alive, marks=marks))
 
 
 def newest_interval(marks: Sequence[Mark], times: Sequence[AttemptTime]) -> SaveInterval | None:

@@ -286,8 +286,6 @@ def partition(name: str, **facts: Any) -> Partition:
 
 SURVEY = Survey(
     host="login02.example.org",
-    user="ada",
-    home="/home/ada",
     cluster=ClusterConfig(name="hydra"),
     partitions=[
         partition("gpu", is_default=True),
@@ -360,7 +358,7 @@ def test_a_proposal_is_a_profile(user: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_host_without_slurm_proposes_a_profile_too(user: dict[str, str]) -> None:
-    found = Survey(host="box7", user="ada", home=user["HOME"])
+    found = Survey(host="box7")
     path = write_profile(user, "box", propose(found))
 
     assert proposed_name(found) == "box"

@@ -13,14 +13,14 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.timeline import Mark, encode
+from ddp_hpc.run.run_dir.timeline import Mark, encode, read_marks
 from ddp_hpc.run.spec.training import CheckpointSpec
 from ddp_hpc.watch.attempt_times import KINDS, read_times
 from ddp_hpc.watch.goodput import measured_cost
 from ddp_hpc.watch.report.notes import notes_of
 from ddp_hpc.watch.report.page import view_of
 from ddp_hpc.watch.report.reading import read_run
-from ddp_hpc.watch.save_interval import outlook, read_save_interval
+from ddp_hpc.watch.save_interval import newest_interval, outlook
 from tests.report.made import Plan, made_run
 
 CHOICE = {
@@ -80,7 +80,7 @@ def test_what_saves_have_cost_is_saving_losing_and_starting_after_a_failure(tmp_
 def test_a_choice_whose_numbers_are_not_whole_is_not_shown(damaged: dict[str, Any], tmp_path: Path) -> None:
     run = failed_once(tmp_path / "run", damaged)
 
-    assert read_save_interval(run, now=0.0, is_alive=False) is None
+    assert newest_interval(read_marks(run), []) is None
 
 
 def test_the_report_says_that_the_interval_was_chosen_and_what_it_has_cost(tmp_path: Path) -> None:

@@ -126,9 +126,9 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
 
 def _spent(statuses: Sequence[RunStatus]) -> list[tuple[tuple[str, str], Mapping[str, Any] | None]]:
     """Return the columns of `--goodput` for each run, and what `--json` prints of it."""
-    from ddp_hpc.cli.details import columns, goodput_of_run  # late: only `--goodput` needs it
+    from ddp_hpc.cli.details import columns, node_time  # late: only `--goodput` needs it
 
-    found = (goodput_of_run(RunDir(Path(one.path)), one, now=time.time()) for one in statuses)
+    found = (node_time(RunDir(Path(one.path)), one, now=time.time())[0] for one in statuses)
     return [(columns(one), None if one is None else asdict(one)) for one in found]
 
 

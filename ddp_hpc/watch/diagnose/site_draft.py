@@ -35,8 +35,6 @@ class Survey:
     """What a login node says about itself and its cluster."""
 
     host: str
-    user: str
-    home: str
     cluster: ClusterConfig | None = None
     """None without a Slurm that answers."""
     partitions: Sequence[Partition] = ()
@@ -61,8 +59,6 @@ def survey(environ: Mapping[str, str]) -> Survey:
     place = os.path.realpath(Template(scratch or "/").safe_substitute(environ))
     found = Survey(
         host=socket.gethostname(),
-        user=user,
-        home=home,
         scratch=scratch,
         scratch_from=scratch_from,
         is_scratch_at_home=bool(home) and Path(place).is_relative_to(os.path.realpath(home)),

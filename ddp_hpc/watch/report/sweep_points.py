@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ddp_hpc.base.errors import UnreadableError
-from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.rereading import LastRead
-from ddp_hpc.run.run_dir.timeline import read_marks
-from ddp_hpc.watch.attempt_times import attempt_times, logged_steps
+from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.compare import config_values
 from ddp_hpc.watch.goodput import Goodput, goodput_of
-from ddp_hpc.watch.status import RunStatus, observe, status_of
+from ddp_hpc.watch.status import RunStatus, read_status
 
 Settings = Mapping[str, object]
 
@@ -68,20 +64,9 @@ def read_points(runs: Iterable[tuple[RunDir, Settings]], *, now: float) -> tuple
 
 
 def _read(run: RunDir, sets: Settings, now: float) -> SweptRun:
-    seen = observe(run, now=now, host=host_name(), files=LastRead())
-    status = status_of(run, seen)
-    times_with = partial(
-        attempt_times,
-        seen.attempts,
-        read_marks(run),
-        progress=seen.progress,
-        queued=seen.queued,
-        now=now if status.is_alive else None,
-    )
-    times = times_with()
-    if not all(one.is_all_kept for one in times):
-        times = times_with(logged=logged_steps(run))
-    return SweptRun(run=run, sets=sets, status=status, goodput=goodput_of(times))
+    status = read_status(run, now=now)
+    goodput = goodput_of(read_times(run, now=now, is_alive=status.is_alive))
+    return SweptRun(run=run, sets=sets, status=status, goodput=goodput)
 
 
 def goal_of(points: Sequence[SweptRun]) -> Goal:

@@ -54,10 +54,6 @@ class Raised:
         return self.text.partition("\n")[0]
 
     @property
-    def type(self) -> str:
-        return self.first_line.partition(":")[0].rpartition(".")[2]
-
-    @property
     def users_frame(self) -> FrameSummary | None:
         """The innermost frame of the user's code."""
         return next(filter(is_users, reversed(self.frames)), None)

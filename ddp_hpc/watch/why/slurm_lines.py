@@ -16,11 +16,11 @@ def of_step(lines: Sequence[LogLine], job_id: str, host: str) -> Sequence[LogLin
 
     Ranks run in the newest numbered step: earlier ones are of the setup, and the batch script is a step without a number.
     """
-    numbers = [int(found["step"]) for line in lines if (found := _step_of(line)) and found["step"].isdigit()]
+    numbers = [int(found["step"]) for line in lines if (found := _STEP.search(line.text)) and found["step"].isdigit()]
     newest = str(max(numbers, default=0))
     kept = []
     for line in lines:
-        found, node = _step_of(line), node_of(line)
+        found, node = _STEP.search(line.text), node_of(line)
         # A task of an array has a number of its own beside `ARRAY_INDEX`; the two cannot be compared.
         is_other = found and ("_" in found["job"]) == ("_" in job_id) and found["job"] != job_id
         is_elsewhere = node and host and node.partition(".")[0] != host.partition(".")[0]
@@ -33,7 +33,3 @@ def node_of(line: LogLine) -> str:
     """Return the node that a line names; empty where it names none."""
     found = _NODE.match(line.text)
     return (found["daemon"] or found["node"]) if found else ""
-
-
-def _step_of(line: LogLine) -> re.Match[str] | None:
-    return _STEP.search(line.text)
