@@ -186,9 +186,8 @@ def _ended_at(one: Attempt, points: _Points, progress: Progress | None, now: flo
 def _kept(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_alive: bool) -> list[int | None]:
     """Return the newest step of each of these attempts that no later one repeats; None where all are kept."""
     found: list[int | None] = []
-    begun: int | None = (
-        None  # the lowest step at which a later attempt has begun, and the highest at which one was to begin
-    )
+    # The lowest step at which a later attempt has begun, and the highest at which one was to begin.
+    begun: int | None = None
     first: int | None = None
     for one in reversed(attempts):
         saved = [mark.step for mark in points[one.attempt].marks if mark.kind == "save"]
@@ -212,13 +211,9 @@ def _time_of(one: Attempt, points: _Points, ended_at: float, *, kept: int | None
     reached = max([first, *(int(step) for _, step in steps)])
     kept = reached if kept is None else max(first, min(kept, reached))
     is_whole = kept >= reached and (one.ending in _COMMITS or one.ending is None)
-    until = (
-        None
-        if begin is None
-        else ended_at
-        if is_whole
-        else max(begin.at, _at([(step, at) for at, step in steps], kept))
-    )
+    until = None if begin is None else ended_at
+    if begin is not None and not is_whole:
+        until = max(begin.at, _at([(step, at) for at, step in steps], kept))
     phases = [mark for mark in points.marks if mark.kind == "phases"]
     return AttemptTime(
         attempt=one,

@@ -30,29 +30,19 @@ class CheckpointInfo:
 
 def list_checkpoints(run: RunDir, *, verify: bool) -> list[CheckpointInfo]:
     """Return the committed checkpoints, newest last; `verify` reads every byte of them."""
-    return [
-        _info(step, checkpoint_names.checkpoint_path(run, step), verify)
-        for step in checkpoint_names.committed_steps(run)
-    ]
+    return [_info(run, step, verify=verify) for step in checkpoint_names.committed_steps(run)]
 
 
-def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
+def _info(run: RunDir, step: int, *, verify: bool) -> CheckpointInfo:
+    path = checkpoint_names.checkpoint_path(run, step)
     try:
         manifest = checkpoint_store.verify(path) if verify else checkpoint_store.read_manifest(path)
         committed_at = (path / checkpoint_names.MANIFEST).stat().st_mtime
-    except (
-        CorruptCheckpointError,
-        NewerFormatError,
-        UnreadableError,
-        OSError,
-    ) as error:  # the last two also when the run deletes it meanwhile
-        return CheckpointInfo(
-            step=step,
-            path=str(path),
-            problem=f"{error} ddp-hpc continues no run from this checkpoint."
-            if isinstance(error, CorruptCheckpointError)
-            else str(error),
-        )
+    except CorruptCheckpointError as error:
+        problem = f"{error} ddp-hpc continues no run from this checkpoint."
+        return CheckpointInfo(step=step, path=str(path), problem=problem)
+    except (NewerFormatError, UnreadableError, OSError) as error:  # the last two also when the run deletes it meanwhile
+        return CheckpointInfo(step=step, path=str(path), problem=str(error))
     return CheckpointInfo(
         step=step,
         path=str(path),

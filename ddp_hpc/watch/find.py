@@ -17,6 +17,7 @@ from ddp_hpc.run.run_dir.records import read_queued_job
 
 _JOB = re.compile(r"\d+(_\d+)?")
 """The number of a job, or of a task of a job array."""
+_SUBMIT_ONE = "Submit one, or name another directory with `--runs-dir`."
 
 
 def is_run(path: Path) -> bool:
@@ -102,11 +103,7 @@ def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
         )
     names = [run.name for run in list_runs(runs_dir)]
     near = near_names(Path(text).name, names, cutoff=0.6) or names[-5:][::-1]
-    hint = (
-        f"Runs there: {', '.join(near)}."
-        if near
-        else "There are no runs there. Submit one, or name another directory with `--runs-dir`."
-    )
+    hint = f"Runs there: {', '.join(near)}." if near else f"There are no runs there. {_SUBMIT_ONE}"
     return RunNotFoundError(f"{text!r} is neither a run in {str(runs_dir)!r} nor a run directory. {hint}")
 
 
@@ -114,9 +111,7 @@ def newest_run(runs_dir: Path) -> RunDir:
     """Return the most recently active run."""
     runs = list_runs(runs_dir)
     if not runs:
-        raise RunNotFoundError(
-            f"There are no runs in {str(runs_dir)!r}. Submit one, or name another directory with `--runs-dir`."
-        )
+        raise RunNotFoundError(f"There are no runs in {str(runs_dir)!r}. {_SUBMIT_ONE}")
     return runs[-1]
 
 

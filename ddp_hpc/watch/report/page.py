@@ -138,12 +138,9 @@ def kinds(run: RunData) -> list[tuple[str, float, str]]:
 
 def _about_phases(num_steps: int, run: RunData) -> str:
     text = f"The times of rank zero, over {num_steps:,} steps of all attempts. The wait for other ranks is part of backward, where the ranks exchange gradients."
-    is_gpu = any(mark.num_gpus for mark in run.marks)
-    return (
-        f"{text} On a GPU these are times of the host, which starts kernels and does not wait for them."
-        if is_gpu
-        else text
-    )
+    if any(mark.num_gpus for mark in run.marks):
+        text += " On a GPU these are times of the host, which starts kernels and does not wait for them."
+    return text
 
 
 def _about_machines(run: RunData) -> str:
@@ -167,29 +164,23 @@ def _checkpoint(one: CheckpointInfo) -> dict[str, str]:
 def _cost(run: RunData) -> str:
     """Say what checkpoints cost, and what another interval would have cost."""
     cost = run.cost
-    if (
-        run.save_interval is not None
-    ):  # it knows more than the estimate below: how long a write takes, and what is usual elsewhere
+    # The choice knows more than the estimate below: how long a write takes, and what is usual elsewhere.
+    if run.save_interval is not None:
         return f"`checkpoint.every_steps=auto` saves {run.save_interval.sentence()}."
     if cost is None:
         return ""
     best = cost.best_every_steps
-    seen = (
-        plural(cost.num_failures, "failure")
-        if cost.num_failures
-        else "no failure; the estimate assumes one at this moment"
-    )
+    seen = plural(cost.num_failures, "failure")
+    if not cost.num_failures:
+        seen = "no failure; the estimate assumes one at this moment"
     others = ", ".join(
         f"every {steps:,} steps {share(cost.share(steps))}"
         for steps in sorted({max(1, cost.every_steps // 2), cost.every_steps * 2, best})
         if steps != cost.every_steps
     )
-    measured = measured_cost(run.times)
-    so_far = (
-        ""
-        if measured is None
-        else f" So far, saves, lost steps and starts after failures have taken {share(measured)}."
-    )
+    so_far = ""
+    if (measured := measured_cost(run.times)) is not None:
+        so_far = f" So far, saves, lost steps and starts after failures have taken {share(measured)}."
     return (
         f"A save stops training for {duration(cost.stall_s)}, a restart takes {duration(cost.restart_s)}, and this run saw {seen} in "
         f"{duration(cost.running_s)}. By these numbers, a save every {cost.every_steps:,} steps costs {share(cost.share(cost.every_steps))} of the time; "
@@ -233,11 +224,9 @@ def _beside(run: RunData, other: RunData) -> dict[str, Any]:
     theirs = charts.Line("other", other.series.loss, f"loss of {name}")
     ours = [line for line in charts.loss_lines(run.series) if line.kind != "lost"]
     has_loss = bool(ours or finite(other.series.loss))
-    loss = (
-        ""
-        if other.status.loss is None or run.status.loss is None
-        else f" Its loss is {compact(other.status.loss)}; this run's is {compact(run.status.loss)}."
-    )
+    loss = ""
+    if other.status.loss is not None and run.status.loss is not None:
+        loss = f" Its loss is {compact(other.status.loss)}; this run's is {compact(run.status.loss)}."
     keys = differing_keys([run.values, other.values])
     newest = [one.environments[max(one.environments)] for one in (other, run) if one.environments]
     return {

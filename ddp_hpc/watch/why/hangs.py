@@ -20,9 +20,8 @@ def of_hang(facts: AttemptFacts) -> Verdict:
     """Return what a hang was, by the verdict in the supervisor's report."""
     failure = next((one for one in facts.failures if one.is_hang), None)
     is_faulty = facts.network is not None and facts.network.is_faulty
-    is_of_nobody = (
-        failure is not None and failure.rank < 0 and failure.hang_kind in {"", "network"}
-    )  # by older versions
+    # As older versions say it.
+    is_of_nobody = failure is not None and failure.rank < 0 and failure.hang_kind in {"", "network"}
     if is_faulty and (failure is None or failure.hang_kind == "link" or is_of_nobody):
         return of_network(facts)
     finding = Verdict(failure="hang", role="either")

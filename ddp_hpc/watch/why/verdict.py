@@ -143,14 +143,14 @@ def _of_difference(difference: Difference) -> Verdict:
 
 
 def _of_preflight(facts: AttemptFacts) -> Verdict:
-    check = facts.preflight
-    failures = check.failures if check is not None else ()
-    evidence = tuple(EvidenceLine("root", None, f"{one.check}: {one.found}") for one in failures)
+    if facts.preflight is None:
+        return Verdict(failure="preflight")
+    failures = facts.preflight.failures
     return Verdict(
         failure="preflight",
-        host=", ".join(check.bad_nodes if check is not None else ()),
+        host=", ".join(facts.preflight.bad_nodes),
         detail="; ".join(dict.fromkeys(one.to_do for one in failures if one.to_do)),
-        evidence=evidence,
+        evidence=tuple(EvidenceLine("root", None, f"{one.check}: {one.found}") for one in failures),
     )
 
 

@@ -340,9 +340,8 @@ def _unanswered(site: LoginSite, question: str) -> DoctorAnswer:
     if question == "associations":
         to_do = "try again; the accounting daemon (slurmdbd) must answer this; meanwhile, Slurm still accepts and starts jobs"
     if "denied" in site.told.why_not(question).lower():
-        to_do = (
-            "a policy of the site keeps this from its users (PrivateData, or an access list): ask your administrators"
-        )
+        who = "a policy of the site keeps this from its users (PrivateData, or an access list)"
+        to_do = f"{who}: ask your administrators"
     return DoctorAnswer("unknown", site.told.why_not(question), to_do)
 
 

@@ -95,9 +95,8 @@ def _disk(place: Path, *, timeout_s: float) -> tuple[Path, Disk]:
     del timeout_s  # a file system that does not answer cannot be given up: the thread stays behind
     try:
         existing = _existing(place)
-    except (
-        OSError
-    ) as error:  # a stale mount, or a directory above that may not be searched: nothing can be written there
+    # A stale mount, or a directory above that may not be searched: nothing can be written there.
+    except OSError as error:
         return place, Disk(path=str(place), error=error.strerror or str(error))
     return existing, disk(existing)
 
