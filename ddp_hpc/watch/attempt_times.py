@@ -154,14 +154,12 @@ def attempt_times(  # noqa: PLR0913  one for each record
     for number, one in enumerate(attempts):
         is_open = now is not None and one.ending is None and one is attempts[-1]
         ended_at = _ended_at(one, points[one.attempt], progress, now if is_open else None)
-        time = _time_of(one, points[one.attempt], ended_at, kept=kept[number])
         queued_at = queued.at if queued is not None and queued.attempt == one.attempt else None
         if one.queued_at is not None or (number and attempts[number - 1].next in _WAS_QUEUED):
             queued_at = attempts[number - 1].ended_at if one.queued_at is None else one.queued_at
-        queued_s = max(0.0, one.started_at - queued_at) if queued_at else 0.0
-        seconds = _seconds(time, points[one.attempt], is_open=is_open, knows_all=knows_all)
-        time = replace(time, is_open=is_open, queued_at=queued_at, num_gpus=time.num_gpus or gpus)
-        found.append(replace(time, seconds={"queued": queued_s, **seconds}))
+        time = _time_of(one, points[one.attempt], kept[number], ended_at=ended_at, queued_at=queued_at, is_open=is_open)
+        seconds = _seconds(time, points[one.attempt], knows_all=knows_all)
+        found.append(replace(time, seconds=seconds, num_gpus=time.num_gpus or gpus))
     return found
 
 
@@ -205,7 +203,10 @@ def _kept(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_aliv
     return found[::-1]
 
 
-def _time_of(one: Attempt, points: _Points, ended_at: float, *, kept: int | None) -> AttemptTime:
+def _time_of(  # noqa: PLR0913  what the loop over the attempts knows
+    one: Attempt, points: _Points, kept: int | None, *, ended_at: float, queued_at: float | None, is_open: bool
+) -> AttemptTime:
+    """Return the times of one attempt, but how they divide."""
     begin, steps = points.begin, points.steps
     first = one.first_step if begin is None else begin.step
     reached = max([first, *(int(step) for _, step in steps)])
@@ -217,11 +218,11 @@ def _time_of(one: Attempt, points: _Points, ended_at: float, *, kept: int | None
     phases = [mark for mark in points.marks if mark.kind == "phases"]
     return AttemptTime(
         attempt=one,
-        queued_at=None,
+        queued_at=queued_at,
         trained_from=None if begin is None else begin.at,
         useful_until=until,
         ended_at=ended_at,
-        is_open=False,
+        is_open=is_open,
         first_step=first,
         reached_step=reached,
         kept_step=kept,
@@ -235,11 +236,12 @@ def _time_of(one: Attempt, points: _Points, ended_at: float, *, kept: int | None
     )
 
 
-def _seconds(time: AttemptTime, points: _Points, *, is_open: bool, knows_all: bool) -> dict[str, float]:
-    """Divide the length of an attempt."""
-    seconds = dict.fromkeys(KINDS[1:], 0.0)
+def _seconds(time: AttemptTime, points: _Points, *, knows_all: bool) -> dict[str, float]:
+    """Divide the length of an attempt, and tell how long it was queued."""
+    seconds = dict.fromkeys(KINDS, 0.0)
+    seconds["queued"] = max(0.0, time.attempt.started_at - time.queued_at) if time.queued_at else 0.0
     if time.trained_from is None or time.useful_until is None:
-        is_lost = not is_open and time.attempt.ending not in _COMMITS
+        is_lost = not time.is_open and time.attempt.ending not in _COMMITS
         seconds["unknown" if not knows_all else "lost" if is_lost else "starting"] = time.length_s
         return seconds
     seconds["starting"] = min(time.length_s, max(0.0, time.trained_from - time.attempt.started_at))

@@ -271,23 +271,17 @@ def _mended(attempts: Sequence[Attempt]) -> str:
     failed = [one for one in attempts[:-1] if one.ending == Ending.FAILED and one.next]
     if not failed:
         return ""
-    reason = next(iter(failed[-1].reason.splitlines()), "")
-    earlier = f"; failures before it: {len(failed) - 1}" if len(failed) > 1 else ""
-    return (
-        f"attempt {failed[-1].attempt} failed, and ddp-hpc started the next one: {reason or failed[-1].cause}{earlier}"
-    )
+    newest, earlier = failed[-1], f"; failures before it: {len(failed) - 1}" if len(failed) > 1 else ""
+    reason = next(iter(newest.reason.splitlines()), "") or newest.cause
+    return f"attempt {newest.attempt} failed, and ddp-hpc started the next one: {reason}{earlier}"
 
 
 def _source(seen: Observation) -> tuple[str, float | None]:
     """Return where the state comes from, and how old that information is."""
-    queue_status = seen.queue_status
-    if queue_status is None:
-        return "run directory", seen.silent_s
-    if not queue_status.at:
-        return f"run directory; {queue_status.problem}", seen.silent_s
-    return (
-        f"{queue_status.source}; since then: {queue_status.problem}" if queue_status.problem else queue_status.source
-    ), seen.now - queue_status.at
+    asked = seen.queue_status
+    if asked is None or not asked.at:
+        return "run directory" if asked is None else f"run directory; {asked.problem}", seen.silent_s
+    return f"{asked.source}; since then: {asked.problem}" if asked.problem else asked.source, seen.now - asked.at
 
 
 _BY_SLURM: Mapping[states.JobState, State] = {

@@ -40,14 +40,8 @@ _MOST_CHANGES = 12
 
 def page_of(run: RunData, *, now: float, against: RunData | None = None) -> str:
     """Return the page of one run, with another run beside it."""
-    return render_page(
-        "run.html.j2",
-        {**view_of(run), "against": None if against is None else _beside(run, against)},
-        title=f"{run.status.run}: report",
-        path=run.path,
-        now=now,
-        secrets=[*run.secrets, *(against.secrets if against else ())],
-    )
+    view = {**view_of(run), "against": None if against is None else _beside(run, against)}
+    return render_page("run.html.j2", view, now=now, secrets=[*run.secrets, *(against.secrets if against else ())])
 
 
 def view_of(run: RunData) -> dict[str, Any]:
@@ -56,6 +50,8 @@ def view_of(run: RunData) -> dict[str, Any]:
     seconds, num_steps = run.phases
     by_length = sorted(seconds.items(), key=lambda item: -item[1])
     return {
+        "title": f"{run.status.run}: report",
+        "path": run.path,
         "run": run,
         "lead": lead(run),
         "figures": figures(run),
@@ -248,9 +244,7 @@ def _shown(key: str, run: RunData) -> str:
 # --- templates ---------------------------------------------------------------------------------------------------------
 
 
-def render_page(  # noqa: PLR0913
-    template: str, view: dict[str, Any], *, title: str, path: Path | str, now: float, secrets: Sequence[str] = ()
-) -> str:
+def render_page(template: str, view: dict[str, Any], *, now: float, secrets: Sequence[str] = ()) -> str:
     """Return a page: a template of ours, filled in. All text is escaped; of secrets and control characters, none is in it."""
     from jinja2 import Environment as Templates
     from jinja2 import FileSystemLoader, StrictUndefined
@@ -270,6 +264,5 @@ def render_page(  # noqa: PLR0913
     templates.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(shown(text)))))  # noqa: S704  escaped
     templates.filters.update(percent="{:.2%}".format, flex="{:.5f}".format, share=share, ms=milliseconds)
     written = moment(now, "%d %b %Y, %H:%M %Z")
-    common = {"title": title, "version": __version__, "written": written, "path": path}
-    text: str = templates.get_template(template).render(**common, **view)
+    text: str = templates.get_template(template).render(version=__version__, written=written, **view)
     return text

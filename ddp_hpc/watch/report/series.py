@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ddp_hpc.base.durable import json_line, lines_of
@@ -154,14 +155,11 @@ def thinned(points: Sequence[ChartPoint], num_bins: int = NUM_BINS) -> list[Char
     first, last = points[0].step, points[-1].step
     width = (last - first) / num_bins or 1.0
     kept = _some([point for point in points if math.isnan(point.value)], num_bins)
+    value = attrgetter("value")
     for _, group in groupby(finite(points), key=lambda point: int((point.step - first) / width)):
         part = [*group]
-        kept += {part[0], min(part, key=_value), max(part, key=_value), part[-1]}
+        kept += {part[0], min(part, key=value), max(part, key=value), part[-1]}
     return sorted(kept, key=lambda point: point.step)
-
-
-def _value(point: ChartPoint) -> float:
-    return point.value
 
 
 def _some(items: Sequence[Any], most: int = NUM_BINS) -> list[Any]:

@@ -38,13 +38,8 @@ def sweep_page(name: str, runs: Sequence[tuple[RunDir, Settings]], *, now: float
             losses.append(read_losses(one.run, num_bins=_BINS_OF_SMALL))
         except OSError:  # its row is there
             losses.append(Series())
-    return render_page(
-        "sweep.html.j2",
-        _view(name, points, goal, losses, unreadable, num_points=len(runs)),
-        title=f"{name}: report",
-        path=runs[0][0].path.parent if runs else name,
-        now=now,
-    )
+    view = _view(name, points, goal, losses, unreadable, num_points=len(runs))
+    return render_page("sweep.html.j2", {"path": runs[0][0].path.parent if runs else name, **view}, now=now)
 
 
 def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
@@ -81,6 +76,7 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
     if len(keys) > _MOST_KEYS:
         missing.append(f"Only the first {_MOST_KEYS} of {len(keys)} keys have a chart; the table has all.")
     return {
+        "title": f"{name}: report",
         "name": name,
         "lead": f"{plural(num_points, 'point')}: {', '.join(f'{count} {state}' for state, count in counts)}.",
         "missing": missing,

@@ -147,10 +147,6 @@ def _runs_dir(site: LoginSite) -> Iterator[DoctorAnswer]:
     yield DoctorAnswer(level, f"{where}: writable{seconds}, {quota.in_words(free)}{files} free", to_do)
 
 
-def _quota(site: LoginSite) -> Iterator[DoctorAnswer]:
-    return quota.answers_of(site.told.quota, site.told.why_not("quota"))
-
-
 def _no_slurm(site: LoginSite) -> Iterator[DoctorAnswer]:
     del site
     to_do = "go to a login node, or load the Slurm module"
@@ -351,7 +347,7 @@ ALWAYS: Checks = (
     ("job", _job),
     ("driver", _driver),
     ("runs directory", _runs_dir),
-    ("quota", _quota),
+    ("quota", lambda site: quota.answers_of(site.told.quota, site.told.why_not("quota"))),
 )
 OF_SLURM: Checks = (
     ("controller", _controller),
