@@ -1,8 +1,4 @@
-"""The verdict on one attempt: which rank failed first, and why, from records and clean lines. Pure.
-
-Fields of records count before texts. A text counts where no field says more, and only with the role that the registry gives it. Where
-nothing is proved, the verdict says so.
-"""
+"""The verdict on one attempt: which rank failed first, and why, from records and clean lines; where nothing is proved, it says so. Pure."""
 
 from __future__ import annotations
 

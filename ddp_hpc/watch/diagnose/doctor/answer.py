@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from ddp_hpc.run.run_dir.preflight import Level
+from ddp_hpc.run.run_dir.preflight import Finding, Level
 
 
-class DoctorAnswer(NamedTuple):
-    """A finding without the name of its check, which the table of checks has."""
-
-    level: Level
-    found: str
-    to_do: str = ""
-    """Empty where nothing has to be done."""
-    nodes: tuple[str, ...] = ()
-    """The nodes that it concerns."""
+def finding(level: Level, found: str, to_do: str = "", nodes: tuple[str, ...] = ()) -> Finding:
+    """Return a finding without the name of its check, which the table of checks has."""
+    return Finding(check="", level=level, found=found, to_do=to_do, nodes=nodes)

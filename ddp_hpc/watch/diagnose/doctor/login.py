@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ddp_hpc.run.run_dir.environment import capture
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.diagnose.doctor import preemption, quota
-from ddp_hpc.watch.diagnose.doctor.answer import DoctorAnswer
+from ddp_hpc.watch.diagnose.doctor.answer import finding
 from ddp_hpc.watch.diagnose.doctor.questions import SlurmAnswers, ask, has_commands
 
 _NEVER_S = 180 * 86400.0
@@ -66,7 +66,7 @@ class LoginSite:
 def findings_of(site: LoginSite) -> list[Finding]:
     """Return what all checks found, in the order of the table."""
     checks = [*ALWAYS, *(OF_SLURM if site.has_slurm else [("Slurm", _no_slurm)])]
-    return [Finding(check=name, **one._asdict()) for name, check in checks for one in check(site)]
+    return [replace(one, check=name) for name, check in checks for one in check(site)]
 
 
 def why_no_job(site: LoginSite, findings: Sequence[Finding]) -> str:
@@ -84,56 +84,54 @@ def why_no_job(site: LoginSite, findings: Sequence[Finding]) -> str:
 _BEFORE_A_JOB = frozenset({"partition", "nodes", "start"})
 
 
-def _profile(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _profile(site: LoginSite) -> Iterator[Finding]:
     profile = site.resolved.profile
     if profile is None:
         to_do = "`ddp-hpc site init` drafts one from this cluster's settings"
-        yield DoctorAnswer("warn", "no site profile applies to this host", to_do)
+        yield finding("warn", "no site profile applies to this host", to_do)
     else:
-        yield DoctorAnswer("ok", f"{profile.site.name}: {profile.path} ({profile.why})")
+        yield finding("ok", f"{profile.site.name}: {profile.path} ({profile.why})")
 
 
-def _job(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _job(site: LoginSite) -> Iterator[Finding]:
     is_so, said = site.job
     if is_so == "runs":
-        yield DoctorAnswer("ok", f"{said}; `--nodes` checks its nodes")
+        yield finding("ok", f"{said}; `--nodes` checks its nodes")
     elif is_so == "gone":
-        yield DoctorAnswer("warn", said, TO_DO)
+        yield finding("warn", said, TO_DO)
     elif is_so == "unknown":
-        yield DoctorAnswer(
-            "unknown", said, "try again, or open a new shell; until this is known, `--nodes` checks no nodes"
-        )
+        yield finding("unknown", said, "try again, or open a new shell; until this is known, `--nodes` checks no nodes")
 
 
-def _driver(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _driver(site: LoginSite) -> Iterator[Finding]:
     here = asdict(capture(site.environ, proc=site.proc))
     if site.spec.container.image or not here["torch"] or not (here["driver"] or site.spec.resources.gpus_per_node):
         return  # an image has a PyTorch of its own
     if found := misfit(here):
-        yield DoctorAnswer("warn", found, TO_FIT)
+        yield finding("warn", found, TO_FIT)
     elif here["driver"]:
         built = f"CUDA {here['cuda']}" if here["cuda"] else f"ROCm {here['hip']}"
-        yield DoctorAnswer("ok", f"{here['driver']} runs PyTorch {here['torch']}, built with {built}")
+        yield finding("ok", f"{here['driver']} runs PyTorch {here['torch']}, built with {built}")
     else:
         found = f"this host has no driver of NVIDIA's that PyTorch {here['torch']} could be compared with"
-        yield DoctorAnswer("unknown", found, "`--nodes` compares them on nodes")
+        yield finding("unknown", found, "`--nodes` compares them on nodes")
 
 
 _ROOM = "free space: delete runs that you no longer need (`ddp-hpc delete RUN`)"
 _FASTER = "set `runs_dir` to a directory on a faster file system, if there is one"
 
 
-def _runs_dir(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _runs_dir(site: LoginSite) -> Iterator[Finding]:
     place = site.spec.path.parent
     if site.told.disk is None:
         to_do = "run `ls` on this directory; if that does not answer either, tell your cluster's support"
-        yield DoctorAnswer("unknown", f"{place}: {site.told.why_not('disk')}", to_do)
+        yield finding("unknown", f"{place}: {site.told.why_not('disk')}", to_do)
         return
     existing, found_there = site.told.disk
     where = f"{place}" if existing == place else f"{place} (does not exist yet; {existing} does)"
     if found_there.error:
         to_do = "set `runs_dir` to a directory of yours that all nodes share, or free space of your quota"
-        yield DoctorAnswer("fail", f"{where} cannot be written: {found_there.error}", to_do)
+        yield finding("fail", f"{where} cannot be written: {found_there.error}", to_do)
         return
     free = found_there.free_bytes or 0
     level: Level = "fail" if free < FULL_BYTES else "warn" if free < TIGHT_BYTES else "ok"
@@ -144,37 +142,37 @@ def _runs_dir(site: LoginSite) -> Iterator[DoctorAnswer]:
     if seconds and level == "ok":
         level = "warn"
     to_do = "" if level == "ok" else _ROOM if free < TIGHT_BYTES or level == "fail" else _FASTER
-    yield DoctorAnswer(level, f"{where}: writable{seconds}, {quota.in_words(free)}{files} free", to_do)
+    yield finding(level, f"{where}: writable{seconds}, {quota.in_words(free)}{files} free", to_do)
 
 
-def _no_slurm(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _no_slurm(site: LoginSite) -> Iterator[Finding]:
     del site
     to_do = "go to a login node, or load the Slurm module"
-    yield DoctorAnswer("unknown", "this host has no Slurm that finds a cluster", to_do)
+    yield finding("unknown", "this host has no Slurm that finds a cluster", to_do)
 
 
-def _controller(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _controller(site: LoginSite) -> Iterator[Finding]:
     said = site.told.controller
     if said == "up":
         return  # the next lines say what it answers
     if said == "down":
         to_do = "wait, or ask your cluster's support; no job starts meanwhile, and those that run go on"
-        yield DoctorAnswer("fail", "the controller does not answer: `scontrol ping` says DOWN", to_do)
+        yield finding("fail", "the controller does not answer: `scontrol ping` says DOWN", to_do)
     else:
         why = site.told.why_not("controller") if said is None else "`scontrol ping` says neither UP nor DOWN"
         to_do = "try again; if it lasts, ask your cluster's support"
-        yield DoctorAnswer("unknown", f"the controller does not answer: {why}", to_do)
+        yield finding("unknown", f"the controller does not answer: {why}", to_do)
 
 
-def _version(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _version(site: LoginSite) -> Iterator[Finding]:
     config = site.told.config
     if config is not None and config.version:
-        yield DoctorAnswer("ok", f"{config.version}, cluster {config.name}")
+        yield finding("ok", f"{config.version}, cluster {config.name}")
     else:
         yield _unanswered(site, "config")
 
 
-def _partition(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _partition(site: LoginSite) -> Iterator[Finding]:
     partition = site.partition
     if site.told.partitions is None:
         yield _unanswered(site, "partitions")
@@ -182,15 +180,15 @@ def _partition(site: LoginSite) -> Iterator[DoctorAnswer]:
         asked = site.spec.slurm.partition
         what = f"there is no partition {asked!r}" if asked else "Slurm has no default partition"
         names = ", ".join(one.name for one in site.told.partitions)
-        yield DoctorAnswer("fail", what, f"set `slurm.partition` to one of {names}")
+        yield finding("fail", what, f"set `slurm.partition` to one of {names}")
     elif partition.is_up:
-        yield DoctorAnswer("ok", f"{partition.name}, {partition.total_nodes} nodes")
+        yield finding("ok", f"{partition.name}, {partition.total_nodes} nodes")
     else:
         found = f"{partition.name}, {partition.total_nodes} nodes, but it is not UP: Slurm starts no job there"
-        yield DoctorAnswer("fail", found, "choose another partition, or wait until it is UP")
+        yield finding("fail", found, "choose another partition, or wait until it is UP")
 
 
-def _preemption(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _preemption(site: LoginSite) -> Iterator[Finding]:
     config, partition, told = site.told.config, site.partition, site.told
     if config is None or told.partitions is None:
         yield _unanswered(site, "partitions" if config else "config")
@@ -205,52 +203,52 @@ def _preemption(site: LoginSite) -> Iterator[DoctorAnswer]:
         found = f"PreemptType is {config.preempt_type or 'not shown'}; whether other jobs may preempt this run is not known: {why}"
         lists = "`sacctmgr show qos format=name,preempt,preemptmode,gracetime` lists the rules"
         to_do = f"try again; {lists}" if told.qos is None else f"set `slurm.qos`; {lists}"
-        yield DoctorAnswer("unknown", found, to_do)
+        yield finding("unknown", found, to_do)
         return
     yield from answers
 
 
-def _requeue(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _requeue(site: LoginSite) -> Iterator[Finding]:
     config = site.told.config
     if config is None:
         yield _unanswered(site, "config")
     elif not site.spec.slurm.requeue:
         to_do = "set `slurm.requeue=true`, or submit the run again after each end"
-        yield DoctorAnswer("warn", "`slurm.requeue` is false, so the run ends with its job", to_do)
+        yield finding("warn", "`slurm.requeue` is false, so the run ends with its job", to_do)
     else:
         asked = "on request (JobRequeue=0), and ddp-hpc requests it for each job"
-        yield DoctorAnswer("ok", f"Slurm requeues jobs {'by default' if config.job_requeue else asked}")
+        yield finding("ok", f"Slurm requeues jobs {'by default' if config.job_requeue else asked}")
 
 
-def _arrays(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _arrays(site: LoginSite) -> Iterator[Finding]:
     size = None if site.told.config is None else site.told.config.max_array_size
     if size is None:
         yield _unanswered(site, "config")
     elif size <= 1:
-        yield DoctorAnswer("warn", f"MaxArraySize is {size}: Slurm allows no job arrays, so sweeps do not work on it")
+        yield finding("warn", f"MaxArraySize is {size}: Slurm allows no job arrays, so sweeps do not work on it")
     else:
-        yield DoctorAnswer("ok", f"MaxArraySize is {size}: a sweep may have {size - 1} points in one array")
+        yield finding("ok", f"MaxArraySize is {size}: a sweep may have {size - 1} points in one array")
 
 
-def _accounts(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _accounts(site: LoginSite) -> Iterator[Finding]:
     config, known, asked = site.told.config, site.told.associations, site.spec.slurm.account
     if config is not None and not config.has_accounting:
-        yield DoctorAnswer("ok", "this cluster has no accounting, so jobs need no account")
+        yield finding("ok", "this cluster has no accounting, so jobs need no account")
     elif known is None:
         yield _unanswered(site, "associations")
     elif not known:
         found = f"the accounting database has no account for {client.user_name()}"
-        yield DoctorAnswer("warn", found, "ask your administrators for one")
+        yield finding("warn", found, "ask your administrators for one")
     else:
         names, words = [one.account for one in known], "; ".join(one.words for one in known)
         if asked is None or asked in names:
-            yield DoctorAnswer("ok", words)
+            yield finding("ok", words)
         else:
             to_do = f"set `slurm.account` to one of {', '.join(names)}"
-            yield DoctorAnswer("fail", f"{words}; not {asked!r}, which `slurm.account` names", to_do)
+            yield finding("fail", f"{words}; not {asked!r}, which `slurm.account` names", to_do)
 
 
-def _start(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _start(site: LoginSite) -> Iterator[Finding]:
     answer, count = site.told.test_only, site.spec.resources.nodes
     nodes = "1 node" if count == 1 else f"{count} nodes"
     if answer is None:
@@ -258,26 +256,26 @@ def _start(site: LoginSite) -> Iterator[DoctorAnswer]:
     elif answer.refusal is not None:
         last = answer.refusal.splitlines()[-1] if answer.refusal else "it gave no reason"
         found = f"Slurm would refuse a job of {nodes}: {last}"
-        yield DoctorAnswer("fail", found, "correct the setting that Slurm names")
+        yield finding("fail", found, "correct the setting that Slurm names")
     elif answer.starts_at is None:
-        yield DoctorAnswer("unknown", f"Slurm would take a job of {nodes}, but does not say when it would start")
+        yield finding("unknown", f"Slurm would take a job of {nodes}, but does not say when it would start")
     else:
         wait_s = max(answer.starts_at - time.time(), 0.0)
         when = f"in about {wait_s / 60:.0f} min" if wait_s > 60 else "at once"
         when = "not within half a year" if wait_s > _NEVER_S else when
         where = f" on {answer.nodes}" if answer.nodes else ""
         found = f"a job of {nodes} would start {when}{where}, by Slurm's estimate"
-        yield DoctorAnswer("warn" if wait_s > _NEVER_S else "ok", found)
+        yield finding("warn" if wait_s > _NEVER_S else "ok", found)
 
 
-def _nodes(site: LoginSite) -> Iterator[DoctorAnswer]:
+def _nodes(site: LoginSite) -> Iterator[Finding]:
     nodes = site.told.nodes
     if nodes is None:
         yield _unanswered(site, "nodes")
         return
     if not nodes:
         to_do = "a policy of the site may hide the nodes (PrivateData): `sinfo` shows what you may see; Slurm's estimate below counts"
-        yield DoctorAnswer("unknown", "Slurm shows this user no node", to_do)
+        yield finding("unknown", "Slurm shows this user no node", to_do)
         return
     reasons = groups(nodes)
     num_good = len(nodes) - sum(map(len, reasons))
@@ -285,9 +283,9 @@ def _nodes(site: LoginSite) -> Iterator[DoctorAnswer]:
     needed = site.spec.resources.nodes
     found = f"{num_good} of {len(nodes)} nodes{where} take jobs; the run asks for {needed}"
     if num_good >= needed:
-        yield DoctorAnswer("ok", found)
+        yield finding("ok", found)
     else:
-        yield DoctorAnswer("fail", found, "ask for fewer nodes, or for another partition")
+        yield finding("fail", found, "ask for fewer nodes, or for another partition")
     # A line that says that there is one more is no shorter than that one's own.
     num_shown = _MOST_GROUPS if len(reasons) > _MOST_GROUPS + 1 else len(reasons)
     for of_one in reasons[:num_shown]:
@@ -295,11 +293,11 @@ def _nodes(site: LoginSite) -> Iterator[DoctorAnswer]:
         reason = f": {one.reason}" if one.reason else ", without a reason"
         shown = f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more are"
         who = f"{one.node} is" if len(names) == 1 else shown if len(names) > _MOST_NAMES else f"{', '.join(names)} are"
-        yield DoctorAnswer("warn", f"{who} {one.state}{reason}", meaning(one.reason, one.state), names)
+        yield finding("warn", f"{who} {one.state}{reason}", meaning(one.reason, one.state), names)
     if rest := reasons[num_shown:]:
         names = tuple(each.node for of_one in rest for each in of_one)
         found = f"{len(names)} more nodes are out of service, for {len(rest)} other reasons"
-        yield DoctorAnswer("warn", found, "`sinfo --list-reasons` lists them", names)
+        yield finding("warn", found, "`sinfo --list-reasons` lists them", names)
 
 
 _MOST_NAMES = 4
@@ -331,17 +329,17 @@ def meaning(reason: str, state: str = "") -> str:
     return next((text for prefix, text in _PREFIXES.items() if reason.lower().startswith(prefix)), _OTHERS)
 
 
-def _unanswered(site: LoginSite, question: str) -> DoctorAnswer:
+def _unanswered(site: LoginSite, question: str) -> Finding:
     to_do = "try again; `scontrol ping` says more"
     if question == "associations":
         to_do = "try again; the accounting daemon (slurmdbd) must answer this; meanwhile, Slurm still accepts and starts jobs"
     if "denied" in site.told.why_not(question).lower():
         who = "a policy of the site keeps this from its users (PrivateData, or an access list)"
         to_do = f"{who}: ask your administrators"
-    return DoctorAnswer("unknown", site.told.why_not(question), to_do)
+    return finding("unknown", site.told.why_not(question), to_do)
 
 
-Checks = Sequence[tuple[str, Callable[[LoginSite], Iterator[DoctorAnswer]]]]
+Checks = Sequence[tuple[str, Callable[[LoginSite], Iterator[Finding]]]]
 ALWAYS: Checks = (
     ("site", _profile),
     ("job", _job),
