@@ -111,7 +111,7 @@ def _others(verdict: Verdict) -> str:
 
 def _where(run: RunDir, evidence: EvidenceLine) -> str:
     rank = "" if evidence.rank is None else f"rank {evidence.rank}, "
-    return rank + ("record" if evidence.line is None else place_of(run, evidence))
+    return rank + (place_of(run, evidence) or "record")
 
 
 def _quoted(evidence: EvidenceLine) -> str:

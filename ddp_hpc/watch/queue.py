@@ -104,7 +104,7 @@ def asker(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Ask:
         with _locked(cache):
             known = Queue.read(cache)
             if known.must_ask(clock(), submitted_at):
-                known = _asked(environ, known, clock())
+                known = queue_now(environ, clock(), known)
                 known.write(cache)
             status = known.status(job_id)
             if status.state is None and not status.problem and not known.is_unknown(job_id, clock()):
@@ -126,17 +126,12 @@ def queue_reader(environ: Mapping[str, str], *, clock: Callable[[], float]) -> C
             with _locked(cache):
                 known = max(Queue.read(cache), last[0], key=lambda one: one.asked_at)
                 if known.must_ask(clock(), submitted_at):
-                    known = _asked(environ, known, clock())
+                    known = queue_now(environ, clock(), known)
                     known.write(cache)
             last[0] = known
         return last[0]
 
     return read
-
-
-def queue_now(environ: Mapping[str, str], now: float) -> Queue:
-    """Return the whole queue as squeue lists it now, without the cache."""
-    return _asked(environ, Queue(), now)
 
 
 def _cache_file(environ: Mapping[str, str]) -> Path:
@@ -145,8 +140,9 @@ def _cache_file(environ: Mapping[str, str]) -> Path:
     return Path(home) / "ddp_hpc" / f"queue-{host_name()}.json"
 
 
-def _asked(environ: Mapping[str, str], known: Queue, now: float) -> Queue:
-    """Ask squeue about all jobs of the user."""
+def queue_now(environ: Mapping[str, str], now: float, known: Queue | None = None) -> Queue:
+    """Return the whole queue as squeue lists it now; where it does not answer, what was known before."""
+    known = known or Queue()
     from ddp_hpc.cluster.slurm import client  # imported here because only a question to Slurm needs it
 
     try:

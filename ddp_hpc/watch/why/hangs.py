@@ -24,14 +24,13 @@ def of_hang(facts: AttemptFacts) -> Verdict:
     is_of_nobody = failure is not None and failure.rank < 0 and failure.hang_kind in {"", "network"}
     if is_faulty and (failure is None or failure.hang_kind == "link" or is_of_nobody):
         return of_network(facts)
-    finding = Verdict(failure="hang", role="either")
     if failure is None:
-        return finding
+        return Verdict(failure="hang", role="either")
     # An older version gave no kind to a rank that only the stacks show.
     kind = failure.hang_kind or ("behind" if failure.rank >= 0 and len(facts.logs) > 1 else "")
-    return replace(
-        finding,
+    return Verdict(
         failure=_HANGS.get(kind, "hang"),
+        role="either",
         rank=failure.rank if failure.rank >= 0 else None,
         host=failure.host,
         at=failure.at,
