@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from ddp_hpc.base.errors import ConfigError
@@ -9,14 +10,21 @@ from ddp_hpc.base.field_types import annotations_of, as_field, type_in_words
 
 
 class Checked:
-    """Base of all sections: checks each field against its annotation, for values from files and from Python."""
+    """Base of all sections: checks each field against its annotation, for values from files and from Python.
+
+    A section names the fields that must be above zero, and those that must not be negative; None is a value that is not set.
+    """
 
     SECTION: ClassVar[str] = ""
     """The section's key (`train` for `TrainSpec`); empty for what stands at the top."""
+    _above_zero: ClassVar[Sequence[str]] = ()
+    _not_negative: ClassVar[Sequence[str]] = ()
 
-    def __init_subclass__(cls, *, section: str = "") -> None:
+    def __init_subclass__(
+        cls, *, section: str = "", above_zero: Sequence[str] = (), not_negative: Sequence[str] = ()
+    ) -> None:
         super().__init_subclass__()
-        cls.SECTION = section
+        cls.SECTION, cls._above_zero, cls._not_negative = section, above_zero, not_negative
 
     def __post_init__(self) -> None:
         for name, annotation in annotations_of(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
@@ -28,24 +36,19 @@ class Checked:
                 raise ConfigError(f"`{key}` is {value!r}, but it must be {type_in_words(annotation)}.") from error
             if plain is not value:
                 object.__setattr__(self, name, plain)  # the class is frozen, also for this method
+        for name in self._above_zero:
+            value = getattr(self, name)
+            is_right = value is None or value == "auto" or value > 0
+            require(is_right, f"`{self.SECTION}.{name}` is {value!r}, but it must be above zero.")
+        for name in self._not_negative:
+            value = getattr(self, name)
+            require(value is None or value >= 0, f"`{self.SECTION}.{name}` is {value!r}, but it must not be negative.")
 
 
 def require(condition: bool, message: str) -> None:
     """Raise a ConfigError with this message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
-
-
-def require_positive(section: str, **values: float | None) -> None:
-    """Refuse values that are not above zero; None is a value that is not set."""
-    for key, value in values.items():
-        require(value is None or value > 0, f"`{section}.{key}` is {value!r}, but it must be above zero.")
-
-
-def require_not_negative(section: str, **values: float) -> None:
-    """Refuse values below zero."""
-    for key, value in values.items():
-        require(value >= 0, f"`{section}.{key}` is {value!r}, but it must not be negative.")
 
 
 def require_command(section: str, command: tuple[str, ...]) -> None:

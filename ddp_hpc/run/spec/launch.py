@@ -13,9 +13,7 @@ from ddp_hpc.run.spec.checked import (
     Checked,
     require,
     require_command,
-    require_not_negative,
     require_one_line,
-    require_positive,
 )
 from ddp_hpc.run.world import World
 
@@ -39,7 +37,12 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResourcesSpec(Checked, section="resources"):
+class ResourcesSpec(
+    Checked,
+    section="resources",
+    above_zero=("nodes", "workers_per_node", "cpus_per_worker", "mem_gb", "time_limit_min"),
+    not_negative=("gpus_per_node",),
+):
     """The machines that the run asks for."""
 
     nodes: int = 1
@@ -62,16 +65,7 @@ class ResourcesSpec(Checked, section="resources"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(
-            "resources",
-            nodes=self.nodes,
-            workers_per_node=self.workers_per_node,
-            cpus_per_worker=self.cpus_per_worker,
-            mem_gb=self.mem_gb,
-            time_limit_min=self.time_limit_min,
-        )
         require_one_line("resources", gpu_type=self.gpu_type)
-        require_not_negative("resources", gpus_per_node=self.num_gpus)
         require(
             self.gpu_type is None or self.num_gpus > 0,
             f"`resources.gpu_type` is {self.gpu_type!r}, but `resources.gpus_per_node` is {self.num_gpus}, so no GPU is asked for. "
@@ -168,19 +162,17 @@ class SlurmSpec(Checked, section="slurm"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchrunSpec(Checked, section="torchrun"):
+class TorchrunSpec(Checked, section="torchrun", not_negative=("max_restarts",)):
     """torchrun's options; used with `launcher=torchrun`."""
 
     max_restarts: int = 0
     """`--max-restarts`: how often torchrun restarts the workers within the same job after one failed."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_not_negative("torchrun", max_restarts=self.max_restarts)
-
 
 @dataclass(frozen=True, kw_only=True)
-class RestartSpec(Checked, section="restart"):
+class RestartSpec(
+    Checked, section="restart", above_zero=("max_no_progress", "hang_timeout_s", "exclude_after", "forget_h")
+):
     """What to do on Slurm when an attempt ends before the run is finished. On one machine, `submit` only reports it."""
 
     max_no_progress: int = 3
@@ -198,16 +190,6 @@ class RestartSpec(Checked, section="restart"):
     forget_h: int = 24
     """Forget a node's failures after this many hours."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(
-            "restart",
-            max_no_progress=self.max_no_progress,
-            hang_timeout_s=self.hang_timeout_s,
-            exclude_after=self.exclude_after,
-            forget_h=self.forget_h,
-        )
-
     @property
     def build_timeout_s(self) -> int:
         """How long the recipe may take to build on the slowest rank: listing a large data set is not a hang."""
@@ -215,17 +197,13 @@ class RestartSpec(Checked, section="restart"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotSpec(Checked, section="snapshot"):
+class SnapshotSpec(Checked, section="snapshot", above_zero=("max_mb",)):
     """The copy of your code that a job runs."""
 
     enabled: bool = True
     """Copy the code at submit, so that later edits do not change the job. If false, the job imports the code from its directory."""
     max_mb: int = 100
     """Refuse to copy more code than this, in MB."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive("snapshot", max_mb=self.max_mb)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
 
-from ddp_hpc.run.spec.checked import Checked, require, require_command, require_positive
+from ddp_hpc.run.spec.checked import Checked, require, require_command
 
 _PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?")
 _CLUSTER = re.compile(r"-(?P<flags>[^-cmWX][^cmWX]*)?(?P<last>[cmWX])(?P<value>.*)", re.DOTALL)
@@ -73,7 +73,7 @@ def program_of(command: Sequence[str]) -> Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptSpec(Checked, section="script"):
+class ScriptSpec(Checked, section="script", above_zero=("stop_within_s",)):
     """Your own training script, which the workers run as it is, in place of a recipe."""
 
     command: tuple[str, ...] = ()
@@ -97,7 +97,6 @@ class ScriptSpec(Checked, section="script"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("script", stop_within_s=self.stop_within_s)
         require_command("script", self.command)
         for code in self.resume_exit_codes:
             require(

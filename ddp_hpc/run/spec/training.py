@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.spec.checked import Checked, require, require_not_negative, require_positive
+from ddp_hpc.run.spec.checked import Checked, require
 
 OnNonfinite = Literal["stop", "skip", "ignore"]
 RecorderName = Literal["tensorboard", "wandb", "mlflow"]
@@ -35,7 +35,11 @@ class RecipeSpec(Checked, section="recipe"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSpec(Checked, section="train"):
+class TrainSpec(
+    Checked,
+    section="train",
+    above_zero=("epochs", "max_steps", "global_batch_size", "micro_batch_size", "lr", "grad_clip_norm"),
+):
     """How long to train, and with which hyperparameters."""
 
     epochs: int = 10
@@ -84,15 +88,6 @@ class TrainSpec(Checked, section="train"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(
-            "train",
-            epochs=self.epochs,
-            max_steps=self.max_steps,
-            global_batch_size=self.global_batch_size,
-            micro_batch_size=self.micro_batch_size,
-            lr=self.lr,
-            grad_clip_norm=self.grad_clip_norm,
-        )
         require(
             self.ema_decay is None or 0 < self.ema_decay < 1,
             f"`train.ema_decay` is {self.ema_decay!r}, but it must be between 0 and 1.",
@@ -104,7 +99,7 @@ class TrainSpec(Checked, section="train"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSpec(Checked, section="optimizer"):
+class OptimizerSpec(Checked, section="optimizer", not_negative=("weight_decay",)):
     """The optimizer, if the recipe does not define one."""
 
     name: Literal["sgd", "adamw"] = "sgd"
@@ -120,13 +115,9 @@ class OptimizerSpec(Checked, section="optimizer"):
     weight_decay: float = 5e-4
     """Weight decay; biases and normalisation parameters (1-D or scalar) are never decayed."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_not_negative("optimizer", weight_decay=self.weight_decay)
-
 
 @dataclass(frozen=True, kw_only=True)
-class LrScheduleSpec(Checked, section="lr_schedule"):
+class LrScheduleSpec(Checked, section="lr_schedule", not_negative=("warmup_steps",)):
     """The learning rate over the steps, as a factor of `train.lr`."""
 
     name: Literal["cosine", "step", "constant"] = "cosine"
@@ -140,13 +131,9 @@ class LrScheduleSpec(Checked, section="lr_schedule"):
     min_factor: float = 0.0
     """With the schedule `cosine`: the learning rate of the last step, as a fraction of `train.lr`."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_not_negative("lr_schedule", warmup_steps=self.warmup_steps)
-
 
 @dataclass(frozen=True, kw_only=True)
-class DataSpec(Checked, section="data"):
+class DataSpec(Checked, section="data", above_zero=("prefetch_factor",), not_negative=("num_workers",)):
     """How samples reach the model."""
 
     num_workers: int = 0
@@ -156,14 +143,9 @@ class DataSpec(Checked, section="data"):
     drop_last: bool = False
     """Skip the samples at an epoch's end that do not fill a global batch."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_not_negative("data", num_workers=self.num_workers)
-        require_positive("data", prefetch_factor=self.prefetch_factor)
-
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSpec(Checked, section="eval"):
+class EvalSpec(Checked, section="eval", above_zero=("every_epochs", "batch_size")):
     """When to evaluate the held-out samples."""
 
     every_epochs: int = 1
@@ -171,13 +153,9 @@ class EvalSpec(Checked, section="eval"):
     batch_size: int = 256
     """Samples in one forward pass of a worker's evaluation."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive("eval", every_epochs=self.every_epochs, batch_size=self.batch_size)
-
 
 @dataclass(frozen=True, kw_only=True)
-class LogSpec(Checked, section="log"):
+class LogSpec(Checked, section="log", above_zero=("every_steps",)):
     """What to log while training."""
 
     every_steps: int = 20
@@ -186,10 +164,6 @@ class LogSpec(Checked, section="log"):
     """What else gets the metrics: `tensorboard`, `wandb`, `mlflow` (needs `pip install ddp_hpc[wandb]`, and so on)."""
     grad_norm: bool = False
     """Write the norm of the gradients to the metrics; with `train.grad_clip_norm` it is there anyway."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive("log", every_steps=self.every_steps)
 
     def require_recorders(self) -> None:
         """Check that this Python has what the recorders need; nothing is imported."""
@@ -202,7 +176,12 @@ class LogSpec(Checked, section="log"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSpec(Checked, section="checkpoint"):
+class CheckpointSpec(
+    Checked,
+    section="checkpoint",
+    above_zero=("every_steps", "keep_last", "min_interval_s", "max_interval_s", "max_failing_s"),
+    not_negative=("keep_best",),
+):
     """When to commit checkpoints, and how many to keep."""
 
     every_steps: int | Literal["auto"] | None = 500
@@ -227,16 +206,11 @@ class CheckpointSpec(Checked, section="checkpoint"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        every_steps = None if self.every_steps == "auto" else self.every_steps
-        require_positive("checkpoint", every_steps=every_steps, keep_last=self.keep_last)
-        require_positive("checkpoint", min_interval_s=self.min_interval_s, max_interval_s=self.max_interval_s)
-        require_positive("checkpoint", max_failing_s=self.max_failing_s)
         require(
             self.every_steps != "auto" or self.min_interval_s <= self.max_interval_s,
             f"`checkpoint.min_interval_s` is {self.min_interval_s}, but `checkpoint.max_interval_s` is {self.max_interval_s}: the "
             "shortest interval must not be longer than the longest. Change one of them.",
         )
-        require_not_negative("checkpoint", keep_best=self.keep_best)
         require(
             self.keep_best == 0 or self.best_metric == "loss" or self.best_is is not None,
             f"`checkpoint.best_metric` is {self.best_metric!r}, but `checkpoint.best_is` is not set. "
@@ -245,16 +219,12 @@ class CheckpointSpec(Checked, section="checkpoint"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntegritySpec(Checked, section="integrity"):
+class IntegritySpec(Checked, section="integrity", above_zero=("every_steps",)):
     """Whether all ranks still have the same weights, to the bit."""
 
     every_steps: int | None = 100
     """Compare weights, moving average and optimizer state of all ranks at the multiples of this number of steps, where an
     attempt begins, and before each save. Unset: never."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive("integrity", every_steps=self.every_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
