@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -26,9 +26,10 @@ _LONG_NUMBER = re.compile(rb"\d{19}")
 def write_record(
     path: Path, record: Any, *, durable: bool = True, is_secret: bool = False, indent: int | None = None
 ) -> None:
-    """Replace the record at a path; a reader sees the old or the new one, whole."""
+    """Replace the record at a path, also one that is a mapping; a reader sees the old or the new one, whole."""
     make_directories(path.parent)
-    replace_text(path, json.dumps(asdict(record), indent=indent), durable=durable, is_secret=is_secret)
+    content = record if isinstance(record, Mapping) else asdict(record)
+    replace_text(path, json.dumps(content, indent=indent), durable=durable, is_secret=is_secret)
 
 
 def append_record(path: Path, record: Any, *, durable: bool = True) -> None:

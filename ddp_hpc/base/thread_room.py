@@ -10,7 +10,6 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 _HIDDEN = 1024
@@ -20,26 +19,13 @@ _ARENA = 64 << 20
 _PIDS = re.compile(r"^(?:\d+:(?:\w+,)*(?P<v1>pids)(?:,\w+)*|0:):(?P<path>/.*)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, order=True)
-class ThreadRoom:
-    """What one limit leaves."""
-
-    num_threads: int
-    limit: str
-    """Its name, for messages; where it is not known, why."""
-    is_known: bool = True
-
-    @property
-    def words(self) -> str:
-        """What it leaves, as a sentence."""
-        if not self.is_known:
-            return f"it is not known how many threads may be started on this node ({self.limit})"
-        return f"{self.limit} leaves room for {max(0, self.num_threads)} threads on this node"
+Room = tuple[int, str]
+"""How many threads one limit leaves, and the same as a sentence; none where it is not known, and why."""
 
 
 def thread_room(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), *, num_limit: int | None = None
-) -> ThreadRoom | None:
+) -> Room | None:
     """Return what the strictest limit leaves; None without any. `num_limit` is the user's (RLIMIT_NPROC), by default this process's.
 
     Where a limit cannot be read, no room is known, and so none is left.
@@ -47,30 +33,38 @@ def thread_room(
     try:
         return min([*_of_kernel(proc, num_limit), *_of_memory(proc), *_of_cgroups(proc, cgroups)], default=None)
     except (OSError, ValueError, IndexError) as error:
-        return ThreadRoom(0, f"a limit cannot be read: {error}", is_known=False)
+        return _unknown(f"a limit cannot be read: {error}")
 
 
-def _of_kernel(proc: Path, num_limit: int | None) -> Iterator[ThreadRoom]:
+def _left(num_threads: int, limit: str) -> Room:
+    return num_threads, f"{limit} leaves room for {max(0, num_threads)} threads on this node"
+
+
+def _unknown(why: str) -> Room:
+    return 0, f"it is not known how many threads may be started on this node ({why})"
+
+
+def _of_kernel(proc: Path, num_limit: int | None) -> Iterator[Room]:
     # All threads of the node. The user has no more; counting them alone would miss those in other containers.
     num_all = int((proc / "loadavg").read_text(encoding="utf-8").split()[3].partition("/")[2])
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if num_limit is None else num_limit
     if limit != resource.RLIM_INFINITY:
-        yield ThreadRoom(limit - num_all, f"`ulimit -u` ({limit})")
+        yield _left(limit - num_all, f"`ulimit -u` ({limit})")
     for name in ("threads-max", "pid_max"):
         limit = int((proc / "sys/kernel" / name).read_text(encoding="utf-8"))
-        yield ThreadRoom(limit - num_all, f"kernel.{name} ({limit})")
+        yield _left(limit - num_all, f"kernel.{name} ({limit})")
 
 
-def _of_memory(proc: Path) -> Iterator[ThreadRoom]:
+def _of_memory(proc: Path) -> Iterator[Room]:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         used = int((proc / "self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
         size = _ARENA + (stack if stack != resource.RLIM_INFINITY else 8 << 20)
-        yield ThreadRoom((limit - used) // size, f"`ulimit -v` ({limit // 1024})")
+        yield _left((limit - used) // size, f"`ulimit -v` ({limit // 1024})")
 
 
-def _of_cgroups(proc: Path, cgroups: Path) -> Iterator[ThreadRoom]:
+def _of_cgroups(proc: Path, cgroups: Path) -> Iterator[Room]:
     """https://docs.kernel.org/admin-guide/cgroup-v2.html (PID), and version 1: the limits of all cgroups above count, too."""
     found = list(_PIDS.finditer((proc / "self/cgroup").read_text(encoding="utf-8")))
     of_v1 = next((one for one in found if one["v1"]), None)
@@ -86,13 +80,13 @@ def _of_cgroups(proc: Path, cgroups: Path) -> Iterator[ThreadRoom]:
                 limit = (folder / "pids.max").read_text(encoding="utf-8").strip()
                 if limit != "max":
                     used = int((folder / "pids.current").read_text(encoding="utf-8"))
-                    yield ThreadRoom(int(limit) - used, f"the cgroup's pids.max ({limit})")
+                    yield _left(int(limit) - used, f"the cgroup's pids.max ({limit})")
     # Files that only the root of all cgroups has, or lacks: where this is not the root, limits above it are not seen.
     is_root = (top / "release_agent").exists() if of_v1 else not (top / "cgroup.type").exists()
     if not is_root or not (top / "cgroup.procs").exists():
         try:
             used = int((top / "pids.current").read_text(encoding="utf-8"))
         except OSError:
-            yield ThreadRoom(0, "the cgroup's pids.max is not readable", is_known=False)
+            yield _unknown("the cgroup's pids.max is not readable")
         else:
-            yield ThreadRoom(_HIDDEN - used, f"a cgroup above this container, which may have pids.max {_HIDDEN},")
+            yield _left(_HIDDEN - used, f"a cgroup above this container, which may have pids.max {_HIDDEN},")

@@ -40,7 +40,6 @@ from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
@@ -115,13 +114,11 @@ def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Pat
 
 
 def _saves(spec: RunSpec, run: RunDir) -> str:
-    keys = spec.checkpoint
-    if keys.every_steps != "auto" or spec.script.is_set:
+    if spec.checkpoint.every_steps != "auto" or spec.script.is_set:
         return ""
-    bounds = Bounds(shortest_s=keys.min_interval_s, longest_s=keys.max_interval_s)
     return known(
         run.timeline,
-        lambda: outlook(run, bounds, num_nodes=spec.resources.nodes, now=time.time()),
+        lambda: outlook(run, spec.checkpoint, num_nodes=spec.resources.nodes, now=time.time()),
         unknown="as its records say, which cannot be read now",
     )
 

@@ -17,15 +17,15 @@ from ddp_hpc.run.checkpoints.failure_rate import between_failures_s
 from ddp_hpc.run.checkpoints.past_saves import Past, read_past
 from ddp_hpc.run.checkpoints.save_interval import (
     ASSUMED_STALL_S,
-    Bounds,
-    Interval,
     SaveCosts,
+    Why,
     choose,
     is_worth_changing,
     within,
 )
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class AutoInterval:
 
     def __init__(  # noqa: PLR0913  most are callbacks
         self,
-        bounds: Bounds,
+        keys: CheckpointSpec,
         job: Callable[[], IntervalFacts],
         *,
         phases: Callable[[], Phases],
@@ -63,7 +63,7 @@ class AutoInterval:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`job` reads what is known, once; `phases` are the times of this process; `note` records a choice, after a step."""
-        self._bounds = bounds
+        self._keys = keys
         self._read_job = job
         self._phases = phases
         self._note = note
@@ -120,13 +120,13 @@ class AutoInterval:
         past = self._job.past
         first_within_s = past.first_within_s if self._num_saves == 0 else None
         is_measured = bool(self._stalls)
-        interval = choose(costs, self._bounds, is_measured=is_measured, first_within_s=first_within_s)
-        every = max(1, round(interval.seconds / step_s))
+        best_s, why = choose(costs, self._keys, is_measured=is_measured, first_within_s=first_within_s)
+        every = max(1, round(best_s / step_s))
         is_news = self._every == 0 or is_worth_changing(self._every, every)
         if is_news or is_measured > self._has_reported_measured:
             self._every, self._has_reported_measured = every, is_measured
-            self._report(step, step_s, costs, interval)
-        return max(1, round(within(self._every * step_s, interval, self._bounds) / step_s))
+            self._report(step, step_s, costs, why)
+        return max(1, round(within(self._every * step_s, why, self._keys) / step_s))
 
     def _step_s(self) -> float | None:
         """Return how long a step takes, without saves and evaluations; None as long as that is not known.
@@ -156,7 +156,7 @@ class AutoInterval:
             ),
         )
 
-    def _report(self, step: int, step_s: float, costs: SaveCosts, interval: Interval) -> None:
+    def _report(self, step: int, step_s: float, costs: SaveCosts, why: Why) -> None:
         seconds = self._every * step_s
         self._note(
             step,
@@ -169,10 +169,10 @@ class AutoInterval:
                 "expected_cost": round(costs.share(seconds), 6),
             },
         )
-        why = save_interval.reason(
-            costs, interval, num_failures=self._job.past.num_failures, is_measured=bool(self._stalls)
+        reason = save_interval.reason(
+            costs, why, num_failures=self._job.past.num_failures, is_measured=bool(self._stalls)
         )
-        log.info("the run saves %s: %s", save_interval.every(self._every, seconds), why)
+        log.info("the run saves %s: %s", save_interval.every(self._every, seconds), reason)
 
 
 def read_job(run: RunDir, attempt: int, num_nodes: int) -> IntervalFacts:

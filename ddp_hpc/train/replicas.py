@@ -25,7 +25,6 @@ from ddp_hpc.run.run_dir.differences import (
     FINITE,
     NOT_FINITE,
     Difference,
-    Repetition,
     Sample,
     by_repetition,
     by_vote,
@@ -143,8 +142,7 @@ class Replicas:
         different = not_comparable(
             self.run, one, attempt=attempt, world_size=group.rank_info.world_size, processor=processor_of(group.device)
         )
-        found = Repetition(attempt=attempt, digest=digest, values=values, not_comparable=different)
-        concluded = by_repetition(one, found)
+        concluded = by_repetition(one, attempt, digest, values, not_comparable=different)
         write_difference(self.run, concluded)
         log.warning(
             "attempt %d ended because %s: %s. The training continues.", one.attempt, concluded.what, concluded.who

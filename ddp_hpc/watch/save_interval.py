@@ -9,9 +9,10 @@ from statistics import median
 from ddp_hpc.run.checkpoints import save_interval
 from ddp_hpc.run.checkpoints.failure_rate import between_failures_s
 from ddp_hpc.run.checkpoints.past_saves import read_past
-from ddp_hpc.run.checkpoints.save_interval import ASSUMED_STALL_S, Bounds, SaveCosts, choose
+from ddp_hpc.run.checkpoints.save_interval import ASSUMED_STALL_S, SaveCosts, choose
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.watch.attempt_times import AttemptTime, read_times
 from ddp_hpc.watch.goodput import measured_cost
 
@@ -61,7 +62,7 @@ def newest_interval(marks: Sequence[Mark], times: Sequence[AttemptTime]) -> Save
 _NEEDED = {*SaveInterval.__dataclass_fields__, *SaveCosts.__dataclass_fields__} - {"costs", "measured_cost"}
 
 
-def outlook(run: RunDir, bounds: Bounds, *, num_nodes: int, now: float) -> str:
+def outlook(run: RunDir, keys: CheckpointSpec, *, num_nodes: int, now: float) -> str:
     """Return how often the next attempt of a run would save at first, and why; what has cost how much where attempts have been.
 
     Raises:
@@ -77,11 +78,9 @@ def outlook(run: RunDir, bounds: Bounds, *, num_nodes: int, now: float) -> str:
             num_failures=past.num_failures, trained_s=past.trained_s, num_nodes=num_nodes
         ),
     )
-    chosen = choose(costs, bounds, is_measured=is_measured, first_within_s=past.first_within_s)
-    why = save_interval.reason(costs, chosen, num_failures=past.num_failures, is_measured=is_measured)
+    best_s, why = choose(costs, keys, is_measured=is_measured, first_within_s=past.first_within_s)
+    reason = save_interval.reason(costs, why, num_failures=past.num_failures, is_measured=is_measured)
     cost = measured_cost(read_times(run, now=now, is_alive=False))
     so_far = "" if cost is None else f", and have taken {cost:.1%} so far"
-    often, expected = save_interval.roughly(chosen.seconds), costs.share(chosen.seconds)
-    return (
-        f"about every {often} at first: saves and failures take {expected:.1%} of the time by estimate{so_far}; {why}"
-    )
+    often, expected = save_interval.roughly(best_s), costs.share(best_s)
+    return f"about every {often} at first: saves and failures take {expected:.1%} of the time by estimate{so_far}; {reason}"

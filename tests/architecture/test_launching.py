@@ -31,7 +31,7 @@ OF_WORKLOAD = {field.name for field in dataclasses.fields(RunSpec)} - {
 OF_WORLD = {"nodes", "workers_per_node", "local_world_size", "world_size", "world"}
 """Keys and properties of `resources` that say how many workers were asked for."""
 MAKES_THE_WORLD = "job/job_context.py"
-HOMES = {kind.module for kind in WORKLOADS.values()} | {workload_of(RunSpec(name="any")).worker}
+HOMES = {*WORKLOADS} | {workload_of(RunSpec(name="any")).worker}
 """Modules of workloads, which launching must not name."""
 WITH_ALL_KEYS = {"ddp_hpc.run.spec", "ddp_hpc.run.spec.run", "ddp_hpc.run.spec.training"}
 

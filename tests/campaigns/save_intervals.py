@@ -22,14 +22,15 @@ from typing import Any
 
 from ddp_hpc.cluster.slow_ranks.summary import Phases
 from ddp_hpc.run.checkpoints.past_saves import PastAttempt, summary
-from ddp_hpc.run.checkpoints.save_interval import Bounds, SaveCosts, best_interval_s
+from ddp_hpc.run.checkpoints.save_interval import SaveCosts, best_interval_s
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.auto_interval import AutoInterval, IntervalFacts
 from tests.campaigns.command_line import parser_of
 from tests.campaigns.written import RESULTS, stamp
 
 JSON, TABLE = RESULTS / "save-intervals.json", RESULTS / "save-intervals.md"
 HOUR, DAY = 3600.0, 86_400.0
-BOUNDS = Bounds(shortest_s=60.0, longest_s=3600.0)
+KEYS = CheckpointSpec(min_interval_s=60, max_interval_s=3600)
 """The defaults."""
 STEP_S = 1.0
 FIXED = [*(1.25**number for number in range(-5, 6)), 8.0, 16.0, 1000.0]
@@ -178,7 +179,7 @@ class Auto(Policy):
         past = summary(self.past, stalls_s=self.stalls, writes_s=self.writes, num_nodes=case.num_nodes)
         self.since = self.steps = self.every = 0
         self.auto = AutoInterval(
-            BOUNDS,
+            KEYS,
             lambda: IntervalFacts(past, case.num_nodes, case.restart_s),
             phases=lambda: Phases(num_steps=self.steps, seconds={"forward": self.steps * STEP_S}),
             note=lambda _step, _interval: None,

@@ -11,9 +11,9 @@ from tests.contract import counting_workload
 
 def add_counting() -> None:
     """Put the line first: the workload that every spec asks for stands last."""
-    others = {name: kind for name, kind in WORKLOADS.items() if name != "counting"}
+    others = {name: asked for name, asked in WORKLOADS.items() if name != counting_workload.__name__}
     WORKLOADS.clear()
-    WORKLOADS.update({"counting": counting_workload.LINE, **others})
+    WORKLOADS.update({counting_workload.__name__: counting_workload.is_asked_for, **others})
 
 
 if __name__ == "__main__":

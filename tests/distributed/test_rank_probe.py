@@ -23,7 +23,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_hpc.base.thread_room import ThreadRoom
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.rank_probe.collect import flight_record_of_all
 from ddp_hpc.cluster.rank_probe.deadlines import Deadline, deadline_file
@@ -345,10 +344,9 @@ def test_where_threads_are_scarce_a_rank_goes_on_without_the_server_and_says_why
 
 def test_each_rank_of_a_node_needs_room_of_its_own(folder: ProbeFolder) -> None:
     enough = 4 * (1 + max(8, (os.cpu_count() or 1) - 1)) + 256
-    room = ThreadRoom(enough, "a limit")
 
-    assert "a limit leaves room for" in serve(folder.socket(0), num_ranks=2, room=room)
-    assert "there is room for" in serve(folder.socket(0), num_ranks=1, room=ThreadRoom(enough - 1, "a limit"))
+    assert "a limit" in serve(folder.socket(0), num_ranks=2, room=(enough, "a limit"))
+    assert "there is room for" in serve(folder.socket(0), num_ranks=1, room=(enough - 1, "a limit"))
 
 
 def test_the_server_of_another_process_is_not_taken_over_and_one_that_has_ended_is(folder: ProbeFolder) -> None:

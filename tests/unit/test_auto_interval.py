@@ -10,7 +10,7 @@ import pytest
 
 from ddp_hpc.cluster.slow_ranks.summary import Phases
 from ddp_hpc.run.checkpoints.past_saves import Past
-from ddp_hpc.run.checkpoints.save_interval import Bounds
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.auto_interval import AutoInterval, IntervalFacts
 from ddp_hpc.train.save_plan import SavePlan
 
@@ -18,13 +18,13 @@ from ddp_hpc.train.save_plan import SavePlan
 class Training:
     """Steps and saves by a clock of their own."""
 
-    def __init__(self, *, past: Past | None = None, shortest_s: float = 1.0, longest_s: float = 1e6) -> None:
+    def __init__(self, *, past: Past | None = None, shortest_s: int = 1, longest_s: int = 10**6) -> None:
         self.now = self.waited_s = 0.0
         self.step = 0
         self.seconds = {"forward": 0.0, "checkpoint": 0.0, "evaluation": 0.0}
         self.notes: list[Mapping[str, float]] = []
         self.auto = AutoInterval(
-            Bounds(shortest_s=shortest_s, longest_s=longest_s),
+            CheckpointSpec(min_interval_s=shortest_s, max_interval_s=longest_s),
             lambda: IntervalFacts(past or Past(), 1, 7.0),
             phases=lambda: Phases(num_steps=self.step, seconds=dict(self.seconds)),
             note=lambda _, interval: self.notes.append(interval),
@@ -155,7 +155,7 @@ def test_slower_steps_make_fewer_of_them() -> None:
 
 @pytest.mark.parametrize("step_s", [0.08, 0.1, 0.128])
 def test_limits_hold_where_steps_become_somewhat_slower_or_faster(step_s: float) -> None:
-    one = Training(shortest_s=600.0, longest_s=600.0)
+    one = Training(shortest_s=600, longest_s=600)
     one.steps(70)
 
     assert one.steps(70, seconds=step_s) * step_s == pytest.approx(600.0, rel=0.002)
@@ -164,7 +164,7 @@ def test_limits_hold_where_steps_become_somewhat_slower_or_faster(step_s: float)
 def test_a_stall_is_noted_as_measured_at_the_first_save_even_if_nothing_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    one = Training(shortest_s=60.0)
+    one = Training(shortest_s=60)
     one.steps(30)
     with caplog.at_level(logging.INFO):
         caplog.clear()  # the first line is there already where an earlier test has set the level
@@ -202,7 +202,7 @@ def test_a_change_is_logged_and_noted_once(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_an_attempt_after_one_that_saved_nothing_saves_soon_but_only_once() -> None:
-    one = Training(past=Past(num_failures=1, trained_s=40.0, first_within_s=20.0), shortest_s=60.0)
+    one = Training(past=Past(num_failures=1, trained_s=40.0, first_within_s=20.0), shortest_s=60)
 
     first = one.steps(30)
     one.saves(0.1)

@@ -12,7 +12,6 @@ import pytest
 from ddp_hpc.job.ending import blame
 from ddp_hpc.run.run_dir.differences import (
     Difference,
-    Repetition,
     Sample,
     by_repetition,
     by_vote,
@@ -44,8 +43,9 @@ def difference(digests: str, *, attempt: int = 0, kinds: str = "", values: Any =
     )
 
 
-def repeated(values: Any = (), *, digest: str = "-", **more: Any) -> Repetition:
-    return Repetition(attempt=1, digest=digest, values={"model/w": values} if values else {}, **more)
+def repeated(one: Difference, values: Any = (), *, digest: str = "-", **more: Any) -> Difference:
+    """Return the difference as attempt 1 concludes on it."""
+    return by_repetition(one, 1, digest, {"model/w": values} if values else {}, **more)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_rank_that_differs_from_others_on_its_kind_of_processor_is_blamed() ->
 def test_another_attempt_names_the_ranks_that_are_far_from_what_it_finds(
     values: tuple[float, ...], found: float, odd: tuple[int, ...]
 ) -> None:
-    told = by_repetition(difference("abcd"[: len(values)], values=values), repeated([found]))
+    told = repeated(difference("abcd"[: len(values)], values=values), [found])
 
     assert (told.odd_ranks, told.told_by, told.told_in) == (odd, "repetition" if odd else "undecided", 1)
 
@@ -106,13 +106,13 @@ def test_a_rank_that_is_near_at_some_places_only_is_not_cleared() -> None:
     some = Sample(tensor="model/w", places=(0, 1, 2), values=((1.0, 1.0, 1.0), (3.0, 3.0, 3.0)))
     found = replace(difference("ab"), samples=(some,))
 
-    assert by_repetition(found, repeated([1.0, 1.0, 1.0])).odd_ranks == (1,)
-    assert by_repetition(found, repeated([1.0, 1.0, 2.9])).told_by == "undecided"
+    assert repeated(found, [1.0, 1.0, 1.0]).odd_ranks == (1,)
+    assert repeated(found, [1.0, 1.0, 2.9]).told_by == "undecided"
 
 
 def test_without_samples_nothing_is_decided() -> None:
-    assert by_repetition(difference("ab"), repeated()).told_by == "undecided"
-    assert by_repetition(difference("ab", values=(1.0, 2.0)), repeated()).told_by == "undecided"
+    assert repeated(difference("ab")).told_by == "undecided"
+    assert repeated(difference("ab", values=(1.0, 2.0))).told_by == "undecided"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_without_samples_nothing_is_decided() -> None:
 def test_a_rank_whose_digest_is_found_again_was_right_whatever_the_vote_said(
     digests: str, found: str, odd: tuple[int, ...], who: str
 ) -> None:
-    told = by_repetition(by_vote(difference(digests)), repeated(digest=found))
+    told = repeated(by_vote(difference(digests)), digest=found)
 
     assert (told.odd_ranks, told.told_by, told.told_in, told.is_open) == (odd, "repetition", 1, False)
     assert who in told.who
@@ -142,13 +142,13 @@ def test_values_clearly_near_those_of_the_fewer_ranks_overrule_the_vote() -> Non
     voted = by_vote(difference("aab", values=(3.0, 3.0, 1.0)))
 
     assert voted.odd_ranks == (2,)
-    assert by_repetition(voted, repeated([1.0005])).odd_ranks == (0, 1)
+    assert repeated(voted, [1.0005]).odd_ranks == (0, 1)
 
 
 def test_a_vote_stands_where_the_repetition_does_not_tell() -> None:
     voted = by_vote(difference("aab", values=(3.0, 3.0, 1.0)))
 
-    told = by_repetition(voted, repeated([1.5]))
+    told = repeated(voted, [1.5])
 
     assert (told.odd_ranks, told.told_by, told.told_in, told.is_open) == ((2,), "vote", 0, False)
     assert (
@@ -158,9 +158,9 @@ def test_a_vote_stands_where_the_repetition_does_not_tell() -> None:
 
 @pytest.mark.parametrize("digests", ["ab", "aab"])
 def test_an_attempt_that_computed_with_something_else_tells_nothing(digests: str) -> None:
-    found = repeated([1.0], digest="b", not_comparable="attempt 0 had 3 ranks, it has 2")
+    one = by_vote(difference(digests, values=(1.0, 3.0, 3.0)[: len(digests)]))
 
-    told = by_repetition(by_vote(difference(digests, values=(1.0, 3.0, 3.0)[: len(digests)])), found)
+    told = repeated(one, [1.0], digest="b", not_comparable="attempt 0 had 3 ranks, it has 2")
 
     assert told.told_by == ("undecided" if digests == "ab" else "vote")
     assert not told.is_open
@@ -251,7 +251,7 @@ def test_the_node_of_a_rank_that_lost_a_vote_and_was_right_is_readmitted() -> No
     attempts = [attempt(0, nodes=voted.hosts, failed_nodes=("node1",))]
 
     assert blame.corrected(attempts, [voted]) == []
-    found = by_repetition(voted, repeated(digest="a"))
+    found = repeated(voted, digest="a")
     assert blame.corrected(attempts, [found]) == [changed(attempts[0], failed_nodes=("node2", "node3"))]
 
 

@@ -11,9 +11,8 @@ import pytest
 from ddp_hpc.run.checkpoints.failure_rate import DAY, NODE_RATE, between_failures_s
 from ddp_hpc.run.checkpoints.save_interval import (
     FIRST_S,
-    Bounds,
-    Interval,
     SaveCosts,
+    Why,
     best_interval_s,
     choose,
     every,
@@ -21,9 +20,10 @@ from ddp_hpc.run.checkpoints.save_interval import (
     reason,
     roughly,
 )
+from ddp_hpc.run.spec import CheckpointSpec
 
 HOUR = 3600.0
-BOUNDS = Bounds(shortest_s=60, longest_s=3600)
+KEYS = CheckpointSpec(min_interval_s=60, max_interval_s=3600)
 
 
 def costs(**more: float) -> SaveCosts:
@@ -66,26 +66,26 @@ def test_saves_that_never_fit_between_two_failures_cost_everything() -> None:
 @pytest.mark.parametrize(
     ("known", "more", "chosen"),
     [
-        ({}, {}, Interval(seconds=best_interval_s(2.0, 8 * HOUR), why="least cost")),
-        ({"stall_s": 0.001}, {}, Interval(seconds=60, why="shortest")),
-        ({"between_failures_s": 1000 * DAY}, {}, Interval(seconds=3600, why="longest")),
-        ({"write_s": 300.0}, {}, Interval(seconds=600.0, why="written")),
-        ({"write_s": 3000.0}, {}, Interval(seconds=6000.0, why="written")),  # no limit makes a disk faster
-        ({}, {"is_measured": False}, Interval(seconds=FIRST_S, why="least cost")),
-        ({}, {"first_within_s": 17.0}, Interval(seconds=17.0, why="failed before")),
-        ({}, {"first_within_s": 1e6}, Interval(seconds=best_interval_s(2.0, 8 * HOUR), why="least cost")),
+        ({}, {}, (best_interval_s(2.0, 8 * HOUR), "least cost")),
+        ({"stall_s": 0.001}, {}, (60, "shortest")),
+        ({"between_failures_s": 1000 * DAY}, {}, (3600, "longest")),
+        ({"write_s": 300.0}, {}, (600.0, "written")),
+        ({"write_s": 3000.0}, {}, (6000.0, "written")),  # no limit makes a disk faster
+        ({}, {"is_measured": False}, (FIRST_S, "least cost")),
+        ({}, {"first_within_s": 17.0}, (17.0, "failed before")),
+        ({}, {"first_within_s": 1e6}, (best_interval_s(2.0, 8 * HOUR), "least cost")),
     ],
 )
 def test_the_interval_is_the_best_one_within_its_limits(
-    known: dict[str, float], more: dict[str, float], chosen: Interval
+    known: dict[str, float], more: dict[str, float], chosen: tuple[float, Why]
 ) -> None:
-    assert choose(costs(**known), BOUNDS, **more) == chosen  # type: ignore[arg-type]  # of several types
+    assert choose(costs(**known), KEYS, **more) == chosen  # type: ignore[arg-type]  # of several types
 
 
 def test_a_long_stall_does_not_hold_back_the_save_that_measures_it() -> None:
-    bounds = Bounds(shortest_s=300, longest_s=3600)
+    keys = CheckpointSpec(min_interval_s=300, max_interval_s=3600)
 
-    assert choose(costs(), bounds, is_measured=False).seconds == 300
+    assert choose(costs(), keys, is_measured=False)[0] == 300
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_reason_names_the_numbers_and_the_limit() -> None:
     one = costs(stall_s=1.2, restart_s=40.0, between_failures_s=11 * HOUR)
 
     assert every(340, 540.0) == "every 340 steps (about 9 min)"
-    assert reason(one, Interval(seconds=60, why="shortest"), num_failures=2) == (
+    assert reason(one, "shortest", num_failures=2) == (
         "a save stops training for 1.2 s, a start takes 40 s, one failure every 11 h is expected (2 so far); not more often, because of "
         "`checkpoint.min_interval_s`"
     )

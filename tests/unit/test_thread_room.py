@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.base.thread_room import ThreadRoom, thread_room
+from ddp_hpc.base.thread_room import Room, thread_room
 
 
-def made(root: Path, member: str, files: dict[str, str]) -> ThreadRoom | None:
+def made(root: Path, member: str, files: dict[str, str]) -> Room | None:
     """Return the room on a node on which 300 threads run."""
     fixed = {"proc/loadavg": "0.5 0.5 0.5 2/300 4711\n", "proc/sys/kernel/threads-max": "90300\n"}
     for name, text in {**fixed, "proc/sys/kernel/pid_max": "80300\n", "proc/self/cgroup": member, **files}.items():
@@ -46,8 +46,8 @@ def test_the_strictest_limit_counts_and_one_that_is_not_known_leaves_no_room(
     found = made(tmp_path, member, files)
 
     assert found is not None
-    assert found.num_threads == num
-    assert limit in found.limit
+    assert found[0] == num
     is_known = "read" not in limit
-    assert found.words.startswith(f"{found.limit} leaves room for" if is_known else "it is not known how many threads")
-    assert found.limit in found.words
+    assert found[1].startswith("it is not known how many threads") is not is_known
+    assert limit in found[1]
+    assert f"leaves room for {num} threads" in found[1] or not is_known

@@ -11,7 +11,6 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, encode, read_marks
 from ddp_hpc.run.spec.training import CheckpointSpec
@@ -34,7 +33,7 @@ CHOICE = {
     "num_failures": 1.0,
     "expected_cost": 0.0123,
 }
-BOUNDS = Bounds(shortest_s=60, longest_s=3600)
+KEYS = CheckpointSpec(min_interval_s=60, max_interval_s=3600)
 
 
 def failed_once(path: Path, *choices: dict[str, Any]) -> RunDir:
@@ -117,8 +116,8 @@ def test_the_report_advises_to_move_a_limit_of_auto_and_never_to_switch_it_off(
 
 
 def test_the_outlook_of_a_new_run_is_an_assumption_and_that_of_an_older_one_its_past(tmp_path: Path) -> None:
-    new = outlook(RunDir(tmp_path / "new"), BOUNDS, num_nodes=2, now=0.0)
-    known = outlook(failed_once(tmp_path / "run", CHOICE), BOUNDS, num_nodes=1, now=0.0)
+    new = outlook(RunDir(tmp_path / "new"), KEYS, num_nodes=2, now=0.0)
+    known = outlook(failed_once(tmp_path / "run", CHOICE), KEYS, num_nodes=1, now=0.0)
 
     assert new.startswith("about every 60 s at first: saves and failures take")
     assert "a save is assumed to stop training for 1.0 s, no failure so far, one every" in new

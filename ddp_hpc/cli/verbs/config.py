@@ -6,7 +6,6 @@ import argparse
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from ddp_hpc.cli.formatting import as_json
 
@@ -68,18 +67,19 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:  # noq
 
     rows = rows_of(args.key)
     if args.json:
-        print(as_json([asdict(row) for row in rows]))
+        print(as_json(rows))
         return 0
     if args.markdown:
         print(as_markdown(rows), end="")
         return 0
-    left_out = [] if args.key or args.all else [row.key for row in rows if row.key not in EVERY_DAY]
+    left_out = [] if args.key or args.all else [row["key"] for row in rows if row["key"] not in EVERY_DAY]
     width = shutil.get_terminal_size().columns - 4
     for row in rows:
-        if row.key not in left_out:
-            print(f"{row.key} = {row.default}  ({row.type})")
+        if row["key"] not in left_out:
+            print(f"{row['key']} = {row['default']}  ({row['type']})")
             print(
-                "".join(f"    {line}\n" for line in wrap(row.meaning, max(width, 20), break_on_hyphens=False)), end=""
+                "".join(f"    {line}\n" for line in wrap(row["meaning"], max(width, 20), break_on_hyphens=False)),
+                end="",
             )
     if left_out:
         sections = Counter(key.rpartition(".")[0] for key in left_out)

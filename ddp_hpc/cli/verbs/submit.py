@@ -289,7 +289,7 @@ def _changes(run_dir: RunDir, spec: RunSpec) -> list[str]:
         return [
             f"note: the run's earlier configuration cannot be read, so this command cannot list what has changed; the new one replaces it. {error}"
         ]
-    return [*dropped, *(f"changed: {change}" for change in changes(old, spec))]
+    return [*dropped, *(f"changed: {change}" for change in changes(old, spec).values())]
 
 
 def _outcome(submission: Submission, word: str) -> str:

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ddp_hpc.base.processes import all_signals_blocked
-from ddp_hpc.base.thread_room import ThreadRoom, thread_room
+from ddp_hpc.base.thread_room import Room, thread_room
 
 _FEWEST_THREADS = 8
 _TIMES = 4
@@ -26,7 +26,7 @@ _answering: list[tuple[int, Path]] = []
 """Process ids and sockets of the servers that were started: a fork has a copy of this list, and of no thread."""
 
 
-def serve(socket: Path, *, num_ranks: int = 1, room: ThreadRoom | None = None) -> str:
+def serve(socket: Path, *, num_ranks: int = 1, room: Room | None = None) -> str:
     """Let this process answer at `socket`; return why it cannot, or an empty text. PyTorch has been imported before.
 
     The directory of the socket must be one that only this user can enter. `num_ranks` is how many processes of this node do so;
@@ -56,17 +56,17 @@ def serve(socket: Path, *, num_ranks: int = 1, room: ThreadRoom | None = None) -
     return ""
 
 
-def _why_no_threads(num_ranks: int, room: ThreadRoom | None) -> str:
+def _why_no_threads(num_ranks: int, room: Room | None) -> str:
     """Return why the server must not start; an empty text where there is room for many more threads than it needs.
 
     It starts one thread for each CPU of the node, and where one cannot be started, PyTorch ends the whole process.
     """
     num_threads = 1 + max(_FEWEST_THREADS, (os.cpu_count() or 1) - 1)
     needed = num_ranks * (_TIMES * num_threads + _RESERVE)
-    if room is None or room.num_threads >= needed:
+    if room is None or room[0] >= needed:
         return ""
     return (
-        f"{room.words}, and ddp-hpc starts PyTorch's worker server only "
+        f"{room[1]}, and ddp-hpc starts PyTorch's worker server only "
         f"where there is room for {needed} (it has {num_threads} threads, in each of {num_ranks} ranks)"
     )
 

@@ -109,9 +109,8 @@ def drill(plan: DrillPlan, environ: Mapping[str, str], say: Callable[[str], None
 
 def _comparable(unbroken: RunDir, faulty: SubmitRequest) -> RunDir:
     """Return the run to compare with, if it trains the same model on the same data."""
-    differing = [
-        one.key for one in changes(load_resolved(unbroken.config), faulty.spec) if not one.key.startswith(_MAY_DIFFER)
-    ]
+    changed = changes(load_resolved(unbroken.config), faulty.spec)
+    differing = [key for key in changed if not key.startswith(_MAY_DIFFER)]
     if differing:
         raise ConfigError(
             f"The drill cannot compare with the run {unbroken.name!r}: the two runs have different values of "

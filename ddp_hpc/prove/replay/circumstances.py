@@ -46,7 +46,7 @@ def circumstances(one: History, other: History, step: int) -> Circumstances:
     changed = changes(_spec(mine), _spec(others))
     known = environments[0] is not None and environments[1] is not None
     return Circumstances(
-        configuration=[str(one) for one in changed if one.key.partition(".")[0] not in CHANGES_NO_NUMBER],
+        configuration=[text for key, text in changed.items() if key.partition(".")[0] not in CHANGES_NO_NUMBER],
         code=[*_changed_code(mine, others)],
         environment=[*differences(*environments)] if known else ["one of the runs has no record of it"],  # type: ignore[arg-type]  # `known`
         world="" if mine.world_size == others.world_size else f"{mine.world_size} ranks -> {others.world_size}",

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ddp_hpc.run.spec.training import CheckpointSpec
+
 ASSUMED_STALL_S = 1.0
 """How long training waits for a save, where none was measured yet."""
 FIRST_S = 60.0
@@ -59,52 +61,36 @@ class SaveCosts:
         return 1 - interval_s / mean_s / (math.exp(delay) * math.expm1(period))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """Limits of the interval, in seconds."""
-
-    shortest_s: float
-    longest_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """How long to train between two saves, and what decided that."""
-
-    seconds: float
-    why: Why
-
-
 def choose(
-    costs: SaveCosts, bounds: Bounds, *, is_measured: bool = True, first_within_s: float | None = None
-) -> Interval:
-    """Return the interval to save at.
+    costs: SaveCosts, keys: CheckpointSpec, *, is_measured: bool = True, first_within_s: float | None = None
+) -> tuple[float, Why]:
+    """Return how long to train between two saves, in seconds, and what decided that.
 
     Args:
         costs: what is known now; `write_s` also of a save that is still being written, as far as it has come.
-        bounds: the limits that users and sites have set.
+        keys: the limits that users and sites have set.
         is_measured: whether `stall_s` was measured.
         first_within_s: for the first save of an attempt: how early it must come, because attempts before failed without a new
             checkpoint. It wins over all limits.
     """
     best_s = best_interval_s(costs.stall_s, costs.between_failures_s)
-    found = Interval(seconds=best_s if is_measured else min(best_s, FIRST_S), why="least cost")
-    if found.seconds > bounds.longest_s:
-        found = Interval(seconds=bounds.longest_s, why="longest")
-    if found.seconds < bounds.shortest_s:
-        found = Interval(seconds=bounds.shortest_s, why="shortest")
-    if found.seconds < WRITES_APART * costs.write_s:
-        found = Interval(seconds=WRITES_APART * costs.write_s, why="written")
-    if first_within_s is not None and first_within_s < found.seconds:
-        found = Interval(seconds=first_within_s, why="failed before")
+    found: tuple[float, Why] = (best_s if is_measured else min(best_s, FIRST_S), "least cost")
+    if found[0] > keys.max_interval_s:
+        found = (keys.max_interval_s, "longest")
+    if found[0] < keys.min_interval_s:
+        found = (keys.min_interval_s, "shortest")
+    if found[0] < WRITES_APART * costs.write_s:
+        found = (WRITES_APART * costs.write_s, "written")
+    if first_within_s is not None and first_within_s < found[0]:
+        found = (first_within_s, "failed before")
     return found
 
 
-def within(seconds: float, best: Interval, bounds: Bounds) -> float:
-    """Return an interval that is kept although another is the best now, within the limits; `best` says whether they hold."""
-    if best.why in ("failed before", "written"):
+def within(seconds: float, why: Why, keys: CheckpointSpec) -> float:
+    """Return an interval that is kept although another is the best now, within the limits; `why` that one is best says whether they hold."""
+    if why in ("failed before", "written"):
         return seconds
-    return min(max(seconds, bounds.shortest_s), bounds.longest_s)
+    return min(max(seconds, keys.min_interval_s), keys.max_interval_s)
 
 
 def is_worth_changing(now: float, best: float) -> bool:
@@ -139,13 +125,13 @@ def numbers(costs: SaveCosts, *, num_failures: int, is_measured: bool = True) ->
     return f"a save {'stops' if is_measured else 'is assumed to stop'} training for {roughly(costs.stall_s)}, {start}{failures}"
 
 
-def reason(costs: SaveCosts, interval: Interval, *, num_failures: int, is_measured: bool = True) -> str:
+def reason(costs: SaveCosts, why: Why, *, num_failures: int, is_measured: bool = True) -> str:
     """Return why the interval is as long as it is."""
-    if interval.why == "failed before":
+    if why == "failed before":
         return "the attempt before failed before its first save, so the first save comes early"
     limit = {
         "shortest": "; not more often, because of `checkpoint.min_interval_s`",
         "longest": "; not less often, because of `checkpoint.max_interval_s`",
         "written": f"; not more often, because a save takes {roughly(costs.write_s)} to be written",
     }
-    return numbers(costs, num_failures=num_failures, is_measured=is_measured) + limit.get(interval.why, "")
+    return numbers(costs, num_failures=num_failures, is_measured=is_measured) + limit.get(why, "")

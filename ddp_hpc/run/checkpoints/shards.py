@@ -109,27 +109,19 @@ def _read_place(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 # to make.
 
 
-class Piece(NamedTuple):
-    """Where a part of a tensor lies: in which shard, at which bytes of the file."""
-
-    shard: int
-    begin: int
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-
 class StoredTensor(NamedTuple):
     """A tensor that a checkpoint holds, in one piece or several."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[tuple[int, TensorEntry], ...]
+    """Each with the number of its shard."""
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
-    def runs(self, piece: Piece) -> Iterator[tuple[int, int, int]]:
+    def runs(self, piece: TensorEntry) -> Iterator[tuple[int, int, int]]:
         """Yield the parts of a piece that are contiguous in the file and in the tensor: begin in either, and length in bytes."""
         if piece.shape == self.shape:  # a whole tensor, as almost all are
             if length := self.num_bytes:
@@ -212,14 +204,13 @@ def stored_tensors(
     for number, (shard, header) in enumerate(zip(shards, headers, strict=True)):
         for entry in parse_header(path / shard.file, header, shard.size):
             assert entry.global_shape is not None  # noqa: S101  `parse_header` fills it in
-            piece = Piece(number, entry.begin, entry.shape, entry.offset)
             known = found.get(entry.name)
             if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.global_shape):
                 raise CorruptCheckpointError(
                     f"{path} is damaged: the pieces of {entry.name!r} belong to different tensors: {known.dtype} of shape "
                     f"{list(known.shape)}, and {entry.dtype} of shape {list(entry.global_shape)}."
                 )
-            pieces = (*known.pieces, piece) if known else (piece,)
+            pieces = (*(known.pieces if known else ()), (number, entry))
             found[entry.name] = StoredTensor(entry.dtype, entry.global_shape, pieces)
     for name, stored in found.items():
         if not _is_whole(stored):
@@ -231,16 +222,17 @@ def stored_tensors(
 
 def _is_whole(stored: StoredTensor) -> bool:
     """Return whether all pieces lie in the tensor, no two overlap, and together they have as many elements as it has."""
-    if len(stored.pieces) == 1:
-        piece = stored.pieces[0]
+    pieces = [piece for _, piece in stored.pieces]
+    if len(pieces) == 1:
+        [piece] = pieces
         return piece.shape == stored.shape and not any(piece.offset)
-    boxes = sorted(list(zip(piece.offset, piece.shape, strict=True)) for piece in stored.pieces if all(piece.shape))
+    boxes = sorted(list(zip(piece.offset, piece.shape, strict=True)) for piece in pieces if all(piece.shape))
     is_within = all(
         start >= 0 and start + size <= whole
         for box in boxes
         for (start, size), whole in zip(box, stored.shape, strict=True)
     )
-    num_elements = sum(math.prod(piece.shape) for piece in stored.pieces)
+    num_elements = sum(math.prod(piece.shape) for piece in pieces)
     return is_within and num_elements == math.prod(stored.shape) and not any(_overlaps(boxes))
 
 
@@ -256,12 +248,10 @@ def _overlaps(boxes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bool]:
 def raw_tensor(stored: StoredTensor, contents: Sequence[memoryview]) -> RawTensor:
     """Return a tensor's bytes: a view of its shard, or a copy put together from several pieces."""
     if len(stored.pieces) == 1:
-        (piece,) = stored.pieces
-        return RawTensor(
-            stored.dtype, stored.shape, contents[piece.shard][piece.begin : piece.begin + stored.num_bytes]
-        )
+        [(shard, piece)] = stored.pieces
+        return RawTensor(stored.dtype, stored.shape, contents[shard][piece.begin : piece.end])
     whole = memoryview(bytearray(stored.num_bytes))
-    for piece in stored.pieces:
+    for shard, piece in stored.pieces:
         for begin, at, length in stored.runs(piece):
-            whole[at : at + length] = contents[piece.shard][begin : begin + length]
+            whole[at : at + length] = contents[shard][begin : begin + length]
     return RawTensor(stored.dtype, stored.shape, whole)

@@ -3,7 +3,6 @@
 from ddp_hpc.run.config.overlay import Overlay
 from ddp_hpc.run.config.resolve import (
     HIDDEN,
-    Change,
     Resolved,
     changes,
     dropped_from,
@@ -17,7 +16,6 @@ from ddp_hpc.run.config.resolve import (
 
 __all__ = [
     "HIDDEN",
-    "Change",
     "Overlay",
     "Resolved",
     "changes",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, get_type_hints
@@ -20,48 +20,39 @@ NO_DEFAULT = "the file's name"
 """The default of `name`, the one key without a default in the spec."""
 
 
-@dataclass(frozen=True)
-class KeyDoc:
-    """One row of the reference."""
-
-    key: str
-    type: str
-    default: str
-    meaning: str
-
-
-def reference() -> list[KeyDoc]:
-    """Return a row for every key, in the order of the spec."""
+def reference() -> list[dict[str, str]]:
+    """Return a row for every key, in the order of the spec: its `key`, `type`, `default` and `meaning`."""
     meanings = dict(_meanings(RunSpec, ""))
     return [
-        KeyDoc(
-            name,
-            type_in_words(key.annotation),
-            NO_DEFAULT if key.default is MISSING else dump_value(key.default),
-            meanings[name],
-        )
+        {
+            "key": name,
+            "type": type_in_words(key.annotation),
+            "default": NO_DEFAULT if key.default is MISSING else dump_value(key.default),
+            "meaning": meanings[name],
+        }
         for name, key in all_keys().items()
     ]
 
 
-def rows_of(name: str) -> list[KeyDoc]:
+def rows_of(name: str) -> list[dict[str, str]]:
     """Return the rows of a key, or of a section."""
     if name and not is_section(name) and name not in all_keys() and not is_free(name):
         raise unknown_key(name, "the command line")
-    return [row for row in reference() if is_below(row.key, name) or (is_free(name) and is_below(name, row.key))]
+    return [row for row in reference() if is_below(row["key"], name) or (is_free(name) and is_below(name, row["key"]))]
 
 
-def as_markdown(rows: Sequence[KeyDoc]) -> str:
+def as_markdown(rows: Sequence[Mapping[str, str]]) -> str:
     """Return the rows as tables for docs/, one a section."""
     lines: list[str] = []
     opened = None
     for row in rows:
-        section = row.key.rpartition(".")[0]
+        section = row["key"].rpartition(".")[0]
         if section != opened:
             lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
             opened = section
-        default = row.default if row.default == NO_DEFAULT else f"`{row.default}`"
-        lines.append(f"| `{row.key}` | {row.type} | {default} | {row.meaning.replace('|', chr(92) + '|')} |")
+        default = row["default"] if row["default"] == NO_DEFAULT else f"`{row['default']}`"
+        meaning = row["meaning"].replace("|", chr(92) + "|")
+        lines.append(f"| `{row['key']}` | {row['type']} | {default} | {meaning} |")
     return "\n".join(lines).strip() + "\n"
 
 

@@ -211,28 +211,19 @@ def flat(spec: RunSpec) -> dict[str, Any]:
     return leaves
 
 
-@dataclass(frozen=True)
-class Change:
-    """A key whose value differs between two specs. None also means that a spec lacks the key."""
+def changes(old: RunSpec, new: RunSpec) -> dict[str, str]:
+    """Return the keys that differ, in the order of the spec, each with a text: `train.lr 0.1 -> 0.2`.
 
-    key: str
-    old: Any
-    new: Any
-
-    def __str__(self) -> str:
-        """Return `train.lr 0.1 -> 0.2`; values that may be secrets are hidden."""
-        old, new = (repr(value) if is_key_shown(self.key, value) else HIDDEN for value in (self.old, self.new))
-        return f"{self.key} {old} -> {new}"
-
-
-def changes(old: RunSpec, new: RunSpec) -> list[Change]:
-    """Return the keys that differ, in the order of the spec."""
+    None is also the value of a key that a spec lacks. Values that may be secrets are hidden.
+    """
     before, after = flat(old), flat(new)
-    return [
-        Change(key, before.get(key), after.get(key))
-        for key in dict.fromkeys([*after, *before])
-        if before.get(key) != after.get(key) and not _is_filled(key, before, after)
-    ]
+    found: dict[str, str] = {}
+    for key in dict.fromkeys([*after, *before]):
+        values = before.get(key), after.get(key)
+        if values[0] != values[1] and not _is_filled(key, before, after):
+            told = (repr(value) if is_key_shown(key, value) else HIDDEN for value in values)
+            found[key] = f"{key} {' -> '.join(told)}"
+    return found
 
 
 def _is_filled(key: str, *leaves: Mapping[str, Any]) -> bool:

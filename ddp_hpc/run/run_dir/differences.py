@@ -173,41 +173,39 @@ def by_vote(difference: Difference) -> Difference:
     return replace(difference, odd_ranks=odd, told_by="vote", told_in=difference.attempt)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repetition:
-    """What another attempt, whose ranks were equal, found after the step of a difference."""
+def by_repetition(
+    difference: Difference,
+    attempt: int,
+    digest: str,
+    values: Mapping[str, Sequence[float]],
+    *,
+    not_comparable: str = "",
+) -> Difference:
+    """Return the difference with the ranks that were wrong, by what another attempt, whose ranks were equal, found after its step.
 
-    attempt: int
-    digest: str
-    values: Mapping[str, Sequence[float]]
-    """By tensor, at the places of the samples."""
-    not_comparable: str = ""
-    """What it computed with that the attempt of the difference had not; empty if both had the same."""
-
-
-def by_repetition(difference: Difference, found: Repetition) -> Difference:
-    """Return the difference with the ranks that were wrong, by what another attempt found.
+    `values` are by tensor, at the places of the samples. `not_comparable` is what that attempt computed with, and that of the difference
+    did not; empty if both had the same.
 
     A rank whose digest was found again was right. A wrong rank's gradients have reached all ranks, so often none has exactly what the
     other attempt found. Soon after the fault, the values of the other ranks are near. Many steps later, or where the fault was small, any rank may
     be the nearest by chance, so one that is not clearly near or far leaves it undecided. Then a vote stands.
     """
-    odd = tuple(rank for rank, digest in enumerate(difference.digests) if digest != found.digest)
-    if found.not_comparable:
+    odd = tuple(rank for rank, one in enumerate(difference.digests) if one != digest)
+    if not_comparable:
         odd = ()
     elif len(odd) == len(difference.digests):
-        odd = _odd_by_values(difference, found)
-    repeated = replace(difference, repeated_in=found.attempt, not_comparable=found.not_comparable)
+        odd = _odd_by_values(difference, values)
+    repeated = replace(difference, repeated_in=attempt, not_comparable=not_comparable)
     if odd:
-        return replace(repeated, odd_ranks=odd, told_by="repetition", told_in=found.attempt)
-    return repeated if difference.told_by == "vote" else replace(repeated, told_by="undecided", told_in=found.attempt)
+        return replace(repeated, odd_ranks=odd, told_by="repetition", told_in=attempt)
+    return repeated if difference.told_by == "vote" else replace(repeated, told_by="undecided", told_in=attempt)
 
 
-def _odd_by_values(difference: Difference, found: Repetition) -> tuple[int, ...]:
+def _odd_by_values(difference: Difference, found: Mapping[str, Sequence[float]]) -> tuple[int, ...]:
     kinds = [
         _kinds(values, value)
         for sample in difference.samples
-        for values, value in zip(zip(*sample.values, strict=True), found.values.get(sample.tensor, ()), strict=False)
+        for values, value in zip(zip(*sample.values, strict=True), found.get(sample.tensor, ()), strict=False)
     ]
     counts = [Counter(of_rank).most_common(1)[0] for of_rank in zip(*kinds, strict=True)]
     by_rank = [kind if count >= _MOST * len(kinds) else "" for kind, count in counts]

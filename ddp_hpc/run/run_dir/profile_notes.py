@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_hpc.base.record import read_record, write_record
+from ddp_hpc.base.durable import read_json
+from ddp_hpc.base.record import record_of, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _NAME = re.compile(r"attempt-(?P<attempt>\d+)\.rank-(?P<rank>\d+)\.asked\.json")
@@ -31,19 +32,12 @@ class RankProfile:
     """Why it is missing, where the rank has said so."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Note:
-    kind: str
-    steps: tuple[int, int]
-    why_not: str
-
-
 def note_profile(  # noqa: PLR0913  the fields of a note
     run: RunDir, attempt: int, rank: int, *, kind: str, steps: tuple[int, int], why_not: str = ""
 ) -> None:
     """Note that a rank is to record these steps, or why it does not. On a full disk nothing is noted; the rank's log says why, too."""
     with suppress(OSError):
-        write_record(run.profile_note(attempt, rank), _Note(kind=kind, steps=steps, why_not=why_not), durable=False)
+        write_record(run.profile_note(attempt, rank), {"kind": kind, "steps": steps, "why_not": why_not}, durable=False)
 
 
 def read_profiles(run: RunDir, *, is_alive: bool) -> list[RankProfile]:
@@ -63,18 +57,11 @@ def read_profiles(run: RunDir, *, is_alive: bool) -> list[RankProfile]:
 
 
 def _profile(run: RunDir, attempt: int, rank: int, names: Sequence[str], *, is_alive: bool) -> RankProfile | None:
-    note = read_record(run.profile_note(attempt, rank), _Note)
-    if note is None:
-        return None
+    note = read_json(run.profile_note(attempt, rank)) or {}
+    why_not = note.get("why_not", "")
     report = run.nsys_report(attempt, rank)
     files = (run.profile_trace(attempt, rank), report, report.with_suffix(".qdstrm"))
     file = next((str(path) for path in files if path.name in names), None)
-    return RankProfile(
-        rank=rank,
-        attempt=attempt,
-        kind=note.kind,
-        steps=note.steps,
-        state="found" if file else "awaited" if is_alive and not note.why_not else "missing",
-        file=file,
-        why="" if file else note.why_not,
-    )
+    state = "found" if file else "awaited" if is_alive and not why_not else "missing"
+    of_file = {"state": state, "file": file, "why": "" if file else why_not}
+    return record_of({**note, "rank": rank, "attempt": attempt, **of_file}, RankProfile)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ddp_hpc.base.durable import make_directories, read_json, record_bytes, record_text, replace_text
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.patience import known, patiently
-from ddp_hpc.base.record import read_record, write_record
+from ddp_hpc.base.record import read_record, record_of, write_record
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Attempt, Cluster, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -76,21 +76,15 @@ class Awaited:
     when: When = "ok"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _AllAwaited:
-    job_id: str
-    awaited: tuple[Awaited, ...]
-
-
 def write_awaited(run: RunDir, job_id: str, awaited: Sequence[Awaited]) -> None:
     """Record what a run's job waits for, for `status`; Slurm knows only the numbers of the jobs."""
-    write_record(run.awaited, _AllAwaited(job_id=job_id, awaited=tuple(awaited)), durable=False)
+    write_record(run.awaited, {"job_id": job_id, "awaited": [*map(asdict, awaited)]}, durable=False)
 
 
 def read_awaited(run: RunDir, job_id: str) -> list[Awaited]:
     """Return what this job of a run waits for; empty where that is not known."""
-    record = read_record(run.awaited, _AllAwaited)
-    return [*record.awaited] if record is not None and record.job_id == job_id else []
+    record = read_json(run.awaited) or {}
+    return record_of(record.get("awaited"), list[Awaited]) or [] if record.get("job_id") == job_id else []
 
 
 def write_done(run: RunDir, goal: Mapping[str, Any]) -> None:
@@ -137,9 +131,7 @@ def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
 
 def write_rank_zero_exit(run: RunDir, attempt: int, exit_code: int) -> None:
     """Record rank zero's exit code in a file: srun and torchrun treat every code but zero as a failure."""
-    path = run.rank_zero_exit(attempt)
-    make_directories(path.parent)
-    replace_text(path, json.dumps({"exit_code": exit_code}))
+    write_record(run.rank_zero_exit(attempt), {"exit_code": exit_code})
 
 
 def take_rank_zero_exit(run: RunDir, attempt: int) -> int | None:

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -54,23 +53,13 @@ def _mark_of(fd: int) -> Mark:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-@dataclass
-class _Known:
-    """What was read from a path, and when."""
-
-    mark: Mark | None
-    since: float
-    """When the mark was first seen."""
-    read_at: float
-    value: object
-
-
 class LastRead:
     """What was last read from each path; a path is read again only if it changed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: dict[Path, _Known] = {}
+        self._known: dict[Path, tuple[Mark | None, float, float, object]] = {}
+        """By path: its mark, when that was first seen, when the path was read, and what was read."""
 
     def read(self, path: Path, read: Callable[[], T]) -> T:
         """Return the result of `read`, which reads `path`; call it again only if `path` changed. Errors are those of `read`."""
@@ -78,15 +67,16 @@ class LastRead:
             seen, now = mark(path), self._clock()
         except OSError:  # the file system does not answer: let `read` raise the error, with its own message
             return read()
-        known = self._known.get(path)
-        if known is not None and known.mark == seen and known.read_at - known.since >= SETTLED_S:
-            return cast("T", known.value)
+        before, since, read_at, value = self._known.get(path, (None, now, now, None))
+        if path not in self._known or before != seen:
+            since = read_at = now
+        elif read_at - since >= SETTLED_S:
+            return cast("T", value)
         # Two changes within one tick of the file system's clock leave the same mark. So a file is read once more after its
         # mark was unchanged for a while. (Git's "racy" index entries are the same problem.)
-        since = known.since if known is not None and known.mark == seen else now
-        value = read()
-        self._known[path] = _Known(seen, since, now, value)
-        return value
+        found = read()
+        self._known[path] = (seen, since, now, found)
+        return found
 
 
 def newest_attempt(run: RunDir, files: LastRead) -> Attempt | None:

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.checkpoints.save_interval import Bounds
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
@@ -250,7 +249,7 @@ def _recording(rank: _Rank, order: SampleOrder, total_steps: int) -> tuple[RunRe
     if timeline is not None and spec.checkpoint.every_steps == "auto":
         on_gpu = partial(torch.cuda.synchronize, group.device)
         interval = AutoInterval(
-            Bounds(shortest_s=spec.checkpoint.min_interval_s, longest_s=spec.checkpoint.max_interval_s),
+            spec.checkpoint,
             partial(read_job, run, rank.attempt, max(1, world_size // group.rank_info.local_world_size)),
             phases=rank.phases.so_far,
             note=timeline.planned,

@@ -334,9 +334,9 @@ def _segments(stored: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dict
     """Return for each shard, in order, which of its bytes belong into which tensor."""
     found: dict[int, list[_Segment]] = defaultdict(list)
     for name in wanted:
-        for piece in stored[name].pieces:
+        for shard, piece in stored[name].pieces:
             for begin, at, length in stored[name].runs(piece):
-                found[piece.shard].append((begin, begin + length, name, at))
+                found[shard].append((begin, begin + length, name, at))
     for segments in found.values():
         segments.sort()
     return found
