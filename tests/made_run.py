@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.run.checkpoints import checkpoint_store, shards
 from ddp_hpc.run.checkpoints.checkpoint_store import Manifest
@@ -45,11 +46,16 @@ def made_attempt(number: int = 0, **more: Any) -> Attempt:
 
 def changed(attempt: Attempt, **more: Any) -> Attempt:
     """Return an attempt with other values, also of its end."""
-    of_end = {name: more.pop(name) for name in End.__dataclass_fields__ if name in more}
-    if "ending" in of_end and of_end["ending"] is None:
-        return replace(attempt, end=None, **more)
-    end = replace(attempt.end or End(ending=Ending.FAILED), **of_end) if of_end else attempt.end
-    return replace(attempt, end=end, **more)
+    if "ending" in more and more["ending"] is None:
+        begun = {
+            name: getattr(attempt, name)
+            for name in Attempt.__dataclass_fields__
+            if name not in End.__dataclass_fields__
+        }
+        return Attempt(**{**begun, **{name: value for name, value in more.items() if name in begun}})
+    if attempt.ending is None and more.keys() & End.__dataclass_fields__.keys():
+        more = {"ending": Ending.FAILED, "exit_code": exit_codes.FAILED, **more}
+    return replace(attempt, **more)
 
 
 def progress(attempt: int = 0, step: int = 20, **more: Any) -> Progress:

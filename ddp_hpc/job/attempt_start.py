@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import replace
 
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.requeue import TABLE
@@ -43,8 +42,8 @@ def begin(run: RunDir, workload: Workload, job: SlurmJob | None, *, image: str =
         return attempt
     queued, facts = read_queued_job(run), job.facts()
     if queued is not None and (queued.job_id, queued.attempt) == (job.job_id, attempt):
-        facts = replace(facts, queued_at=queued.at)
-    record_start(run, attempt=attempt, job_id=job.job_id, job=facts, first_step=first_step, image=image)
+        facts["queued_at"] = queued.at
+    record_start(run, attempt=attempt, job_id=job.job_id, first_step=first_step, image=image, **facts)
     if queued is None or queued.job_id != job.job_id:  # plain sbatch has submitted it
         write_queued_job(run, QueuedJob(job_id=job.job_id, attempt=attempt, at=time.time(), since=attempt))
     run.gave_up.unlink(missing_ok=True)
@@ -54,8 +53,8 @@ def begin(run: RunDir, workload: Workload, job: SlurmJob | None, *, image: str =
 def begin_without_workers(run: RunDir, job: SlurmJob | None) -> int:
     """Write the start of an attempt that only records why no workers are started; return its number."""
     attempt = ownership.next_attempt(run)
-    job_id, facts = (job.job_id, job.facts()) if job else (str(os.getpid()), None)
-    record_start(run, attempt=attempt, job_id=job_id, job=facts)
+    job_id, facts = (job.job_id, job.facts()) if job else (str(os.getpid()), {})
+    record_start(run, attempt=attempt, job_id=job_id, **facts)
     return attempt
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm import client, states
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude
 from ddp_hpc.cluster.slurm.queries import JobRecord, is_lost
-from ddp_hpc.run.run_dir.ledger import JobFacts, Ledger
+from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.spec.launch import LaunchSpec
 
 T = TypeVar("T")
@@ -63,10 +63,15 @@ class SlurmJob:
         job = self.now()
         return job is not None and job.preempted_at is not None
 
-    def facts(self) -> JobFacts:
-        """Return what the ledger records of it; older versions of Slurm set no SLURM_JOB_END_TIME and have to be asked."""
+    def facts(self) -> dict[str, Any]:
+        """Return what the ledger records of it, by fields of `Attempt`; older versions of Slurm set no SLURM_JOB_END_TIME and have to be asked."""
         allocation = self.allocation
-        return JobFacts(allocation.node_names, allocation.end_time or self.ends_at(), allocation.restart_count)
+        return {
+            "cluster": "slurm",
+            "nodes": [*allocation.node_names],
+            "ends_at": allocation.end_time or self.ends_at(),
+            "restart": allocation.restart_count,
+        }
 
     def await_answer(self) -> None:
         """Wait until Slurm answers, because srun needs it to start the next job step.

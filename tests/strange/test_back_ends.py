@@ -12,7 +12,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.launch.submission.allocate import allocate
 from ddp_hpc.launch.submission.backend import backend_of, backends_of
-from ddp_hpc.run.run_dir.ledger import JobFacts, record_start
+from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
@@ -69,7 +69,7 @@ def test_a_job_that_waits_after_an_attempt_here_is_slurms_first(tmp_path: Path) 
 
 def test_a_run_that_slurm_ran_is_slurms_though_the_note_of_its_job_is_lost(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    record_start(run, attempt=0, job_id="7", job=JobFacts(nodes=("node1",)))
+    record_start(run, attempt=0, job_id="7", cluster="slurm", nodes=("node1",))
 
     assert backend_of(run).NAME == "slurm"
     with pytest.raises(ConfigError, match="has no job in the queue"):

@@ -13,7 +13,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.failure_reports import write_rank_end
 from ddp_hpc.run.run_dir.hang_records import HangRecord, write_hang_record
 from ddp_hpc.run.run_dir.joining import write_meeting, write_missing
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Next, Root, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, Root, record_end, record_start
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault, write_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight, write_preflight
@@ -28,7 +28,7 @@ COMMANDS = (["list"], ["status", "odd"], ["status", "odd", "--json"], ["why", "o
 def add_everything(run: RunDir) -> None:
     """Write one of each record that commands read of a run."""
     failure = Root(fingerprint="ValueError", entity="train_data[17]")
-    record_start(run, attempt=0, job_id="7", job=JobFacts(nodes=("node1", "node2"), ends_at=9e9, queued_at=1.0))
+    record_start(run, attempt=0, job_id="7", cluster="slurm", nodes=("node1", "node2"), ends_at=9e9, queued_at=1.0)
     end = End(
         ending=Ending.FAILED,
         exit_code=1,

@@ -11,7 +11,7 @@ from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.ledger import Attempt, JobFacts, Ledger, Next, record_start
+from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, Next, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from tests.made_run import add_failure
@@ -49,7 +49,7 @@ class Supervised:
         """Begin one more attempt, as the supervisor does; return its number."""
         attempt = ownership.next_attempt(self.run)
         ownership.claim(self.run, attempt)
-        record_start(self.run, attempt=attempt, job_id="7", job=JobFacts(nodes=NODES, restart=restart))
+        record_start(self.run, attempt=attempt, job_id="7", cluster="slurm", nodes=NODES, restart=restart)
         if read_queued_job(self.run) is None:
             write_queued_job(self.run, QueuedJob(job_id="7", attempt=attempt, at=0.0, since=attempt))
         return attempt

@@ -14,7 +14,7 @@ from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.differences import Difference, by_vote, write_difference
-from ddp_hpc.run.run_dir.ledger import JobFacts, Ledger, record_start
+from ddp_hpc.run.run_dir.ledger import Ledger, record_start
 from ddp_hpc.run.run_dir.records import ask_to_stop
 from tests.made_run import add_checkpoint, add_failure
 from tests.unit.made_job import CRASHED, NODES, STOPPED, Make, Supervised
@@ -135,7 +135,7 @@ def test_input_that_has_been_good_before_is_its_nodes_failure(
     rank: int, host: str, node: str | None, supervised: Make
 ) -> None:
     one = supervised()
-    record_start(one.run, attempt=0, job_id="7", job=JobFacts(nodes=NODES))
+    record_start(one.run, attempt=0, job_id="7", cluster="slurm", nodes=NODES)
     add_checkpoint(one.run, 4)  # by attempt 0
     leave(one.context, conclude(one.context, 0, STOPPED))
 

@@ -16,7 +16,7 @@ from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, write_hang_record
-from ddp_hpc.run.run_dir.ledger import JobFacts, record_start
+from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.world import World
@@ -167,7 +167,7 @@ def test_an_end_that_no_network_explains_costs_no_probe(supervised: Make, outcom
 
 def test_a_job_whose_time_is_nearly_over_is_not_kept_by_a_probe(supervised: Make) -> None:
     one = supervised()
-    record_start(one.run, attempt=0, job_id="7", job=JobFacts(nodes=NODES, ends_at=time.time() + 30))
+    record_start(one.run, attempt=0, job_id="7", cluster="slurm", nodes=NODES, ends_at=time.time() + 30)
     hung = Outcome(code=exit_codes.FAILED, is_unresponsive=True, met_at="10.2.0.1")
 
     assert network_probe.explain_by_network(one.context, 0, hung) is hung

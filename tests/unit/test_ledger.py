@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.run.run_dir import ledger
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, Root, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, Root, record_end, record_start
 from tests.made_run import make_run
 
 OLD = (
@@ -42,7 +42,6 @@ def test_words_are_written_as_plain_texts(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(ledger, "host_name", lambda: "node1")
     monkeypatch.setattr("os.getpid", lambda: 12)
     monkeypatch.setattr(ledger, "start_ticks", lambda _: 34)
-    job = JobFacts(nodes=("node1", "node2"), ends_at=9.5, restart=1)
     end = End(
         ending=Ending.FAILED,
         exit_code=1,
@@ -53,7 +52,8 @@ def test_words_are_written_as_plain_texts(tmp_path: Path, monkeypatch: pytest.Mo
         failed_nodes=("node2",),
     )
 
-    record_start(run, attempt=3, job_id="7", job=job, first_step=8)
+    nodes = ("node1", "node2")
+    record_start(run, attempt=3, job_id="7", first_step=8, cluster="slurm", nodes=nodes, ends_at=9.5, restart=1)
     record_end(run, 3, end)
 
     written = [line.strip(" ") for line in run.attempts.read_text().splitlines() if line.strip()]

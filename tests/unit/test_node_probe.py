@@ -13,7 +13,7 @@ from ddp_hpc.job.ending import node_probe
 from ddp_hpc.job.ending.attempt_end import Conclusion, conclude
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.ledger import JobFacts, Ledger, record_start
+from ddp_hpc.run.run_dir.ledger import Ledger, record_start
 from tests.unit.made_job import CRASHED, NODES, Make
 
 STOPPED_EARLY = Outcome(code=exit_codes.STOPPED_EARLY, step_code=128 + 15)
@@ -70,8 +70,8 @@ def test_nodes_are_not_asked_where_the_jobs_time_would_be_over_before_they_answe
     for _ in range(2):
         attempt = ownership.next_attempt(one.run)
         ownership.claim(one.run, attempt)
-        facts = JobFacts(nodes=NODES, restart=0, ends_at=time.time() + 60)
-        record_start(one.run, attempt=attempt, job_id="7", job=facts)
+        ends_at = time.time() + 60
+        record_start(one.run, attempt=attempt, job_id="7", cluster="slurm", nodes=NODES, ends_at=ends_at)
         conclude(one.context, attempt, node_probe.explain_by_nodes(one.context, attempt, CRASHED))
 
     assert one.slurm.orders("srun") == []

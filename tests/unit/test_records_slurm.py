@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end, record_start
 from ddp_hpc.run.run_dir.records import (
     QueuedJob,
     ask_to_stop,
@@ -102,8 +102,8 @@ def test_a_verdict_that_cannot_be_read_is_none_and_goes(text: str, tmp_path: Pat
 
 def test_an_attempt_on_slurm_knows_its_nodes_and_its_end(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    record_start(run, attempt=0, job_id="17", job=JobFacts(["node3", "node1"], ends_at=4600.0))
-    record_start(run, attempt=1, job_id="17", job=JobFacts(["node2"]))
+    record_start(run, attempt=0, job_id="17", cluster="slurm", nodes=["node3", "node1"], ends_at=4600.0)
+    record_start(run, attempt=1, job_id="17", cluster="slurm", nodes=["node2"])
 
     first, second = Ledger.read(run).attempts
 
@@ -122,10 +122,10 @@ def test_an_attempt_on_this_machine_has_neither(tmp_path: Path) -> None:
 
 def test_the_users_cancel_is_the_last_word_whatever_the_processes_say_later(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    record_start(run, attempt=0, job_id="17", job=JobFacts(["node1"]))
+    record_start(run, attempt=0, job_id="17", cluster="slurm", nodes=["node1"])
     record_end(run, 0, End(ending=Ending.CANCELLED, exit_code=-9, reason="cancelled by the user"))
     record_end(run, 0, End(ending=Ending.FAILED, exit_code=1, reason="srun: error"))
-    record_start(run, attempt=1, job_id="18", job=JobFacts(["node1"]))
+    record_start(run, attempt=1, job_id="18", cluster="slurm", nodes=["node1"])
 
     first, second = Ledger.read(run).attempts
 
@@ -138,7 +138,7 @@ def test_the_users_cancel_is_the_last_word_whatever_the_processes_say_later(tmp_
 
 def test_how_an_attempt_ended_and_what_follows_are_read_as_written(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    record_start(run, attempt=3, job_id="17", job=JobFacts(["node1", "node2"], restart=2), first_step=40)
+    record_start(run, attempt=3, job_id="17", cluster="slurm", nodes=["node1", "node2"], restart=2, first_step=40)
     end = End(
         ending=Ending.FAILED,
         exit_code=1,

@@ -16,7 +16,7 @@ from ddp_hpc.cluster.slurm.queries import JobRecord
 from ddp_hpc.launch.submission.release_hold import hasten, hastening, letting_in
 from ddp_hpc.launch.submission.slurm import _require_alive
 from ddp_hpc.run.config import Resolved, flat, render_resolved
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Next, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, record_end, record_start
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec
 from tests.made_run import make_run
@@ -94,7 +94,7 @@ def test_a_user_who_asks_has_slurm_let_in_as_many_nodes_as_the_job_needs(tmp_pat
     spec = RunSpec(name=run.name, runs_dir=str(tmp_path), resources=ResourcesSpec(nodes=2))
     run.config.write_text(render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "test"))))
     for attempt, node in enumerate(["node2", "node2", "node4", "node4", "node4"]):
-        record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node2", "node4")))
+        record_start(run, attempt=attempt, job_id="7", cluster="slurm", nodes=("node2", "node4"))
         end = End(ending=Ending.FAILED, exit_code=1, cause=Cause.WORKER_CRASHED, failed_nodes=(node,))
         record_end(run, attempt, end)
     write_queued_job(run, QueuedJob(job_id="7", attempt=5, at=0.0, since=0))
@@ -234,7 +234,7 @@ def test_an_administrator_is_blamed_by_slurms_code_and_not_by_a_word_of_its_mess
 
 def test_a_wait_ends_where_the_shell_of_the_job_was_killed_and_says_how_to_go_on(tmp_path: Path) -> None:
     slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
-    record_start(run, attempt=0, job_id="7", job=JobFacts(nodes=("node1",)))
+    record_start(run, attempt=0, job_id="7", cluster="slurm", nodes=("node1",))
     queued = QueuedJob(job_id="7", attempt=0, at=0.0)
     write_queued_job(run, queued)
     slurm.knows_job(state="FAILED")

@@ -10,7 +10,7 @@ from ddp_hpc.cluster.slurm.nodes import Exclusions, nodes_to_exclude
 from ddp_hpc.launch.submission import slurm as slurm_backend
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.run.config import Resolved
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, SlurmSpec
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
@@ -127,7 +127,7 @@ def test_a_new_submission_remembers_where_the_run_failed(
     monkeypatch.setattr("ddp_hpc.launch.submission.preflight.capacity.PRIVATE_PLACES", ())
     run = make_run(tmp_path)
     for attempt in (0, 1):
-        record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1", "node2")))
+        record_start(run, attempt=attempt, job_id="7", cluster="slurm", nodes=("node1", "node2"))
         end = End(ending=Ending.FAILED, exit_code=1, cause=Cause.WORKER_CRASHED, failed_nodes=("node1",))
         record_end(run, attempt, end)
     spec = RunSpec(name=run.name, runs_dir=str(tmp_path), resources=TWO_NODES, slurm=asked)

@@ -19,7 +19,7 @@ from ddp_hpc.job.ending import takeover
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, ask_to_stop, write_queued_job
 from tests.made_run import add_checkpoint, make_run
@@ -82,8 +82,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 def has_trained(run: RunDir, *, since: int = 0, **more: Any) -> None:
     """Have attempt 0 of a submission commit a checkpoint and go back into the queue."""
-    facts = JobFacts(nodes=("node1", "node2"))
-    record_start(run, attempt=0, job_id="7", job=facts)
+    record_start(run, attempt=0, job_id="7", cluster="slurm", nodes=("node1", "node2"))
     add_checkpoint(run, 4)
     end = End(ending=Ending.STOPPED, exit_code=exit_codes.STOPPED, cause=Cause.PREEMPTED, last_step=4, next=Next.SLURM)
     record_end(run, 0, end)
@@ -160,7 +159,7 @@ def test_what_the_user_said_of_an_earlier_job_is_over(job: str, tmp_path: Path, 
 
 def begun(run: RunDir, attempt: int = 0, *, next_: Next | None = None, exit_code: int = 0) -> None:
     """Have job 7 begin an attempt; `next_` is what its supervisor decided, if it lived as long."""
-    record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1", "node2")))
+    record_start(run, attempt=attempt, job_id="7", cluster="slurm", nodes=("node1", "node2"))
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0))
     if next_ is not None:
         end = End(ending=Ending.STOPPED, exit_code=exit_code, reason="preempted", cause=Cause.PREEMPTED, next=next_)

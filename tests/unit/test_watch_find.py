@@ -11,7 +11,7 @@ import pytest
 
 from ddp_hpc.base.errors import RunNotFoundError
 from ddp_hpc.cli.runs import word_for
-from ddp_hpc.run.run_dir.ledger import JobFacts, record_start
+from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.watch.find import find_run, list_runs, newest_run
 from tests.made_run import add_attempt, make_run
 
@@ -63,7 +63,7 @@ def _swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = ["000-seed-0", "big", "002-seed-2"]
     begun = [make_run(Path("runs/grid"), name) for name in names[:2]]
-    record_start(begun[1], attempt=0, job_id="57_1", job=JobFacts(nodes=["n1"]))
+    record_start(begun[1], attempt=0, job_id="57_1", cluster="slurm", nodes=["n1"])
     lines = [{"sweep": "grid"}, *({"point": number, "name": name} for number, name in enumerate(names))]
     Path("runs/grid/sweep.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 

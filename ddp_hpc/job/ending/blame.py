@@ -13,7 +13,7 @@ from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.affected import fingerprint
 from ddp_hpc.run.run_dir.differences import Difference, is_same_again
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Root
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Root
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.spec.launch import RestartSpec
 from ddp_hpc.run.world import World
@@ -54,9 +54,13 @@ def bad_nodes(
     attempts: Sequence[Attempt], attempt: int, cause: Cause, failed_nodes: Sequence[str], policy: RestartSpec
 ) -> list[str]:
     """Return the nodes that have failed too often, the attempt that has just ended included."""
-    now = time.time()
-    end = End(ending=Ending.FAILED, ended_at=now, cause=cause, failed_nodes=tuple(failed_nodes))
-    completed = [replace(one, end=end) if one.attempt == attempt else one for one in attempts]
+    now, failed = time.time(), tuple(failed_nodes)
+    completed = [
+        replace(one, ending=Ending.FAILED, ended_at=now, cause=cause, failed_nodes=failed)
+        if one.attempt == attempt
+        else one
+        for one in attempts
+    ]
     return requeue.bad_nodes(completed, policy, now=now)
 
 
@@ -110,9 +114,9 @@ def corrected(attempts: Sequence[Attempt], differences: Sequence[Difference]) ->
     """
     by_attempt = {one.attempt: one for one in differences}
     found = [
-        replace(one, end=replace(one.end, failed_nodes=_nodes_now_known(by_attempt[one.attempt], one, differences)))
+        replace(one, failed_nodes=_nodes_now_known(by_attempt[one.attempt], one, differences))
         for one in attempts
-        if one.end and one.end.cause == Cause.RANKS_DIFFER and one.attempt in by_attempt
+        if one.cause == Cause.RANKS_DIFFER and one.attempt in by_attempt
     ]
     return [one for one in found if one not in attempts]
 

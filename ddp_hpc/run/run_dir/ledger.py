@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from functools import cache
 from math import isfinite
@@ -116,11 +116,12 @@ class Root:
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
-    """How an attempt ended, and what follows: the ledger's second line of it."""
+class PartialEnd:
+    """What may be known of an attempt's end."""
 
-    ending: Ending
-    exit_code: int = exit_codes.FAILED
+    ending: Ending | None = None
+    """None as long as no end is recorded."""
+    exit_code: int | None = None
     """Of the supervisor; minus the number of a signal."""
     reason: str = ""
     ended_at: float | None = None
@@ -133,6 +134,14 @@ class End:
     root: Root = field(default_factory=Root)
     why_last: str = ""
     """Why no attempt follows, where one might be expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(PartialEnd):
+    """How an attempt ended, and what follows: the ledger's second line of it."""
+
+    ending: Ending
+    exit_code: int = exit_codes.FAILED
 
     @property
     def as_record(self) -> Mapping[str, Any]:
@@ -149,7 +158,7 @@ def _flat(end: End) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class Attempt(PartialEnd):
     """One attempt at a run: from the ledger's line of its start, and of its end where it has one."""
 
     attempt: int
@@ -173,53 +182,16 @@ class Attempt:
     """When the job that begins with this attempt was put into the queue, where that is known."""
     image: str = ""
     """Identity of the image that it ran in; empty without an image, or where that is not known."""
-    end: End | None = None
-    """None as long as no end is recorded."""
 
     @property
-    def ending(self) -> Ending | None:
-        return self.end.ending if self.end else None
-
-    @property
-    def ended_at(self) -> float | None:
-        return self.end.ended_at if self.end else None
-
-    @property
-    def cause(self) -> Cause | None:
-        return self.end.cause if self.end else None
-
-    @property
-    def next(self) -> Next:
-        return self.end.next if self.end else Next.NOTHING
-
-    @property
-    def reason(self) -> str:
-        return self.end.reason if self.end else ""
-
-    @property
-    def last_step(self) -> int | None:
-        return self.end.last_step if self.end else None
-
-    @property
-    def failed_nodes(self) -> tuple[str, ...]:
-        return self.end.failed_nodes if self.end else ()
-
-    @property
-    def exit_code(self) -> int | None:
-        return self.end.exit_code if self.end else None
-
-    @property
-    def why_last(self) -> str:
-        return self.end.why_last if self.end else ""
-
-    @property
-    def root(self) -> Root:
-        return self.end.root if self.end else Root()
+    def end(self) -> End | None:
+        """How it ended; None as long as no end is recorded."""
+        return None if self.ending is None else End(**{one.name: getattr(self, one.name) for one in fields(End)})
 
     @property
     def is_last(self) -> bool:
         """Whether it has ended, and no other is to follow."""
-        return self.end is not None and not self.end.next
+        return self.ending is not None and not self.next
 
     def lives(self, host: str) -> bool:
         """Return whether its supervisor runs on this `host`; a later process with the same pid does not count."""
@@ -227,16 +199,6 @@ class Attempt:
             return False
         started = start_ticks(self.pid)
         return started is not None and self.pid_start in (None, started)
-
-
-@dataclass(frozen=True)
-class JobFacts:
-    """What the ledger records besides of an attempt that runs in a job of Slurm."""
-
-    nodes: Sequence[str]
-    ends_at: float | None = None
-    restart: int = 0
-    queued_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -251,9 +213,9 @@ class Ledger:
     @classmethod
     def read(cls, run: RunDir) -> Ledger:
         """Read the ledger; skip a line that does not record an attempt, and log that once."""
-        fields = _fields_by_attempt(run)
-        attempts = tuple(_attempt_of(known) for _, known in sorted(fields.items()) if known.keys() >= _BEGUN)
-        return cls(attempts, max(fields, default=-1))
+        said = _fields_by_attempt(run)
+        attempts = tuple(_attempt_of(known) for _, known in sorted(said.items()) if known.keys() >= _BEGUN)
+        return cls(attempts, max(said, default=-1))
 
     @property
     def newest(self) -> Attempt | None:
@@ -292,14 +254,14 @@ def _fields_by_attempt(run: RunDir) -> dict[int, dict[str, Any]]:
     """Return what the ledger says of each attempt, by its number."""
     attempts: dict[int, dict[str, Any]] = {}
     for line in read_json_lines(run.attempts, on_odd=lambda text: _note_odd_line(run, text)):
-        fields = _fields(line)
-        if fields is None:
+        said = _fields(line)
+        if said is None:
             _note_odd_line(run, json.dumps(line))
             continue
-        attempt = attempts.setdefault(fields["attempt"], {})
+        attempt = attempts.setdefault(said["attempt"], {})
         # A cancellation stays: the processes of the cancelled attempt may write a line of their own after it.
         if attempt.get("ending") != Ending.CANCELLED:
-            attempt.update(fields)
+            attempt.update(said)
     return attempts
 
 
@@ -310,31 +272,34 @@ _BEGUN = {"attempt", "job_id", "host", "pid", "started_at"}
 def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a line says of an attempt, by the names of fields; None where a value is not of its field's type."""
     found = record_of(line, _line_type())
-    fields = {} if found is None else msgspec.structs.asdict(found)
-    if not fields or any(isinstance(value, float) and not isfinite(value) for value in fields.values()):
+    said = {} if found is None else msgspec.structs.asdict(found)
+    if not said or any(isinstance(value, float) and not isfinite(value) for value in said.values()):
         return None
-    return {key: value for key, value in fields.items() if value is not msgspec.UNSET}
+    return {key: value for key, value in said.items() if value is not msgspec.UNSET}
 
 
 @cache
 def _line_type() -> type[msgspec.Struct]:
     """Return the type of a line: what `Attempt`, `End` and `Root` have, of which a line leaves out all but the attempt's number."""
-    types = {**annotations_of(Root), **annotations_of(End), **annotations_of(Attempt)}
+    types = {**annotations_of(Root), **annotations_of(Attempt), **annotations_of(End)}
+    # The number is always there. A line has the fields of `Root` in the place of `root`.
     optional = [
-        (name, kind | msgspec.UnsetType, msgspec.UNSET) for name, kind in types.items() if name not in _NOT_IN_LINE
+        (name, kind | msgspec.UnsetType, msgspec.UNSET)
+        for name, kind in types.items()
+        if name not in {"attempt", "root"}
     ]
     return msgspec.defstruct("Line", [("attempt", int), *optional])
 
 
-_NOT_IN_LINE = {"attempt", "end", "root"}
-"""Fields that hold others, whose fields a line has in their place; the number is always there."""
-
-
 def _attempt_of(known: Mapping[str, Any]) -> Attempt:
     start, end, root = (
-        {name: known[name] for name in kind.__dataclass_fields__ if name in known} for kind in (Attempt, End, Root)
+        {name: known[name] for name in kind if name in known} for kind in (_OF_START, _OF_END, _OF_ROOT)
     )
-    return Attempt(**start, end=End(**end, root=Root(**root)) if "ending" in end else None)
+    return Attempt(**start, **end, root=Root(**root)) if "ending" in end else Attempt(**start)
+
+
+_OF_ROOT, _OF_END = ({one.name for one in fields(kind)} for kind in (Root, End))
+_OF_START = {one.name for one in fields(Attempt)} - _OF_END
 
 
 def _note_odd_line(run: RunDir, text: str) -> None:
@@ -350,26 +315,19 @@ def _note_odd_line(run: RunDir, text: str) -> None:
         )
 
 
-def record_start(  # noqa: PLR0913  # what a line of the ledger holds
-    run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None = None, first_step: int = 0, image: str = ""
-) -> None:
-    """Write into the ledger that this process begins an attempt; `job` is what Slurm adds to it."""
-    about_job = {} if job is None else {"cluster": "slurm", **asdict(job), "nodes": list(job.nodes)}
-    if about_job.get("queued_at") is None:
-        about_job.pop("queued_at", None)
+def record_start(run: RunDir, *, attempt: int, job_id: str, first_step: int = 0, **of_job: Any) -> None:
+    """Write into the ledger that this process begins an attempt; `of_job` are fields of `Attempt` that are known of its job."""
+    start = {
+        "attempt": attempt,
+        "job_id": job_id,
+        "host": host_name(),
+        "pid": os.getpid(),
+        "pid_start": start_ticks(os.getpid()),
+        "started_at": time.time(),
+        "first_step": first_step,
+    }
     append_json_line(
-        run.attempts,
-        {
-            "attempt": attempt,
-            "job_id": job_id,
-            "host": host_name(),
-            "pid": os.getpid(),
-            "pid_start": start_ticks(os.getpid()),
-            "started_at": time.time(),
-            "first_step": first_step,
-            **({"image": image} if image else {}),
-            **about_job,
-        },
+        run.attempts, {**start, **{key: value for key, value in of_job.items() if value not in (None, "")}}
     )
 
 
