@@ -45,17 +45,12 @@ def without_none(annotation: Any) -> Any:
     return Union[tuple(arm for arm in get_args(annotation) if arm is not type(None))]  # noqa: UP007  # arms are data
 
 
-def is_union(annotation: Any) -> bool:
-    """Return whether values of several types are valid: `int | Literal["auto"]`."""
-    return get_origin(annotation) in {Union, UnionType}
-
-
 def type_in_words(annotation: Any) -> str:
     """Return what a value must be: `a whole number, or null`."""
     if is_optional(annotation):
         return f"{type_in_words(without_none(annotation))}, or null"
     origin, arms = get_origin(annotation), get_args(annotation)
-    if is_union(annotation) and annotation not in _NAMES:
+    if origin in {Union, UnionType} and annotation not in _NAMES:
         return " or ".join(map(type_in_words, arms))
     if origin is Literal:
         return arms[0] if len(arms) == 1 else f"one of {', '.join(arms)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +22,18 @@ def workload(spec: RunSpec) -> Workload:
     return CountingWorkload(spec)
 
 
-@dataclass(frozen=True)
-class CountingWorkload:
+class CountingWorkload(Workload):
     """Count to `recipe.args.to`."""
 
-    spec: RunSpec
-    worker: str = "tests.contract.counting_worker"
-    stop_signal: str = "TERM"
-    teardown_s: float | None = 60.0
-    cpus_per_worker: int = 1
-    goes_on_here: bool = False
-    without_progress: str = "ended without a new number"
+    worker = "tests.contract.counting_worker"
+    stop_signal = "TERM"
+    teardown_s = 60.0
+    cpus_per_worker = 1
+    without_progress = "ended without a new number"
 
     @property
     def goal(self) -> Mapping[str, Any]:
         return {"count": self.spec.recipe.args["to"]}
-
-    @property
-    def nsys(self) -> Sequence[int]:
-        return ()
-
-    @property
-    def hash_seed(self) -> None:
-        return None
-
-    @property
-    def ends_at_nan(self) -> bool:
-        return False
 
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         del ledger, is_patient

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.field_types import is_union, without_none
+from ddp_hpc.base.field_types import without_none
 from ddp_hpc.run.config import Resolved, changes, flat, load_resolved, render_resolved, resolve, resolve_key
 from ddp_hpc.run.config.keys import Key, all_keys
 from ddp_hpc.run.config.yaml_text import dump_value
@@ -374,7 +375,7 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
         values = st.lists(st.sampled_from(words) if words else PLAIN[arms[0]], max_size=3)
     elif arms and isinstance(arms[0], str):
         values = st.sampled_from(arms)
-    elif is_union(wanted):
+    elif get_origin(wanted) in {Union, UnionType}:
         values = st.one_of(*(PLAIN[arm] if arm in PLAIN else st.sampled_from(get_args(arm)) for arm in arms))
     else:
         values = st.tuples(*(PLAIN[arm] for arm in arms)).map(list)

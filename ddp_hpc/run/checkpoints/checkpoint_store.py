@@ -17,8 +17,8 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import RawIOBase
 from pathlib import Path
@@ -264,10 +264,8 @@ def _best_steps(run: RunDir, steps: Iterable[int], *, metric: str, lowest_is_bes
 
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of the checkpoint at `path`."""
-    try:
+    with _explained(path / MANIFEST):
         raw = record_bytes(path / MANIFEST)
-    except OSError as error:
-        raise _why_unread(path / MANIFEST, error) from error
     manifest = parse_manifest(raw, path)
     if COMMITTED.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
         raise CorruptCheckpointError(
@@ -293,13 +291,11 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
     return Manifest(**{**content, "shards": tuple(map(shard_record, content["shards"]))})
 
 
-def read_tensors(
-    path: Path, manifest: Manifest, *, on_progress: Callable[[], object] = lambda: None
-) -> dict[str, RawTensor]:
+def read_tensors(path: Path, manifest: Manifest) -> dict[str, RawTensor]:
     """Read and verify all shards of the checkpoint at `path`."""
     contents = [memoryview(bytearray(shard.size)) for shard in manifest.shards]
     for shard, content in zip(manifest.shards, contents, strict=True):
-        with closing(ChunkReader(path / shard.file, shard, on_progress)) as reader:
+        with closing(ChunkReader(path / shard.file, shard)) as reader:
             for number in range(len(shard.chunks)):
                 begin = number * shard.chunk_bytes
                 reader.read(number, content[begin : begin + shard.chunk_bytes])
@@ -339,23 +335,18 @@ def _read_into(
 def check_sizes(path: Path, manifest: Manifest, on_progress: Callable[[], object] = lambda: None) -> None:
     """Compare the size of each shard with the manifest, so that a truncated one is found before anything is read."""
     for shard in manifest.shards:
-        try:
+        with _explained(path / shard.file):
             _open_shard(path / shard.file, shard).close()
-            on_progress()
-        except OSError as error:
-            raise _why_unread(path / shard.file, error) from error
+        on_progress()
 
 
 def check_headers(path: Path, on_progress: Callable[[], object] = lambda: None) -> None:
     """Read back which tensors a checkpoint has, as a restore would, but not the tensors; call it before older ones are deleted."""
     manifest, headers = read_manifest(path), []
     for shard in manifest.shards:
-        try:
-            with closing(_open_shard(path / shard.file, shard)) as file:
-                headers.append(memoryview(bytearray(shard.header_bytes)))
-                _read_into(file, headers[-1], path / shard.file)
-        except OSError as error:
-            raise _why_unread(path / shard.file, error) from error
+        with _explained(path / shard.file), closing(_open_shard(path / shard.file, shard)) as file:
+            headers.append(memoryview(bytearray(shard.header_bytes)))
+            _read_into(file, headers[-1], path / shard.file)
         on_progress()
     stored_tensors(path, manifest.shards, headers)
 
@@ -472,14 +463,13 @@ class ChunkReader:
             checksum.update(some)
             self._on_progress()
 
-        try:
+        with _explained(
+            self._path, self.close
+        ):  # on NFS, an open file may stay stale (ESTALE) for ever; the next try opens it again
             if self._file is None:
                 self._file = _open_shard(self._path, self._record)
             self._file.seek(number * self._record.chunk_bytes)
             _read_into(self._file, into, self._path, take)
-        except OSError as error:
-            self.close()  # on NFS, an open file may stay stale (ESTALE) for ever; the next try opens it again
-            raise _why_unread(self._path, error) from error
         if checksum.hexdigest() != self._record.chunks[number]:
             raise CorruptCheckpointError(f"{self._path} is damaged: it does not match its checksum.")
 
@@ -491,20 +481,22 @@ class ChunkReader:
             self._file = None
 
 
-def _why_unread(path: Path, error: OSError) -> CorruptCheckpointError | UnreadableError:
-    """Return what an error means: the file is surely missing or not a file, or nothing can be known now.
+@contextmanager
+def _explained(path: Path, on_error: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Raise what an OSError means: the file is surely missing or not a file, or nothing can be known now.
 
     A file is surely missing if its directory can be listed and does not have it. If the whole mount is away, the directory
     cannot be listed either.
     """
-    message = f"{path} cannot be read ({type(error).__name__}: {error})."
-    if not is_answer(error):
-        return UnreadableError(message)
-    if isinstance(error, FileNotFoundError):
-        try:
-            is_listed = path in path.parent.iterdir()
-        except OSError:
-            is_listed = True
-        if is_listed:
-            return UnreadableError(message)
-    return CorruptCheckpointError(message)
+    try:
+        yield
+    except OSError as error:
+        on_error()
+        is_known = is_answer(error)
+        if isinstance(error, FileNotFoundError):
+            try:
+                is_known = path not in path.parent.iterdir()
+            except OSError:
+                is_known = False
+        kind = CorruptCheckpointError if is_known else UnreadableError
+        raise kind(f"{path} cannot be read ({type(error).__name__}: {error}).") from error

@@ -1,17 +1,18 @@
 """What launching asks of a workload, and what it calls in each worker process.
 
-Training by a recipe is one workload (`recipe`). To add another, write a module with a class that has these members, write
+Training by a recipe is one workload (`recipe`). To add another, write a module with a subclass of `Workload`, write
 its worker module, and add a line to `table.WORKLOADS`. Submission, supervisor, launchers and containers read no key of a
 workload: they ask here.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 if TYPE_CHECKING:
     from ddp_hpc.run.run_dir.ledger import Ledger
@@ -29,48 +30,54 @@ class UsersCode:
     """The file below that directory without which no worker can start."""
 
 
-class Workload(Protocol):
+@dataclass(frozen=True)
+class Workload(ABC):
     """What the workers of a run do, made of the run's spec."""
 
-    @property
-    def worker(self) -> str:
-        """The dotted name of the module that each worker process runs: a `WorkerModule`."""
+    spec: RunSpec
+
+    worker: ClassVar[str]
+    """The dotted name of the module that each worker process runs: a `WorkerModule`."""
+    stop_signal: ClassVar[str] = "USR2"
+    """The signal by which agents and torchrun's node process ask a worker to save its state and exit: `USR2`, `TERM`.
+
+    With `launcher=srun`, workers get SIGUSR2 in any case: srun passes that on, but ends its step at SIGTERM."""
+    teardown_s: ClassVar[float | None] = None
+    """How long a node's other workers may run on, after the first has exited with one of `exit_codes.GOOD`; None: no limit."""
+    goes_on_here: ClassVar[bool] = False
+    """Whether on one machine, too, another attempt follows a failure, where the failed one has made progress."""
 
     @property
-    def stop_signal(self) -> str:
-        """The signal by which agents and torchrun's node process ask a worker to save its state and exit: `USR2`, `TERM`.
-
-        With `launcher=srun`, workers get SIGUSR2 in any case: srun passes that on, but ends its step at SIGTERM.
-        """
-
-    @property
-    def teardown_s(self) -> float | None:
-        """How long a node's other workers may run on, after the first has exited with one of `exit_codes.GOOD`; None: no limit."""
-
-    @property
+    @abstractmethod
     def cpus_per_worker(self) -> int:
         """CPUs of each worker to ask a scheduler for: what the user set, or what the workload needs."""
 
     @property
+    @abstractmethod
     def goal(self) -> Mapping[str, Any]:
         """What the run was asked to reach, as JSON has it. A run that reached it is done until it is asked for another goal."""
 
     @property
+    @abstractmethod
+    def without_progress(self) -> str:
+        """What attempts have in common that made no progress, as a text: `ended without a new checkpoint`."""
+
+    @property
     def hash_seed(self) -> int | None:
         """The seed of Python's hashes, on which the order of sets depends, where nothing else sets PYTHONHASHSEED; None: leave it open."""
+        return None
 
     @property
     def ends_at_nan(self) -> bool:
         """Whether a NaN in a gradient means that the run has diverged, so that it may be searched for."""
-
-    @property
-    def goes_on_here(self) -> bool:
-        """Whether on one machine, too, another attempt follows a failure, where the failed one has made progress."""
+        return False
 
     @property
     def nsys(self) -> Sequence[int]:
         """Which ranks are to run under Nsight Systems. If any, workers are new processes, whatever `WorkerModule.preload` returns."""
+        return ()
 
+    @abstractmethod
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return a number that grows whenever an attempt has achieved something that the next one builds on; 0 at first.
 
@@ -78,16 +85,15 @@ class Workload(Protocol):
         comes from `ledger` and the run's other records; without `is_patient`, where it does not answer at once.
         """
 
+    @abstractmethod
     def seen_progress(self, run: RunDir) -> int | None:
         """Return the same number as the file system shows it now; None where it does not answer, or nothing shows it."""
 
-    @property
-    def without_progress(self) -> str:
-        """What attempts have in common that made no progress, as a text: `ended without a new checkpoint`."""
-
+    @abstractmethod
     def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:
         """Return the user's code, by the directories that Python may import it from; None where none is there."""
 
+    @abstractmethod
     def input_paths(self, work_dir: Path) -> Iterator[Path]:
         """Yield the absolute paths of this host that workers may read, besides the run's directory; not all need to exist."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,13 @@ def workload(spec: RunSpec) -> Workload:
     return RecipeWorkload(spec)
 
 
-@dataclass(frozen=True)
-class RecipeWorkload:
+class RecipeWorkload(Workload):
     """Training by a recipe."""
 
-    spec: RunSpec
-    worker: str = "ddp_hpc.train.worker"
-    stop_signal: str = "USR2"
-    teardown_s: float | None = 60.0
+    worker = "ddp_hpc.train.worker"
+    teardown_s = 60.0
     """All ranks finish, or stop after a commit, together: one that does not exit then hangs only on its way out."""
-    without_progress: str = "ended without a new checkpoint"
-    goes_on_here: bool = False
+    without_progress = "ended without a new checkpoint"
 
     @property
     def cpus_per_worker(self) -> int:

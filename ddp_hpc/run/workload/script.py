@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,16 @@ def workload(spec: RunSpec) -> Workload:
     return ScriptWorkload(spec)
 
 
-@dataclass(frozen=True)
-class ScriptWorkload:
-    """A script of the user's own."""
+class ScriptWorkload(Workload):
+    """A script of the user's own.
 
-    spec: RunSpec
-    worker: str = "ddp_hpc.job.script.worker"
-    stop_signal: str = "USR2"
-    """To the process that ddp-hpc has beside each script; the script itself gets `script.stop_signal` from that process."""
-    hash_seed: int | None = None
-    goes_on_here: bool = True
+    Its ranks may run on without a limit: rank zero alone evaluates and saves at the end of many scripts. The process that ddp-hpc has
+    beside each script gets `stop_signal`, and sends the script its own (`script.stop_signal`).
+    """
+
+    worker = "ddp_hpc.job.script.worker"
+    goes_on_here = True
     """As a user of torchrun expects it (`--max-restarts`)."""
-    teardown_s: float | None = None
-    """A rank may exit long before the others: rank zero alone evaluates and saves at the end of many scripts."""
 
     @property
     def cpus_per_worker(self) -> int:
@@ -49,16 +45,6 @@ class ScriptWorkload:
     def goal(self) -> Mapping[str, Any]:
         """Another command is another thing to do."""
         return {"command": list(self.spec.script.command)}
-
-    @property
-    def ends_at_nan(self) -> bool:
-        """What a script does with NaN is not known."""
-        return False
-
-    @property
-    def nsys(self) -> Sequence[int]:
-        """None: `profile.kind` is refused for a script."""
-        return ()
 
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return how often the files of `script.progress` have changed, plus the newest step that the script has committed."""
