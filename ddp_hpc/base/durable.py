@@ -259,6 +259,15 @@ def record_text(path: Path) -> str:
     return record_bytes(path).decode("utf-8", errors="replace")
 
 
+def numbers_in(folder: Path, pattern: re.Pattern[str]) -> list[int]:
+    """Return the numbers in the names of a directory's entries that fit a pattern, in order; none where there is no directory."""
+    try:
+        names = [path.name for path in folder.iterdir()]  # not by `glob`, which takes an error for an empty directory
+    except FileNotFoundError:
+        return []
+    return sorted(int(found[1]) for found in map(pattern.fullmatch, names) if found)
+
+
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that a run has written, with their ends, but empty ones; none if the file does not exist."""
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ddp_hpc.base.durable import numbers_in
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.patience import is_there
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -29,8 +30,8 @@ def committed_steps(run: RunDir) -> list[int]:
         UnreadableError: if the file system does not answer.
     """
     try:
-        steps = _steps_of(run, COMMITTED)
-        return sorted(step for step in steps if is_there(checkpoint_path(run, step) / MANIFEST))
+        steps = numbers_in(run.checkpoints, COMMITTED)
+        return [step for step in steps if is_there(checkpoint_path(run, step) / MANIFEST)]
     except OSError as error:
         raise UnreadableError(
             f"The checkpoints in {run.checkpoints} cannot be read ({type(error).__name__}: {error}). Check that the file system "
@@ -40,13 +41,4 @@ def committed_steps(run: RunDir) -> list[int]:
 
 def steps_set_aside(run: RunDir) -> list[int]:
     """Return the steps whose checkpoints did not verify and were renamed (`checkpoint_store.set_aside`)."""
-    return sorted(set(_steps_of(run, _SET_ASIDE)))
-
-
-def _steps_of(run: RunDir, pattern: re.Pattern[str]) -> list[int]:
-    try:
-        names = [path.name for path in run.checkpoints.iterdir()]
-    except FileNotFoundError:
-        return []
-    matches = (pattern.fullmatch(name) for name in names)
-    return [int(match.group(1)) for match in matches if match]
+    return sorted(set(numbers_in(run.checkpoints, _SET_ASIDE)))

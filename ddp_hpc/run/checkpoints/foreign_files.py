@@ -66,16 +66,12 @@ def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what t
     _refuse_other_manifest(folder)
     uncommitted = make_uncommitted(run, step, attempt)
     shutil.rmtree(uncommitted)  # what a failed commit of this attempt may have left
-    if not keeps_folder:
-        _move(folder, uncommitted)
-        return _publish(run, uncommitted, step, attempt, world_size)
     try:
-        _copy_tree(folder, uncommitted)
+        (_copy_tree if keeps_folder else _move)(folder, uncommitted)
         return _publish(run, uncommitted, step, attempt, world_size)
     except BaseException:
-        shutil.rmtree(
-            uncommitted, ignore_errors=True
-        )  # on a full disk, half a copy would keep the next one from fitting
+        if keeps_folder:  # on a full disk, half a copy would keep the next one from fitting
+            shutil.rmtree(uncommitted, ignore_errors=True)
         raise
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Literal, get_args
 from ddp_hpc.base.durable import open_record, record_text
 from ddp_hpc.base.errors import ConfigError, DivergedError, RanksDifferError, text_of
 from ddp_hpc.base.patience import known
+from ddp_hpc.base.processes import host_name
 from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.affected import affected_by
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -97,7 +97,7 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
     affected = affected_by(error)
     return WorkerFailure(
         rank=rank,
-        host=socket.gethostname(),
+        host=host_name(),
         at=time.time(),
         step=0,
         exception=text_of(error) if is_plain else f"{type(error).__name__}: {text_of(error)}",
@@ -204,7 +204,7 @@ def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_o
     watchdogs = _why_aborted(log) if number == signal.SIGABRT else ""
     failure = WorkerFailure(
         rank=rank,
-        host=socket.gethostname(),
+        host=host_name(),
         at=time.time(),
         step=0,
         exception=f"killed by {name} ({hint})",

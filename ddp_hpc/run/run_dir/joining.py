@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
+from ddp_hpc.base.durable import numbers_in
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.record import known_record, read_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -53,17 +55,8 @@ def started_ranks(run: RunDir, attempt: int) -> set[int] | None:
     A network file system may leave out those of other nodes for a minute.
     """
     folder = run.attempt_logs(attempt)
-
-    def names() -> list[str]:
-        try:
-            return [
-                path.name for path in folder.iterdir()
-            ]  # not by `glob`, which takes an error for an empty directory
-        except FileNotFoundError:
-            return []
-
-    listed: list[str] | None = known(folder, names, unknown=None)
-    return None if listed is None else {int(found[1]) for name in listed if (found := _LOG.fullmatch(name))}
+    ranks: list[int] | None = known(folder, partial(numbers_in, folder, _LOG), unknown=None)
+    return None if ranks is None else {*ranks}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc.base.durable import delete_directory, make_directory, replace_text
+from ddp_hpc.base.durable import delete_directory, make_directory, numbers_in, replace_text
 from ddp_hpc.base.errors import FencedError
 from ddp_hpc.base.patience import known
 from ddp_hpc.run.run_dir.ledger import Ledger
@@ -144,12 +144,7 @@ def release(run: RunDir, attempt: int) -> None:
 
 def claims(run: RunDir) -> list[int]:
     """Return the attempts that have claimed the run and were not fenced, oldest first; killed ones too."""
-    try:
-        names = [path.name for path in run.checkpoints.iterdir()]
-    except FileNotFoundError:
-        return []
-    matches = (_CLAIM.fullmatch(name) for name in names)
-    return sorted(int(match.group(1)) for match in matches if match)
+    return numbers_in(run.checkpoints, _CLAIM)
 
 
 def remove_leftovers(run: RunDir) -> list[str]:
