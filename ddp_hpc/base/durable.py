@@ -87,11 +87,11 @@ def make_directory(path: Path) -> None:
     path.mkdir(mode=0o700 | readers(path.parent))
 
 
-def open_private(path: Path, mode: str, *, buffering: int = -1) -> IO[Any]:
-    """Open a file for writing. A new file is writable for its owner, and readable for those who may read its directory."""
+def open_private(path: Path, mode: str, *, buffering: int = -1, is_secret: bool = False) -> IO[Any]:
+    """Open a file for writing. A new file is writable for its owner, and readable for those who may read its directory, unless `is_secret`."""
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags, private_mode(path))
+        return os.open(name, flags, 0o600 if is_secret else private_mode(path))
 
     encoding = None if "b" in mode else "utf-8"
     return open(path, mode, buffering=buffering, encoding=encoding, opener=opener)
@@ -120,10 +120,7 @@ def replace_text(
     # else the rename itself may be lost.
     beside = scratch_path((by_way_of or path.parent) / path.name)
     try:
-        with named(path), open_private(beside, "xb") as file:
-            if is_secret:
-                with suppress(OSError):  # a file system without permissions
-                    os.fchmod(file.fileno(), 0o600)
+        with named(path), open_private(beside, "xb", is_secret=is_secret) as file:
             file.write(text.encode() if isinstance(text, str) else text)
             if durable:
                 file.flush()

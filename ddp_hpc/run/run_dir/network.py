@@ -118,11 +118,7 @@ class NetworkFindings:
             num = self.num_nodes - len(self.silent)
             all_pairs = f"all {num} nodes that were probed" if not self.unknown else f"{self.num_pairs} pairs of nodes"
             parts = [f"{all_pairs} reach each other on the network of {self.address}"]
-        lossy = "; ".join(_few([pair.words for pair in self.lossy]))
-        if lossy:
-            parts.append(lossy)
-        if self.unknown:
-            parts.append("; ".join(_few([pair.words for pair in self.unknown])))
+        parts += ["; ".join(_few([pair.words for pair in pairs])) for pairs in (self.lossy, self.unknown) if pairs]
         if self.silent:
             parts.append(
                 f"{', '.join(_few(self.silent))} did not answer in time over Slurm's network, so nothing is known of their links"

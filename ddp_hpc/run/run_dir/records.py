@@ -157,13 +157,7 @@ def read_remarks(run: RunDir, attempt: int, world_size: int) -> list[str]:
 def write_rendezvous_token(path: Path) -> None:
     """Write a secret by which ranks know each other, and authenticate what they store; only the user can read it."""
     make_directories(path.parent)
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, os.urandom(32).hex().encode())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    replace_text(path, os.urandom(32).hex(), is_secret=True)
 
 
 def read_rendezvous_token(path: Path) -> str:
