@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ddp_hpc.run.spec.training import CheckpointSpec
+if TYPE_CHECKING:  # `status` needs no keys
+    from ddp_hpc.run.spec import CheckpointSpec
 
 ASSUMED_STALL_S = 1.0
 """How long training waits for a save, where none was measured yet."""
