@@ -93,10 +93,10 @@ QUICK, SLOW = "recipe.args.sample_s=0.004", "recipe.args.sample_s=0.03"
 20 s, for which a run goes on whose ranks still reach each other."""
 
 
-def try_cell(login: LoginNode, fault: str, how: How, launcher: str, unbroken: str) -> dict[str, Any]:
+def try_cell(login: LoginNode, fault: str, how: How, launcher: str) -> dict[str, Any]:
     """Do a drill, and as its administrator what it asks for; return what it reported, and its console's end if it failed."""
     pace = SLOW if fault == "cut-network" else QUICK
-    words = [fault, *how.options, pace, f"launcher={launcher}", f"--unbroken={unbroken}", "--patience=180", "--json"]
+    words = [fault, *how.options, pace, f"launcher={launcher}", "--json"]
     argv = [sys.executable, "-m", "ddp_hpc", "drill", *words]
     process = login.cluster.popen(*argv, cwd=login.folder)
     assert process.stdout is not None

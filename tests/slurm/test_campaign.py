@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from ddp_hpc.prove.drill import scenario
-from ddp_hpc.prove.drill.faults import FAULTS as DRILLED
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_queued_job
 from ddp_hpc.watch.samples import read_steps_taken, used_twice
-from tests.slurm.cluster import USER, Cluster
+from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import node_is_down
 from tests.slurm.matrix import FAULTS, ORDER, How, try_cell
 from tests.slurm.runs import LoginNode
@@ -34,25 +33,6 @@ CELLS = [(fault, how) for fault, hows in FAULTS.items() for how in hows]
 IDS = [re.sub(r"\W+", "-", f"{fault} {how.told}").strip("-") for fault, how in CELLS]
 
 
-@pytest.fixture(scope="module")
-def unbroken(cluster: Cluster) -> Callable[[str], RunDir]:
-    """Return what makes, once, a run that nothing disturbs and that a fault's drill can be compared with."""
-    folder = cluster.shared / "unbroken"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    shutil.chown(folder, USER, USER)
-    login = LoginNode(cluster, folder)
-    made: dict[tuple[str, ...], RunDir] = {}
-
-    def run_for(fault: str) -> RunDir:
-        settings = DRILLED[fault].train_settings
-        if settings not in made:
-            made[settings] = submit(login, f"unbroken-{len(made)}", "--wait", *settings)
-        return made[settings]
-
-    return run_for
-
-
 def submit(login: LoginNode, name: str, *words: str, timeout: float = 300) -> RunDir:
     shutil.copy(scenario.CONFIG, login.folder)
     argv = ["submit", scenario.CONFIG.name, f"name={name}", "--cluster", "slurm", "train.record_samples=true", *words]
@@ -63,17 +43,14 @@ def submit(login: LoginNode, name: str, *words: str, timeout: float = 300) -> Ru
 
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("fault", "how"), CELLS, ids=IDS)
-def test_a_run_survives(
-    cluster: Cluster, login: LoginNode, unbroken: Callable[[str], RunDir], fault: str, how: How
-) -> None:
+def test_a_run_survives(cluster: Cluster, login: LoginNode, fault: str, how: How) -> None:
     """One line of the table; what came of each cell is written down at once."""
-    compared = unbroken(fault)
     rows = []
 
     for launcher in LAUNCHERS:
         if how.site:
             cluster.reconfig(**how.site)
-        rows.append(try_cell(login, fault, how, launcher, str(compared.path)))
+        rows.append(try_cell(login, fault, how, launcher))
         add_row(rows[-1], order=ORDER)
         print(json.dumps(rows[-1], indent=1), flush=True)  # noqa: T201  it lasts half an hour
         cluster.mend()

@@ -19,25 +19,16 @@ def drill(login: LoginNode, *words: str) -> tuple[int, dict[str, object], str]:
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 
-@pytest.fixture(scope="module")
-def unbroken() -> dict[str, str]:
-    """The undisturbed run, once the first drill has made it."""
-    return {}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
     ["preempt", *(pytest.param(fault, marks=pytest.mark.campaign) for fault in ("kill-worker", "hang"))],
 )
-def test_a_run_passes_its_drill(cluster: Cluster, login: LoginNode, unbroken: dict[str, str], fault: str) -> None:
-    compared = [f"--unbroken={unbroken['run']}"] if unbroken else []
-
-    code, report, said = drill(login, fault, *QUICK, "restart.hang_timeout_s=20", *compared)
+def test_a_run_passes_its_drill(cluster: Cluster, login: LoginNode, fault: str) -> None:
+    code, report, said = drill(login, fault, *QUICK, "restart.hang_timeout_s=20")
 
     assert (code, report.get("verdict")) == (0, "PASS"), f"{report}\n{said}"
     assert report["seconds_to_running"] is not None
-    unbroken.setdefault("run", str(report["unbroken"]))
 
 
 @pytest.mark.long

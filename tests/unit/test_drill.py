@@ -13,7 +13,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.launch.submission.backend import Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.prove.drill import scenario
-from ddp_hpc.prove.drill.checks import DrillOutcome, check
+from ddp_hpc.prove.drill.checks import check
 from ddp_hpc.prove.drill.faults import FAULTS
 from ddp_hpc.prove.drill.injector import NodeProcess, processes_by_kind
 from ddp_hpc.run.config import Resolved
@@ -25,40 +25,37 @@ from tests.unit.fake_slurm import FakeSlurm
 
 RUN = "/share/runs/drill"
 STEPS = {1: (1, [0, 1]), 2: (1, [2, 3]), 3: (2, [0, 2])}
-SURVIVED = DrillOutcome(
-    is_graceful=False,
-    restarts=True,
-    every_steps=10,
-    more_attempts=1,
-    digest="aa",
-    unbroken_digest="aa",
-    taken=StepsTaken(STEPS, 10),
-    unbroken_taken=StepsTaken(STEPS, 0),
-)
+KILL = FAULTS["kill-worker"]
+UNBROKEN = StepsTaken(STEPS, 0)
+SURVIVED: dict[str, Any] = {
+    "fault": KILL,
+    "every_steps": 10,
+    "more_attempts": 1,
+    "digests": ("aa", "aa"),
+    "taken": (StepsTaken(STEPS, 10), UNBROKEN),
+}
 
 
 def test_a_run_that_came_back_with_the_same_bits_and_lost_no_more_than_it_may_has_survived() -> None:
-    assert [one.name for one in check(SURVIVED) if not one.is_good] == []
+    assert [one.name for one in check(**SURVIVED) if not one.is_good] == []
 
 
 @pytest.mark.parametrize(
     ("changed", "broken"),
     [
-        ({"digest": "bb"}, "same bits"),
+        ({"digests": ("bb", "aa")}, "same bits"),
         ({"more_attempts": 0}, "starts again"),
-        ({"restarts": False, "taken": StepsTaken(STEPS, 0)}, "goes on"),
-        ({"taken": StepsTaken(STEPS, 21)}, "lost steps"),
-        ({"is_graceful": True, "taken": StepsTaken(STEPS, 1)}, "lost steps"),
-        ({"taken": StepsTaken({**STEPS, 3: (2, [0, 3])}, 0)}, "each sample once"),
-        ({"taken": StepsTaken({1: STEPS[1]}, 0)}, "each sample once"),
-        (dict.fromkeys(("taken", "unbroken_taken"), StepsTaken({1: STEPS[1], 2: STEPS[1]}, 0)), "each sample once"),
-        (dict.fromkeys(("taken", "unbroken_taken"), StepsTaken({}, 0)), "each sample once"),
+        ({"fault": replace(KILL, restarts=False), "taken": (UNBROKEN, UNBROKEN)}, "goes on"),
+        ({"taken": (StepsTaken(STEPS, 21), UNBROKEN)}, "lost steps"),
+        ({"fault": replace(KILL, is_graceful=True), "taken": (StepsTaken(STEPS, 1), UNBROKEN)}, "lost steps"),
+        ({"taken": (StepsTaken({**STEPS, 3: (2, [0, 3])}, 0), UNBROKEN)}, "each sample once"),
+        ({"taken": (StepsTaken({1: STEPS[1]}, 0), UNBROKEN)}, "each sample once"),
+        ({"taken": (StepsTaken({1: STEPS[1], 2: STEPS[1]}, 0),) * 2}, "each sample once"),
+        ({"taken": (StepsTaken({}, 0),) * 2}, "each sample once"),
     ],
 )
 def test_each_check_can_fail(changed: dict[str, Any], broken: str) -> None:
-    found = replace(SURVIVED, **changed)
-
-    assert [one.name for one in check(found) if not one.is_good] == [broken]
+    assert [one.name for one in check(**{**SURVIVED, **changed}) if not one.is_good] == [broken]
 
 
 def python(pid: int, parent: int, module: str, *words: str) -> NodeProcess:
@@ -154,10 +151,10 @@ def test_a_drill_that_meets_a_run_of_its_name_cancels_only_what_it_has_made(
         SubmitRequest(resolved=Resolved(RunSpec(name=name, runs_dir=str(tmp_path)), {}), import_paths=[], environ={})
         for name in ("mine", "mine-unbroken")
     )
-    plan = scenario.DrillPlan(fault="preempt", faulty=faulty, unbroken=unbroken)
+    drill = scenario.Drill(fault="preempt", faulty=faulty, unbroken=unbroken, say=print)
 
     with pytest.raises(ConfigError, match="mine exists already"):
-        scenario.drill(plan, {}, lambda _: None)
+        drill.report()
 
     assert backend.submitted == ["mine-unbroken", "mine"]
     assert backend.cancelled == ["mine-unbroken"]
@@ -180,12 +177,13 @@ def test_a_drill_whose_job_will_not_start_ends_with_the_reason(tmp_path: Path, m
     monkeypatch.setattr(scenario, "_slurm", lambda: backend)
     monkeypatch.setattr(scenario, "SLURM_POLL_S", 0.0)
     faulty, unbroken = (
-        SubmitRequest(resolved=Resolved(RunSpec(name=name, runs_dir=str(tmp_path)), {}), import_paths=[], environ={})
+        SubmitRequest(
+            resolved=Resolved(RunSpec(name=name, runs_dir=str(tmp_path)), {}), import_paths=[], environ=slurm.environ
+        )
         for name in ("mine", "mine-unbroken")
     )
-    plan = scenario.DrillPlan(fault="preempt", faulty=faulty, unbroken=unbroken)
 
-    report = scenario.drill(plan, slurm.environ, lambda _: None)
+    report = scenario.Drill(fault="preempt", faulty=faulty, unbroken=unbroken, say=print).report()
 
     assert report.verdict == "FAIL"
     assert report.reason.startswith("Job 7 of mine never starts: the job's time limit is longer than its partition")

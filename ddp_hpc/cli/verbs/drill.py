@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, or_dash, table
-from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
-from ddp_hpc.watch.find import find_run
+from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.request import SubmitRequest
-    from ddp_hpc.prove.drill.scenario import DrillPlan, DrillReport
+    from ddp_hpc.prove.drill.scenario import Drill, DrillReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--signal", choices=("TERM", "USR2"), default="TERM", help="the signal that `preempt` sends (default: TERM)"
     )
     parser.add_argument(
-        "--unbroken",
-        metavar="RUN",
-        help="compare with this run without a fault, of an earlier drill, instead of starting a new one",
-    )
-    parser.add_argument(
         "--patience",
         type=float,
         default=600.0,
@@ -67,17 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Run the drill, and print its result."""
-    from ddp_hpc.prove.drill.scenario import drill
-
     out = sys.stderr if args.json else sys.stdout
-    report = drill(_plan(args, environment), environment, lambda text: print(text, file=out, flush=True))
+    report = _drill(args, environment, lambda text: print(text, file=out, flush=True)).report()
     print(as_json(asdict(report)) if args.json else _as_text(report))
     return FINISHED if report.verdict == "PASS" else FAILED
 
 
-def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> DrillPlan:
+def _drill(args: argparse.Namespace, environment: Mapping[str, str], say: Callable[[str], None]) -> Drill:
     from ddp_hpc.prove.drill.faults import FAULTS
-    from ddp_hpc.prove.drill.scenario import DrillPlan
+    from ddp_hpc.prove.drill.scenario import Drill
 
     fault = FAULTS[args.fault]
     if fault.inject is None and not args.by_hand:
@@ -91,19 +83,15 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> DrillPlan
     common = [f"name={name}", "train.record_samples=true", *fault.train_settings]
     slower = ["recipe.args.sample_s=0.05"] if args.by_hand and args.config is None else []  # time for a person
     faulty = _request(args, [*common, *fault.settings, *slower], environment)
-    unbroken_name = f"name={faulty.spec.name}-unbroken"
-    runs_dir = chosen_runs_dir(args.runs_dir, environment)
-    unbroken = (
-        find_run(args.unbroken, runs_dir) if args.unbroken else _request(args, common, environment, unbroken_name)
-    )
-    return DrillPlan(
+    return Drill(
         fault=args.fault,
         faulty=faulty,
-        unbroken=unbroken,
+        unbroken=_request(args, common, environment, f"name={faulty.spec.name}-unbroken"),
         by_hand=args.by_hand,
         batch_host=args.batch_host,
         signal=args.signal,
         patience_s=args.patience,
+        say=say,
     )
 
 

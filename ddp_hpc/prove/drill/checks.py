@@ -5,23 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_hpc.prove.drill.faults import Fault
 from ddp_hpc.watch.samples import StepsTaken, used_twice
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrillOutcome:
-    """What the two runs of a drill recorded."""
-
-    is_graceful: bool
-    restarts: bool
-    every_steps: int
-    """`checkpoint.every_steps` of the run with the fault."""
-    more_attempts: int
-    """Attempts that began after the fault."""
-    digest: str
-    unbroken_digest: str
-    taken: StepsTaken
-    unbroken_taken: StepsTaken
 
 
 @dataclass(frozen=True)
@@ -34,28 +19,37 @@ class Check:
     """What was measured. The name is a key of `drill --json`."""
 
 
-def check(outcome: DrillOutcome) -> list[Check]:
-    """Return all checks, those that hold and those that do not."""
-    more, lost = outcome.more_attempts, outcome.taken.num_repeated
+def check(
+    fault: Fault,
+    *,
+    every_steps: int,
+    more_attempts: int,
+    digests: tuple[str, str],
+    taken: tuple[StepsTaken, StepsTaken],
+) -> list[Check]:
+    """Return all checks, those that hold and those that do not.
+
+    `every_steps` is `checkpoint.every_steps`, and `more_attempts` is how many began after the fault. `digests` and `taken` are of
+    the run with the fault, and of the one without.
+    """
+    lost, (mine, other) = taken[0].num_repeated, digests
     # Twice the interval: the newest save may not have been committed yet when the fault came.
-    may_lose = 0 if outcome.is_graceful or not outcome.restarts else 2 * outcome.every_steps
-    is_same = outcome.digest == outcome.unbroken_digest
-    digests = f"the last checkpoint has the hash {outcome.digest} in the run with the fault, {outcome.unbroken_digest} in the one without"
+    may_lose = 0 if fault.is_graceful or not fault.restarts else 2 * every_steps
+    told = f"the last checkpoint has the hash {mine} in the run with the fault, {other} in the one without"
     return [
         Check(
-            "starts again" if outcome.restarts else "goes on",
-            bool(more) == outcome.restarts,
-            f"{more} attempts began after the fault, where {'some' if outcome.restarts else 'none'} should",
+            "starts again" if fault.restarts else "goes on",
+            bool(more_attempts) == fault.restarts,
+            f"{more_attempts} attempts began after the fault, where {'some' if fault.restarts else 'none'} should",
         ),
         Check("lost steps", lost <= may_lose, f"{lost} steps had to be trained again, at most {may_lose} may be"),
-        Check("same bits", is_same, outcome.digest if is_same else digests),
-        _samples(outcome),
+        Check("same bits", mine == other, mine if mine == other else told),
+        _samples(*taken),
     ]
 
 
-def _samples(outcome: DrillOutcome) -> Check:
-    mine, others = outcome.taken.steps, outcome.unbroken_taken.steps
-    twice = used_twice(outcome.taken)
+def _samples(taken: StepsTaken, unbroken: StepsTaken) -> Check:
+    mine, others, twice = taken.steps, unbroken.steps, used_twice(taken)
     other = [step for step in sorted({*mine, *others}) if mine.get(step) != others.get(step)]
     if not others:
         told = "the run without a fault did not record its samples; set `train.record_samples=true` in it"

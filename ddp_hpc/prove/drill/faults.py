@@ -5,44 +5,25 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.answers import read_answers
+from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.prove.drill.injector import INJECTOR
-from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.ledger import Attempt
 from ddp_hpc.run.run_dir.records import read_progress
-from ddp_hpc.run.spec import RunSpec
 
 DISK_PATIENCE_S = 60.0
 """How long to wait until a save of the run fails."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """A running run, and the node on which the fault is injected."""
-
-    run: RunDir
-    spec: RunSpec
-    job_id: str
-    nodes: Sequence[str]
-    """The batch host first."""
-    node: str
-    """The one of them on which the fault is injected."""
-    signal: str
-    """The signal that `preempt` sends (`TERM`, `USR2`)."""
-    environ: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Injection:
-    """A fault that was injected."""
-
-    description: str
-    at: float | None = None
-    """When, in seconds since the epoch; None if only the run's last step tells."""
+Injection = tuple[str, float | None]
+"""What was injected; and when, in seconds since the epoch, or None if only the run's last step tells."""
+Inject = Callable[[SubmitRequest, Attempt, str, str], Injection]
+"""Injects a fault into an attempt of a run, on a node of its job; the last argument is the signal that `preempt` sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +31,8 @@ class Fault:
     """One kind of fault."""
 
     description: str
-    inject: Callable[[Target], Injection] | None = None
-    """Injects the fault with a user's permissions; None if that takes an administrator."""
+    inject: Inject | None = None
+    """Works with a user's permissions; None if the fault takes an administrator."""
     by_hand: str = ""
     """What to ask an administrator to do (`--by-hand`); empty if nobody needs to do anything."""
     settings: tuple[str, ...] = ()
@@ -64,41 +45,45 @@ class Fault:
     """Whether the workers exit because of the fault, and another attempt starts."""
 
 
-def _inject_on_node(target: Target, action: str, kind: str, node: str) -> Injection:
-    """Apply an action to a process of the run, on a node of its job."""
-    mark = secrets.token_hex(8)
-    command = [sys.executable, "-m", INJECTOR, str(target.run.path), action, kind, f"--mark={mark}"]
-    answers = read_answers(client.run_in_job(target.job_id, node, command, target.environ), mark)
-    answer = next(iter(answers.values()), None)
-    if answer is None:
-        raise ConfigError(
-            f"The drill started a job step on {node} that should {action} a {kind} process, but got no answer from it, so it does "
-            "not know whether the fault was injected. Start the drill again."
-        )
-    return Injection(f"{action} {kind} process {answer['pid']} on {node}", float(answer["at"]))
+def _on_node(action: str, kind: str) -> Inject:
+    """Return what applies an action to a process of the run on the node; srun runs on the batch host."""
+
+    def inject(request: SubmitRequest, attempt: Attempt, node: str, _: str) -> Injection:
+        is_by_srun = kind == "agent" and request.spec.launcher == "srun"
+        what, where = ("srun", attempt.nodes[0]) if is_by_srun else (kind, node)
+        mark = secrets.token_hex(8)
+        command = [sys.executable, "-m", INJECTOR, str(request.run.path), action, what, f"--mark={mark}"]
+        answers = read_answers(client.run_in_job(attempt.job_id, where, command, request.environ), mark)
+        answer = next(iter(answers.values()), None)
+        if answer is None:
+            raise ConfigError(
+                f"The drill started a job step on {where} that should {action} a {what} process, but got no answer from it, so it does "
+                "not know whether the fault was injected. Start the drill again."
+            )
+        return f"{action} {what} process {answer['pid']} on {where}", float(answer["at"])
+
+    return inject
 
 
-def _preempt(target: Target) -> Injection:
+def _preempt(request: SubmitRequest, attempt: Attempt, _: str, signal: str) -> Injection:
     """Send what Slurm sends for a preemption."""
     # SIGTERM goes to the job steps, the signal of `sbatch --signal` to the steps or, with `B:`, to the batch shell only:
     # https://slurm.schedmd.com/preempt.html and https://slurm.schedmd.com/sbatch.html#OPT_signal
-    at, to_batch = time.time(), target.signal != "TERM" and target.spec.slurm.signal_to == "batch"
-    client.signal(target.job_id, target.signal, target.environ, batch_only=to_batch)
-    return Injection(
-        f"sent SIG{target.signal} to the job's {'batch shell' if to_batch else 'steps'}, as Slurm does for a preemption",
-        at,
-    )
+    at, to_batch = time.time(), signal != "TERM" and request.spec.slurm.signal_to == "batch"
+    client.signal(attempt.job_id, signal, request.environ, batch_only=to_batch)
+    return f"sent SIG{signal} to the job's {'batch shell' if to_batch else 'steps'}, as Slurm does for a preemption", at
 
 
-def _fill_disk(target: Target) -> Injection:
+def _fill_disk(request: SubmitRequest, *_: object) -> Injection:
     """Make the checkpoint directory read-only until a save fails: a user cannot fill a shared disk."""
-    writing = next(iter(target.run.checkpoints.glob("attempt-*.writing")), target.run.checkpoints)
+    run = request.run
+    writing = next(iter(run.checkpoints.glob("attempt-*.writing")), run.checkpoints)
     mode, at = writing.stat().st_mode, time.time()
     writing.chmod(0o500)
     try:
         deadline = time.monotonic() + DISK_PATIENCE_S
-        while (progress := read_progress(target.run)) is None or progress.save_error is None:
-            if time.monotonic() > deadline or target.run.done.exists():
+        while (progress := read_progress(run)) is None or progress.save_error is None:
+            if time.monotonic() > deadline or run.done.exists():
                 raise ConfigError(
                     f"The drill made {writing} read-only, but no save failed within {DISK_PATIENCE_S:.0f} s, or before "
                     "the run finished. Root can write to read-only directories: run the drill as another user."
@@ -106,7 +91,7 @@ def _fill_disk(target: Target) -> Injection:
             time.sleep(0.05)
     finally:
         writing.chmod(mode)
-    return Injection(f"made {writing} read-only for {time.time() - at:.1f} s ({progress.save_error})", at)
+    return f"made {writing} read-only for {time.time() - at:.1f} s ({progress.save_error})", at
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -118,30 +103,25 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "timeout": Fault(
         description="the job reaches its time limit, more than once",
-        inject=lambda _: Injection(
-            "waiting for the job's time limit (`resources.time_limit_min`), which Slurm checks every 30 s"
+        inject=lambda *_: (
+            "waiting for the job's time limit (`resources.time_limit_min`), which Slurm checks every 30 s",
+            None,
         ),
         # Slurm may send its signal up to 60 s earlier: https://slurm.schedmd.com/sbatch.html#OPT_signal
         settings=("resources.time_limit_min=2", "slurm.signal_lead_s=30"),
         train_settings=("train.max_steps=4000", "train.epochs=200"),
         is_graceful=True,
     ),
-    "kill-worker": Fault(
-        description="a worker is killed", inject=lambda target: _inject_on_node(target, "kill", "worker", target.node)
-    ),
+    "kill-worker": Fault(description="a worker is killed", inject=_on_node("kill", "worker")),
     "kill-agent": Fault(
         description="the process that started a node's workers (agent, torchrun or srun) is killed",
-        inject=lambda target: (
-            _inject_on_node(target, "kill", "srun", target.nodes[0])  # srun runs on the batch host
-            if target.spec.launcher == "srun"
-            else _inject_on_node(target, "kill", "agent", target.node)
-        ),
+        inject=_on_node("kill", "agent"),
     ),
     "kill-node": Fault(description="a node loses power", by_hand="Cut the power of {node} now"),
     "cut-network": Fault(description="a node loses its network", by_hand="Cut the network of {node} now"),
     "hang": Fault(
         description="a worker hangs",
-        inject=lambda target: _inject_on_node(target, "freeze", "worker", target.node),
+        inject=_on_node("freeze", "worker"),
         settings=("restart.hang_timeout_s=15",),
     ),
     "disk-full": Fault(
@@ -152,7 +132,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "slow-rank": Fault(
         description="a worker is slow: it is suspended for a moment, several times",
-        inject=lambda target: _inject_on_node(target, "stutter", "worker", target.node),
+        inject=_on_node("stutter", "worker"),
         settings=("restart.hang_timeout_s=30",),
         restarts=False,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +15,9 @@ from ddp_hpc.cluster.slurm import client
 from ddp_hpc.launch.submission.backend import Backend, load_backend
 from ddp_hpc.launch.submission.release_hold import require_start
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.prove.drill.checks import Check, DrillOutcome, check
-from ddp_hpc.prove.drill.faults import FAULTS, Injection, Target
+from ddp_hpc.prove.drill.checks import Check, check
+from ddp_hpc.prove.drill.faults import FAULTS, Injection
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
-from ddp_hpc.run.config import changes, load_resolved
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
@@ -33,35 +32,6 @@ POLL_S = 0.05
 """How often the run directory is read."""
 SLURM_POLL_S = 3.0
 """How often Slurm is asked whether the run still has a job."""
-_MAY_DIFFER = (
-    "name",
-    "runs_dir",
-    "launcher",
-    "slurm.",
-    "restart.",
-    "resources.",
-    "checkpoint.",
-    "log.",
-    "recipe.args.sample_s",
-)
-"""Keys by which the two runs may differ: none of them changes the trained weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrillPlan:
-    """One drill, as the user asks for it."""
-
-    fault: str
-    faulty: SubmitRequest
-    """The run into which the fault is injected."""
-    unbroken: SubmitRequest | RunDir
-    """The run without the fault: to be submitted, or one that has finished already."""
-    by_hand: bool = False
-    batch_host: bool = False
-    """Whether the fault is injected on the batch host, rather than on the last node."""
-    signal: str = "TERM"
-    patience_s: float = 600.0
-    """How long to wait without any progress of a run before the drill fails."""
 
 
 @dataclass(kw_only=True)
@@ -89,61 +59,45 @@ class DrillReport:
     unbroken: str = ""
 
 
-def drill(plan: DrillPlan, environ: Mapping[str, str], say: Callable[[str], None]) -> DrillReport:
-    """Run the drill; return its result."""
-    run = plan.faulty.run
-    unbroken = _comparable(plan.unbroken, plan.faulty) if isinstance(plan.unbroken, RunDir) else plan.unbroken.run
-    report = DrillReport(fault=plan.fault, run=str(run.path), unbroken=str(unbroken.path))
-    scenario = _Scenario(plan, run, unbroken, environ, say)
-    try:
-        scenario.submit()
-        scenario.inject_and_wait(report)
-        scenario.compare(report)
-    except WorkerError as error:
-        report.reason = str(error)
-    finally:
-        scenario.cancel_unfinished()
-    report.causes = [_end_of(attempt) for attempt in Ledger.read(run).attempts]
-    return report
-
-
-def _comparable(unbroken: RunDir, faulty: SubmitRequest) -> RunDir:
-    """Return the run to compare with, if it trains the same model on the same data."""
-    changed = changes(load_resolved(unbroken.config), faulty.spec)
-    differing = [key for key in changed if not key.startswith(_MAY_DIFFER)]
-    if differing:
-        raise ConfigError(
-            f"The drill cannot compare with the run {unbroken.name!r}: the two runs have different values of "
-            f"{', '.join(differing)}. Leave out `--unbroken`, or use the settings of that run."
-        )
-    if not unbroken.done.exists():
-        raise ConfigError(
-            f"The drill cannot compare with the run {unbroken.name!r}: it has not finished. Wait for it, or leave out `--unbroken`."
-        )
-    return unbroken
-
-
-def _end_of(attempt: Attempt) -> str:
-    return f"{attempt.cause or 'end not recorded'}{f' -> {attempt.next}' if attempt.next else ''}"
-
-
-@dataclass
-class _Scenario:
+@dataclass(kw_only=True)
+class Drill:
     """Both runs of a drill, from submission to the end."""
 
-    plan: DrillPlan
-    run: RunDir
-    unbroken: RunDir
-    environ: Mapping[str, str]
+    fault: str
+    faulty: SubmitRequest
+    """The run into which the fault is injected."""
+    unbroken: SubmitRequest
+    by_hand: bool = False
+    batch_host: bool = False
+    """Whether the fault is injected on the batch host, rather than on the last node."""
+    signal: str = "TERM"
+    patience_s: float = 600.0
+    """How long to wait without any progress of a run before the drill fails."""
     say: Callable[[str], None]
     submitted: list[RunDir] = field(default_factory=list)
     """The runs that this drill has made."""
 
+    @property
+    def run(self) -> RunDir:
+        return self.faulty.run
+
+    def report(self) -> DrillReport:
+        """Run the drill; return its result."""
+        report = DrillReport(fault=self.fault, run=str(self.run.path), unbroken=str(self.unbroken.run.path))
+        try:
+            self.submit()
+            self.inject_and_wait(report)
+            self.compare(report)
+        except WorkerError as error:
+            report.reason = str(error)
+        finally:
+            self.cancel_unfinished()
+        report.causes = [_end_of(attempt) for attempt in Ledger.read(self.run).attempts]
+        return report
+
     def submit(self) -> None:
-        """Submit the runs, or the one that is not there yet."""
-        for request in (self.plan.unbroken, self.plan.faulty):
-            if isinstance(request, RunDir):
-                continue
+        """Submit the runs."""
+        for request in (self.unbroken, self.faulty):
             sent = _slurm().submit(request)
             if not sent.is_new:
                 raise ConfigError(
@@ -156,15 +110,15 @@ class _Scenario:
         """Inject the fault once the run is training, then wait until the run finishes."""
         before = self._await("two checkpoints", self._training_attempt)
         self.say(f"{self.run.name}: training on {', '.join(before.nodes)}")
-        injection = self._inject(before)
-        self.say(injection.description)
-        report.what, report.attempts_before = injection.description, before.attempt + 1
+        report.what, injected_at = self._inject(before)
+        self.say(report.what)
+        report.attempts_before = before.attempt + 1
         report.step = _step(self.run)
-        if FAULTS[self.plan.fault].restarts:
+        if FAULTS[self.fault].restarts:
             after, stepped_at = self._await("the next attempt", lambda: self._first_step_after(before))
             report.resumed_at = after.first_step
             # Where nobody knows when the fault came, it was after the last step that was recorded before it.
-            fault_at = injection.at or self.run.rank_samples(before.attempt, 0).stat().st_mtime
+            fault_at = injected_at or self.run.rank_samples(before.attempt, 0).stat().st_mtime
             report.seconds_to_running = stepped_at - fault_at
             self.say(f"training again {report.seconds_to_running:.1f} s after the fault, from step {report.resumed_at}")
         self._await("the end of the run", self.run.done.exists)
@@ -181,21 +135,12 @@ class _Scenario:
         return attempts[-1] if is_stepping and len(committed_steps(self.run)) > 1 else None
 
     def _inject(self, before: Attempt) -> Injection:
-        fault, node = FAULTS[self.plan.fault], before.nodes[0 if self.plan.batch_host else -1]
-        if self.plan.by_hand:
+        fault, node = FAULTS[self.fault], before.nodes[0 if self.batch_host else -1]
+        if self.by_hand:
             names = {"job_id": before.job_id, "node": node, "nodes": ", ".join(before.nodes), "run": self.run.path}
-            return Injection(f"{fault.by_hand.format(**names)}.")
+            return f"{fault.by_hand.format(**names)}.", None
         assert fault.inject is not None  # noqa: S101  `ddp-hpc drill` refuses it before
-        target = Target(
-            run=self.run,
-            spec=self.plan.faulty.spec,
-            job_id=before.job_id,
-            nodes=before.nodes,
-            node=node,
-            signal=self.plan.signal,
-            environ=self.environ,
-        )
-        return fault.inject(target)
+        return fault.inject(self.faulty, before, node, self.signal)
 
     def _first_step_after(self, before: Attempt) -> tuple[Attempt, float] | None:
         """Return the next attempt that has taken a step, and the time."""
@@ -213,31 +158,27 @@ class _Scenario:
 
     def compare(self, report: DrillReport) -> None:
         """Compare the two runs, once both have finished."""
-        self._await("the end of the run without a fault", self.unbroken.done.exists, run=self.unbroken)
-        fault, taken, num_before = FAULTS[self.plan.fault], read_steps_taken(self.run), report.attempts_before or 0
-        report.lost_steps = taken.num_repeated
+        runs = (self.run, self.unbroken.run)
+        self._await("the end of the run without a fault", runs[1].done.exists, run=runs[1])
+        taken, num_before = (read_steps_taken(runs[0]), read_steps_taken(runs[1])), report.attempts_before or 0
+        report.lost_steps = taken[0].num_repeated
         report.checks = check(
-            DrillOutcome(
-                is_graceful=fault.is_graceful,
-                restarts=fault.restarts,
-                every_steps=_every_steps(self.run, self.plan.faulty.spec.checkpoint.every_steps, num_before),
-                more_attempts=len(Ledger.read(self.run).attempts) - num_before,
-                digest=digest(self.run, choose_step(self.run, None)),
-                unbroken_digest=digest(self.unbroken, choose_step(self.unbroken, None)),
-                taken=taken,
-                unbroken_taken=read_steps_taken(self.unbroken),
-            )
+            FAULTS[self.fault],
+            every_steps=_every_steps(self.run, self.faulty.spec.checkpoint.every_steps, num_before),
+            more_attempts=len(Ledger.read(self.run).attempts) - num_before,
+            digests=(digest(runs[0], choose_step(runs[0], None)), digest(runs[1], choose_step(runs[1], None))),
+            taken=taken,
         )
         bad = [one for one in report.checks if not one.is_good]
         report.reason = "; ".join(f"{one.name}: {one.told}" for one in bad)
         report.verdict = "FAIL" if bad else "PASS"
 
     def cancel_unfinished(self) -> None:
-        """Cancel the jobs of this drill that have not finished; a run that existed before is left alone."""
+        """Cancel the jobs that have not finished."""
         for run in self.submitted:
             if not run.done.exists():
                 with suppress(DdpHpcError):
-                    _slurm().cancel(run, self.environ)
+                    _slurm().cancel(run, self.faulty.environ)
 
     def _await(self, what: str, condition: Callable[[], T | None], *, run: RunDir | None = None) -> T:
         """Return the first true value of `condition`; WorkerError ends the drill where the run gets no further."""
@@ -246,30 +187,34 @@ class _Scenario:
         def progress() -> tuple[int, int]:
             return len(Ledger.read(run).attempts), _step(run)
 
-        newest, deadline = progress(), asked_at + self.plan.patience_s
+        newest, deadline = progress(), asked_at + self.patience_s
         while True:
             if value := condition():
                 return value
             now = time.monotonic()
             if is_gone or now > deadline:
-                idle = f"{run.name!r} made no progress for {self.plan.patience_s:.0f} s (`--patience`)"
+                idle = f"{run.name!r} made no progress for {self.patience_s:.0f} s (`--patience`)"
                 found = f"Slurm has no job of {run.name!r} any more" if is_gone else idle
                 raise WorkerError(f"The drill waits for {what}, but {found}. {_situation(run)}")
             if now - asked_at > SLURM_POLL_S:
                 asked_at, is_gone = now, self._has_no_job(run)  # and check the condition once more before giving up
                 if newest != (newest := progress()):
-                    deadline = now + self.plan.patience_s
+                    deadline = now + self.patience_s
             time.sleep(POLL_S)
 
     def _has_no_job(self, run: RunDir) -> bool:
         with suppress(SlurmUnavailableError):
-            found = _slurm().find_job(run, self.environ)
+            found = _slurm().find_job(run, self.faulty.environ)
             waits = found is not None and found.state == "waiting" and found.job_id
-            job = client.job(waits, self.environ) if waits else None
+            job = client.job(waits, self.faulty.environ) if waits else None
             if job is not None:
                 require_start(run, job.job_id, job.reason)
             return found is None
         return False
+
+
+def _end_of(attempt: Attempt) -> str:
+    return f"{attempt.cause or 'end not recorded'}{f' -> {attempt.next}' if attempt.next else ''}"
 
 
 def _slurm() -> Backend:
