@@ -26,10 +26,10 @@ from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay import auditing
 from ddp_hpc.prove.replay.auditing import AuditReport, Segment, audit, chosen, judged, segments_of, verdict_of
 from ddp_hpc.prove.replay.bisecting import narrowed
-from ddp_hpc.prove.replay.history import History, StepRange, environ_of, read_history
+from ddp_hpc.prove.replay.history import History, environ_of, read_history
 from ddp_hpc.prove.replay.private_run import Wanted, _run_supervised, compute_again, num_gpus_here, replay_spec
-from ddp_hpc.prove.replay.record import Record, State, compare
-from ddp_hpc.prove.replay.replaying import ReplayOrder, ReplayReport, check_range
+from ddp_hpc.prove.replay.record import Record, compare
+from ddp_hpc.prove.replay.replaying import ReplayReport, check_range
 from ddp_hpc.run.run_dir.environment import capture, write_environment
 from ddp_hpc.run.run_dir.ledger import Ending, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -90,7 +90,7 @@ def test_a_failed_audit_says_what_may_have_changed_and_keeps_each_segment_on_one
 def test_attempts_that_computed_alike_are_one_stretch() -> None:
     told = history((0, inputs(0)), (20, inputs(1)), (40, inputs(2)))
 
-    assert [(one.start, one.end) for one in told.stretches(10, 50)] == [(10, 50)]
+    assert [(start, end) for start, end, _ in told.stretches(10, 50)] == [(10, 50)]
 
 
 def test_another_world_or_configuration_begins_another_stretch() -> None:
@@ -98,7 +98,7 @@ def test_another_world_or_configuration_begins_another_stretch() -> None:
 
     parts = told.stretches(0, 50)
 
-    assert [(one.start, one.end, one.inputs.attempt) for one in parts] == [(0, 20, 0), (20, 40, 1), (40, 50, 2)]
+    assert [(start, end, one.attempt) for start, end, one in parts] == [(0, 20, 0), (20, 40, 1), (40, 50, 2)]
 
 
 def test_another_number_of_threads_begins_another_stretch(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_another_number_of_threads_begins_another_stretch(tmp_path: Path) -> Non
 
     parts = read_history(run).stretches(0, 60)
 
-    assert [(one.start, one.end, one.inputs.attempt) for one in parts] == [(0, 40, 0), (40, 60, 2)]
+    assert [(start, end, one.attempt) for start, end, one in parts] == [(0, 40, 0), (40, 60, 2)]
 
 
 def test_variables_that_decide_how_numbers_are_added_are_those_of_the_run_and_no_others(tmp_path: Path) -> None:
@@ -189,11 +189,12 @@ def test_a_replay_evaluates_saves_notifies_and_restarts_nothing(tmp_path: Path) 
 
 
 def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of_beginning_at_step_0(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path)
-    parts = [StepRange(20, 30, inputs(0))]
-    wanted = Wanted(run=run, start=20, stretches=parts, request=ReplayRequest(end_step=30))
+    monkeypatch.setattr(History, "sound_checkpoint", lambda _, step: (step, []))  # it is there a moment before
+    told = History(run=run, begun=[(0, inputs(0))], committed=(20,), last_step=30)
+    wanted = Wanted(history=told, start=20, request=ReplayRequest(end_step=30))
     with pytest.raises(UnreadableError, match=r"checkpoint of step 20 of .* was deleted meanwhile"):
         compute_again(wanted, {}, folder=tmp_path / "private", say=print)
 
@@ -258,7 +259,7 @@ def test_a_loss_that_is_finite_in_one_only_differs_by_more_than_any_tolerance(
 
 def test_with_a_tolerance_losses_may_differ_a_little_and_states_are_not_compared() -> None:
     one, other = losses(s5=1.0), losses(s5=1.0005)
-    one.states, other.states = {5: State({"model/w": "a"}, {})}, {5: State({"model/w": "b"}, {})}
+    one.states, other.states = {5: {"model/w": "a"}}, {5: {"model/w": "b"}}
 
     assert compare(one, other, tolerance=1e-3).first is None
     assert compare(one, other, tolerance=1e-4).first is not None
@@ -266,8 +267,8 @@ def test_with_a_tolerance_losses_may_differ_a_little_and_states_are_not_compared
 
 
 def test_a_checkpoint_that_differs_names_its_tensors_and_numbers() -> None:
-    one = Record(states={5: State({"model/w": "a", "model/b": "a"}, {"loss_steps": 1})})
-    other = Record(states={5: State({"model/w": "b", "model/b": "a"}, {"loss_steps": 2})})
+    one = Record(states={5: {"model/w": "a", "model/b": "a", "loss_steps": 1}})
+    other = Record(states={5: {"model/w": "b", "model/b": "a", "loss_steps": 2}})
 
     first = compare(one, other).first
 
@@ -280,15 +281,11 @@ def test_nothing_in_common_is_not_the_same() -> None:
 
 
 def test_equal_states_count_only_before_the_first_difference() -> None:
-    known = narrowed([10, 20, 60], [40, 50], 60)
-
-    assert (known.equal_at, known.unequal_at) == (20, 40)
+    assert narrowed([10, 20, 60], [40, 50]) == (20, 40)
 
 
 def test_without_an_equal_state_not_even_the_beginning_is_known() -> None:
-    known = narrowed([], [], 60)
-
-    assert (known.equal_at, known.unequal_at) == (None, None)
+    assert narrowed([], []) == (None, None)
 
 
 def test_segments_lie_between_the_states_on_record_and_a_seed_chooses_the_same_ones() -> None:
@@ -380,10 +377,10 @@ def test_numbers_with_which_nothing_would_be_compared_are_refused(
 def test_an_audit_goes_on_where_a_checkpoint_was_pruned_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(asked: ReplayOrder, *_: Any, **__: Any) -> Any:
-        if asked.end == 40:
+    def gone(wanted: Wanted, *_: Any, **__: Any) -> Any:
+        if (end := wanted.request.end_step) == 40:
             raise UnreadableError("the checkpoint has gone")
-        return report(from_step=asked.start, to_step=asked.end, same_state_at=asked.end)
+        return report(from_step=wanted.start, to_step=end, same_state_at=end)
 
     monkeypatch.setattr(auditing, "replay", gone)
     told = History(run=RunDir(tmp_path), begun=[(0, inputs(0))], committed=(40, 60), last_step=60)

@@ -90,23 +90,18 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Replay, and print the result; the exit code is 0 where all is the same."""
     from ddp_hpc.cli.replay_text import replay_text
     from ddp_hpc.prove.replay.history import read_history
-    from ddp_hpc.prove.replay.replaying import ReplayOrder, replay
+    from ddp_hpc.prove.replay.private_run import Wanted
+    from ddp_hpc.prove.replay.replaying import replay
+    from ddp_hpc.run.run_dir.replays import ReplayRequest
 
     with or_not_computed():
         history = read_history(own_run(args, environment))
     end = history.last_step if args.end is None else args.end
     newest = max((step for step in history.committed if step < end), default=0)
     start = newest if args.start is None else args.start
-    asked = ReplayOrder(
-        history=history,
-        start=start,
-        end=end,
-        world_size=args.world,
-        code=args.code,
-        trace=args.trace,
-        tolerance=args.tolerance,
-    )
+    request = ReplayRequest(end_step=end, trace_from=start + 1 if args.trace else None)
+    wanted = Wanted(history=history, start=start, request=request, world_size=args.world, code=args.code)
     with ended_by_signals(), or_not_computed():
-        report = replay(asked, environment, say=say)
+        report = replay(wanted, environment, tolerance=args.tolerance, say=say)
     print_report(report, replay_text(report), is_json=args.json)
     return {"the same": FINISHED, "different": FAILED, "not compared": REFUSED}[report.verdict]

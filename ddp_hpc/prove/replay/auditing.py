@@ -11,8 +11,10 @@ from typing import Literal
 
 from ddp_hpc.base.errors import CorruptCheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.prove.replay.history import History
+from ddp_hpc.prove.replay.private_run import Wanted
 from ddp_hpc.prove.replay.record import Deviation, record_of
-from ddp_hpc.prove.replay.replaying import ReplayOrder, ReplayReport, replay
+from ddp_hpc.prove.replay.replaying import ReplayReport, replay
+from ddp_hpc.run.run_dir.replays import ReplayRequest
 
 Verdict = Literal["the same", "losses only", "different", "not compared", "damaged", "unreadable", "failed"]
 """`losses only`: these are the same, within a tolerance or exactly, and no state at the end was compared."""
@@ -92,7 +94,8 @@ def audit(  # noqa: PLR0913  which segments, with which code
     found = []
     for start, end in chosen(segments, number, seed):
         try:
-            report = replay(ReplayOrder(history=history, start=start, end=end, code=code), environ, say=say)
+            wanted = Wanted(history=history, start=start, request=ReplayRequest(end_step=end), code=code)
+            report = replay(wanted, environ, say=say)
         except tuple(_FAILURES) as error:  # a run that trains prunes its checkpoints meanwhile
             verdict = next(verdict for kind, verdict in _FAILURES.items() if isinstance(error, kind))
             found.append(Segment(start=start, end=end, verdict=verdict, problem=str(error)))

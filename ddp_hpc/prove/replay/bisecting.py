@@ -15,7 +15,7 @@ from ddp_hpc.base.errors import CorruptCheckpointError, UnreadableError
 from ddp_hpc.prove.replay.circumstances import Circumstances, circumstances
 from ddp_hpc.prove.replay.first_difference import Divergence, Entry, Lines, first_difference
 from ddp_hpc.prove.replay.history import History
-from ddp_hpc.prove.replay.private_run import Replayed, compute_again, private_folder, wanted_of
+from ddp_hpc.prove.replay.private_run import Replayed, Wanted, compute_again, private_folder
 from ddp_hpc.prove.replay.record import compare, differing_names, record_of, state_of_checkpoint
 from ddp_hpc.run.run_dir.replays import ReplayRequest, read_trace
 
@@ -23,32 +23,18 @@ MOST_TRACED = 64
 """Of how many steps each tensor is written down at once; of more, first one hash a step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """What the records of two runs say of their states."""
+def narrowed(equal: Iterable[int], unequal: Iterable[int]) -> tuple[int | None, int | None]:
+    """Return the newest step after which the states are known to be equal, and the first after which they are known to differ.
 
-    equal_at: int | None
-    """The newest step after which the states are known to be equal; None: not even the beginning is known to be."""
-    unequal_at: int | None
-    """The first step after which they are known to differ; None without one."""
-    end: int
-    """The newest step that both have taken."""
-    notes: tuple[str, ...] = ()
-
-
-def narrowed(equal: list[int], unequal: list[int], end: int, *, notes: tuple[str, ...] = ()) -> Known:
-    """Return between which steps the first difference lies.
-
-    Runs that differ may look equal again later, so only a step before the first known difference counts as equal.
+    None where there is no such step: not even the beginning is known to be equal. Runs that differ may look equal again later,
+    so only a step before the first known difference counts as equal.
     """
     first = min(unequal, default=None)
-    before = [step for step in equal if first is None or step < first]
-    return Known(equal_at=max(before, default=None), unequal_at=first, end=end, notes=notes)
+    return max((step for step in equal if first is None or step < first), default=None), first
 
 
-def read_known(one: History, other: History) -> Known:
-    """Read what two runs have recorded of the same steps: states in checkpoints, losses, samples."""
-    end = min(one.last_step, other.last_step)
+def read_known(one: History, other: History, end: int) -> tuple[int | None, int | None, list[str]]:
+    """Read what two runs have recorded of the same steps: states in checkpoints, losses, samples. Return `narrowed`, and notes."""
     equal: list[int] = []
     unequal: list[int] = []
     notes: list[str] = []
@@ -67,7 +53,7 @@ def read_known(one: History, other: History) -> Known:
         mine.losses = {}
     # Equal losses, samples and digests prove nothing of the whole state.
     unequal += [difference.step for difference in compare(mine, others).differences]
-    return narrowed(equal, unequal, end, notes=tuple(notes))
+    return *narrowed(equal, unequal), notes
 
 
 @dataclass(kw_only=True)
@@ -86,36 +72,9 @@ class BisectReport:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass
-class _Pair:
-    """Both runs, and what computing their steps again needs."""
-
-    histories: tuple[History, History]
-    codes: tuple[Path | None, Path | None]
-    environ: Mapping[str, str]
-    say: Callable[[str], object]
-    folder: Path
-    ended: threading.Event = field(default_factory=threading.Event)
-    num_replays: int = 0
-
-    def compute(self, start: int, end: int, **what: Any) -> list[Replayed]:
-        """Compute the steps of both runs again, from their newest checkpoints up to `start`."""
-        self.num_replays += 2
-        number = self.num_replays
-
-        def one(which: int) -> Replayed:
-            asked = ReplayRequest(end_step=end, **what)
-            wanted = wanted_of(self.histories[which], start, end, asked, code=self.codes[which], ended=self.ended)
-            return compute_again(wanted, self.environ, folder=self.folder / f"{number - 1 + which}", say=self.say)
-
-        # Two at a time, unless they would share GPUs.
-        uses_gpus = any(history.uses_gpus for history in self.histories)
-        with ThreadPoolExecutor(1 if uses_gpus else 2) as pool:
-            try:
-                return [*pool.map(one, range(2))]
-            except BaseException:
-                self.ended.set()
-                raise
+Both = tuple[Replayed, Replayed]
+Compute = Callable[[int, ReplayRequest], Both]
+"""Computes the steps of both runs again, after the first argument up to the end of the request."""
 
 
 def bisect(
@@ -126,31 +85,47 @@ def bisect(
     say: Callable[[str], object] = lambda _: None,
 ) -> BisectReport:
     """Find where two runs begin to differ; the errors are those of `replay`."""
-    known = read_known(*histories)
-    notes = [*known.notes, *(note for history in histories for note in history.notes)]
+    newest = min(history.last_step for history in histories)
+    equal_at, unequal_at, notes = read_known(*histories, newest)
     report = BisectReport(
         runs=[str(history.run.path) for history in histories],
-        same_up_to=known.equal_at,
-        num_steps=known.end,
-        notes=notes,
+        same_up_to=equal_at,
+        num_steps=newest,
+        notes=[*notes, *(note for history in histories for note in history.notes)],
     )
-    if known.unequal_at is None and known.equal_at == known.end:
+    if unequal_at is None and equal_at == newest:
         return report
-    end = known.unequal_at or known.end
+    end = unequal_at or newest
     with private_folder() as folder:
-        pair = _Pair(histories, codes, environ, say, folder)
-        parting, last = _search(pair, known.equal_at or 0, end)
-        notes += [note for replayed in last for note in replayed.notes]
+
+        def compute(start: int, request: ReplayRequest) -> Both:
+            report.num_replays += 2
+            ended = threading.Event()
+
+            def one(history: History, code: Path | None, which: int) -> Replayed:
+                wanted = Wanted(history=history, start=start, request=request, code=code, ended=ended)
+                return compute_again(wanted, environ, folder=folder / f"{report.num_replays - which}", say=say)
+
+            # Two at a time, unless they would share GPUs.
+            with ThreadPoolExecutor(1 if any(history.uses_gpus for history in histories) else 2) as pool:
+                try:
+                    mine, others = pool.map(one, histories, codes, (1, 0))
+                except BaseException:
+                    ended.set()
+                    raise
+            return mine, others
+
+        report.parting, last = _search(compute, equal_at or 0, end)
+        report.notes += [note for replayed in last for note in replayed.notes]
         for history, replayed in zip(histories, last, strict=True):
-            notes += _unlike_record(history, replayed, end)
+            report.notes += _unlike_record(history, replayed, end)
     shutil.rmtree(folder, ignore_errors=True)
-    report.num_replays, report.parting = pair.num_replays, parting
-    if parting is not None:
-        step = parting.first.step
+    if report.parting is not None:
+        step = report.parting.first.step
         report.verdict = "different"
-        report.same_up_to = step - 1 if step > (known.equal_at or 0) else None
+        report.same_up_to = step - 1 if step > (equal_at or 0) else None
         report.circumstances = circumstances(*histories, max(step, 1))
-    elif known.unequal_at is None:
+    elif unequal_at is None:
         report.same_up_to = end
     else:
         report.verdict = "not reproduced"
@@ -158,19 +133,19 @@ def bisect(
     return report
 
 
-def _search(pair: _Pair, start: int, end: int) -> tuple[Divergence | None, Sequence[Replayed]]:
+def _search(compute: Compute, start: int, end: int) -> tuple[Divergence | None, Both]:
     """Compute the steps of both again, once or twice; return where they differ, and the replays that went over all steps."""
     if end - start <= MOST_TRACED:
-        both = pair.compute(start, end, trace_from=start + 1)
-        return first_difference(*(_lines(one) for one in both)), both
-    both = pair.compute(start, end, every_state=True)
-    mine, others = (_hashes(one) for one in both)
+        both = compute(start, ReplayRequest(end_step=end, trace_from=start + 1))
+        return first_difference(*map(_lines, both)), both
+    both = compute(start, ReplayRequest(end_step=end, every_state=True))
+    mine, others = map(_hashes, both)
     step = min((step for step in mine.keys() & others.keys() if mine[step] != others[step]), default=None)
     if step is None:
         return None, both
     # One step more before it, so that the state that the step begins with is compared, too.
-    traced = pair.compute(start, step, trace_from=max(step - 1, 1), trace_to=step)
-    return first_difference(*(_lines(one) for one in traced)), both
+    traced = compute(start, ReplayRequest(end_step=step, trace_from=max(step - 1, 1), trace_to=step))
+    return first_difference(*map(_lines, traced)), both
 
 
 def _lines(replayed: Replayed) -> list[Lines]:

@@ -24,13 +24,8 @@ _NUMERIC = ("OMP_", "MKL_", "CUBLAS_", "PYTHONHASHSEED")
 """Prefixes of variables that decide in which order numbers are added or sets are gone through; the replay gets those of the run."""
 
 
-@dataclass(frozen=True)
-class StepRange:
-    """Steps that were computed alike: those after `start`, up to and with `end`."""
-
-    start: int
-    end: int
-    inputs: AttemptInputs
+StepRange = tuple[int, int, AttemptInputs]
+"""Steps that were computed alike: those after the first number, up to and with the second, and with what."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +71,10 @@ class History:
         parts: list[StepRange] = []
         for low, high in pairwise(cuts):
             inputs = self.inputs_at(low + 1)
-            if parts and self._given(parts[-1].inputs) == self._given(inputs):
-                parts[-1] = replace(parts[-1], end=high)
+            if parts and self._given(parts[-1][2]) == self._given(inputs):
+                parts[-1] = (parts[-1][0], high, parts[-1][2])
             else:
-                parts.append(StepRange(low, high, inputs))
+                parts.append((low, high, inputs))
         return parts
 
     def _given(self, inputs: AttemptInputs) -> tuple[AttemptInputs, Mapping[str, str]]:

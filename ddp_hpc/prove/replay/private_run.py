@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -29,7 +28,7 @@ from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.config import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.replays import ReplayRequest, write_request
+from ddp_hpc.run.run_dir.replays import AttemptInputs, ReplayRequest, write_request
 from ddp_hpc.run.spec import RunSpec
 
 IN_REPLAY = "DDP_HPC_REPLAY"
@@ -40,35 +39,18 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What to compute again."""
+    """Steps to compute again: those after `start`, up to and with the end of the request."""
 
-    run: RunDir
+    history: History
     start: int
-    """The step of a checkpoint of the run; 0 for the beginning."""
-    stretches: Sequence[StepRange]
-    """Without a gap, from `start` on."""
     request: ReplayRequest
+    """What to record besides what the run itself has on record."""
     world_size: int | None = None
     """Ranks; None: as many as the run had."""
     code: Path | None = None
     """Import the user's code from here, instead of where the run did."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Once it is set, the private run is cancelled: a thread gets no KeyboardInterrupt."""
-    notes: Sequence[str] = ()
-
-
-def wanted_of(
-    history: History, start: int, end: int, request: ReplayRequest, *, code: Path | None = None, **more: Any
-) -> Wanted:
-    """Return what to compute for the steps after `start` up to `end`: from the newest sound checkpoint on, with all that is on record."""
-    begin, damage = history.sound_checkpoint(start)
-    request = replace(
-        request,
-        state_steps=tuple(step for step in history.committed if begin < step <= end),
-        digest_steps=tuple(record_of(history.run, begin, end).digests),
-    )
-    stretches = history.stretches(begin, end)
-    return Wanted(run=history.run, start=begin, stretches=stretches, request=request, code=code, notes=damage, **more)
 
 
 @dataclass
@@ -76,9 +58,12 @@ class Replayed:
     """A replay that came to its end."""
 
     run: RunDir
-    wanted: Wanted
-    world_sizes: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    started_at: int
+    """The step of the checkpoint that it began with; 0: the beginning."""
+    stretches: Sequence[StepRange]
+    world_sizes: list[int]
+    """Ranks of each stretch."""
+    notes: list[str]
     is_on_other_device: bool = False
 
     def record(self, start: int, end: int) -> Record:
@@ -110,47 +95,58 @@ def num_gpus_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> 
 def compute_again(
     wanted: Wanted, environ: Mapping[str, str], *, folder: Path, say: Callable[[str], object]
 ) -> Replayed:
-    """Compute the steps, one stretch after the other; return the private run, which holds metrics, samples and traces."""
+    """Compute the steps, one stretch after the other, from the newest sound checkpoint on, with all that is on record.
+
+    The private run holds metrics, samples and traces.
+    """
+    history, end = wanted.history, wanted.request.end_step
+    begin, damage = history.sound_checkpoint(wanted.start)
+    stretches = history.stretches(begin, end)
     # A run that was moved may have any name; that of the private run is checked as that of a new one.
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", wanted.run.name).lstrip("._-")[:128]
-    replayed = Replayed(RunDir(folder / (name or "run")), wanted, notes=[*wanted.notes])
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", history.run.name).lstrip("._-")[:128]
+    worlds = [wanted.world_size or inputs.world_size for *_, inputs in stretches]
+    replayed = Replayed(RunDir(folder / (name or "run")), begin, stretches, worlds, damage)
+    say(
+        f"{history.run.name}: from {f'the checkpoint of step {begin}' if begin else 'the beginning'} to step {end}, in {folder}"
+    )
     make_directories(replayed.run.console.parent)
     make_directories(replayed.run.checkpoints)
-    if wanted.start:
-        source = checkpoint_path(wanted.run, wanted.start).resolve()
+    if begin:
+        source = checkpoint_path(history.run, begin).resolve()
         link = replayed.run.checkpoints / source.name
         link.symlink_to(source)
         if not link.exists():
             raise UnreadableError(
-                f"The checkpoint of step {wanted.start} of {wanted.run.name} was deleted meanwhile: a training run keeps only its newest checkpoints. Give the same command again."
+                f"The checkpoint of step {begin} of {history.run.name} was deleted meanwhile: a training run keeps only its newest checkpoints. Give the same command again."
             )
-    for number, stretch in enumerate(wanted.stretches, 1):
-        is_last = number == len(wanted.stretches)
-        part = replace(wanted.request, start_step=stretch.start, end_step=stretch.end, commits=not is_last)
-        write_request(replayed.run, part)
+    request = replace(
+        wanted.request,
+        state_steps=tuple(step for step in history.committed if begin < step <= end),
+        digest_steps=tuple(record_of(history.run, begin, end).digests),
+    )
+    for (low, high, inputs), world in zip(stretches, worlds, strict=True):
+        write_request(replayed.run, replace(request, start_step=low, end_step=high, commits=high < end))
         try:
-            _compute(replayed, stretch, environ)
+            _compute(wanted, replayed, inputs, world, environ)
         except NotComputedError as error:  # what has changed since may be why
             raise NotComputedError("\n".join([str(error), *(f"note: {note}" for note in replayed.notes)])) from error
-        say(f"steps {stretch.start + 1} to {stretch.end} of {wanted.run.name} computed again")
+        say(f"steps {low + 1} to {high} of {history.run.name} computed again")
     return replayed
 
 
-def _compute(replayed: Replayed, stretch: StepRange, environ: Mapping[str, str]) -> None:
-    """Run one attempt of the private run, to the end of the stretch."""
-    run, wanted, inputs = replayed.run, replayed.wanted, stretch.inputs
+def _compute(wanted: Wanted, replayed: Replayed, inputs: AttemptInputs, world: int, environ: Mapping[str, str]) -> None:
+    """Run one attempt of the private run, to the end of a stretch."""
+    run, original = replayed.run, wanted.history.run
     replace_text(run.config, inputs.config, is_secret=True)
     spec = load_resolved(run.config)
-    world = inputs.world_size if wanted.world_size is None else wanted.world_size
     gpus = world if spec.resources.num_gpus and num_gpus_here(environ) >= world else 0
     if spec.resources.num_gpus and not gpus:
         replayed.is_on_other_device = True
         replayed.notes.append(
             f"the run used GPUs, and this machine does not have {world}, so the steps are computed on CPUs"
         )
-    spec = replay_spec(spec, run, runs_dir=wanted.run.path.parent, world=world, gpus=gpus)
+    spec = replay_spec(spec, run, runs_dir=original.path.parent, world=world, gpus=gpus)
     replace_text(run.config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "replay"))), is_secret=True)
-    replayed.world_sizes.append(world)
     import_paths = [str(wanted.code.absolute())] if wanted.code else list(inputs.import_paths)
     if wanted.code is None and (edited := edited_files(inputs)):
         replayed.notes.append(
@@ -159,7 +155,7 @@ def _compute(replayed: Replayed, stretch: StepRange, environ: Mapping[str, str])
     place = inputs.work_dir if inputs.work_dir and Path(inputs.work_dir).is_dir() else None
     if inputs.work_dir and place is None:
         replayed.notes.append(f"the run's working directory {inputs.work_dir} is missing here")
-    given = {**environ_of(wanted.run, inputs, environ), "PYTHONSAFEPATH": "ddp_hpc", IN_REPLAY: "1"}
+    given = {**environ_of(original, inputs, environ), "PYTHONSAFEPATH": "ddp_hpc", IN_REPLAY: "1"}
     _run_supervised(run, import_paths, given, place, wanted.ended)
     run.done.unlink(missing_ok=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,14 +20,8 @@ T = TypeVar("T")
 _MOST_NAMES = 3
 _NUMBERS = ("position", "loss_steps", "optimizer", "scaler", "ema_updates", "ema_warms_up")
 """What a checkpoint holds besides tensors."""
-
-
-@dataclass(frozen=True)
-class State:
-    """The training state after a step: a hash of each tensor, by its name in a checkpoint, and the numbers."""
-
-    tensors: Mapping[str, str]
-    numbers: Mapping[str, Any]
+State = Mapping[str, Any]
+"""The training state after a step: a hash of each tensor, by its name in a checkpoint, and these numbers."""
 
 
 @dataclass
@@ -65,7 +59,11 @@ def state_of_checkpoint(run: RunDir, step: int) -> State:
     manifest = checkpoint_store.read_manifest(path)
     tensors = checkpoint_store.read_tensors(path, manifest)
     hashes = {name: xxhash.xxh3_64_hexdigest(one.data) for name, one in tensors.items()}
-    return State(hashes, {key: manifest.state[key] for key in _NUMBERS if key in manifest.state})
+    return {**hashes, **_numbers(manifest.state)}
+
+
+def _numbers(state: Mapping[str, Any]) -> State:
+    return {key: state[key] for key in _NUMBERS if key in state}
 
 
 def record_of_replay(run: RunDir, num_ranks: int, start: int, end: int) -> Record:
@@ -75,9 +73,7 @@ def record_of_replay(run: RunDir, num_ranks: int, start: int, end: int) -> Recor
     for rank in range(num_ranks):
         for line in (line for line in read_trace(run, rank) if "tensors" in line):
             own = {name: one for name, one in line["tensors"].items() if rank == 0 or name.startswith("rank.")}
-            numbers = {key: line["numbers"][key] for key in _NUMBERS if key in line["numbers"]}
-            known = record.states.get(line["step"], State({}, numbers))
-            record.states[line["step"]] = State({**known.tensors, **own}, known.numbers)
+            record.states[line["step"]] = {**record.states.get(line["step"], _numbers(line["numbers"])), **own}
     return record
 
 
@@ -169,11 +165,8 @@ def _error(before: float | None, after: float | None) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def differing_names(one: State, other: State) -> Iterator[str]:
-    """Yield the names of tensors and numbers that two states do not share."""
-    for name in sorted({*one.tensors, *other.tensors}):
-        if one.tensors.get(name) != other.tensors.get(name):
-            yield name
-    for name in sorted(one.numbers.keys() & other.numbers.keys()):
-        if one.numbers[name] != other.numbers[name]:
-            yield name
+def differing_names(one: State, other: State) -> list[str]:
+    """Return the names of tensors, then of numbers, that two states do not share; a number that only one has does not count."""
+    differing = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+    tensors = [name for name in differing if name not in _NUMBERS]
+    return tensors + [name for name in differing if name in _NUMBERS and name in one and name in other]
