@@ -40,7 +40,7 @@ def undisturbed(saved: Contents | None = None, *, final: Mapping[str, Contents] 
     saves = tuple(
         Save(path=f"step_{step}.pt", num_lines=step, at=float(step), contents=saved) for step in (2, 4, 6, 8, 10)
     )
-    attempt = AttemptRecord(ending="finished", lines=lines_of(1, 10), saves=saves, num_ranks=2)
+    attempt = AttemptRecord(ending="finished", lines=lines_of(1, 10), saves=saves)
     record = RunRecord(outcome="finished", attempts=(attempt,), final=final or {"step_10.pt": saved}, seconds=10)
     return Baseline(record=record)
 
@@ -56,10 +56,8 @@ def faulty(
 ) -> RunRecord:
     """Return a run in which a fault came after its fifth step, when it had saved its fourth, and that came back from there."""
     saves = tuple(Save(path=f"step_{step}.pt", num_lines=step, at=float(step)) for step in (2, 4))
-    one = AttemptRecord(
-        **{"ending": "failed", "lines": tuple(first), "saves": saves, "num_ranks": 2, **(attempt or {})}
-    )
-    two = AttemptRecord(**{"ending": "finished", "lines": tuple(then or ()), "num_ranks": 2, **(later or {})})
+    one = AttemptRecord(**{"ending": "failed", "lines": tuple(first), "saves": saves, **(attempt or {})})
+    two = AttemptRecord(**{"ending": "finished", "lines": tuple(then or ()), **(later or {})})
     hit = {
         "attempt": 0,
         "at_line": len(first),

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ddp_hpc.cli.verbs.certify import as_text
 from ddp_hpc.prove.certify.certificate import Certificate
 from ddp_hpc.prove.certify.faults import FAULTS, Trigger, trigger_of
-from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents, Kind
+from ddp_hpc.prove.certify.file_events import FileEvents, Kind
 from ddp_hpc.prove.certify.live_files import LiveFiles
 from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
 from ddp_hpc.prove.certify.outside import texts_in_source
@@ -121,13 +121,13 @@ def test_a_file_is_seen_from_its_first_byte_to_its_name(tmp_path: Path) -> None:
     with (tmp_path / "new" / "a.tmp").open("w") as file:
         file.write("x")
         file.flush()
-        begun = [event for event in events.wait(5.0) if event.kind == "begun"]
+        begun = [path.name for kind, path in events.wait(5.0) if kind == "begun"]
     (tmp_path / "new" / "a.tmp").rename(tmp_path / "new" / "a.pt")
     (tmp_path / "new" / "a.pt").read_text()
-    rest = [(event.kind, event.path.name) for event in events.wait(5.0)]
+    rest = [(kind, path.name) for kind, path in events.wait(5.0)]
     events.close()
 
-    assert begun[0].path.name == "a.tmp"
+    assert begun[0] == "a.tmp"
     assert [one for one in rest if one[1] == "a.pt"] == [("named", "a.pt"), ("read", "a.pt")]
 
 
@@ -139,9 +139,9 @@ def test_a_file_that_was_written_before_its_new_directory_is_watched_is_seen_onc
     torch.save({}, folder / "model.pt")
     torch.save({}, folder / "optimizer.pt")
     (folder / "half.pt").write_bytes((folder / "model.pt").read_bytes()[:100])
-    first = [(event.kind, event.path.name) for event in [*events.wait(5.0), *events.wait(0.1)] if event.kind != "read"]
+    first = [(kind, path.name) for kind, path in [*events.wait(5.0), *events.wait(0.1)] if kind != "read"]
     torch.save({"again": 1}, folder / "model.pt")
-    again = {event.kind for event in events.wait(5.0) if event.kind != "read"}
+    again = {kind for kind, _ in events.wait(5.0) if kind != "read"}
     events.close()
 
     assert sorted(first) == [
@@ -161,8 +161,8 @@ def test_what_an_attempt_reads_after_it_wrote_it_is_not_read_back() -> None:
         ("read", "a.pt"),
     ]
     for kind, name in events:
-        files.note(FileEvent(kind, Path("/data", name)), lambda: False)
-    files.note(FileEvent("read", Path("/data/late.pt")), lambda: True)
+        files.note(kind, Path("/data", name), lambda: False)
+    files.note("read", Path("/data/late.pt"), lambda: True)
 
     assert files.reads == ["a.pt", "a.pt"]
     assert files.written == {Path("/data/b.pt")}

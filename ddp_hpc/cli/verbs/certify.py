@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from ddp_hpc.cli.formatting import as_json, table
 from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
 
 if TYPE_CHECKING:
-    from ddp_hpc.prove.certify.certificate import Certificate, CertifyPlan
+    from ddp_hpc.prove.certify.certificate import Certificate, Certification
     from ddp_hpc.prove.certify.verdicts import FaultResult
 
 LONGEST_SEED = 1 << 20
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Certify the script on this machine, and print the verdicts."""
     from ddp_hpc.cluster.slurm.allocation import is_in_job
     from ddp_hpc.cluster.slurm.own_job import without_ended_job
-    from ddp_hpc.prove.certify.certificate import CERTIFICATE, certify
+    from ddp_hpc.prove.certify.certificate import CERTIFICATE
 
     out = sys.stderr if args.json else sys.stdout
 
@@ -93,21 +93,23 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         environment, note = without_ended_job(environment)
         if note:
             show(note)
-        plan = _plan(args, environment)
+        asked = _certification(args, environment, lambda text: show(f"... {text}"))
         if shutil.which("srun", path=environment.get("PATH", "")) and not is_in_job(environment):
             show(f"... all runs take place on this machine; to have them on a compute node: `{ON_A_NODE}`")
-        show(f"... random seed {plan.seed}, runs in {plan.folder}")
-        certificate = certify(plan, environment, lambda text: show(f"... {text}"), show_finding)
+        show(f"... random seed {asked.seed}, runs in {asked.folder}")
+        certificate = asked.certify(show_finding)
         text = as_json(asdict(certificate) | {"is_good": certificate.is_good})
-        replace_text(plan.folder / CERTIFICATE, f"{text}\n")
+        replace_text(asked.folder / CERTIFICATE, f"{text}\n")
         print(text if args.json else as_text(certificate))
     if not certificate.tried:
         return REFUSED
     return FINISHED if certificate.is_good else FAILED
 
 
-def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> CertifyPlan:
-    from ddp_hpc.prove.certify.certificate import CertifyPlan, ranks_of
+def _certification(
+    args: argparse.Namespace, environment: Mapping[str, str], say: Callable[[str], None]
+) -> Certification:
+    from ddp_hpc.prove.certify.certificate import Certification, ranks_of
     from ddp_hpc.prove.certify.faults import FAULTS
     from ddp_hpc.run.config import resolve
     from ddp_hpc.run.spec.script import program_of
@@ -129,17 +131,19 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> CertifyPl
             "it watches. Set `resources.nodes=1`. To try faults on several nodes, use `ddp-hpc drill`."
         )
     site = Path(args.site).absolute() if args.site and Path(args.site).is_file() else args.site
-    return CertifyPlan(
+    return Certification(
         command=args.command,
         settings=[*args.settings, *([f"--site={site}"] if site else [])],
         faults=faults,
         work_dir=Path.cwd(),
         folder=runs_dir / f"certify-{program_of(args.command).name}-{time.strftime('%m%d-%H%M%S')}",
         left_out=(runs_dir, *runs_dir.glob("certify-*")),
-        may_change=tuple(args.may_change),
+        may_change=args.may_change,
         seed=secrets.randbelow(LONGEST_SEED) if args.random_seed is None else args.random_seed,
         patience_s=args.patience,
         is_kept=args.keep,
+        environ=environment,
+        say=say,
     )
 
 

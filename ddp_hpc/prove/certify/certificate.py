@@ -18,7 +18,7 @@ from ddp_hpc.prove.certify.outside import STATE_SUFFIXES, command_in, named_path
 from ddp_hpc.prove.certify.records import RunRecord
 from ddp_hpc.prove.certify.sandbox import copy_of, files_in
 from ddp_hpc.prove.certify.saved_files import is_saved_state, plain
-from ddp_hpc.prove.certify.trial import Order, Trial
+from ddp_hpc.prove.certify.trial import Trial
 from ddp_hpc.prove.certify.verdicts import FaultResult, judge, needs_second_run
 from ddp_hpc.run.spec.script import program_of
 
@@ -29,26 +29,6 @@ CERTIFICATE = "certificate.json"
 """In the directory of the runs: the result, as `--json` prints it."""
 SILENCES = 3.0
 """A silence of this many times the longest one of the undisturbed run does not count as a hang yet."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CertifyPlan:
-    """One certification, as the user asks for it."""
-
-    command: Sequence[str]
-    settings: Sequence[str]
-    faults: Sequence[str]
-    work_dir: Path
-    folder: Path
-    """Where its runs take place."""
-    left_out: tuple[Path, ...] = ()
-    """What is not copied: the directory of the runs, and those of earlier certifications."""
-    may_change: tuple[Path, ...] = ()
-    """What others change, or the script may: it is not watched."""
-    seed: int
-    patience_s: float
-    is_kept: bool = False
-    """Whether the directories of runs without a complaint stay."""
 
 
 @dataclass(kw_only=True)
@@ -81,65 +61,71 @@ class Certificate:
         return bool(self.tried) and all(one.is_good for one in self.findings)
 
 
-def certify(
-    plan: CertifyPlan,
-    environ: Mapping[str, str],
-    say: Callable[[str], None],
-    on_finding: Callable[[FaultResult], None] = lambda _: None,
-) -> Certificate:
-    """Run the script undisturbed and under each fault; return the verdicts."""
-    certification = _Certification(plan, environ, say)
-    certificate = certification.begin()
-    if certificate.findings:  # it hangs undisturbed
-        on_finding(certificate.findings[0])
-        return certificate
-    say(time_needed(certificate.seconds, len(plan.faults)))
-    rng = random.Random(plan.seed)
-    for name in plan.faults:
-        finding = certification.try_fault(name, rng)
-        certificate.findings.append(finding)
-        on_finding(finding)
-    certificate.is_deterministic = certification.baseline.is_deterministic
-    if certificate.is_good and not plan.is_kept:  # nothing is left to compare
-        for name in certification.names:
-            shutil.rmtree(plan.folder / name, ignore_errors=True)
-    return certificate
+@dataclass(kw_only=True)
+class Certification:
+    """One certification, as the user asks for it."""
 
-
-@dataclass
-class _Certification:
-    plan: CertifyPlan
+    command: Sequence[str]
+    settings: Sequence[str]
+    faults: Sequence[str]
+    work_dir: Path
+    folder: Path
+    """Where its runs take place."""
+    left_out: Sequence[Path] = ()
+    """What is not copied: the directory of the runs, and those of earlier certifications."""
+    may_change: Sequence[Path] = ()
+    """What others change, or the script may: it is not watched."""
+    seed: int
+    patience_s: float
+    is_kept: bool = False
+    """Whether the directories of runs without a complaint stay."""
     environ: Mapping[str, str]
     say: Callable[[str], None]
     baseline: Baseline = field(init=False)
     names: set[str] = field(default_factory=set)
     """Of the directories of its runs."""
     notes: list[str] = field(default_factory=list)
-    _left_out: set[Path] = field(default_factory=set)
+    _old_states: set[Path] = field(default_factory=set)
+    """Of an earlier run; they are not copied."""
     _save_names: frozenset[str] = frozenset()
     _command: Sequence[str] = ()
     _outside: tuple[Path, ...] = ()
-    _patience_s: float = 0.0
     _printing_rank: int = 0
 
-    def begin(self) -> Certificate:
+    def certify(self, on_finding: Callable[[FaultResult], None] = lambda _: None) -> Certificate:
+        """Run the script undisturbed and under each fault; return the verdicts."""
+        certificate = self._begin()
+        if certificate.findings:  # it hangs undisturbed
+            on_finding(certificate.findings[0])
+            return certificate
+        self.say(time_needed(certificate.seconds, len(self.faults)))
+        rng = random.Random(self.seed)
+        for name in self.faults:
+            finding = self._try_fault(name, rng)
+            certificate.findings.append(finding)
+            on_finding(finding)
+        certificate.is_deterministic = self.baseline.is_deterministic
+        if certificate.is_good and not self.is_kept:  # nothing is left to compare
+            for name in self.names:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        return certificate
+
+    def _begin(self) -> Certificate:
         """Run the script undisturbed; return what it does."""
-        plan = self.plan
-        self._left_out, self._patience_s = {*plan.left_out, plan.folder}, plan.patience_s
-        self._command = command_in(plan.work_dir, plan.command)
-        texts = texts_in_source(program_of(self._command), plan.work_dir)
-        variables = [one for one in plan.settings if one.startswith("env.")]
+        self._command = command_in(self.work_dir, self.command)
+        texts = texts_in_source(program_of(self._command), self.work_dir)
+        variables = [one for one in self.settings if one.startswith("env.")]
         self._outside = self._watched(named_paths((*self._command[1:], *variables), texts))
         refuse_saved_states(self._outside, apart_from=self._of_other_runs)
         self.say("running the script undisturbed")
         record = self._undisturbed("undisturbed")
         self.baseline = Baseline(record=record)
-        self._patience_s = max(plan.patience_s, SILENCES * record.longest_silence_s)
+        self.patience_s = max(self.patience_s, SILENCES * record.longest_silence_s)
         self.notes += _limits(self.baseline)
         certificate = Certificate(
-            command=shown(plan.command),
-            seed=plan.seed,
-            folder=str(plan.folder),
+            command=shown(self.command),
+            seed=self.seed,
+            folder=str(self.folder),
             seconds=round(record.seconds, 1),
             unit=self.baseline.scale.unit,
             num_positions=len(self.baseline.positions),
@@ -153,13 +139,13 @@ class _Certification:
         return certificate
 
     def _watched(self, paths: Sequence[Path]) -> tuple[Path, ...]:
-        return tuple(path for path in paths if not any(path.is_relative_to(one) for one in self.plan.may_change))
+        return tuple(path for path in paths if not any(path.is_relative_to(one) for one in self.may_change))
 
     @property
     def _of_other_runs(self) -> tuple[Path, ...]:
         """Directories that certify, other runs and, as the user says, others write to, also where a path that the script names contains them."""
-        ours = (*self.plan.left_out, self.plan.folder, *self.plan.may_change)
-        return tuple(one for one in ours if not self.plan.work_dir.is_relative_to(one))
+        ours = (*self.left_out, self.folder, *self.may_change)
+        return tuple(one for one in ours if not self.work_dir.is_relative_to(one))
 
     def _undisturbed(self, name: str) -> RunRecord:
         trial, record = self._trial(name)
@@ -170,7 +156,7 @@ class _Certification:
             text = next(iter(last.failed_ranks.values()), "") or last.reason or record.outcome
             raise ConfigError(
                 f"The script does not finish without a fault, so certify tried no fault: {text.strip()[-600:].rstrip('.')}. "
-                f"{hint_on(text, self.plan.work_dir)}Read {trial.order.runs_dir}."
+                f"{hint_on(text, self.work_dir)}Read {trial.runs_dir}."
             )
         # The rank whose lines say where the training is: rank zero, if its lines do or none do.
         logs = {} if scale_of(last.lines).unit else last.logs
@@ -185,7 +171,7 @@ class _Certification:
         self._save_names = frozenset(trial.begun_names - known) if last.saves else frozenset()
         return record
 
-    def try_fault(self, name: str, rng: random.Random) -> FaultResult:
+    def _try_fault(self, name: str, rng: random.Random) -> FaultResult:
         """Run the script under one fault; return the verdict."""
         fault = FAULTS[name]
         trigger = trigger_of(fault, self.baseline.record, rng)
@@ -201,46 +187,44 @@ class _Certification:
             )
             self.baseline = replace(self.baseline, second=self._undisturbed("undisturbed-2"))
         finding = judge(name, TrialEvidence(fault, record, self.baseline))
-        finding.run = str(trial.order.run.path)
-        if finding.is_good and not self.plan.is_kept:
-            shutil.rmtree(trial.order.work_dir.parent, ignore_errors=True)
+        finding.run = str(trial.directory.path)
+        if finding.is_good and not self.is_kept:
+            shutil.rmtree(trial.work_dir.parent, ignore_errors=True)
         return finding
 
     def _trial(
         self, name: str, fault: TrialFault | None = None, trigger: Trigger | None = None
     ) -> tuple[Trial, RunRecord]:
         # A directory of its own around the copy: what the script writes to `../out` belongs to this run alone, and is seen.
-        work_dir, runs_dir = self.plan.folder / name / "work", self.plan.folder / "runs"
+        work_dir, runs_dir = self.folder / name / "work", self.folder / "runs"
         self.names.add(name)
-        linked = copy_of(self.plan.work_dir, work_dir, left_out=self._left_out)
+        linked = copy_of(self.work_dir, work_dir, left_out=(*self.left_out, self.folder, *self._old_states))
         runs_dir.mkdir(parents=True, exist_ok=True)
         before = files_in(work_dir)
         outside = (*self._outside, *self._watched(linked))
         trial = Trial(
-            Order(
-                name=name,
-                work_dir=work_dir,
-                runs_dir=runs_dir,
-                command=self._command,
-                settings=self._settings(fault),
-                patience_s=self._patience_s,
-                environ=self.environ,
-                fault=fault,
-                trigger=trigger,
-                save_names=self._save_names,
-                printing_rank=self._printing_rank,
-                progress=values_of(self.plan.settings).get("script.progress"),
-                outside=outside,
-                apart_from=tuple(
-                    one for one in self._of_other_runs if not any(path.is_relative_to(one) for path in outside)
-                ),
-            )
+            name=name,
+            work_dir=work_dir,
+            runs_dir=runs_dir,
+            command=self._command,
+            settings=self._settings(fault),
+            patience_s=self.patience_s,
+            environ=self.environ,
+            fault=fault,
+            trigger=trigger,
+            save_names=self._save_names,
+            printing_rank=self._printing_rank,
+            progress=values_of(self.settings).get("script.progress"),
+            outside=outside,
+            apart_from=tuple(
+                one for one in self._of_other_runs if not any(path.is_relative_to(one) for path in outside)
+            ),
         )
         record = trial.run()
-        self._refuse_outputs_elsewhere(trial.order, record)
+        self._refuse_outputs_elsewhere(trial, record)
         old = [] if fault else earlier_states(before, work_dir, record)
-        if old and not self._left_out.issuperset(self.plan.work_dir / path for path in old):
-            self._left_out.update(self.plan.work_dir / path for path in old)
+        if old and not self._old_states.issuperset(self.work_dir / path for path in old):
+            self._old_states.update(self.work_dir / path for path in old)
             self.notes.append(
                 f"{', '.join(old)} of an earlier run is left out of the copies, so that each run starts from scratch"
             )
@@ -250,16 +234,16 @@ class _Certification:
 
     def _settings(self, fault: TrialFault | None) -> list[str]:
         """Return the user's settings, and ours."""
-        user = values_of(self.plan.settings)
+        user = values_of(self.settings)
         others = {key: value for key, value in user.items() if key not in {"name", "runs_dir"}}
         mine = {
-            "script.stop_within_s": str(int(3 * self._patience_s) + 1),
+            "script.stop_within_s": str(int(3 * self.patience_s) + 1),
             **others,
             "script.stop_signal": fault.stop_signal if fault else "TERM",
         }
-        return [*ranks_of(self.plan.settings), *(f"{key}={value}" for key, value in mine.items())]
+        return [*ranks_of(self.settings), *(f"{key}={value}" for key, value in mine.items())]
 
-    def _refuse_outputs_elsewhere(self, order: Order, record: RunRecord) -> None:
+    def _refuse_outputs_elsewhere(self, trial: Trial, record: RunRecord) -> None:
         if record.outside:
             raise ConfigError(
                 f"The script wrote {record.outside[0]}, which is outside of its working directory, so certify has ended it: the runs would "
@@ -267,12 +251,12 @@ class _Certification:
                 "below a link to a directory elsewhere. If it is a cache, or another program has written there: `--may-change "
                 f"{Path(record.outside[0]).parent}`."
             )
-        own = {order.work_dir, order.runs_dir, *(self.plan.folder / name for name in self.names)}
-        beside = [*order.work_dir.parent.iterdir(), *self.plan.folder.iterdir()]
+        own = {trial.work_dir, trial.runs_dir, *(self.folder / name for name in self.names)}
+        beside = [*trial.work_dir.parent.iterdir(), *self.folder.iterdir()]
         if strays := sorted({*beside} - own):
             raise ConfigError(
-                f"The script wrote `{os.path.relpath(strays[0], order.work_dir)}`, beside its working directory and not below it. Certify the script from the "
-                f"directory above: `cd ..`, then `ddp-hpc certify -- python {self.plan.work_dir.name}/...`. Or give it a path below the "
+                f"The script wrote `{os.path.relpath(strays[0], trial.work_dir)}`, beside its working directory and not below it. Certify the script from the "
+                f"directory above: `cd ..`, then `ddp-hpc certify -- python {self.work_dir.name}/...`. Or give it a path below the "
                 "working directory for its output."
             )
 
@@ -287,7 +271,7 @@ def _limits(baseline: Baseline) -> Iterator[str]:
     if attempt.left_behind:
         named = "; ".join(one[:80] for one in attempt.left_behind[:3])
         yield f"the script left processes running when it ended, and certify killed them: {named}"
-    if attempt.num_ranks < 2:
+    if len(attempt.logs) < 2:
         yield "the script ran with one rank, so whether ranks agree was not tested; to test it: `resources.workers_per_node=2`"
 
 

@@ -9,7 +9,6 @@ import select
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +22,8 @@ _CHANGES = _MODIFIED | _WRITTEN | _MOVED_FROM | _MOVED_TO | _CREATED | _DELETED
 _HEADER = struct.Struct("iIII")
 _BUFFER_BYTES = 1 << 16
 Kind = Literal["begun", "done", "named", "read", "gone"]
+"""A file's writing has begun or goes on; it was written to its end; it got this name; it was read; it was deleted or renamed."""
+FileEvent = tuple[Kind, Path]
 _KINDS: Mapping[int, Kind] = {
     _READ: "read",
     _CREATED | _MODIFIED: "begun",
@@ -31,15 +32,6 @@ _KINDS: Mapping[int, Kind] = {
     _DELETED | _MOVED_FROM: "gone",
 }
 """The first whose bits are set in an event's mask."""
-
-
-@dataclass(frozen=True)
-class FileEvent:
-    """Something happened to a file."""
-
-    kind: Kind
-    """Its writing has begun or goes on; it was written to its end; it got this name; it was read; it was deleted or renamed."""
-    path: Path
 
 
 class FileEvents:
@@ -103,21 +95,21 @@ class FileEvents:
                     for file in self._add(path):
                         yield from self._events_before(file)
                 elif mask & _MOVED_FROM and self._only is not None:
-                    yield FileEvent("gone", path)
+                    yield "gone", path
                 continue
             kind = next((kind for bits, kind in _KINDS.items() if mask & bits), None)
             if kind is None or (kind != "read" and path in self._found and self._found[path] == _look(path)):
                 continue  # of a writing that was over when the directory was found
             if kind != "read":
                 self._found.pop(path, None)
-            yield FileEvent(kind, path)
+            yield kind, path
 
     def _events_before(self, file: Path) -> Iterator[FileEvent]:
         """Yield what happened to a file before its new directory was watched; of its events, some may still come."""
-        yield FileEvent("begun", file)
+        yield "begun", file
         if not is_half_written(file):
             self._found[file] = _look(file)
-            yield FileEvent("named", file)
+            yield "named", file
 
     def _concerns(self, path: Path, *, is_folder: bool) -> bool:
         """Tell whether a path is at or below one that is watched; a directory may also lie above one."""

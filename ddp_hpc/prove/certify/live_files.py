@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_hpc.prove.certify.file_events import FileEvent
+from ddp_hpc.prove.certify.file_events import Kind
 from ddp_hpc.prove.certify.output_lines import PrintedLine, parse, scale_of
 from ddp_hpc.prove.certify.sandbox import files_in
 from ddp_hpc.prove.certify.saved_files import SAVED_SUFFIXES, is_half_written, is_saved_state, plain
@@ -36,24 +36,24 @@ class LiveFiles:
     begun_names: set[str] = field(default_factory=set)
     """Of all files that were begun, `plain`."""
 
-    def note(self, event: FileEvent, has_position: Callable[[], bool]) -> bool:
-        """Note a file's event; return whether a saved state was written to its end.
+    def note(self, kind: Kind, path: Path, has_position: Callable[[], bool]) -> bool:
+        """Note what has happened to a file; return whether a saved state was written to its end.
 
         `has_position` tells whether the script has said where the training is: what it reads later, it does not resume from.
         """
-        is_save = self.is_of_save(event.path)
-        if event.kind == "read" and is_save and event.path not in self.written and not has_position():
-            self.reads.append(self.relative(event.path))
-        if event.kind not in {"read", "gone"}:
-            self.written.add(event.path)
-        if event.kind == "begun":
-            self.begun_names.add(plain(event.path.name))
-            if is_save and event.path not in self.being_written:
-                self.being_written.add(event.path)
+        is_save = self.is_of_save(path)
+        if kind == "read" and is_save and path not in self.written and not has_position():
+            self.reads.append(self.relative(path))
+        if kind not in {"read", "gone"}:
+            self.written.add(path)
+        if kind == "begun":
+            self.begun_names.add(plain(path.name))
+            if is_save and path not in self.being_written:
+                self.being_written.add(path)
                 self.num_begun += 1
-        elif event.kind in {"done", "named"}:
-            self.being_written.discard(event.path)
-            return self.is_state(event.path)
+        elif kind in {"done", "named"}:
+            self.being_written.discard(path)
+            return self.is_state(path)
         return False
 
     def is_state(self, path: Path) -> bool:

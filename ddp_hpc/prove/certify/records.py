@@ -45,7 +45,6 @@ class AttemptRecord:
     reads: tuple[str, ...] = ()
     """Saved states that were read before this attempt wrote them, and before the first position was printed."""
     saves: tuple[Save, ...] = ()
-    num_ranks: int = 0
     left_behind: tuple[str, ...] = ()
     """Command lines of processes that outlived the attempt."""
     script_s: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -9,7 +10,7 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -140,43 +141,26 @@ def _of_zip(data: bytes) -> Iterator[tuple[str, str]]:
             yield from ((name, _hash(archive.read(name))) for name in names)
             return
         folder = pickled[: -len("data.pkl")]
-        storages: dict[str, str] = {}
-
-        def storage(key: str) -> str:
-            if key not in storages:
-                storages[key] = _hash(archive.read(f"{folder}data/{key}"))
-            return storages[key]
-
-        tree = _Unpickler(io.BytesIO(archive.read(pickled))).load()
-        yield from _leaves("", tree, storage)
+        tree = _Unpickler(io.BytesIO(archive.read(pickled)), lambda key: archive.read(f"{folder}data/{key}")).load()
+        yield from _leaves("", tree)
 
 
-def _leaves(path: str, value: Any, storage: Any) -> Iterator[tuple[str, str]]:
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield each value below `value` with its path: `optimizer.param_groups.0.lr`."""
     if isinstance(value, _Tensor):
-        kind, shape = value.storage.kind, [*value.shape]
-        is_rng = kind == "ByteStorage" and len(shape) == 1 and shape[0] in _RNG_SIZES
-        yield path, f"{'rng' if is_rng else 'tensor'} {kind} {shape} {value.place} {storage(value.storage.key)}"
+        yield path, value
         return
     if not isinstance(value, Mapping | list | tuple):
         yield path, repr(value)
         return
     for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-        yield from _leaves(f"{path}.{key}" if path else str(key), item, storage)
+        yield from _leaves(f"{path}.{key}" if path else str(key), item)
 
 
-@dataclass(frozen=True)
-class _Storage:
-    key: str
-    kind: str
-    """`FloatStorage`."""
+class _Tensor(str):
+    """Stands for a tensor: its type, its shape, its place in the storage, and a hash of the storage's bytes."""
 
-
-@dataclass(frozen=True)
-class _Tensor:
-    storage: _Storage
-    place: tuple[Any, ...]
-    shape: tuple[int, ...]
+    __slots__ = ()
 
 
 class _Object(dict[Any, Any]):
@@ -209,8 +193,10 @@ class _Object(dict[Any, Any]):
         return type(self).__name__
 
 
-def _rebuild_tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> _Tensor:
-    return _Tensor(storage, (offset, tuple(stride)), tuple(size))
+def _rebuild_tensor(storage: tuple[str, str], offset: int, size: Any, stride: Any, *_: Any) -> _Tensor:
+    (kind, digest), shape = storage, [*size]
+    is_rng = kind == "ByteStorage" and len(shape) == 1 and shape[0] in _RNG_SIZES
+    return _Tensor(f"{'rng' if is_rng else 'tensor'} {kind} {shape} {(offset, tuple(stride))} {digest}")
 
 
 _KNOWN: Mapping[tuple[str, str], Any] = {
@@ -227,13 +213,18 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
 class _Unpickler(pickle.Unpickler):
     """Builds what a file of `torch.save` holds out of stand-ins, so that no code that the file names is run."""
 
+    def __init__(self, file: io.BytesIO, read_storage: Callable[[str], bytes]) -> None:
+        super().__init__(file)
+        self._digest = functools.cache(lambda key: _hash(read_storage(key)))
+
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         known = _KNOWN.get((module_name, global_name))
         return known or type(f"{module_name}.{global_name}", (_Object,), {})
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Any) -> tuple[str, str]:
+        """Return a storage's type (`FloatStorage`), and a hash of its bytes."""
         _, kind, key, *_ = pid
-        return _Storage(str(key), str(getattr(kind, "__name__", kind)).rpartition(".")[2])
+        return str(getattr(kind, "__name__", kind)).rpartition(".")[2], self._digest(str(key))
 
 
 def _hash(data: bytes) -> str:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ddp_hpc.base import processes
 from ddp_hpc.prove.certify.faults import Action, TrialFault, Trigger
-from ddp_hpc.prove.certify.file_events import FileEvent, FileEvents
+from ddp_hpc.prove.certify.file_events import FileEvents, Kind
 from ddp_hpc.prove.certify.live_files import LiveFiles, LiveOutput
 from ddp_hpc.prove.certify.live_processes import MARK, VANISH_S, LiveProcesses, end_all_below, end_survivors
 from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord, Save
@@ -40,9 +40,9 @@ _TAIL = 60_000
 _ABORTED = "Fatal Python error: Aborted"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """What to run, and where."""
+@dataclass(kw_only=True)
+class Trial:
+    """One run: what to run and where, and what is seen of it."""
 
     name: str
     work_dir: Path
@@ -64,17 +64,6 @@ class Order:
     """Paths outside of the copy that the script must not change: its command, its source or a link in the copy names them."""
     apart_from: tuple[Path, ...] = ()
     """Directories below these paths that others change."""
-
-    @property
-    def run(self) -> RunDir:
-        return RunDir(self.runs_dir / self.name)
-
-
-@dataclass
-class Trial:
-    """One run."""
-
-    order: Order
     began: float = field(default_factory=time.monotonic)
     injected: InjectedFault | None = None
     """The newest."""
@@ -87,16 +76,19 @@ class Trial:
     _looked_at: float = 0.0
     _longest_silence_s: float = 0.0
 
+    @property
+    def directory(self) -> RunDir:
+        return RunDir(self.runs_dir / self.name)
+
     def run(self) -> RunRecord:
         """Run the script to its end; return what was seen."""
-        order = self.order
-        before = files_in(order.work_dir)
+        before = files_in(self.work_dir)
         attempts: list[AttemptRecord] = []
         num_vain = 0
-        self._events = FileEvents(order.work_dir)
+        self._events = FileEvents(self.work_dir)
         # What is written at or below a path is seen from there, or from the nearest directory that there is.
-        folders = sorted({next(one for one in (path, *path.parents) if one.is_dir()) for path in order.outside})
-        self._outer = FileEvents(*folders, only=order.outside, apart_from=order.apart_from)
+        folders = sorted({next(one for one in (path, *path.parents) if one.is_dir()) for path in self.outside})
+        self._outer = FileEvents(*folders, only=self.outside, apart_from=self.apart_from)
         try:
             while len(attempts) < MOST_ATTEMPTS:
                 attempt = self._attempt(len(attempts))
@@ -111,13 +103,13 @@ class Trial:
             self._outer.close()
         outcome: Literal["finished", "failed", "hung", "untouched"] = "hung" if self._stacks else "failed"
         if attempts[-1].ending == "finished":
-            outcome = "untouched" if order.trigger is not None and self.injected is None else "finished"
-        after = files_in(order.work_dir)
+            outcome = "untouched" if self.trigger is not None and self.injected is None else "finished"
+        after = files_in(self.work_dir)
         return RunRecord(
             outcome=outcome,
             attempts=tuple(attempts),
             injected=self.injected,
-            final={path: read(order.work_dir / path) for path, look in after.items() if before.get(path) != look},
+            final={path: read(self.work_dir / path) for path, look in after.items() if before.get(path) != look},
             stacks=self._stacks,
             seconds=time.monotonic() - self.began,
             longest_silence_s=self._longest_silence_s,
@@ -128,20 +120,20 @@ class Trial:
 
     def _attempt(self, number: int) -> AttemptRecord:
         self._number = number
-        self._output = LiveOutput(self.order.run.rank_log(number, self.order.printing_rank), self.began)
-        self._files = LiveFiles(self.order.work_dir, self.order.save_names, self.order.progress)
-        self._processes = LiveProcesses(self.order.run)
+        self._output = LiveOutput(self.directory.rank_log(number, self.printing_rank), self.began)
+        self._files = LiveFiles(self.work_dir, self.save_names, self.progress)
+        self._processes = LiveProcesses(self.directory)
         self._saves: list[Save] = []
         self._due_at: float | None = None
         self._is_injected = False
         self._alive_at = time.monotonic()
-        said = self.order.runs_dir / f"{self.order.name}.submit.txt"
+        said = self.runs_dir / f"{self.name}.submit.txt"
         with said.open("ab") as file:
             # In a session of its own: Ctrl-C on the terminal interrupts this process alone, which then ends the run.
             submitted = subprocess.Popen(
                 self._argv(),
-                cwd=self.order.work_dir,
-                env={**self.order.environ, "PYTHONFAULTHANDLER": "1", MARK: str(self.order.run.path)},
+                cwd=self.work_dir,
+                env={**self.environ, "PYTHONFAULTHANDLER": "1", MARK: str(self.directory.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -153,7 +145,7 @@ class Trial:
                     self._tick()
                     if self._processes.have_computed():
                         self._alive_at = time.monotonic()
-                    if time.monotonic() - self._alive_at > self.order.patience_s:
+                    if time.monotonic() - self._alive_at > self.patience_s:
                         self._ask_for_stacks()
                         self._cancel()
                         with suppress(subprocess.TimeoutExpired):
@@ -170,32 +162,32 @@ class Trial:
     def _argv(self) -> list[str]:
         where = ["--cluster=local", "--wait"]  # also in a job: this process watches the files of its own node
         # Each attempt is a submission of its own, which is watched from its beginning.
-        mine = [f"name={self.order.name}", f"runs_dir={self.order.runs_dir}"]
-        keys = ["restart.in_place=false", *self.order.settings, *mine]
-        return [sys.executable, "-m", "ddp_hpc", "submit", *where, *keys, "--", *self.order.command]
+        mine = [f"name={self.name}", f"runs_dir={self.runs_dir}"]
+        keys = ["restart.in_place=false", *self.settings, *mine]
+        return [sys.executable, "-m", "ddp_hpc", "submit", *where, *keys, "--", *self.command]
 
     def _tick(self) -> None:
-        for event in self._events.wait(TICK_S):
-            self._note(event)
+        for kind, path in self._events.wait(TICK_S):
+            self._note(kind, path)
         self._read_output()
-        self._outside.update(str(event.path) for event in self._outer.wait(0.0))
+        self._outside.update(str(path) for _, path in self._outer.wait(0.0))
         now = time.monotonic()
         if now - self._looked_at > LOOK_S and not (self._is_injected and self._processes.scripts):
             self._looked_at = now
             self._processes.find()
         self._inject_if_due()
 
-    def _note(self, event: FileEvent) -> None:
+    def _note(self, kind: Kind, path: Path) -> None:
         """Take a file's event; inject the fault at once where it waits for it."""
-        if event.kind != "read":
+        if kind != "read":
             self._alive_at = time.monotonic()
-        if self._files.note(event, self._output.has_position):
-            self._saves.append(self._save(event.path, in_place=event.kind == "done"))
+        if self._files.note(kind, path, self._output.has_position):
+            self._saves.append(self._save(path, in_place=kind == "done"))
         self._inject_if_due()
 
     def _save(self, path: Path, *, in_place: bool) -> Save:
         contents, at = None, time.monotonic() - self.began
-        if self.order.fault is None:  # the undisturbed run: what it has saved is what others are compared with
+        if self.fault is None:  # the undisturbed run: what it has saved is what others are compared with
             with suppress(OSError):
                 contents = read(path)
         self._read_output()
@@ -214,7 +206,7 @@ class Trial:
 
     def _inject_if_due(self) -> None:
         """Inject the fault once its moment has come; a kill within a save also comes again, where no save was hit."""
-        fault, trigger = self.order.fault, self.order.trigger
+        fault, trigger = self.fault, self.trigger
         if fault is None or trigger is None or self._is_injected or not self._processes.scripts:
             return
         if self.injected is not None and (
@@ -231,7 +223,7 @@ class Trial:
         action = self._processes.action_of(fault.stop_signal) if fault.is_stop else ""
         _ACTIONS[fault.action](self._processes, self._output)
         if fault.is_stop:
-            ask_to_stop(self.order.run)
+            ask_to_stop(self.directory)
         at = time.monotonic() - self.began
         self.injected = InjectedFault(
             attempt=self._number, at_line=len(self._output.lines), at=at, signal_action=action
@@ -240,16 +232,16 @@ class Trial:
     def _with_states(self, injected: InjectedFault) -> InjectedFault:
         """Add what the saved files were when all processes of the attempt had gone."""
         half, whole = self._files.states_now()
-        for event in self._events.wait(0.0):
-            if event.kind != "read":  # this process has read them
-                self._note(event)
+        for kind, path in self._events.wait(0.0):
+            if kind != "read":  # this process has read them
+                self._note(kind, path)
         was_in_save = bool(half or self._files.being_written)
         return replace(injected, half_written=half, present=tuple(whole), was_in_save=was_in_save)
 
     # --- the end of an attempt -------------------------------------------------------------------------------------
 
     def _record(self, said: Path, left_behind: Sequence[str]) -> AttemptRecord:
-        run = self.order.run
+        run = self.directory
         entry = next((one for one in Ledger.read(run).attempts if one.attempt == self._number), None)
         logs = {
             int(path.stem.partition("-")[2]): path.read_bytes()[-_TAIL:].decode("utf-8", errors="replace")
@@ -268,7 +260,6 @@ class Trial:
             lost_ranks=frozenset(one.rank for one in failures if one.is_secondary),
             reads=tuple(dict.fromkeys(self._files.reads)),
             saves=tuple(self._saves),
-            num_ranks=len(logs),
             left_behind=tuple(left_behind),
             script_s=0.0 if since is None else time.monotonic() - since,
         )
@@ -280,7 +271,7 @@ class Trial:
         deadline = time.monotonic() + STACKS_S
         while time.monotonic() < deadline and len(self._stacks) < max(1, len(self._processes.scripts)):
             time.sleep(0.1)
-            for path in self.order.run.attempt_logs(self._number).glob("rank-*.log"):
+            for path in self.directory.attempt_logs(self._number).glob("rank-*.log"):
                 _, is_there, stack = path.read_text(encoding="utf-8", errors="replace").rpartition(_ABORTED)
                 if is_there and stack:
                     self._stacks[int(path.stem.partition("-")[2])] = stack
@@ -293,10 +284,10 @@ class Trial:
             end_all_below(submitted.pid)
             submitted.wait()
         self._cancel()
-        return end_survivors(self.order.run, " ".join(self.order.command))
+        return end_survivors(self.directory, " ".join(self.command))
 
     def _cancel(self) -> None:
-        run = self.order.run
+        run = self.directory
         newest = Ledger.read(run).newest
         if newest is not None and newest.is_last:
             return
@@ -304,7 +295,7 @@ class Trial:
             if not processes.is_locked(run.lock):
                 return
         argv = [sys.executable, "-m", "ddp_hpc", "cancel", str(run.path)]
-        environ, nothing = dict(self.order.environ), subprocess.DEVNULL
+        environ, nothing = dict(self.environ), subprocess.DEVNULL
         subprocess.run(argv, env=environ, stdin=nothing, capture_output=True, check=False, start_new_session=True)
 
 
