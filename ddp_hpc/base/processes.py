@@ -220,7 +220,7 @@ def unclaimed_stop_signals() -> set[signal.Signals]:
     That is, a recipe may print its stacks at SIGUSR1 (`faulthandler.register`). Slurm's own signals always ask to stop.
     """
     # By /proc, because `signal.getsignal` does not know of handlers in C. Python itself catches SIGINT.
-    has_own = {number for number in (*STOP_SIGNALS, *INTERRUPTIONS) if _is_in(os.getpid(), number, "SigCgt")}
+    has_own = {number for number in (*STOP_SIGNALS, *INTERRUPTIONS) if is_in_mask(os.getpid(), number, "SigCgt")}
     if signal.getsignal(CTRL_C) is signal.default_int_handler:
         has_own.discard(CTRL_C)
     return {*SLURMS_SIGNALS, *({*STOP_SIGNALS, *blocked_interruptions()} - has_own)}
@@ -400,21 +400,21 @@ def show_as_listening() -> None:
 
 def is_listening(pid: int, number: int = signal.SIGUSR2) -> bool:
     """Tell whether a process blocks or catches a stop signal; the signal would kill any other process."""
-    return _is_in(pid, number, "SigBlk", "SigCgt")
+    return is_in_mask(pid, number, "SigBlk", "SigCgt")
 
 
 def outlasts(pid: int, number: int) -> bool:
     """Tell whether a process catches or ignores a signal, so that it does not end by it at once."""
-    return _is_in(pid, number, "SigCgt", "SigIgn")
+    return is_in_mask(pid, number, "SigCgt", "SigIgn")
 
 
 def is_in_background(pid: int) -> bool:
     """Tell whether a shell without job control has started a process with `&`: it ignores SIGQUIT then."""
     # https://pubs.opengroup.org/onlinepubs/9699919799/utilities/V3_chap02.html#tag_18_11; few programs change that.
-    return _is_in(pid, signal.SIGQUIT, "SigIgn")
+    return is_in_mask(pid, signal.SIGQUIT, "SigIgn")
 
 
-def _is_in(pid: int, number: int, *fields: str) -> bool:
+def is_in_mask(pid: int, number: int, *fields: str) -> bool:
     """Tell whether a signal is in one of these fields of /proc/PID/status; in none once the process is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")

@@ -26,7 +26,7 @@ from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay import auditing
 from ddp_hpc.prove.replay.auditing import AuditReport, Segment, audit, chosen, judged, segments_of, verdict_of
 from ddp_hpc.prove.replay.bisecting import narrowed
-from ddp_hpc.prove.replay.history import History, environ_of, read_history
+from ddp_hpc.prove.replay.history import History, environ_of, numeric_variables, read_history
 from ddp_hpc.prove.replay.private_run import Wanted, _run_supervised, compute_again, num_gpus_here, replay_spec
 from ddp_hpc.prove.replay.record import Record, compare
 from ddp_hpc.prove.replay.replaying import ReplayReport, check_range
@@ -118,8 +118,8 @@ def test_variables_that_decide_how_numbers_are_added_are_those_of_the_run_and_no
     run, here = make_run(tmp_path), {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HOME": "/home/a"}
     write_environment(run, 0, capture({"OMP_NUM_THREADS": "2"}))
 
-    assert environ_of(run, inputs(0), here) == {"OMP_NUM_THREADS": "2", "HOME": "/home/a"}
-    assert environ_of(run, inputs(1), here) == here
+    assert environ_of(numeric_variables(run, inputs(0)), here) == {"OMP_NUM_THREADS": "2", "HOME": "/home/a"}
+    assert environ_of(numeric_variables(run, inputs(1)), here) == here
 
 
 def test_of_attempts_that_took_the_same_step_the_newest_counts() -> None:

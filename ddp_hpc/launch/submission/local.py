@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -127,7 +128,7 @@ def submit(request: SubmitRequest) -> Submission:
         claim.write(request.resolved)
         attempt = ownership.next_attempt(run)
         claim.is_to_stay = True  # first: Ctrl-C must not take the directory of what has started
-        guardian = _start_guardian(request)
+        guardian = start_guardian(run, request.import_paths, request.environ)
         ended = _await_training(run, attempt, guardian)
         if ended is not None and ended.exit_code == exit_codes.REFUSED:
             claim.is_to_stay = False
@@ -202,17 +203,19 @@ def _patience_s(run: RunDir) -> float:
     return STOP_PATIENCE_S if is_asked else 0.0
 
 
-def _start_guardian(request: SubmitRequest) -> subprocess.Popen[bytes]:
-    """Start the supervisor's guardian in a session of its own, so that both outlive this terminal."""
-    run = request.run
-    environ = {"PYTHONSAFEPATH": "ddp_hpc", **request.environ}  # else a `json.py` here would be taken for Python's
+def start_guardian(
+    run: RunDir, import_paths: Iterable[str | Path], environ: Mapping[str, str], *, place: str | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the supervisor's guardian in a session of its own, so that both outlive this terminal; in `place`, or else here."""
     with open_private(run.console, "ab") as console:
         guardian = subprocess.Popen(
-            [*supervisor_argv(run), *(f"--import-path={path}" for path in request.import_paths)],
+            [*supervisor_argv(run), *(f"--import-path={path}" for path in import_paths)],
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=console,
-            env=environ,
+            # Else a `json.py` here would be taken for Python's.
+            env={"PYTHONSAFEPATH": "ddp_hpc", **environ},
+            cwd=place,
             start_new_session=True,
         )
     keep(guardian)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
 from ddp_hpc.base import processes
 from ddp_hpc.job.script.life import LEAST_SHARE, cpu_seconds
 from ddp_hpc.prove.certify.records import SignalAction
-from ddp_hpc.prove.drill.injector import NodeProcess, processes_by_kind
+from ddp_hpc.prove.drill.injector import NodeProcess, list_processes, processes_by_kind
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -46,18 +45,15 @@ class LiveProcesses:
         newest = Ledger.read(self.run).newest
         if newest is None or newest.ending is not None:
             return
-        listed, parents = [], {}
+        listed: list[NodeProcess] = []
         with suppress(psutil.Error):
-            for each in psutil.Process(newest.pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    listed.append(NodeProcess(each.pid, each.ppid(), each.cmdline()))
-                    parents[each.pid] = each.ppid()
+            listed = list_processes(psutil.Process(newest.pid).children(recursive=True))
         self.workers = processes_by_kind([one for one in listed if one.argv], str(self.run.path))["worker"]
-        children = [[pid for pid, parent in parents.items() if parent == worker] for worker in self.workers]
+        children = [[one.pid for one in listed if one.parent == worker] for worker in self.workers]
         self.scripts = [min(pids) for pids in children if pids]
         if self.scripts and self.scripts_since is None:
             self.scripts_since = time.monotonic()
-        self.others = [pid for pid in parents if pid not in self.scripts and pid not in self.workers]
+        self.others = [one.pid for one in listed if one.pid not in self.scripts and one.pid not in self.workers]
 
     def have_computed(self) -> bool:
         """Tell whether the scripts have used the CPU since the last look, of which there is one a second."""
@@ -86,15 +82,12 @@ class LiveProcesses:
 
     def action_of(self, signal_name: str) -> SignalAction:
         """Return what rank zero's script does with a signal (proc(5), SigIgn and SigCgt)."""
-        try:
-            status = Path(f"/proc/{self.scripts[0]}/status").read_text(encoding="utf-8", errors="replace")
-        except OSError:
+        script, number = self.scripts[0], processes.signal_number(signal_name)
+        if processes.start_ticks(script) is None:
             return ""
-        fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-        bit = processes.signal_number(signal_name) - 1
-        if int(fields["SigIgn"], 16) >> bit & 1:
+        if processes.is_in_mask(script, number, "SigIgn"):
             return "ignored"
-        return "caught" if int(fields["SigCgt"], 16) >> bit & 1 else "default"
+        return "caught" if processes.is_in_mask(script, number, "SigCgt") else "default"
 
 
 def end_all_below(top: int) -> None:

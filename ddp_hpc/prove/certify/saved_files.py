@@ -178,13 +178,8 @@ class _Object(dict[Any, Any]):
         self["__state__"] = state
 
     def append(self, value: Any) -> None:
-        """Keep an item of a list."""
+        """Keep an item of a list; without an `extend`, pickle adds all of them so."""
         self[f"__item {len(self)}__"] = value
-
-    def extend(self, values: Any) -> None:
-        """Keep items of a list."""
-        for value in values:
-            self.append(value)
 
     def __hash__(self) -> int:  # type: ignore[override]  # it may be a key
         return id(self)

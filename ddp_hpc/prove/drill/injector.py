@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,10 +66,10 @@ def processes_by_kind(processes: Sequence[NodeProcess], run_path: str) -> Mappin
     return {kind: sorted(one.pid for one in ones) for kind, ones in by_kind.items()}
 
 
-def list_processes() -> list[NodeProcess]:
-    """Return the processes of this node."""
+def list_processes(found: Iterable[psutil.Process] | None = None) -> list[NodeProcess]:
+    """Return those of the processes that are not gone; all of this node, if none are given."""
     listed = []
-    for process in psutil.process_iter():
+    for process in psutil.process_iter() if found is None else found:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             listed.append(NodeProcess(process.pid, process.ppid(), process.cmdline()))
     return listed

@@ -71,9 +71,8 @@ def _differing(step: int, rank: int, one: Sequence[Entry], other: Sequence[Entry
     if one == other:
         return []
     mine, others = _keyed(one), _keyed(other)
-    order = {key: place for place, key in reversed([*enumerate(_merged([*mine], [*others]))])}
     values = []
-    for key, place in sorted(order.items(), key=lambda item: item[1]):
+    for place, key in enumerate(_merged([*mine], [*others])):
         a, b = mine.get(key), others.get(key)
         if a is not None and b is not None and (a["hash"], a.get("type")) == (b["hash"], b.get("type")):
             continue

@@ -41,8 +41,8 @@ class History:
     log_every: int = 1
     """`log.every_steps`."""
     uses_gpus: bool = False
-    numerics: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    """By attempt, the variables that decide in which order numbers are added; nothing where that was not recorded."""
+    numerics: Mapping[int, Mapping[str, str] | None] = field(default_factory=dict)
+    """By attempt, the variables that decide in which order numbers are added; None where that was not recorded."""
     notes: Sequence[str] = ()
 
     def sound_checkpoint(self, step: int) -> tuple[int, list[str]]:
@@ -79,7 +79,7 @@ class History:
 
     def _given(self, inputs: AttemptInputs) -> tuple[AttemptInputs, Mapping[str, str]]:
         """Return all that decides which numbers an attempt computes."""
-        return replace(inputs, attempt=0), self.numerics.get(inputs.attempt, {})
+        return replace(inputs, attempt=0), self.numerics.get(inputs.attempt) or {}
 
 
 def read_history(run: RunDir) -> History:
@@ -115,7 +115,7 @@ def read_history(run: RunDir) -> History:
         last_step=last,
         log_every=spec.log.every_steps,
         uses_gpus=spec.resources.num_gpus > 0,
-        numerics={inputs.attempt: numeric_variables(run, inputs) or {} for _, inputs in begun},
+        numerics={inputs.attempt: numeric_variables(run, inputs) for _, inputs in begun},
         notes=notes,
     )
 
@@ -142,12 +142,11 @@ def environment_of(run: RunDir, inputs: AttemptInputs) -> Environment | None:
         return None
 
 
-def environ_of(run: RunDir, inputs: AttemptInputs, environ: Mapping[str, str]) -> dict[str, str]:
+def environ_of(numeric: Mapping[str, str] | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` with the variables by which an attempt added its numbers, and without others of their kind; as it is if that was not recorded."""
-    numeric = numeric_variables(run, inputs)
     if numeric is None:
         return {**environ}
-    return {name: value for name, value in environ.items() if not name.startswith(_NUMERIC)} | numeric
+    return {**{name: value for name, value in environ.items() if not name.startswith(_NUMERIC)}, **numeric}
 
 
 def numeric_variables(run: RunDir, inputs: AttemptInputs) -> dict[str, str] | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from ddp_hpc.base import processes
-from ddp_hpc.base.durable import make_directories, open_private, replace_text
+from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, NotComputedError, UnreadableError
 from ddp_hpc.cluster.machine.gpus import visible_gpus
 from ddp_hpc.launch.submission import local
@@ -155,7 +155,11 @@ def _compute(wanted: Wanted, replayed: Replayed, inputs: AttemptInputs, world: i
     place = inputs.work_dir if inputs.work_dir and Path(inputs.work_dir).is_dir() else None
     if inputs.work_dir and place is None:
         replayed.notes.append(f"the run's working directory {inputs.work_dir} is missing here")
-    given = {**environ_of(original, inputs, environ), "PYTHONSAFEPATH": "ddp_hpc", IN_REPLAY: "1"}
+    given = {
+        **environ_of(wanted.history.numerics.get(inputs.attempt), environ),
+        "PYTHONSAFEPATH": "ddp_hpc",
+        IN_REPLAY: "1",
+    }
     _run_supervised(run, import_paths, given, place, wanted.ended)
     run.done.unlink(missing_ok=True)
 
@@ -170,16 +174,8 @@ def _run_supervised(
     """Start the guardian, and wait for its end."""
     guardian: subprocess.Popen[bytes] | None = None
     try:
-        with open_private(run.console, "ab") as console, processes.signals_held_back():
-            guardian = subprocess.Popen(
-                [*local.supervisor_argv(run), *(f"--import-path={path}" for path in import_paths)],
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=console,
-                env=dict(environ),
-                cwd=place,
-                start_new_session=True,
-            )
+        with processes.signals_held_back():
+            guardian = local.start_guardian(run, import_paths, environ, place=place)
         while guardian.poll() is None:
             if ended.wait(_POLL_S):
                 raise KeyboardInterrupt  # noqa: TRY301  it is one, of another thread
