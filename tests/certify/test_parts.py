@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from ddp_hpc.cli.verbs.certify import as_text
 from ddp_hpc.prove.certify.certificate import Certificate
-from ddp_hpc.prove.certify.faults import FAULTS, Trigger, trigger_of
+from ddp_hpc.prove.certify.faults import FAULTS, trigger_of
 from ddp_hpc.prove.certify.file_events import FileEvents, Kind
 from ddp_hpc.prove.certify.live_files import LiveFiles
 from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
@@ -208,7 +208,7 @@ def test_a_moment_that_a_run_has_not_is_said() -> None:
 
     assert "names an evaluation" in str(trigger_of(FAULTS["kill-in-evaluation"], baseline.record, random.Random(0)))
     assert "no saved state" in str(trigger_of(FAULTS["kill-in-save"], no_saves, random.Random(0)))
-    assert trigger_of(FAULTS["kill-after-save"], baseline.record, random.Random(0)) == Trigger("save done", 3)
+    assert trigger_of(FAULTS["kill-after-save"], baseline.record, random.Random(0)) == ("save done", 3, 0.0)
 
 
 def test_a_kill_after_a_save_comes_before_the_files_of_the_last_one_as_the_run_may_end_with_them() -> None:
@@ -219,7 +219,7 @@ def test_a_kill_after_a_save_comes_before_the_files_of_the_last_one_as_the_run_m
     ]
     record = replace(baseline.record, attempts=(replace(baseline.attempt, saves=tuple(saves)),))
 
-    assert trigger_of(FAULTS["kill-after-save"], record, random.Random(0)) == Trigger("save done", 10)
+    assert trigger_of(FAULTS["kill-after-save"], record, random.Random(0)) == ("save done", 10, 0.0)
 
 
 def test_saves_of_a_script_that_prints_nothing_between_them_are_saves_of_their_own() -> None:
@@ -227,7 +227,7 @@ def test_saves_of_a_script_that_prints_nothing_between_them_are_saves_of_their_o
     silent = tuple(Save(path="last.pt", num_lines=0, at=float(number)) for number in range(10))
     record = replace(baseline.record, attempts=(replace(baseline.attempt, saves=silent),))
 
-    assert trigger_of(FAULTS["kill-after-save"], record, random.Random(0)) == Trigger("save done", 8)
+    assert trigger_of(FAULTS["kill-after-save"], record, random.Random(0)) == ("save done", 8, 0.0)
 
 
 def test_a_kill_in_an_evaluation_comes_before_its_result_is_printed() -> None:
@@ -237,9 +237,9 @@ def test_a_kill_in_an_evaluation_comes_before_its_result_is_printed() -> None:
 
     trigger = trigger_of(FAULTS["kill-in-evaluation"], record, random.Random(0))
 
-    assert isinstance(trigger, Trigger)
-    assert trigger.number == 5
-    assert 0 < trigger.then_s < 4
+    assert not isinstance(trigger, str)
+    assert trigger[:2] == ("line", 5)
+    assert 0 < trigger[2] < 4
 
 
 # --- the certificate ---------------------------------------------------------------------------------------------------

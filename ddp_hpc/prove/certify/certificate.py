@@ -221,7 +221,7 @@ class Certification:
             ),
         )
         record = trial.run()
-        self._refuse_outputs_elsewhere(trial, record)
+        self._refuse_outputs_elsewhere(trial)
         old = [] if fault else earlier_states(before, work_dir, record)
         if old and not self._old_states.issuperset(self.work_dir / path for path in old):
             self._old_states.update(self.work_dir / path for path in old)
@@ -243,13 +243,14 @@ class Certification:
         }
         return [*ranks_of(self.settings), *(f"{key}={value}" for key, value in mine.items())]
 
-    def _refuse_outputs_elsewhere(self, trial: Trial, record: RunRecord) -> None:
-        if record.outside:
+    def _refuse_outputs_elsewhere(self, trial: Trial) -> None:
+        if trial.written_outside:
+            written = min(trial.written_outside)
             raise ConfigError(
-                f"The script wrote {record.outside[0]}, which is outside of its working directory, so certify has ended it: the runs would "
+                f"The script wrote {written}, which is outside of its working directory, so certify has ended it: the runs would "
                 "overwrite each other's results, and yours. Give it a relative path for its output, below the working directory and not "
                 "below a link to a directory elsewhere. If it is a cache, or another program has written there: `--may-change "
-                f"{Path(record.outside[0]).parent}`."
+                f"{Path(written).parent}`."
             )
         own = {trial.work_dir, trial.runs_dir, *(self.folder / name for name in self.names)}
         beside = [*trial.work_dir.parent.iterdir(), *self.folder.iterdir()]

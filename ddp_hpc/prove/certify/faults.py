@@ -45,15 +45,8 @@ FAULTS: Mapping[str, TrialFault] = {
 }
 
 
-@dataclass(frozen=True)
-class Trigger:
-    """The moment of a fault."""
-
-    kind: Literal["line", "save begun", "save done"]
-    number: int
-    """Of the line that rank zero has printed, or of the save, counted from 1."""
-    then_s: float = 0.0
-    """How long after that."""
+Trigger = tuple[Literal["line", "save begun", "save done"], int, float]
+"""The moment of a fault: the line that rank zero has printed, or the save, counted from 1, and how many seconds after that."""
 
 
 def trigger_of(fault: TrialFault, undisturbed: RunRecord, rng: random.Random) -> Trigger | str:
@@ -62,9 +55,9 @@ def trigger_of(fault: TrialFault, undisturbed: RunRecord, rng: random.Random) ->
     if fault.moment in {"in a save", "after a save"}:
         return _at_save(fault, saves)
     if not lines:
-        return Trigger("line", 0, undisturbed.attempts[-1].script_s * rng.uniform(EARLIEST, LATEST))
+        return "line", 0, undisturbed.attempts[-1].script_s * rng.uniform(EARLIEST, LATEST)
     if fault.moment == "first steps":
-        return Trigger("line", min(FIRST_LINES, len(lines)))
+        return "line", min(FIRST_LINES, len(lines)), 0.0
     if fault.moment == "in evaluation":
         return _in_evaluation(lines, rng)
     last = max(1, len(lines) - 1)
@@ -73,19 +66,19 @@ def trigger_of(fault: TrialFault, undisturbed: RunRecord, rng: random.Random) ->
     else:
         first = max(int(EARLIEST * len(lines)), saves[0].num_lines + 1 if saves else 1)
         number = min(last, rng.randint(first, max(first, int(LATEST * len(lines)))))
-    return Trigger("line", number, _gap(lines, number) * rng.random())
+    return "line", number, _gap(lines, number) * rng.random()
 
 
 def _at_save(fault: TrialFault, saves: Sequence[Save]) -> Trigger | str:
     if not saves:
         return "certify recognised no saved state among the script's files; name them with `script.progress=PATTERN`"
     if fault.moment == "in a save":
-        return Trigger("save begun", len(saves) // 2 + 1)
+        return "save begun", len(saves) // 2 + 1, 0.0
     # Late, so that there are several to choose from, but not the last one: the run may end right after it. Files between which
     # nothing was printed belong to one save, which is whole with its last file.
     ends = [number for number, (one, after) in enumerate(pairwise(saves), 1) if after.num_lines > one.num_lines]
     ends = ends or [*range(1, len(saves))]  # nothing was printed, so each may be a save of its own
-    return Trigger("save done", max((one for one in ends if one <= len(saves) - 2), default=[len(saves), *ends][-1]))
+    return "save done", max((one for one in ends if one <= len(saves) - 2), default=[len(saves), *ends][-1]), 0.0
 
 
 def _in_evaluation(lines: Sequence[PrintedLine], rng: random.Random) -> Trigger | str:
@@ -94,7 +87,7 @@ def _in_evaluation(lines: Sequence[PrintedLine], rng: random.Random) -> Trigger 
     if not found:
         return "no line of the script's output names an evaluation, so certify does not know when one runs"
     number = found[len(found) // 2]
-    return Trigger("line", number, _gap(lines, number) * rng.uniform(0.2, 0.8))
+    return "line", number, _gap(lines, number) * rng.uniform(0.2, 0.8)
 
 
 def _gap(lines: Sequence[PrintedLine], number: int) -> float:

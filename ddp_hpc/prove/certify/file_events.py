@@ -37,12 +37,7 @@ _KINDS: Mapping[int, Kind] = {
 class FileEvents:
     """The events of all files below directories, from now on."""
 
-    def __init__(
-        self,
-        *roots: Path,
-        only: Collection[Path] | None = None,
-        apart_from: Collection[Path] = (),
-    ) -> None:
+    def __init__(self, *roots: Path, only: Collection[Path] | None = None, apart_from: Collection[Path] = ()) -> None:
         """Watch directories without those that no script reads as data, and without `apart_from`.
 
         With `only`, watch nothing but changes at and below these paths, which may not be there yet; the roots lie above them.

@@ -26,6 +26,8 @@ class LiveFiles:
     """Names of files that belong to a save, `plain`, as the undisturbed run showed."""
     pattern: str | None = None
     """The user's own pattern of saved files."""
+    begun_names: set[str] = field(default_factory=set)
+    """Of all files that were begun, `plain`, in this attempt and earlier ones."""
     num_begun: int = 0
     """How many files of saves were begun."""
     reads: list[str] = field(default_factory=list)
@@ -33,8 +35,6 @@ class LiveFiles:
     written: set[Path] = field(default_factory=set)
     """All files that were begun, or got their names by a renaming."""
     being_written: set[Path] = field(default_factory=set)
-    begun_names: set[str] = field(default_factory=set)
-    """Of all files that were begun, `plain`."""
 
     def note(self, kind: Kind, path: Path, has_position: Callable[[], bool]) -> bool:
         """Note what has happened to a file; return whether a saved state was written to its end.

@@ -92,17 +92,10 @@ class LiveProcesses:
 
 def end_all_below(top: int) -> None:
     """Kill a process of ours and all below it, and wait until they have vanished."""
-    # A process that stands still (SIGSTOP) starts no other, so what is found below the halted ones is all that there is.
-    halted, number = [top], processes.signal_number("STOP")
-    processes.send(halted, number)
-    with suppress(psutil.Error):
-        while new := [one.pid for one in psutil.Process(top).children(recursive=True) if one.pid not in halted]:
-            processes.send(new, number)
-            halted += new
-    processes.kill(halted)
-    deadline = time.monotonic() + VANISH_S
-    while any(processes.start_ticks(pid) is not None for pid in halted) and time.monotonic() < deadline:
-        time.sleep(_TICK_S)
+    with suppress(psutil.Error):  # what is started just now has our mark: `end_survivors` finds it
+        below = psutil.Process(top).children(recursive=True)
+        processes.kill([top, *(one.pid for one in below)])
+        psutil.wait_procs(below, timeout=VANISH_S)
 
 
 def end_survivors(run: RunDir, command: str) -> list[str]:

@@ -82,5 +82,3 @@ class RunRecord:
     """Of a run that hung: each rank's, innermost frame first."""
     seconds: float = 0.0
     longest_silence_s: float = 0.0
-    outside: tuple[str, ...] = ()
-    """Files outside of its directory that it wrote to."""

@@ -70,7 +70,8 @@ class Trial:
     begun_names: set[str] = field(default_factory=set)
     """Of all files that were begun, `plain`."""
     _num_injected: int = 0
-    _outside: set[str] = field(default_factory=set)
+    written_outside: set[str] = field(default_factory=set)
+    """Files outside of its directory that it wrote to."""
     _stacks: dict[int, str] = field(default_factory=dict)
     """Of each rank, once the run hangs."""
     _looked_at: float = 0.0
@@ -96,7 +97,7 @@ class Trial:
                 is_faulty = self.injected is not None and self.injected.attempt == len(attempts) - 1
                 num_vain = 0 if is_faulty or attempt.ending == "stopped" else num_vain + 1
                 is_over = attempt.ending in {"finished", "hung", "refused", ""} or num_vain >= MOST_VAIN
-                if is_over or self.injected is None or self._outside:
+                if is_over or self.injected is None or self.written_outside:
                     break
         finally:
             self._events.close()
@@ -113,7 +114,6 @@ class Trial:
             stacks=self._stacks,
             seconds=time.monotonic() - self.began,
             longest_silence_s=self._longest_silence_s,
-            outside=tuple(sorted(self._outside)),
         )
 
     # --- one attempt -----------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Trial:
     def _attempt(self, number: int) -> AttemptRecord:
         self._number = number
         self._output = LiveOutput(self.directory.rank_log(number, self.printing_rank), self.began)
-        self._files = LiveFiles(self.work_dir, self.save_names, self.progress)
+        self._files = LiveFiles(self.work_dir, self.save_names, self.progress, self.begun_names)
         self._processes = LiveProcesses(self.directory)
         self._saves: list[Save] = []
         self._due_at: float | None = None
@@ -141,7 +141,7 @@ class Trial:
                 preexec_fn=partial(processes.terminate_with_parent, os.getpid()),  # noqa: PLW1509  there are no threads here
             )
             try:
-                while submitted.poll() is None and not self._outside:
+                while submitted.poll() is None and not self.written_outside:
                     self._tick()
                     if self._processes.have_computed():
                         self._alive_at = time.monotonic()
@@ -156,7 +156,6 @@ class Trial:
         self._tick()
         if self._is_injected and self.injected is not None:
             self.injected = self._with_states(self.injected)
-        self.begun_names |= self._files.begun_names
         return self._record(said, left_behind)
 
     def _argv(self) -> list[str]:
@@ -170,7 +169,7 @@ class Trial:
         for kind, path in self._events.wait(TICK_S):
             self._note(kind, path)
         self._read_output()
-        self._outside.update(str(path) for _, path in self._outer.wait(0.0))
+        self.written_outside.update(str(path) for _, path in self._outer.wait(0.0))
         now = time.monotonic()
         if now - self._looked_at > LOOK_S and not (self._is_injected and self._processes.scripts):
             self._looked_at = now
@@ -214,8 +213,9 @@ class Trial:
         ):
             return
         counts = {"line": len(self._output.lines), "save begun": self._files.num_begun, "save done": len(self._saves)}
-        if self._due_at is None and counts[trigger.kind] >= (trigger.number if self._num_injected == 0 else 1):
-            self._due_at = time.monotonic() + trigger.then_s
+        kind, number, then_s = trigger
+        if self._due_at is None and counts[kind] >= (number if self._num_injected == 0 else 1):
+            self._due_at = time.monotonic() + then_s
         if self._due_at is None or time.monotonic() < self._due_at:
             return
         self._is_injected = True
@@ -243,10 +243,7 @@ class Trial:
     def _record(self, said: Path, left_behind: Sequence[str]) -> AttemptRecord:
         run = self.directory
         entry = next((one for one in Ledger.read(run).attempts if one.attempt == self._number), None)
-        logs = {
-            int(path.stem.partition("-")[2]): path.read_bytes()[-_TAIL:].decode("utf-8", errors="replace")
-            for path in run.attempt_logs(self._number).glob("rank-*.log")
-        }
+        logs = self._logs()
         failures = read_failures(run, self._number)
         text = said.read_text(encoding="utf-8", errors="replace").strip()
         ending = "" if entry is None or entry.ending is None else str(entry.ending)
@@ -264,6 +261,12 @@ class Trial:
             script_s=0.0 if since is None else time.monotonic() - since,
         )
 
+    def _logs(self) -> dict[int, str]:
+        """Return the end of each rank's log."""
+        paths = self.directory.attempt_logs(self._number).glob("rank-*.log")
+        tails = ((path, path.read_bytes()[-_TAIL:]) for path in paths)
+        return {int(path.stem.partition("-")[2]): tail.decode("utf-8", errors="replace") for path, tail in tails}
+
     def _ask_for_stacks(self) -> None:
         """Have each rank print its Python stack, which ends it (SIGABRT, with `PYTHONFAULTHANDLER`), and keep what they print."""
         self._processes.find()
@@ -271,10 +274,10 @@ class Trial:
         deadline = time.monotonic() + STACKS_S
         while time.monotonic() < deadline and len(self._stacks) < max(1, len(self._processes.scripts)):
             time.sleep(0.1)
-            for path in self.directory.attempt_logs(self._number).glob("rank-*.log"):
-                _, is_there, stack = path.read_text(encoding="utf-8", errors="replace").rpartition(_ABORTED)
+            for rank, text in self._logs().items():
+                _, is_there, stack = text.rpartition(_ABORTED)
                 if is_there and stack:
-                    self._stacks[int(path.stem.partition("-")[2])] = stack
+                    self._stacks[rank] = stack
         self._stacks = self._stacks or {-1: "no stack could be read"}
 
     def _end(self, submitted: subprocess.Popen[bytes]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +118,6 @@ def bisect(
         report.notes += [note for replayed in last for note in replayed.notes]
         for history, replayed in zip(histories, last, strict=True):
             report.notes += _unlike_record(history, replayed, end)
-    shutil.rmtree(folder, ignore_errors=True)
     if report.parting is not None:
         step = report.parting.first.step
         report.verdict = "different"

@@ -49,20 +49,16 @@ def first_difference(one: Sequence[Lines], other: Sequence[Lines]) -> Divergence
 
     With several ranks, the value counts that is computed first; of equal ones, the lowest rank's.
     """
-    steps = sorted({step for lines in (*one, *other) for step in lines})
-    for step in steps:
-        found: list[tuple[int, int, Value, Value | None]] = []
+    for step in sorted({step for lines in (*one, *other) for step in lines}):
+        found = []
         for rank, (mine, others) in enumerate(zip(one, other, strict=False)):
-            values = _differing(step, rank, mine[step], others[step]) if step in mine and step in others else []
-            if values:
-                place, first = values[0]
-                tensor = next((value for _, value in values if value.kind not in NOT_TENSORS), None)
-                found.append((place, rank, first, tensor))
+            if step in mine and step in others and (differing := _differing(step, rank, mine[step], others[step])):
+                found.append(differing)
         if found:
-            found.sort(key=lambda item: item[:2])
-            tensors = [value for *_, value in found if value is not None]
-            ranks = [rank for _, rank, *_ in found]
-            return Divergence(first=found[0][2], tensor=tensors[0] if tensors else None, ranks=ranks)
+            found.sort(key=lambda differing: differing[0][0])
+            values = [value for differing in found for _, value in differing]
+            tensor = next((value for value in values if value.kind not in NOT_TENSORS), None)
+            return Divergence(first=values[0], tensor=tensor, ranks=[differing[0][1].rank for differing in found])
     return None
 
 

@@ -72,8 +72,8 @@ class Replayed:
 
 
 @contextmanager
-def private_folder() -> Iterator[Path]:
-    """Yield a directory for private runs. It stays where workers failed, as the error's message names the log there."""
+def private_folder(*, is_kept: bool = False) -> Iterator[Path]:
+    """Yield a directory for private runs. It stays where it is to be kept, or workers failed: the error names the log there."""
     folder = Path(tempfile.mkdtemp(prefix="ddp-hpc-replay-"))
     try:
         yield folder
@@ -82,6 +82,8 @@ def private_folder() -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    if not is_kept:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def num_gpus_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> int:
@@ -165,11 +167,7 @@ def _compute(wanted: Wanted, replayed: Replayed, inputs: AttemptInputs, world: i
 
 
 def _run_supervised(
-    run: RunDir,
-    import_paths: Sequence[str],
-    environ: Mapping[str, str],
-    place: str | None,
-    ended: threading.Event,
+    run: RunDir, import_paths: Sequence[str], environ: Mapping[str, str], place: str | None, ended: threading.Event
 ) -> None:
     """Start the guardian, and wait for its end."""
     guardian: subprocess.Popen[bytes] | None = None

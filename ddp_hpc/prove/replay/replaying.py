@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -68,7 +67,8 @@ def replay(
     recorded = record_of(history.run, start, end)
     states = [step for step in history.committed if start < step <= end]
     recorded.states = {step: state_of_checkpoint(history.run, step) for step in states}
-    with private_folder() as folder:
+    is_kept = wanted.request.trace_from is not None
+    with private_folder(is_kept=is_kept) as folder:
         replayed = compute_again(wanted, environ, folder=folder, say=say)
         worlds, own_worlds = replayed.world_sizes, [inputs.world_size for *_, inputs in replayed.stretches]
         if not replayed.is_on_other_device and worlds == own_worlds:
@@ -80,9 +80,6 @@ def replay(
         notes.append(
             f"the run had {theirs} ranks and the replay {ours}: so sums have another order and ranks other random numbers (dropout); only losses are compared, with a tolerance"
         )
-    is_kept = wanted.request.trace_from is not None
-    if not is_kept:
-        shutil.rmtree(folder, ignore_errors=True)
     was_compared = found.num_losses or found.num_digests or found.checkpoints
     return ReplayReport(
         **vars(found),
