@@ -27,7 +27,6 @@ Position = tuple[float, ...]
 class PrintedLine:
     """One line that rank zero printed."""
 
-    text: str
     at: float = 0.0
     """When it was seen, in seconds since the run began."""
     step: int | None = None
@@ -41,7 +40,6 @@ def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> Printe
     """Read one line; a step whose line names no epoch gets the last one, as from a header above the steps."""
     step, epoch, loss = (pattern.search(text) for pattern in (_STEP, _EPOCH, _LOSS))
     return PrintedLine(
-        text=text,
         at=at,
         step=int(step[1]) if step else None,
         epoch=(float if "." in epoch[1] else int)(epoch[1]) if epoch else (last_epoch if step else None),

@@ -90,8 +90,7 @@ def read_history(run: RunDir) -> History:
             f"{run.name} runs a script, whose steps only the script knows. Only runs of a recipe can be computed again."
         )
     attempts = Ledger.read(run).attempts
-    found = [(one.first_step, read_inputs(run, one.attempt)) for one in attempts]
-    begun = [(first, inputs) for first, inputs in found if inputs is not None]
+    begun = [(one.first_step, inputs) for one in attempts if (inputs := read_inputs(run, one.attempt)) is not None]
     notes = []
     if not begun:
         newest = AttemptInputs(
