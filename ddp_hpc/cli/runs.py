@@ -28,6 +28,15 @@ def add_run(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     add_runs_dir(parser)
 
 
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Declare CONFIG and KEY=VALUE, before the command of a script."""
+    parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="the configuration file (YAML); not needed for a script"
+    )
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides the file's value")
+
+
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:
     """Declare `--runs-dir`."""
     parser.add_argument(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.cli.first_files import FILES
+from ddp_hpc.cli.verbs.init import FILES
 
 
 def test_the_first_files_train_at_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
@@ -22,38 +23,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Ask, and delete the run."""
-    from ddp_hpc.launch.submission import removal
-
+    """Ask, and delete the run or the sweep."""
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     if any(holds_sweep(path) for path in (runs_dir / args.run, Path(args.run))):
-        return _delete_sweep(args, runs_dir, environment)
+        from ddp_hpc.launch.sweep.start import delete_sweep, describe_sweep  # late: most of what is deleted are runs
+        from ddp_hpc.launch.sweep.sweep_dir import find_sweep
+
+        sweep_dir = find_sweep(args.run, runs_dir)
+        refuse_strangers(sweep_dir.path)
+        what = describe_sweep(sweep_dir)
+        if not (args.yes or _agrees(f"Delete {sweep_dir.path} ({what})? [y/N] ")):
+            return 1
+        delete_sweep(sweep_dir, environment)
+        print(f"{sweep_dir.name} was deleted: {what}.")
+        return 0
+    from ddp_hpc.launch.submission.removal import delete
+
     run_dir = own_run(args, environment)
     if not args.yes:
         status = read_status(run_dir, now=time.time())
-        saved = (
-            "no checkpoint" if status.last_checkpoint is None else f"checkpoints up to step {status.last_checkpoint}"
-        )
+        step = status.last_checkpoint
+        saved = "no checkpoint" if step is None else f"checkpoints up to step {step}"
         if not _agrees(f"Delete {run_dir.path} ({status.state}, {saved})? [y/N] "):
-            print("Nothing was deleted.")
             return 1
-    removal.delete(run_dir, environment)
+    delete(run_dir, environment)
     print(f"{run_dir.name} was deleted.")
-    return 0
-
-
-def _delete_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.launch.sweep.start import delete_sweep, describe_sweep  # late: most of what is deleted are runs
-    from ddp_hpc.launch.sweep.sweep_dir import find_sweep
-
-    sweep_dir = find_sweep(args.run, runs_dir)
-    refuse_strangers(sweep_dir.path)
-    if not args.yes and not _agrees(f"Delete {sweep_dir.path} ({describe_sweep(sweep_dir)})? [y/N] "):
-        print("Nothing was deleted.")
-        return 1
-    what = describe_sweep(sweep_dir)
-    delete_sweep(sweep_dir, environment)
-    print(f"{sweep_dir.name} was deleted: {what}.")
     return 0
 
 
@@ -62,7 +56,8 @@ def _agrees(question: str) -> bool:
         raise ConfigError(
             "`ddp-hpc delete` asks for confirmation, but its input is not a terminal. Add `--yes` to delete without a question."
         )
-    try:
-        return input(question).strip().lower() in {"y", "yes"}
-    except EOFError:
-        return False
+    with suppress(EOFError):
+        if input(question).strip().lower() in {"y", "yes"}:
+            return True
+    print("Nothing was deleted.")
+    return False

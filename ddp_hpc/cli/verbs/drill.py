@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for a fault that only an administrator can cause: say at which moment to cause it, and wait until it has happened",
     )
     parser.add_argument(
-        "--batch-host",
-        action="store_true",
-        help="inject the fault on the job's first node instead of its last",
+        "--batch-host", action="store_true", help="inject the fault on the job's first node instead of its last"
     )
     parser.add_argument(
         "--signal", choices=("TERM", "USR2"), default="TERM", help="the signal that `preempt` sends (default: TERM)"

@@ -9,7 +9,72 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.first_files import FILES
+
+RECIPE = '''\
+"""A first recipe: which of three arms of a spiral does a point lie on?"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_hpc import Recipe
+
+
+def build(width: int = 64) -> Recipe:
+    """Return what is trained: `recipe.target` in my_run.yaml names this function, `recipe.args` its arguments."""
+    return Recipe(
+        model=nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3)),
+        train_data=points(3000, seed=0),  # anything with len(data) and data[index]
+        eval_data=points(600, seed=1),  # held out; may be left out
+        loss=nn.CrossEntropyLoss(),  # (outputs, targets) -> the mean over the samples
+        metrics={"accuracy": accuracy},  # (outputs, targets) -> one value a sample
+    )
+    # No DistributedDataParallel, sampler, device, loop or checkpoint here: ddp_hpc brings them.
+
+
+def points(count: int, *, seed: int) -> TensorDataset:
+    """Draw points of the three arms; put your own data here."""
+    generator = torch.Generator().manual_seed(seed)
+    arms = torch.arange(count) % 3
+    radius = torch.rand(count, generator=generator)
+    angle = 4 * radius + arms * 2.0944 + 0.1 * torch.randn(count, generator=generator)
+    return TensorDataset(torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return 1 for each sample whose likeliest class is the right one, else 0."""
+    return (outputs.argmax(dim=1) == targets).float()
+'''
+
+CONFIG = """\
+# A first run. Every key: `ddp-hpc config --all`. Any key may stand on the command line too: `train.lr=0.05`.
+
+recipe:
+  target: my_recipe:build     # module:function; my_recipe.py lies beside this file
+  args:
+    width: 64                 # any argument of `build`
+
+train:
+  epochs: 20
+  global_batch_size: 60       # samples of one optimizer step, over all workers
+  lr: 0.1                     # the peak; `lr_schedule` says how it goes
+  # precision: bf16           # on GPUs
+
+resources:
+  workers_per_node: 2         # two processes on CPUs; on GPUs write `gpus_per_node: 4` instead
+  # nodes: 2                  # on Slurm
+  # time_limit_min: 60        # on Slurm, of each job; a run may need several, and ddp-hpc resumes it
+
+checkpoint:
+  every_steps: 100            # also at the end, and after a stop signal
+
+# slurm:                      # `ddp-hpc site init` keeps what holds for all runs on a cluster
+#   partition: gpu
+#   account: abc123
+"""
+
+FILES = {"my_recipe.py": RECIPE, "my_run.yaml": CONFIG}
+"""Name -> text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
+from ddp_hpc.cli.runs import add_config, add_runs_dir, add_site, runs_dir_setting
 from ddp_hpc.cli.verbs.submit import config_and_settings
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -44,11 +44,7 @@ _NODE = "ddp_hpc.job.node.join_node"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="the configuration file (YAML); not needed for a script"
-    )
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides the file's value")
+    add_config(parser)
     parser.add_argument("--nnodes", metavar="N", help="by hand: how many nodes there are")
     parser.add_argument("--node-rank", metavar="N", help="by hand: the number of this node, from 0")
     parser.add_argument("--master-addr", metavar="ADDRESS", help="by hand: the address of node 0")
@@ -168,19 +164,13 @@ def _resolve(
             file=sys.stderr,
         )
     resolved = resolved_with(given)
-    _refuse(resolved)
-    return placed, resolved
-
-
-def _refuse(resolved: Resolved) -> None:
-    """Refuse what belongs to the program that has started this process."""
-    container, stage = resolved.spec.container, resolved.spec.stage
-    for key, value in (("container.image", container.image), ("stage.dir", stage.dir)):
+    for key, value in (("container.image", resolved.spec.container.image), ("stage.dir", resolved.spec.stage.dir)):
         if value is not None:
             raise ConfigError(
                 f"`{key}` is set, but another program has started this process, and it chooses the image and copies files. Unset "
                 f"`{key}`, and name the image there."
             )
+    return placed, resolved
 
 
 def _prepare(run_dir: RunDir, resolved: Resolved) -> bool:

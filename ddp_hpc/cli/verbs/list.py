@@ -40,16 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="list only runs whose key has this value; `state=STATE` filters by state",
     )
-    parser.add_argument(
-        "--sort",
-        metavar="WHAT",
-        help="sort by a column, an evaluation metric or a key; default: age",
-    )
+    parser.add_argument("--sort", metavar="WHAT", help="sort by a column, an evaluation metric or a key; default: age")
     parser.add_argument("--reverse", action="store_true", help="reverse the order")
     parser.add_argument(
-        "--keys",
-        action="store_true",
-        help="add a column for each key whose value differs between the runs",
+        "--keys", action="store_true", help="add a column for each key whose value differs between the runs"
     )
     parser.add_argument(
         "--goodput",
@@ -109,11 +103,7 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     elif statuses:
         names = list(differing[0]) if args.keys else []
         rows = [
-            (
-                *_row(status),
-                *(spent[number][0] if spent else ()),
-                *(or_dash(differing[number][name]) for name in names),
-            )
+            (*_row(status), *(spent[number][0] if spent else ()), *(or_dash(differing[number][name]) for name in names))
             for number, status in enumerate(statuses)
         ]
         print(table((*HEADER, *(SPENT if spent else ()), *names), rows))

@@ -10,17 +10,13 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
+from ddp_hpc.cli.runs import add_config, add_runs_dir, add_site, runs_dir_setting
 from ddp_hpc.cli.verbs.submit import config_and_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="the configuration file (YAML); not needed for a script"
-    )
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides the file's value")
+    add_config(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the job script to this file")
     add_site(parser)
     add_runs_dir(parser)

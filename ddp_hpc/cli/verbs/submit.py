@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
+from ddp_hpc.cli.runs import add_config, add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
 from ddp_hpc.cli.sweeps import add_sweep, dry_run_of_sweep, start_sweep, sweep_of
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -41,11 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         BACKENDS,
     )
 
-    parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="the configuration file (YAML); not needed for a script"
-    )
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides the file's value")
+    add_config(parser)
     parser.add_argument(
         "--cluster",
         choices=(AUTO, *sorted(BACKENDS)),
@@ -168,10 +164,7 @@ def _note_stopping(run_dir: RunDir, backend: Backend) -> None:
             if is_queued
             else "this command waits until it has stopped, then submits it again"
         )
-        print(
-            f"{run_dir.name} is stopping, because a user asked it to; {follows}",
-            file=sys.stderr,
-        )
+        print(f"{run_dir.name} is stopping, because a user asked it to; {follows}", file=sys.stderr)
 
 
 def _print_status(run_dir: RunDir, environment: Mapping[str, str], *, word: str, again: str | None) -> int:
