@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TextIO
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.launch.sweep.point_states import PointState, SweepLook, follow
-from ddp_hpc.launch.sweep.start import Started
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 from ddp_hpc.watch.report.words import plural
 
@@ -18,54 +18,48 @@ INTERRUPTED = 130
 _BEGUN = frozenset({"starting", "running", "stopping"})
 
 
-def follow_sweep(
-    sweep_dir: SweepDir, environment: Mapping[str, str], *, word: str, is_json: bool = False, is_quiet: bool = False
+def follow_sweep(  # noqa: PLR0913  a sweep, and how its user wants to see it
+    sweep_dir: SweepDir,
+    environment: Mapping[str, str],
+    *,
+    word: str,
+    here: Sequence[int] = (),
+    is_json: bool = False,
+    is_quiet: bool = False,
 ) -> int:
     """Follow the sweep that `word` names to its end; return the exit code that its points mean.
 
-    `is_quiet`: print no line for a point. `is_json`: print these lines on standard error, and the counts at the end as JSON.
+    `here`: run these points on this machine meanwhile; Ctrl-C then stops those that run. `is_quiet`: print no line for a point.
+    `is_json`: print these lines on standard error, and the counts at the end as JSON.
     """
-    try:
-        return _follow(sweep_dir, environment, word=word, is_json=is_json, is_quiet=is_quiet)
-    except KeyboardInterrupt:
-        print(
-            f"\n{sweep_dir.name} continues without this command. Follow it again: ddp-hpc sweep follow {word}; cancel it: ddp-hpc sweep cancel {word}",
-            file=sys.stderr,
-        )
-        return INTERRUPTED
-
-
-def run_sweep(
-    started: Started, environment: Mapping[str, str], *, word: str, is_json: bool = False, is_quiet: bool = False
-) -> int:
-    """Run points on this machine, and show how they go; otherwise like `follow_sweep`. Ctrl-C stops the points that run."""
-    from ddp_hpc.launch.sweep.local import running  # late: a sweep on Slurm needs none
-
-    sweep_dir = started.sweep_dir
-    with running(sweep_dir, started.numbers, environment) as stop:
-        try:
-            return _follow(sweep_dir, environment, word=word, is_json=is_json, is_quiet=is_quiet)
-        except KeyboardInterrupt:
-            print(
-                f"\n{sweep_dir.name}: no other point starts, and those that run write a checkpoint and stop. To go on: ddp-hpc sweep continue {word}",
-                file=sys.stderr,
-            )
-            stop()
-            return INTERRUPTED
-
-
-def _follow(sweep_dir: SweepDir, environment: Mapping[str, str], *, word: str, is_json: bool, is_quiet: bool) -> int:
     out = sys.stderr if is_json else sys.stdout
-    last = show(follow(sweep_dir, environment), out, is_quiet=is_quiet)
+    with ExitStack() as until_end:
+        stop = None
+        if here:
+            from ddp_hpc.launch.sweep.local import running  # late: a sweep on Slurm needs none
+
+            stop = until_end.enter_context(running(sweep_dir, here, environment))
+        try:
+            last = show(follow(sweep_dir, environment), out, is_quiet=is_quiet)
+        except KeyboardInterrupt:
+            told = (
+                f" continues without this command. Follow it again: ddp-hpc sweep follow {word}; cancel it: ddp-hpc sweep cancel {word}"
+                if stop is None
+                else f": no other point starts, and those that run write a checkpoint and stop. To go on: ddp-hpc sweep continue {word}"
+            )
+            print(f"\n{sweep_dir.name}{told}", file=sys.stderr)
+            if stop is not None:
+                stop()
+            return INTERRUPTED
     counts = _counts(last.states.values())
     if is_json:
-        print(as_json({"sweep": sweep_dir.name, "points": len(last.points), "states": counts}))
+        print(as_json({"sweep": sweep_dir.name, "points": len(last.sweep.points), "states": counts}))
     else:
         if is_quiet:
             print(_counts_line(last), file=out)
         for reason, count in Counter(one.reason for one in last.states.values() if one.word == "waiting").items():
             print(f"{count} of the points never start: {reason}", file=out)
-        print("\n".join(_next_steps(counts, word, is_cancelled=last.is_cancelled)), file=out)
+        print("\n".join(_next_steps(counts, word, is_cancelled=last.sweep.is_cancelled)), file=out)
     return exit_codes.FINISHED if set(counts) == {"finished"} else exit_codes.FAILED
 
 
@@ -76,7 +70,7 @@ def show(looks: Iterable[SweepLook], out: TextIO, *, is_quiet: bool) -> SweepLoo
         if look.problem and (before is None or before.problem != look.problem):
             print(f"note: {look.problem}", file=sys.stderr, flush=True)
         old = {} if before is None else before.states
-        events = ((point.name, _event(old.get(point.number), look.states[point.number])) for point in look.points)
+        events = ((point.name, _event(old.get(point.number), look.states[point.number])) for point in look.sweep.points)
         lines = [f"{name} {event}" for name, event in events if event]
         is_news = before is None or _counts(before.states.values()) != _counts(look.states.values())
         if not is_quiet and (lines or is_news):
@@ -107,7 +101,9 @@ def _counts(states: Iterable[PointState]) -> dict[str, int]:
 
 def _counts_line(look: SweepLook) -> str:
     counts = _counts(look.states.values())
-    return f"{plural(len(look.points), 'point')}: {', '.join(f'{count:,} {word}' for word, count in counts.items())}"
+    return (
+        f"{plural(len(look.sweep.points), 'point')}: {', '.join(f'{count:,} {word}' for word, count in counts.items())}"
+    )
 
 
 def _next_steps(counts: Mapping[str, int], word: str, *, is_cancelled: bool) -> list[str]:

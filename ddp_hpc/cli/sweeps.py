@@ -62,9 +62,8 @@ def sweep_of(args: argparse.Namespace, backend: Backend) -> Sweep | None:
         raise ConfigError(
             f"`{flag}` is for one run, but `--sweep` and `--points` submit several. Leave it out; `ddp-hpc list NAME` shows the points."
         )
-    from ddp_hpc.launch.sweep.points import points_of, read_points  # late: most submissions are of one run
+    from ddp_hpc.launch.sweep.points import parse_axis, points_of, read_points  # late: most submissions are of one run
     from ddp_hpc.launch.sweep.sweep_dir import Sweep
-    from ddp_hpc.launch.sweep.values import parse_axis
 
     listed = [] if args.points is None else read_points(args.points)
     points = points_of([parse_axis(word) for word in args.sweep], listed, is_zipped=args.zip)
@@ -92,12 +91,10 @@ def start_sweep(
     code = report(started, is_json=is_json, is_followed=stays is not None)
     if stays is None and not started.runs_here:
         return code
-    from ddp_hpc.cli.sweep_follow import follow_sweep, run_sweep
+    from ddp_hpc.cli.sweep_follow import follow_sweep
 
-    word = word_for(sweep_dir.files, environment)
-    if started.runs_here:
-        return run_sweep(started, environment, word=word, is_json=is_json, is_quiet=stays == "wait")
-    return follow_sweep(sweep_dir, environment, word=word, is_json=is_json, is_quiet=stays == "wait")
+    word, here = word_for(sweep_dir, environment), started.numbers if started.runs_here else ()
+    return follow_sweep(sweep_dir, environment, word=word, here=here, is_json=is_json, is_quiet=stays == "wait")
 
 
 def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
@@ -108,7 +105,7 @@ def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
     name = sweep_dir.name
     if not holds_sweep(sweep_dir.path):
         return f"{name}: nothing was submitted"
-    sweep, word = read_sweep(sweep_dir), word_for(sweep_dir.files, environment)
+    sweep, word = read_sweep(sweep_dir), word_for(sweep_dir, environment)
     parts = [f"job {array.job_id} ({_points(len(array.numbers))}) submitted" for array in sweep.arrays]
     if sweep.unanswered is not None:
         parts.append(f"{_points(len(sweep.unanswered_numbers))} may have been submitted")
@@ -144,8 +141,7 @@ def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int
 
     `is_followed`: this command goes on, and JSON is left to its end.
     """
-    sent = started.sent
-    code = exit_codes.FAILED if sent is not None and started.numbers and not sent.jobs else exit_codes.FINISHED
+    code = exit_codes.FAILED if started.num_left and not started.jobs else exit_codes.FINISHED
     if is_json and not (is_followed or started.runs_here):
         print(
             as_json(
@@ -153,8 +149,8 @@ def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int
                     "sweep": started.sweep_dir.name,
                     "path": str(started.sweep_dir.path),
                     "points": len(started.numbers),
-                    "jobs": {} if sent is None else sent.jobs,
-                    "not_submitted": 0 if sent is None else sent.num_left,
+                    "jobs": started.jobs,
+                    "not_submitted": started.num_left,
                 }
             )
         )
@@ -166,16 +162,16 @@ def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int
 
 
 def _describe(started: Started) -> list[str]:
-    name, sent = started.sweep_dir.name, started.sent
+    name = started.sweep_dir.name
     if not started.numbers:
         return [f"{name}: no point is left to start"]
     see = f"See them: ddp-hpc list {name}"
-    if sent is None:
+    if started.runs_here:
         return [f"{name}: {_points(len(started.numbers))} to run on this machine while this command lives. {see}"]
-    jobs = ", ".join(f"job {job} ({_points(number)})" for job, number in sent.jobs.items()) or "no job"
+    jobs = ", ".join(f"job {job} ({_points(number)})" for job, number in started.jobs.items()) or "no job"
     lines = [f"{name}: {jobs} submitted. {see}"]
-    if sent.num_left:
-        lines.append(f"{_points(sent.num_left)} not submitted: {sent.refusal}")
+    if started.num_left:
+        lines.append(f"{_points(started.num_left)} not submitted: {started.refusal}")
         lines.append(f"Once other jobs have ended, submit them: ddp-hpc sweep continue {name}")
     return lines
 

@@ -107,11 +107,7 @@ class Job:
 
 
 def load(
-    path: str | Path,
-    settings: Mapping[str, Any] | None = None,
-    *,
-    cluster: str = AUTO,
-    site: str | None = None,
+    path: str | Path, settings: Mapping[str, Any] | None = None, *, cluster: str = AUTO, site: str | None = None
 ) -> RunSpec:
     """Return the spec of a configuration file, by the sources and the precedence of `ddp-hpc submit`.
 
@@ -130,11 +126,7 @@ def load(
 
 
 def submit(
-    spec: RunSpec,
-    *,
-    cluster: str = AUTO,
-    import_paths: Sequence[Path] | None = None,
-    fresh: bool = False,
+    spec: RunSpec, *, cluster: str = AUTO, import_paths: Sequence[Path] | None = None, fresh: bool = False
 ) -> Job:
     """Start a run, or go on with it where one of that name exists.
 

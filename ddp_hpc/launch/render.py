@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,45 @@ from ddp_hpc.run.spec import RunSpec
 TEMPLATE = "ddp.sbatch.j2"
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobScript:
-    """The spec, and what else a job script needs."""
+def render(
+    spec: RunSpec, run: RunDir, import_paths: Sequence[Path] = (), *, chdir: Path, python: str = sys.executable
+) -> str:
+    """Return the text of a run's job script. Equal input gives equal text, byte for byte.
 
-    spec: RunSpec
-    """All keys, as users' own templates may show any of them."""
-    run: RunDir
-    chdir: Path
-    """The job's working directory: the one in which the user called `submit`, as for a local run."""
-    import_paths: Sequence[Path] = ()
-    """Directories from which the workers import the user's code: its snapshot."""
-    python: str = sys.executable
-
-
-def render(script: JobScript) -> str:
-    """Return the script's text. Equal input gives equal text, byte for byte."""
-    users = script.spec.slurm.template
+    Args:
+        spec: All keys, as users' own templates may show any of them.
+        run: The run's directory.
+        import_paths: Directories from which the workers import the user's code: its snapshot.
+        chdir: The job's working directory: the one in which the user called `submit`, as for a local run.
+        python: The interpreter of the job's processes.
+    """
+    users = spec.slurm.template
+    values = {
+        "directives": directives(spec, run, chdir=chdir, cpus_per_worker=spec.cpus_per_task),
+        "name": spec.name,
+        "version": __version__,
+        "modules": spec.slurm.modules,
+        "setup": spec.slurm.setup,
+        "config": run.config,
+        "python": python,
+        "image": spec.container.image,
+        "import_paths": import_paths,
+        "python_path": os.pathsep.join(map(str, import_paths)),
+        "run": run.path,
+        "requeue": spec.slurm.requeue,
+        "gave_up_file": run.gave_up,
+        "guard_pauses": " ".join(map(str, exit_codes.GUARD_PAUSES_S)),
+        "decisions": " | ".join(str(code) for code in exit_codes.DECISIONS if code != exit_codes.GAVE_UP),
+        "gave_up": exit_codes.GAVE_UP,
+        "failed": exit_codes.FAILED,
+        "spec": spec,
+    }
     # Path.expanduser raises an error for `~nobody`.
-    template = _own_template(TEMPLATE) if users is None else Path(os.path.expanduser(users))  # noqa: PTH111
-    return _rendered(template, _values(script))
+    return render_template(own_template(TEMPLATE) if users is None else Path(os.path.expanduser(users)), values)  # noqa: PTH111
 
 
-def render_template(name: str, values: Mapping[str, Any]) -> str:
-    """Return the text of one of our own templates, by its file's name."""
-    return _rendered(_own_template(name), values)
-
-
-def _rendered(path: Path, values: Mapping[str, Any]) -> str:
+def render_template(path: Path, values: Mapping[str, Any]) -> str:
+    """Return the text of a template."""
     from jinja2 import TemplateError  # late: only a submission to Slurm needs it
 
     try:
@@ -61,7 +71,7 @@ def _rendered(path: Path, values: Mapping[str, Any]) -> str:
     return text
 
 
-def _own_template(name: str) -> Path:
+def own_template(name: str) -> Path:
     """Return one of our templates: beside the package in a checkout, inside it once installed."""
     package = Path(__file__).parents[1]
     installed, checkout = package / "sbatch_templates" / name, package.parent / "sbatch_templates" / name
@@ -99,28 +109,3 @@ def quote_for_sbatch(value: object) -> str:
     # sbatch reads the line as a shell would, with one difference: a backslash escapes the next character within single
     # quotes, too (measured: 22.05, 24.11).
     return quote(value).replace("\\", "\\\\")
-
-
-def _values(script: JobScript) -> dict[str, Any]:
-    return {
-        "directives": directives(
-            script.spec, script.run, chdir=script.chdir, cpus_per_worker=script.spec.cpus_per_task
-        ),
-        "name": script.spec.name,
-        "version": __version__,
-        "modules": script.spec.slurm.modules,
-        "setup": script.spec.slurm.setup,
-        "config": script.run.config,
-        "python": script.python,
-        "image": script.spec.container.image,
-        "import_paths": script.import_paths,
-        "python_path": os.pathsep.join(map(str, script.import_paths)),
-        "run": script.run.path,
-        "requeue": script.spec.slurm.requeue,
-        "gave_up_file": script.run.gave_up,
-        "guard_pauses": " ".join(map(str, exit_codes.GUARD_PAUSES_S)),
-        "decisions": " | ".join(str(code) for code in exit_codes.DECISIONS if code != exit_codes.GAVE_UP),
-        "gave_up": exit_codes.GAVE_UP,
-        "failed": exit_codes.FAILED,
-        "spec": script.spec,
-    }

@@ -13,7 +13,7 @@ import ddp_hpc
 from ddp_hpc.launch.submission.backend import BACKENDS
 
 PACKAGE = Path(ddp_hpc.__file__).parent
-HOMES = {place.module for place in BACKENDS.values()}
+HOMES = {module for module, _ in BACKENDS.values()}
 TABLE = "ddp_hpc.launch.submission.backend"
 SLURMS_OWN = {
     "prove/drill/scenario.py",  # a fault is made by a step of a Slurm job

@@ -49,7 +49,7 @@ def test_the_wheel_holds_every_module_the_digits_and_the_job_script(wheel: zipfi
 
 def test_what_was_installed_finds_its_own_template(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
-    program = "from ddp_hpc.launch import render; sys.stdout.write(str(render._own_template(render.TEMPLATE)))"
+    program = "from ddp_hpc.launch import render; sys.stdout.write(str(render.own_template(render.TEMPLATE)))"
     argv = [sys.executable, "-c", f"import sys; {program}"]
 
     done = subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, text=True)

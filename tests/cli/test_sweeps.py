@@ -17,7 +17,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.sweep.local import run_points, running
-from ddp_hpc.launch.sweep.points import points_of
+from ddp_hpc.launch.sweep.points import parse_axis, points_of
 from ddp_hpc.launch.sweep.start import continue_sweep, delete_sweep
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sweep,
@@ -30,7 +30,6 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     record_continued,
     sending_alone,
 )
-from ddp_hpc.launch.sweep.values import parse_axis
 from ddp_hpc.run.config import resolve
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.spec import RunSpec

@@ -12,7 +12,7 @@ import ddp_hpc
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import local, slurm
-from ddp_hpc.launch.submission.backend import BACKENDS, Backend, BackendRow, backend_of, choose_backend, load_backend
+from ddp_hpc.launch.submission.backend import BACKENDS, Backend, backend_of, choose_backend, load_backend
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.contract import driver, memory
@@ -24,7 +24,7 @@ FULFILLED: tuple[Backend, ...] = (local, slurm, memory)
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
-    BACKENDS["memory"] = BackendRow("tests.contract.memory")
+    BACKENDS["memory"] = ("tests.contract.memory", None)
     yield
     del BACKENDS["memory"]
 
@@ -112,6 +112,6 @@ def test_a_back_end_of_a_newer_version_is_named_and_never_taken_for_another(tmp_
 def test_auto_skips_a_back_end_whose_command_is_not_on_path_without_importing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(BACKENDS, "slurm", BackendRow("no.such.module", command="sbatch"))
+    monkeypatch.setitem(BACKENDS, "slurm", ("no.such.module", "sbatch"))
 
     assert choose_backend("auto", {"PATH": str(tmp_path)}).NAME == "local"

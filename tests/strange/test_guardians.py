@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import WorkerError
 from ddp_hpc.job import guardian
-from ddp_hpc.launch.render import JobScript, render
+from ddp_hpc.launch.render import render
 from ddp_hpc.launch.submission import local
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.run.spec import RunSpec, SlurmSpec
@@ -69,7 +69,7 @@ def test_a_supervisor_that_dies_is_replaced_whatever_the_shell_was_told_before(t
     python.chmod(0o755)
     ending = ("trap 'kill $sleeper' EXIT",) if "sleeper" in setup else ()
     spec = RunSpec(name="digits", runs_dir=str(tmp_path), slurm=SlurmSpec(setup=(setup, *ending)))
-    made = render(JobScript(spec=spec, run=run, chdir=tmp_path, python=str(python)))
+    made = render(spec, run, chdir=tmp_path, python=str(python))
     environ = {**os.environ, "SLURM_JOB_ID": "7"}
 
     done = subprocess.run(["bash", "-c", made], env=environ, capture_output=True, text=True, check=False, timeout=120)

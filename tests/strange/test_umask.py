@@ -80,7 +80,7 @@ def test_all_of_a_run_is_its_owners_alone_whatever_the_umask(here: Path) -> None
 def test_a_jobs_script_snapshot_and_submitits_folder_are_its_owners_alone(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)
     monkeypatch.setenv("PATH", f"{here}/bin:/usr/bin:/bin")
     (here / "bin").mkdir()
     answers = {"sbatch": 'echo "Submitted batch job 7"', "scontrol": "true", "sinfo": "true", "squeue": "true"}

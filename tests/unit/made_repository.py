@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 from ddp_hpc.launch.submission.snapshot import LIST, Snapshot, _look
@@ -33,4 +32,4 @@ def names(taken: Snapshot) -> set[str]:
 def changed(copy: Path) -> list[str]:
     """Return the files of a copy that are not as its list has them."""
     listed = json.loads((copy / LIST).read_text())["files"]
-    return [one["name"] for one in listed if asdict(_look(copy, one["name"])) != one]
+    return [one["name"] for one in listed if _look(copy, one["name"]) != one]

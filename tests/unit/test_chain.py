@@ -9,11 +9,13 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
-from ddp_hpc.launch.sweep.chain import dependency, split_when
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.launch.submission.request import SubmitRequest
+from ddp_hpc.launch.sweep.chain import after_others, split_when
+from ddp_hpc.run.config import Resolved, flat, load_resolved
 from ddp_hpc.run.run_dir.ledger import End, Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_done
+from ddp_hpc.run.spec import RunSpec, SlurmSpec
 from ddp_hpc.run.workload.table import workload_of
 from tests.made_run import make_run
 
@@ -26,7 +28,11 @@ def ended(run: RunDir, ending: Ending) -> None:
 
 
 def wait_for(run: RunDir, when: str, *, is_single: bool = False, users: str | None = None) -> str | None:
-    return dependency([(run, when)], slurm, {"PATH": ""}, is_single=is_single, users=users)[0]  # type: ignore[list-item]
+    spec = RunSpec(name="next", runs_dir=str(run.path.parent), slurm=SlurmSpec(dependency=users))
+    asked = SubmitRequest(
+        resolved=Resolved(spec, dict.fromkeys(flat(spec), "test")), import_paths=[], environ={"PATH": ""}
+    )
+    return after_others(asked, [f"{run.path}:{when}"], slurm, is_single=is_single).spec.slurm.dependency
 
 
 @pytest.mark.parametrize(

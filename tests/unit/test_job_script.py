@@ -18,7 +18,7 @@ from ddp_hpc import __version__
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm.directives import directives
-from ddp_hpc.launch.render import JobScript, quote, quote_for_sbatch, render
+from ddp_hpc.launch.render import quote, quote_for_sbatch, render
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
 from tests.made_run import make_run
@@ -64,9 +64,7 @@ SPECS = {
 def script(spec: RunSpec) -> str:
     run = RunDir(Path(spec.runs_dir) / spec.name)
     chdir, code = Path("/scratch/ada/my code"), run.path / "snapshot"
-    made = render(
-        JobScript(spec=spec, run=run, chdir=chdir, import_paths=[code], python="/scratch/ada/venv/bin/python")
-    )
+    made = render(spec, run, [code], chdir=chdir, python="/scratch/ada/venv/bin/python")
     return made.replace(f"ddp-hpc {__version__}", "ddp-hpc VERSION")
 
 
@@ -105,7 +103,7 @@ def test_a_script_that_is_told_to_leave_goes_on_and_passes_it_on(
     interpreter.write_text(f'#!/bin/sh\n{python}\necho "$@"\n')
     interpreter.chmod(0o755)
     spec = RunSpec(name="digits", runs_dir=str(tmp_path), slurm=SlurmSpec(setup=setup))
-    made = render(JobScript(spec=spec, run=run, chdir=tmp_path, import_paths=[], python=str(interpreter)))
+    made = render(spec, run, chdir=tmp_path, python=str(interpreter))
 
     done = subprocess.run(["bash", "-c", made], capture_output=True, text=True, check=False)
 
@@ -131,7 +129,7 @@ class Guarded:
         )
         for name in ("sleep", "scontrol"):
             self._put(name, f'echo "{name} $*" >> {self.calls}')
-        made = render(JobScript(spec=spec, run=run, chdir=self.folder, python=str(python)))
+        made = render(spec, run, chdir=self.folder, python=str(python))
         environ = {**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
         return subprocess.Popen(["bash", "-c", made], env=environ, stderr=subprocess.PIPE, text=True)
 

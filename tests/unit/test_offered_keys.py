@@ -8,7 +8,7 @@ import pytest
 
 from ddp_hpc.job.launcher import STEPS, step_of_agents
 from ddp_hpc.job.wire.endpoint import Endpoint
-from ddp_hpc.launch.render import JobScript, render
+from ddp_hpc.launch.render import render
 from ddp_hpc.run.config import resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
@@ -21,7 +21,7 @@ def made_of(tmp_path: Path, *words: str) -> RunSpec:
 
 
 def script(spec: RunSpec) -> list[str]:
-    return render(JobScript(spec=spec, run=RunDir(spec.path), chdir=Path("/home/ada"))).splitlines()
+    return render(spec, RunDir(spec.path), chdir=Path("/home/ada")).splitlines()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ddp_hpc.base.discretion import secret_values
 from ddp_hpc.base.durable import json_line
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import STOPPED
-from ddp_hpc.launch.submission.run_dir_setup import refuse_missing_recorders
+from ddp_hpc.launch.submission.run_dir_setup import check_settings
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import LogSpec, RunSpec, SlurmSpec
 from ddp_hpc.run.spec.training import RecorderName
@@ -243,9 +243,9 @@ def test_it_is_refused_at_submission_unless_workers_may_have_other_packages(noth
     asked = RunSpec(name="a", log=LogSpec(recorders=("wandb",)))
 
     with pytest.raises(ConfigError, match="wandb"):
-        refuse_missing_recorders(asked)
-    refuse_missing_recorders(replace(asked, slurm=SlurmSpec(modules=("wandb/0.31",))))
-    refuse_missing_recorders(replace(asked, env={"PYTHONPATH": "/site/python"}))
+        check_settings(asked, Path("/runs/a"), {})
+    check_settings(replace(asked, slurm=SlurmSpec(modules=("wandb/0.31",))), Path("/runs/a"), {})
+    check_settings(replace(asked, env={"PYTHONPATH": "/site/python"}), Path("/runs/a"), {})
 
 
 def recorded(run: RunDir, ending: Ending = "finished") -> None:

@@ -15,7 +15,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.cluster.slurm.steps import probe_argv, step_argv
 from ddp_hpc.job.launcher import step_of_agents
-from ddp_hpc.launch.render import JobScript, quote, quote_for_sbatch, render
+from ddp_hpc.launch.render import quote, quote_for_sbatch, render
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ContainerSpec, DataSpec, ResourcesSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
 from tests.made_launch import launch_of
@@ -42,7 +42,7 @@ def options(spec: RunSpec, *, chdir: Path = Path("/home/ada")) -> dict[str, str 
 
 
 def script(spec: RunSpec, *, chdir: Path = Path("/home/ada"), **more: Any) -> str:
-    return render(JobScript(spec=spec, run=RunDir(spec.path), chdir=chdir, python="/usr/bin/python3", **more))
+    return render(spec, RunDir(spec.path), chdir=chdir, python="/usr/bin/python3", **more)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_job_starts_the_supervisor_whatever_its_directories_are_called(before:
     run.config.touch()
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$_DDP_HPC_IMPORT_PATH" "$PYTHONPATH" "$@"\n')
     python.chmod(0o755)
-    made = render(JobScript(spec=spec, run=run, chdir=odd, import_paths=[run.snapshot], python=str(python)))
+    made = render(spec, run, [run.snapshot], chdir=odd, python=str(python))
     (tmp_path / "job.sbatch").write_text(made)
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     own = {} if before is None else {"PYTHONPATH": before}

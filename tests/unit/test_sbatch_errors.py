@@ -281,7 +281,7 @@ def test_a_directory_that_other_nodes_do_not_see_is_refused(
     mounted(monkeypatch, **mounts)
 
     with pytest.raises(ConfigError, match=r"each node has a .* of its own.*`runs_dir=\.\.\.`") as error:
-        capacity.refuse_private_directory(Path(path))
+        capacity.refuse_private(Path(path), [])
 
     assert path in str(error.value)
 
@@ -302,7 +302,7 @@ def test_a_directory_that_they_may_share_is_taken(
 ) -> None:
     mounted(monkeypatch, **mounts)
 
-    capacity.refuse_private_directory(Path(path))
+    capacity.refuse_private(Path(path), [])
 
 
 def test_a_link_into_a_private_place_is_seen_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_a_link_into_a_private_place_is_seen_through(tmp_path: Path, monkeypatch
     (tmp_path / "runs").symlink_to("/dev/shm")
 
     with pytest.raises(ConfigError, match="/dev/shm of its own"):
-        capacity.refuse_private_directory(tmp_path / "runs" / "digits")
+        capacity.refuse_private(tmp_path / "runs" / "digits", [])
 
 
 class FakeSlurm:

@@ -16,7 +16,7 @@ from ddp_hpc.cluster import containers
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
 from ddp_hpc.job.launcher import step_of_agents
-from ddp_hpc.launch.render import JobScript, render
+from ddp_hpc.launch.render import render
 from ddp_hpc.run.config import flat, resolve, resolve_key
 from ddp_hpc.run.config.site import examples_dir, find_profile, known_profiles, read_profile
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -255,7 +255,7 @@ def test_what_an_example_makes_of_a_run_is_the_golden_text(
     settings = ["resources.workers_per_node=2", "runs_dir=/scratch/ada/runs"]
     spec = resolve(tmp_path / "net.yaml", settings, {**user, "SCRATCH": "/scratch/ada"}, site=path.stem).spec
     run = RunDir(spec.path)
-    script = render(JobScript(spec=spec, run=run, chdir=Path("/home/ada"), python="/venv/bin/python"))
+    script = render(spec, run, chdir=Path("/home/ada"), python="/venv/bin/python")
     inside = containers.container_setup(spec, run, paths_of(spec, Path("/home/ada")))
     assert inside is not None
     wrapper = containers.command_wrapper(

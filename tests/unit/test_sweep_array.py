@@ -23,10 +23,9 @@ from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.array import array_script, send
 from ddp_hpc.launch.sweep.chain import after_sweep
 from ddp_hpc.launch.sweep.point_states import PointReader
-from ddp_hpc.launch.sweep.points import points_of
+from ddp_hpc.launch.sweep.points import parse_axis, points_of
 from ddp_hpc.launch.sweep.start import Started, cancel_sweep, continue_sweep, delete_sweep, submit_sweep
 from ddp_hpc.launch.sweep.sweep_dir import (
-    Sending,
     SentArray,
     Sweep,
     SweepDir,
@@ -39,7 +38,6 @@ from ddp_hpc.launch.sweep.sweep_dir import (
 )
 from ddp_hpc.launch.sweep.task import main as task_main
 from ddp_hpc.launch.sweep.task import prepare_task
-from ddp_hpc.launch.sweep.values import parse_axis
 from ddp_hpc.run.config import load_resolved, resolve
 from ddp_hpc.run.run_dir.ledger import End, Ending, Next, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -228,9 +226,8 @@ def test_points_beyond_a_limit_stay_not_submitted_until_continue_sends_them(tmp_
 
     started = start(lab, tmp_path, "seed=0..29")
 
-    assert started.sent is not None
-    assert (sum(started.sent.jobs.values()), started.sent.num_left) == (20, 10)
-    assert "QOSMaxSubmitJobPerUserLimit" in started.sent.refusal
+    assert (sum(started.jobs.values()), started.num_left) == (20, 10)
+    assert "QOSMaxSubmitJobPerUserLimit" in started.refusal
     assert read_sweep(started.sweep_dir).never_sent == list(range(20, 30))
 
     lab.raise_limit(100)
@@ -249,10 +246,9 @@ def test_a_limit_is_recognised_behind_the_lines_that_a_site_has_sbatch_print_fir
 
     started = start(lab, tmp_path, "seed=0..5")
 
-    assert started.sent is not None
-    assert (sum(started.sent.jobs.values()), started.sent.num_left) == (4, 2)
-    assert "Your default account is used" not in started.sent.refusal
-    assert "job submit limit" in started.sent.refusal
+    assert (sum(started.jobs.values()), started.num_left) == (4, 2)
+    assert "Your default account is used" not in started.refusal
+    assert "job submit limit" in started.refusal
 
 
 FULL = """
@@ -273,10 +269,9 @@ def test_a_controller_that_is_full_and_lets_sbatch_wait_gets_fewer_points_and_th
 
     started = start(lab, tmp_path, "seed=0..15")
 
-    assert started.sent is not None
     assert lab.arrays[:2] == ["--array=0-15 0", "--array=0-1 0"]
-    assert (started.sent.jobs, started.sent.num_left) == ({"14": 2}, 14)
-    assert "sleeping and retrying" in started.sent.refusal
+    assert (started.jobs, started.num_left) == ({"14": 2}, 14)
+    assert "sleeping and retrying" in started.refusal
     sweep = read_sweep(started.sweep_dir)
     assert (sweep.never_sent, sweep.unanswered) == (list(range(2, 16)), None)
 
@@ -291,8 +286,7 @@ def test_an_array_that_a_full_controller_has_accepted_after_all_is_found_by_its_
 
     started = start(lab, tmp_path, "seed=0..15")
 
-    assert started.sent is not None
-    assert (started.sent.jobs, started.sent.num_left) == ({"77": 16}, 0)
+    assert (started.jobs, started.num_left) == ({"77": 16}, 0)
     assert [one.job_id for one in read_sweep(started.sweep_dir).arrays] == ["77"]
 
 
@@ -326,7 +320,7 @@ def test_an_array_whose_answer_was_lost_is_found_in_the_queue_and_its_points_are
     sweep_dir = lose_answer(lab, tmp_path)
     pending = SentArray(job_id="77", numbers=(0, 1, 2, 3))
     others = "".join(f"{job}\x1f/other/runs/{name}/job.sbatch 0\x1e\n" for job, name in (("78", "grid"), ("79", "x")))
-    lab.lists(pending, commands=f"{others}77\x1f{sweep_dir.files.job_script}{arguments}\x1e\n")
+    lab.lists(pending, commands=f"{others}77\x1f{sweep_dir.job_script}{arguments}\x1e\n")
     accepts(lab, tmp_path)
 
     again = continue_sweep(sweep_dir, lab.environ, limits={})
@@ -414,8 +408,7 @@ def test_a_limit_of_points_at_once_holds_over_all_arrays_since_each_waits_for_th
     started = start(lab, tmp_path, "seed=0..19", at_most=4)
     (first,) = read_sweep(started.sweep_dir).arrays  # one of two more points would hold back those after it
     assert lab.arrays[:2] == ["--array=0-19%4 0", "--array=0-9%4 0"]
-    assert started.sent is not None
-    assert started.sent.num_left == 10
+    assert started.num_left == 10
 
     lab.raise_limit(100)
     lab.lists(first)
@@ -607,7 +600,7 @@ def test_the_list_of_points_that_an_older_version_wrote_is_read(tmp_path: Path) 
     sweep = read_sweep(sweep_dir)
 
     assert [(one.job_id, one.numbers) for one in sweep.arrays] == [("14", (0, 1))]
-    assert sweep.unanswered == Sending(numbers=(2, 3))
+    assert sweep.unanswered == SentArray(numbers=(2, 3))
     assert (sweep.never_sent, sweep.cancelled_numbers) == ([4], {0, 1, 4})
 
 
@@ -672,7 +665,7 @@ def test_the_exit_code_is_1_where_slurm_accepts_no_point_at_all(
 def test_the_arrays_script_is_bash_and_runs_the_points_own_script_with_the_log_of_its_run(tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     started = start(lab, tmp_path, "seed=0..1")
-    script, run = started.sweep_dir.files.job_script, started.sweep_dir.path / "000-seed-0"
+    script, run = started.sweep_dir.job_script, started.sweep_dir.path / "000-seed-0"
     words = ["name=grid", f"runs_dir={tmp_path}/runs", "slurm.setup=['echo a line of setup', 'export SITE=here']"]
     loaded = resolve(None, [*words, "slurm.modules=[cuda/12]"], lab.environ, command=["python", "train.py"]).spec
     script.write_text(array_script(loaded, started.sweep_dir))  # checked by shellcheck, too
@@ -721,7 +714,7 @@ def test_a_submission_that_is_killed_before_its_files_are_complete_leaves_no_swe
 
     sweep = read_sweep(started.sweep_dir)
     assert len(sweep.arrays) == 1
-    assert started.sweep_dir.files.job_script.exists()
+    assert started.sweep_dir.job_script.exists()
     (path,) = sweep.import_paths
     assert (path / "train.py").exists()
     assert path.is_relative_to(started.sweep_dir.path)
@@ -767,7 +760,7 @@ def test_what_is_sent_after_a_point_has_begun_does_not_wait_again_for_the_jobs_t
     request = SubmitRequest(resolved=base, import_paths=[tmp_path], environ=lab.environ)
     started = submit_sweep(request, sweep, slurm_backend)
     assert lab.arrays[1] == "--array=0-1 --dependency=afterok:123 0"
-    assert "dependency" not in started.sweep_dir.files.job_script.read_text()
+    assert "dependency" not in started.sweep_dir.job_script.read_text()
     lab.lists(*read_sweep(started.sweep_dir).arrays)
     lab.raise_limit(3)
     continue_sweep(started.sweep_dir, lab.environ, limits={})

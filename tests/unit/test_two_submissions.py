@@ -32,8 +32,7 @@ def cluster(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.Mon
     cluster.has("srun", "true")
     cluster.has("sbatch", '[ "$1" = --test-only ] || { sleep 1; echo Submitted batch job 7; }')
     monkeypatch.setenv("PATH", cluster.environ["PATH"])
-    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
-    monkeypatch.setattr(capacity, "refuse_private_python", lambda *_: None)
+    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)  # the test's own may be a node's own
     return cluster
 
 

@@ -68,12 +68,7 @@ def _build(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.launch.submission.image_build import build
 
     build(
-        args.what,
-        base=args.base,
-        engine=args.engine,
-        build_args=args.build_arg,
-        force=args.force,
-        environ=environment,
+        args.what, base=args.base, engine=args.engine, build_args=args.build_arg, force=args.force, environ=environment
     )
     print(f"built {args.what}. Use it: ddp-hpc submit run.yaml container.image={args.what}")
     return FINISHED
@@ -84,13 +79,13 @@ def _digest(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     found = digest(args.what, environment)
     if args.json:
-        print(as_json(asdict(found)))
+        print(as_json(found))
     else:
         rows = [
-            ("image", found.image),
-            ("sha256", found.sha256),
-            ("in attempts.jsonl", or_dash(found.identity)),
-            ("size", size(found.num_bytes)),
+            ("image", found["image"]),
+            ("sha256", found["sha256"]),
+            ("in attempts.jsonl", or_dash(found["identity"])),
+            ("size", size(found["num_bytes"])),
         ]
         print(table(("", ""), rows).lstrip("\n"))
     return FINISHED

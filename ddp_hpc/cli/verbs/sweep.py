@@ -8,16 +8,12 @@ ddp-hpc submit CONFIG --sweep KEY=VALUES makes a sweep; ddp-hpc list NAME lists 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.sweeps import add_limits, report
 from ddp_hpc.run.run_dir.strangers import refuse_strangers
-
-if TYPE_CHECKING:
-    from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,44 +32,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Start the points."""
-    from ddp_hpc.launch.sweep.start import continue_sweep  # late: `--help` needs none of it
+    """Start the points, follow the sweep, or cancel it."""
+    from ddp_hpc.launch.sweep.start import cancel_sweep, continue_sweep  # late: `--help` needs none of it
     from ddp_hpc.launch.sweep.sweep_dir import find_sweep
 
     sweep_dir = find_sweep(args.sweep, chosen_runs_dir(args.runs_dir, environment))
-    if args.what == "follow":
-        return _follow(args, sweep_dir, environment)
-    refuse_strangers(sweep_dir.path)
-    if args.what == "cancel":
-        return _cancel(sweep_dir, environment)
     asked = {"at_most": args.at_most, "stop_after_failures": args.stop_after_failures}
     limits = {key: value for key, value in asked.items() if value is not None}
-    started = continue_sweep(sweep_dir, environment, is_failed=args.failed, limits=limits)
-    code = report(started, is_json=args.json)
-    if not started.runs_here:
-        return code
-    from ddp_hpc.cli.sweep_follow import run_sweep
+    here: Sequence[int] = ()
+    if args.what == "follow":
+        if args.failed or limits:
+            raise ConfigError(
+                "`sweep follow` takes none of `--failed`, `--at-most` and `--stop-after-failures`. Give them to `ddp-hpc sweep continue`, "
+                "and follow the sweep then."
+            )
+    else:
+        refuse_strangers(sweep_dir.path)
+        if args.what == "cancel":
+            num_live = cancel_sweep(sweep_dir, environment)
+            print(
+                f"{sweep_dir.name}: no other point starts, and {num_live} that waited again or ran were cancelled. Their checkpoints stay; to start "
+                f"all points again that have neither finished nor failed: ddp-hpc sweep continue {sweep_dir.name}"
+            )
+            return 0
+        started = continue_sweep(sweep_dir, environment, is_failed=args.failed, limits=limits)
+        code = report(started, is_json=args.json)
+        if not started.runs_here:
+            return code
+        here = started.numbers
+    from ddp_hpc.cli.sweep_follow import follow_sweep
 
-    return run_sweep(started, environment, word=args.sweep, is_json=args.json)
-
-
-def _follow(args: argparse.Namespace, sweep_dir: SweepDir, environment: Mapping[str, str]) -> int:
-    if args.failed or args.at_most is not None or args.stop_after_failures is not None:
-        raise ConfigError(
-            "`sweep follow` takes none of `--failed`, `--at-most` and `--stop-after-failures`. Give them to `ddp-hpc sweep continue`, "
-            "and follow the sweep then."
-        )
-    from ddp_hpc.cli.sweep_follow import follow_sweep  # late: `--help` needs none of it
-
-    return follow_sweep(sweep_dir, environment, word=args.sweep, is_json=args.json)
-
-
-def _cancel(sweep_dir: SweepDir, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.launch.sweep.start import cancel_sweep
-
-    num_live = cancel_sweep(sweep_dir, environment)
-    print(
-        f"{sweep_dir.name}: no other point starts, and {num_live} that waited again or ran were cancelled. Their checkpoints stay; to start "
-        f"all points again that have neither finished nor failed: ddp-hpc sweep continue {sweep_dir.name}"
-    )
-    return 0
+    return follow_sweep(sweep_dir, environment, word=args.sweep, here=here, is_json=args.json)

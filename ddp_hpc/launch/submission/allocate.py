@@ -71,7 +71,7 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
 
 
 def allocate_array(
-    script: Path, environ: Mapping[str, str], *, tasks: str, options: Sequence[str] = (), arguments: Sequence[str]
+    script: Path, environ: Mapping[str, str], *, tasks: str, options: Sequence[str], arguments: Sequence[str]
 ) -> str:
     """Send a script to sbatch as a job array; return the array's number.
 

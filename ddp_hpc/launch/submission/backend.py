@@ -121,32 +121,24 @@ class Backend(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class BackendRow:
-    """A line of the table."""
-
-    module: str
-    """Imported when the back end is used: a back end may import slowly."""
-    command: str | None = None
-    """A program that is on PATH wherever `auto` may choose it; None: everywhere."""
-
-
-BACKENDS: dict[str, BackendRow] = {
-    "slurm": BackendRow("ddp_hpc.launch.submission.slurm", command="sbatch"),
-    "local": BackendRow("ddp_hpc.launch.submission.local"),
+BACKENDS: dict[str, tuple[str, str | None]] = {
+    "slurm": ("ddp_hpc.launch.submission.slurm", "sbatch"),
+    "local": ("ddp_hpc.launch.submission.local", None),
 }
-"""Name -> back end, in the order in which `auto` tries them."""
+"""Name -> its module, and a program that is on PATH wherever `auto` may choose it, in the order in which `auto` tries them.
+
+A module is imported when it is used: it may import slowly. Without a program, `auto` may choose the back end everywhere.
+"""
 
 
 def load_backend(name: str) -> Backend:
     """Return a back end by its name."""
-    place = BACKENDS.get(name)
-    if place is None:
+    if name not in BACKENDS:
         raise ConfigError(
             f"The cluster is {name!r}, but this version of ddp-hpc knows only {', '.join(sorted(BACKENDS))}. Name one of these with "
             "`--cluster`; a run that another version submitted needs that version."
         )
-    return cast("Backend", import_module(place.module))
+    return cast("Backend", import_module(BACKENDS[name][0]))
 
 
 def choose_backend(asked: str, environ: Mapping[str, str]) -> Backend:
@@ -156,7 +148,7 @@ def choose_backend(asked: str, environ: Mapping[str, str]) -> Backend:
         backend.require(environ)
         return backend
     path = environ.get("PATH", "")
-    on_path = (name for name, place in BACKENDS.items() if not place.command or shutil.which(place.command, path=path))
+    on_path = (name for name, (_, command) in BACKENDS.items() if not command or shutil.which(command, path=path))
     return next(backend for backend in map(load_backend, on_path) if backend.is_here(environ))
 
 
@@ -176,7 +168,7 @@ def find_job_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) ->
     It asks those that the run's records name, and those that any host has: they see processes that have recorded nothing
     yet. A back end that is not on this host is not asked.
     """
-    everywhere = (name for name, place in BACKENDS.items() if place.command is None)
+    everywhere = (name for name, (_, command) in BACKENDS.items() if command is None)
     names = dict.fromkeys([*_names_in_records(run), *everywhere])
     for other in (load_backend(name) for name in names if name != backend):
         found = other.find_job(run, environ) if other.is_here(environ) else None

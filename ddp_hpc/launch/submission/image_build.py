@@ -7,9 +7,8 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ddp_hpc.base.durable import scratch_path
 from ddp_hpc.base.errors import ConfigError, WorkerError
@@ -28,18 +27,6 @@ FILES = (
 )
 """What a build reads, from the project's root."""
 _CHUNK_BYTES = 1 << 22
-
-
-@dataclass(frozen=True, kw_only=True)
-class Digest:
-    """The identity of an image; the fields are the keys of `container digest --json`."""
-
-    image: str
-    sha256: str
-    """Of a file, all of its bytes; of Docker, the image's own."""
-    identity: str
-    """What a run's ledger says of it: cheaper, and as good for a SIF file, which gets a number when it is built."""
-    num_bytes: int | None = None
 
 
 def files_dir() -> Path:
@@ -113,14 +100,21 @@ def _engine(engine: Engine, environ: Mapping[str, str]) -> str:
     return found
 
 
-def digest(image: str, environ: Mapping[str, str]) -> Digest:
-    """Return the identity of an image: a file, or else an image that Docker has."""
+def digest(image: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what `container digest --json` prints of an image: a file, or else an image that Docker has.
+
+    Its `sha256` is that of all bytes of a file, or Docker's own; its `identity` is what a run's ledger says of it: cheaper, and
+    as good for a SIF file, which gets a number when it is built.
+    """
     refuse_unknown_home(image, f"The image is {image!r}")
     path = Path(image).expanduser().absolute()
     if path.is_file():
-        return Digest(
-            image=str(path), sha256=_sha256(path), identity=identity_of(str(path)), num_bytes=path.stat().st_size
-        )
+        of_bytes = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                of_bytes.update(chunk)
+        found, size = of_bytes.hexdigest(), path.stat().st_size
+        return {"image": str(path), "sha256": found, "identity": identity_of(str(path)), "num_bytes": size}
     if path.is_dir():
         raise ConfigError(
             f"{path} is a directory, but only an image file has a digest. Make a file of it: `apptainer build NEW.sif {path}`."
@@ -130,15 +124,7 @@ def digest(image: str, environ: Mapping[str, str]) -> Digest:
         done = subprocess.run(asked, env=dict(environ), capture_output=True, text=True, check=False)
         if done.returncode == 0:
             found = done.stdout.strip().removeprefix("sha256:")
-            return Digest(image=image, sha256=found, identity=identity_of(image))
+            return {"image": image, "sha256": found, "identity": identity_of(image), "num_bytes": None}
     raise ConfigError(
         f"{image} is neither a file nor an image that Docker has on this host. Correct the name (`docker image ls` lists images)."
     )
-
-
-def _sha256(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest()

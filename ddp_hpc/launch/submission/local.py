@@ -23,12 +23,9 @@ from ddp_hpc.launch.submission.backend import Description, Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
     VANISH_PATIENCE_S,
+    check_settings,
     find_start,
-    note_on_notifying,
-    note_on_parents,
     refuse_missing_nsys,
-    refuse_missing_recorders,
-    refuse_several_torchruns,
     submitting_alone,
 )
 from ddp_hpc.run.run_dir import ownership, rereading
@@ -88,16 +85,12 @@ def describe(request: SubmitRequest) -> Description:
     """Return what `submit` would do; make nothing."""
     run, spec, environ = request.run, request.spec, request.environ
     refuse_too_much(spec)
-    refuse_missing_recorders(spec)
-    refuse_several_torchruns(spec)
+    notes = check_settings(spec, run.path, environ)
     refuse_missing_nsys(spec, environ)
-    notes = [*note_on_parents(run.path), *note_on_notifying(spec, environ)]
     if spec.container.image is not None or spec.stage.archive is not None:
-        from ddp_hpc.launch.submission.preflight.image import (
-            look_at_image,  # late: most runs on one machine have neither
-        )
+        from ddp_hpc.launch.submission.preflight.image import look_at_image  # late: most runs here have neither
 
-        notes = [*look_at_image(spec, run, request.import_paths, environ, is_for_slurm=False), *notes]
+        notes += look_at_image(spec, run, request.import_paths, environ, is_for_slurm=False)
     return Description(notes=notes, command=supervisor_argv(run), import_paths=request.import_paths)
 
 

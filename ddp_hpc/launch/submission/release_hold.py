@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError, WorkerError
 from ddp_hpc.cluster.slurm import client, states
 from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
-from ddp_hpc.cluster.slurm.nodes import Exclusions, nodes_to_exclude
+from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude
 from ddp_hpc.cluster.slurm.queries import ESLURM_ACCESS_DENIED, JobRecord
 from ddp_hpc.run import requeue
 from ddp_hpc.run.config import load_resolved
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job
-from ddp_hpc.run.spec import LaunchSpec
 
 _SAFE_AFTER_S = 2
 """A node that is given a job in the very second in which its former start was ended takes it for that one, and does not
@@ -99,14 +97,8 @@ def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
 def _nodes_to_let_in(run: RunDir, job: JobRecord, environ: Mapping[str, str]) -> set[str]:
     """Return the nodes on which the run failed, but that it cannot do without as the cluster is now, or need not."""
     spec = load_resolved(run.config)
-    failed = nodes_left_out(run, spec, environ, run.job_script, job.partition)
+    attempts = Ledger.read(run).attempts
+    bad = requeue.bad_nodes(attempts, spec.restart, now=time.time())
+    failed = nodes_to_exclude(bad, spec, environ, script=run.job_script, partition=job.partition)
     left_out = {*expand_hostlist(spec.slurm.exclude or ""), *failed.excluded}
-    return {node for attempt in Ledger.read(run).attempts for node in attempt.failed_nodes} - left_out
-
-
-def nodes_left_out(
-    run: RunDir, spec: LaunchSpec, environ: Mapping[str, str], script: Path | str, partition: str | None = None
-) -> Exclusions:
-    """Return the nodes that the run's ledger remembers as failing, as far as the job of this script can do without them."""
-    bad = requeue.bad_nodes(Ledger.read(run).attempts, spec.restart, now=time.time())
-    return nodes_to_exclude(bad, spec, environ, script=script, partition=partition)
+    return {node for attempt in attempts for node in attempt.failed_nodes} - left_out

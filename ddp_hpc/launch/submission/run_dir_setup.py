@@ -60,10 +60,19 @@ def refuse_unusable_place(run: RunDir) -> None:
         return
 
 
-def refuse_missing_recorders(spec: RunSpec) -> None:
-    """Refuse recorders whose package this Python lacks, where workers surely use the same one; otherwise rank zero looks."""
-    if not spec.own_environment:
+def check_settings(spec: RunSpec, path: Path, environ: Mapping[str, str]) -> list[str]:
+    """Refuse settings that no back end can start, before anything is made at `path`; return notes on others."""
+    if not spec.own_environment:  # else workers may have the packages that this Python lacks: rank zero looks
         spec.log.require_recorders()
+    refuse_several_torchruns(spec)
+    notes = [*note_on_parents(path)]
+    program, search_path = next(iter(spec.notify.command), None), spec.env.get("PATH", environ.get("PATH"))
+    if program is not None and shutil.which(program, path=search_path) is None:
+        notes.append(
+            f"note: `notify.command` starts {program!r}, and this host has no such program. Correct the name, unless the host that runs the "
+            "supervisor has it."
+        )
+    return notes
 
 
 def refuse_several_torchruns(spec: RunSpec) -> None:
@@ -165,29 +174,13 @@ class Claim:
         self.before = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
         make_run_dir(run, text, is_new=False)
 
-    def release(self) -> None:
-        """Let others submit the run."""
-        if self.lock_fd is not None:
-            processes.release_lock(self.lock_fd)
-        self.lock_fd = None
-
-    def take_back(self, error: BaseException) -> None:
-        """Leave nothing of a new run that was not started; leave another one, where it is refused, as it was."""
-        if self.is_new:
-            if self.lock_fd is not None and not self.is_to_stay:
-                self.release()  # first: NFS keeps a directory with an open file
-                shutil.rmtree(self.run.path, ignore_errors=True)
-        elif isinstance(error, ConfigError):
-            for path, text in self.before.items():
-                if text is None:
-                    path.unlink(missing_ok=True)
-                else:
-                    replace_text(path, text, is_secret=path == self.run.config)
-
 
 @contextmanager
 def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[Claim]:
-    """Let one process at a time submit a run: two that find it idle would start it twice. Take back what a refused one has made."""
+    """Let one process at a time submit a run: two that find it idle would start it twice.
+
+    After an error, nothing is left of a new run that was not started; another one that is refused is left as it was.
+    """
     refuse_unusable_place(run)
     claim = Claim(run, None, is_new=not run.config.exists())
     if not claim.is_new:
@@ -196,10 +189,20 @@ def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[Claim]:
     try:
         yield claim
     except BaseException as error:
-        claim.take_back(error)
+        if claim.is_new and claim.lock_fd is not None and not claim.is_to_stay:
+            processes.release_lock(claim.lock_fd)  # first: NFS keeps a directory with an open file
+            claim.lock_fd = None
+            shutil.rmtree(run.path, ignore_errors=True)
+        elif not claim.is_new and isinstance(error, ConfigError):
+            for path, text in claim.before.items():
+                if text is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    replace_text(path, text, is_secret=path == run.config)
         raise
     finally:
-        claim.release()
+        if claim.lock_fd is not None:
+            processes.release_lock(claim.lock_fd)
 
 
 def find_start(request: SubmitRequest, backend: str, here: Submission | None) -> Submission | None:
@@ -258,13 +261,3 @@ def note_on_parents(path: Path) -> Iterator[str]:
                 f"note: every user of this host may rename and replace the runs in {folder}. Run `chmod o-w "
                 f"{shlex.quote(str(folder))}` if the directory is yours; otherwise choose another `runs_dir`."
             )
-
-
-def note_on_notifying(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a note where this host lacks the program of `notify.command`."""
-    program, path = next(iter(spec.notify.command), None), spec.env.get("PATH", environ.get("PATH"))
-    if program is not None and shutil.which(program, path=path) is None:
-        yield (
-            f"note: `notify.command` starts {program!r}, and this host has no such program. Correct the name, unless the host that runs the "
-            "supervisor has it."
-        )

@@ -14,30 +14,26 @@ from typing import Literal
 from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmRefusalError, SlurmUnavailableError, WorkerError
 from ddp_hpc.base.patience import patiently
-from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.cluster.slurm import client, states
 from ddp_hpc.cluster.slurm.allocation import claimed_job_id
-from ddp_hpc.launch.render import JobScript, render
+from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude
+from ddp_hpc.launch.render import render
 from ddp_hpc.launch.submission import release_hold
 from ddp_hpc.launch.submission.allocate import allocate
 from ddp_hpc.launch.submission.backend import Description, Submission
-from ddp_hpc.launch.submission.live_code import live_folders
 from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.preflight.image import look_at_image
 from ddp_hpc.launch.submission.preflight.users_part import check_users_part
-from ddp_hpc.launch.submission.release_hold import nodes_left_out
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
     Claim,
+    check_settings,
     find_start,
-    note_on_notifying,
-    note_on_parents,
-    refuse_missing_recorders,
-    refuse_several_torchruns,
     refuse_unusable_place,
     submitting_alone,
 )
-from ddp_hpc.launch.submission.snapshot import notes_on_copy, path_in_snapshot, source_of, take_snapshot
+from ddp_hpc.launch.submission.snapshot import live_folders, notes_on_copy, path_in_snapshot, source_of, take_snapshot
+from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir import ownership, rereading
 from ddp_hpc.run.run_dir.ledger import Attempt, End, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -84,31 +80,24 @@ def describe(request: SubmitRequest) -> Description:
 
 def _script(request: SubmitRequest) -> tuple[str, list[str]]:
     """Return the job script, which leaves out nodes on which the run failed, and notes on these."""
-    run, spec = request.run, request.spec
-    asked = JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=job_import_paths(request))
-    left_out = nodes_left_out(run, spec, request.environ, script := render(asked))
+    run, spec, paths = request.run, request.spec, job_import_paths(request)
+    script = render(spec, run, paths, chdir=Path.cwd())
+    bad = requeue.bad_nodes(Ledger.read(run).attempts, spec.restart, now=time.time())
+    left_out = nodes_to_exclude(bad, spec, request.environ, script=script)
     notes = [left_out.detail] if left_out.detail else []
     if left_out.excluded:
         exclude = ",".join(filter(None, [spec.slurm.exclude, *left_out.excluded]))
-        script = render(replace(asked, spec=replace(spec, slurm=replace(spec.slurm, exclude=exclude))))
+        script = render(replace(spec, slurm=replace(spec.slurm, exclude=exclude)), run, paths, chdir=Path.cwd())
         within = f"in the last {spec.restart.forget_h} h (`restart.forget_h`)"
         notes.insert(0, f"the job excludes {', '.join(left_out.excluded)}, where the run failed {within}")
     return script, notes
 
 
-def refuse_private(path: Path) -> None:
-    """Refuse a run's directory, or a Python, that each node has for itself."""
-    capacity.refuse_private_directory(path)
-    capacity.refuse_private_python(path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
-
-
 def check(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
     """Check what can be checked before anything is made, of a run or of some `points` of a sweep; return notes."""
     spec, environ, path = request.spec, request.environ, request.run.path
-    refuse_missing_recorders(spec)
-    refuse_several_torchruns(spec)
-    notes = [*look_at_image(spec, request.run, job_import_paths(request), environ, is_for_slurm=True)]
-    notes += [*note_on_parents(path), *capacity.notes_on_setup(spec), *note_on_notifying(spec, environ)]
+    notes = [*check_settings(spec, path, environ), *capacity.notes_on_setup(spec)]
+    notes += look_at_image(spec, request.run, job_import_paths(request), environ, is_for_slurm=True)
     return [*notes, *check_users_part(points or [spec], request.import_paths, environ)]
 
 
@@ -119,7 +108,7 @@ def check_dry(request: SubmitRequest, script: str, points: Sequence[RunSpec] = (
             "note: not checked before the queue: this host has no Slurm, so nobody was asked whether it takes the job"
         )
         return [*check(request, points), unasked]
-    refuse_private(request.run.path)
+    capacity.refuse_private(request.run.path)
     with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
         replace_text(Path(folder) / "job.sbatch", script)
         questions = capacity.Questions(request.environ)
@@ -178,7 +167,7 @@ def submit(request: SubmitRequest) -> Submission:
 def _fill(request: SubmitRequest, claim: Claim) -> list[str]:
     """Check what can be checked; then make or renew the run directory, with the frozen code and the job script. Return notes."""
     script, notes = _script(request)
-    refuse_private(request.run.path)
+    capacity.refuse_private(request.run.path)
     notes = [*check(request), *notes]
     claim.write(request.resolved)
     notes += freeze_code(request, request.run)

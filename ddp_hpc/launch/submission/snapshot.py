@@ -11,16 +11,20 @@ import json
 import os
 import re
 import shutil
+import site
 import subprocess
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ddp_hpc.base.durable import fsync_path, make_directories, read_json, readers, replace_text, scratch_path
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.run.run_dir.paths import RunDir
 
 LIST = ".ddp_hpc-snapshot.json"
@@ -49,15 +53,8 @@ class Snapshot:
     """Directories with more than is linked."""
 
 
-@dataclass(frozen=True)
-class _File:
-    """One file to copy."""
-
-    name: str
-    """Below the source."""
-    size: int
-    link_to: str | None
-    digest: str
+_File = dict[str, Any]
+"""An entry of `LIST`: a file's name below the source, its size and digest, and for a link where it leads in the copy."""
 
 
 def path_in_snapshot(run: RunDir, top: Path, folder: Path) -> Path:
@@ -66,12 +63,7 @@ def path_in_snapshot(run: RunDir, top: Path, folder: Path) -> Path:
 
 
 def take_snapshot(
-    code_dir: Path,
-    run: RunDir,
-    *,
-    max_bytes: int,
-    needed: Path | None = None,
-    outputs: Sequence[Path] = (),
+    code_dir: Path, run: RunDir, *, max_bytes: int, needed: Path | None = None, outputs: Sequence[Path] = ()
 ) -> Snapshot:
     """Copy the code that `code_dir` belongs to into the run's directory, and publish it by one rename.
 
@@ -90,14 +82,14 @@ def take_snapshot(
     _refuse_large(source, names, max_bytes)
     try:
         files = [_look(source, name) for name in sorted(names) if _is_there(source / name)]
-        digest = xxhash.xxh3_128_hexdigest(json.dumps([asdict(file) for file in files]).encode())
+        digest = xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
         target = run.snapshots / digest
         commit = (_git(source, "rev-parse", "HEAD", may_fail=True) or "").strip() or None
         if not target.exists():
             _publish(source, files, target, {"source": str(source), "commit": commit})
         if needed is not None:
             _require(target / code_dir.resolve().relative_to(source) / needed, code_dir / needed)
-        names = [file.name for file in files]
+        names = [file["name"] for file in files]
         written = _carry_over(run.snapshot, target, names)
         not_shown = _link_rest(source, target, names, hidden)
         beside = scratch_path(run.snapshot)
@@ -108,7 +100,29 @@ def take_snapshot(
             f"The code in {source} cannot be copied for the job: {error}. Correct that, or set "
             "`snapshot.enabled=false`, so that the job imports the code from there."
         ) from error
-    return Snapshot(target, source, len(files), sum(file.size for file in files), commit, written, not_shown)
+    return Snapshot(target, source, len(files), sum(file["size"] for file in files), commit, written, not_shown)
+
+
+def live_folders(environ: Mapping[str, str]) -> list[Path]:
+    """Return the directories beside the run's that workers import from, and whose code this user may edit while the job waits.
+
+    They are entries of PYTHONPATH, and packages that are installed editable.
+    """
+    installed = [Path(sys.prefix), Path(sys.base_prefix), Path(site.getusersitepackages()), PACKAGE_DIR.parent]
+    found = (Path(path).resolve() for path in [*environ.get("PYTHONPATH", "").split(os.pathsep), *_editable()] if path)
+    return [
+        path
+        for path in dict.fromkeys(found)
+        if path.is_dir() and os.access(path, os.W_OK) and not any(path.is_relative_to(one) for one in installed)
+    ]
+
+
+def _editable() -> Iterator[str]:
+    """Yield where packages lie that are installed editable: by a `.pth` file, or by a finder of setuptools."""
+    yield from sys.path[1:]  # the first is the program's own
+    for name, module in sys.modules.copy().items():
+        if name.startswith("__editable__"):
+            yield from (os.path.dirname(path) for path in getattr(module, "MAPPING", {}).values())  # noqa: PTH120  text
 
 
 def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[str]) -> Iterator[str]:
@@ -281,13 +295,14 @@ def _look(source: Path, name: str) -> _File:
 
     path = source / name
     if path.is_symlink():
-        return _File(name, 0, _link_in_copy(source, path), "")
+        return {"name": name, "size": 0, "link_to": _link_in_copy(source, path), "digest": ""}
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
             size += len(block)
-    return _File(name, size, None, ("x" if os.access(path, os.X_OK) else "-") + digest.hexdigest())
+    mode = "x" if os.access(path, os.X_OK) else "-"
+    return {"name": name, "size": size, "link_to": None, "digest": mode + digest.hexdigest()}
 
 
 def _link_in_copy(source: Path, link: Path) -> str:
@@ -307,8 +322,8 @@ def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str
     beside = scratch_path(target)
     try:
         for file in files:
-            _copy(source / file.name, beside / file.name, file.link_to)
-        manifest = {"version": 1, "taken_at": time.time(), **about, "files": [asdict(file) for file in files]}
+            _copy(source / file["name"], beside / file["name"], file["link_to"])
+        manifest = {"version": 1, "taken_at": time.time(), **about, "files": files}
         make_directories(beside)
         replace_text(beside / LIST, json.dumps(manifest, indent=1))
         beside.rename(target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.cluster.slurm.queries import ClusterConfig
-from ddp_hpc.launch.render import render_template
+from ddp_hpc.launch.render import own_template, render_template
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.submission.preflight import capacity
@@ -25,7 +25,7 @@ from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.resolving import specs_to_check
 from ddp_hpc.launch.sweep.sweep_dir import (
-    Sending,
+    SentArray,
     Sweep,
     SweepDir,
     load_base,
@@ -42,18 +42,6 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 """slurm.conf(5), for a controller that does not say."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SendResult:
-    """What became of the points that were to be sent."""
-
-    jobs: Mapping[str, int]
-    """The number of each array -> how many points it has."""
-    num_left: int = 0
-    """Points that Slurm did not accept."""
-    refusal: str = ""
-    """What Slurm printed then."""
-
-
 def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     """Return the script of the sweep's arrays."""
     if base.slurm.template is not None:
@@ -63,10 +51,10 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     # Slurm opens the log before any of our code runs, when the run's own directory may not exist.
     log = f"{str(sweep_dir.logs).replace('%', '%%')}/%A_%a.log"
     # A dependency is an option of each sbatch: Slurm may have forgotten its jobs when later arrays are sent.
-    asked = directives(base, sweep_dir.files, chdir=Path.cwd(), cpus_per_worker=base.cpus_per_task)
+    asked = directives(base, sweep_dir, chdir=Path.cwd(), cpus_per_worker=base.cpus_per_task)
     made = [one for one in asked if one.flag != "dependency"]
     return render_template(
-        TEMPLATE,
+        own_template(TEMPLATE),
         {
             "directives": [replace(one, value=log) if one.flag == "output" else one for one in made],
             "name": base.name,
@@ -97,15 +85,15 @@ def make_for_slurm(
     client.require("sbatch", environ)
     refuse_existing(sweep_dir)
     script = array_script(spec, sweep_dir)
-    slurm.refuse_private(sweep_dir.path)
+    capacity.refuse_private(sweep_dir.path)
     notes = slurm.check(base, specs_to_check(base.resolved, sweep.points, environ))
 
     def fill(beside: SweepDir) -> None:
         """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""
-        replace_text(beside.files.job_script, script)
-        questions.ask_about(beside.files.job_script)
-        notes.extend(slurm.freeze_code(base, beside.files))
-        notes.extend(questions.notes(spec, beside.files))
+        replace_text(beside.job_script, script)
+        questions.ask_about(beside.job_script)
+        notes.extend(slurm.freeze_code(base, beside))
+        notes.extend(questions.notes(spec, beside))
 
     sweep = replace(sweep, import_paths=tuple(slurm.job_import_paths(base)))
     make_sweep(sweep_dir, base.resolved, sweep, fill, until_sent=until_sent)
@@ -114,33 +102,34 @@ def make_for_slurm(
 
 def send(
     sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], cluster: ClusterConfig, environ: Mapping[str, str]
-) -> SendResult:
+) -> tuple[dict[str, int], str]:
     """Send points to Slurm, in as few arrays as it accepts; record each array. The caller has locked the sweep's ledger.
 
+    Returns how many points each array has, and what Slurm printed where it did not accept all of them.
     With `sweep.at_most`, each array starts when those before it have ended, so that all together keep the limit.
     """
     jobs: dict[str, int] = {}
     size = cluster.max_array_size or DEFAULT_MAX_ARRAY_SIZE
     users, last = _find_awaited(sweep_dir, sweep, environ)
     # The numbers of an array's tasks end below MaxArraySize: https://slurm.schedmd.com/slurm.conf.html#OPT_MaxArraySize
-    for chunk, group in groupby(sorted(set(numbers)), key=lambda number: number // size):
+    for chunk, group in groupby(sorted(numbers), key=lambda number: number // size):
         rest = list(group)
         count = len(rest)
         while rest:
             # A small array would hold back those after it below the limit of points at once.
             fewest = sweep.at_most if sweep.at_most and last else 1
             count = min(max(count, fewest), len(rest))
-            sending = Sending(numbers=tuple(rest[:count]), offset=chunk * size)
+            sent = SentArray(numbers=tuple(rest[:count]), offset=chunk * size)
             try:
-                job_id = _send_array(sweep_dir, sending, _dependency(users, last), environ, at_most=sweep.at_most)
+                job_id = _send_array(sweep_dir, sent, _dependency(users, last), environ, at_most=sweep.at_most)
             except (SlurmRefusalError, SlurmBusyError) as error:
                 count = _fewer(count, fewest, error)
                 if count < fewest:
-                    return SendResult(jobs=jobs, num_left=len(set(numbers)) - sum(jobs.values()), refusal=str(error))
+                    return jobs, str(error)
                 continue
             jobs[job_id], rest = count, rest[count:]
             last = [job_id] if sweep.at_most else []  # it waits for all others, so the next one waits for it alone
-    return SendResult(jobs=jobs)
+    return jobs, ""
 
 
 def _fewer(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -> int:
@@ -182,10 +171,7 @@ def settle(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
     if sweep.unanswered is None:
         return sweep
     job_id = _lost_array(sweep_dir, sweep, environ)
-    if job_id is None:
-        record(sweep_dir, refused=True)
-    else:
-        record(sweep_dir, array=job_id)
+    record(sweep_dir, **({"refused": True} if job_id is None else {"array": job_id}))
     return read_sweep(sweep_dir)
 
 
@@ -224,16 +210,16 @@ def cancel_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
 
 
 def _send_array(
-    sweep_dir: SweepDir, sending: Sending, options: Sequence[str], environ: Mapping[str, str], *, at_most: int | None
+    sweep_dir: SweepDir, sent: SentArray, options: Sequence[str], environ: Mapping[str, str], *, at_most: int | None
 ) -> str:
     """Send one array. A line is written first, so that the next command asks Slurm for an array whose answer is lost."""
-    tasks = as_ranges(number - sending.offset for number in sending.numbers)
+    tasks = as_ranges(number - sent.offset for number in sent.numbers)
     throttle = "" if at_most is None else f"%{at_most}"
-    script, name, count = sweep_dir.files.job_script, sweep_dir.name, len(sending.numbers)
-    record(sweep_dir, sending=as_ranges(sending.numbers), offset=sending.offset)
+    script, name, count = sweep_dir.job_script, sweep_dir.name, len(sent.numbers)
+    record(sweep_dir, sending=as_ranges(sent.numbers), offset=sent.offset)
     try:
         job_id = allocate_array(
-            script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=[str(sending.offset)]
+            script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=[str(sent.offset)]
         )
     except ConfigError:
         with suppress(OSError):  # a full disk; what Slurm has said is worth more

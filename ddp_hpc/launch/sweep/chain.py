@@ -38,47 +38,30 @@ def after_job(job_id: str, when: When) -> str:
 
 def after_others(request: SubmitRequest, words: Sequence[str], backend: Backend, *, is_single: bool) -> SubmitRequest:
     """Return the request of a job that waits for the runs and sweeps that `--after` names; `is_single`: and for jobs of its own name."""
-    spec, environ = request.spec, request.environ
-    parts, befores = [spec.slurm.dependency], list[tuple[RunDir, When]]()
-    for name, when in map(split_when, words) if backend.HAS_QUEUE else ():
-        runs_dir = spec.path.parent
-        if holds_sweep(runs_dir / name) or holds_sweep(Path(name)):
-            parts.append(after_sweep(find_sweep(name, runs_dir), when, environ))
-        else:
-            befores.append((find_run(name, runs_dir), when))
-    users = ",".join(filter(None, parts)) or None
-    found, awaits = dependency(befores, backend, environ, is_single=is_single, users=users)
-    if found is None:
-        return request
-    resolved = Overlay(request.resolved, environ).resolved({"slurm.dependency": found}, COMMAND_LINE.source)
-    return replace(request, resolved=resolved, awaits=awaits)
-
-
-def dependency(
-    befores: Sequence[tuple[RunDir, When]],
-    backend: Backend,
-    environ: Mapping[str, str],
-    *,
-    is_single: bool,
-    users: str | None,
-) -> tuple[str | None, list[Awaited]]:
-    """Return what the job has to wait for, as sbatch takes it, and the runs among it; None where nothing is left to wait for.
-
-    `is_single`: it also waits for each earlier job of the user that has its name. `users` is what the configuration asks for.
-    """
     if not backend.HAS_QUEUE:
         raise ConfigError(
             "`--after` and `--singleton` let a job wait in Slurm's queue, but this run would start on this machine, which has no queue. "
             "Start one run after the other there: `ddp-hpc submit A --wait && ddp-hpc submit B`."
         )
-    awaited = [one for run, when in befores if (one := _awaited(run, when, backend, environ))]
-    parts = [*(after_job(one.job_id, one.when) for one in awaited), *(["singleton"] if is_single else [])]
-    if users and "?" in users and parts:
+    environ, runs_dir, users = request.environ, request.run.path.parent, request.spec.slurm.dependency
+    parts, awaits = list[str](), list[Awaited]()
+    for name, when in map(split_when, words):
+        if holds_sweep(runs_dir / name) or holds_sweep(Path(name)):
+            parts.append(after_sweep(find_sweep(name, runs_dir), when, environ))
+        elif awaited := _awaited(find_run(name, runs_dir), when, backend, environ):
+            parts.append(after_job(awaited.job_id, when))
+            awaits.append(awaited)
+    parts = [part for part in [*parts, "singleton" if is_single else ""] if part]
+    if not parts:
+        return request
+    if users and "?" in users:
         raise ConfigError(
             f"`slurm.dependency` is {users!r}, which asks for one of several jobs (`?`), but the job also has to wait for {','.join(parts)}; "
             "Slurm cannot combine the two. Leave out one of them."
         )
-    return ",".join([*([users] if users else []), *parts]) or None, awaited
+    found = ",".join([*([users] if users else []), *parts])
+    resolved = Overlay(request.resolved, environ).resolved({"slurm.dependency": found}, COMMAND_LINE.source)
+    return replace(request, resolved=resolved, awaits=awaits)
 
 
 def _awaited(run: RunDir, when: When, backend: Backend, environ: Mapping[str, str]) -> Awaited | None:

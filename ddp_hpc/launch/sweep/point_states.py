@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -167,15 +167,13 @@ def _left(newest: Attempt | None, job: QueuedJob | None) -> Left | None:
 class SweepLook:
     """All points at one moment."""
 
-    points: Sequence[Point]
+    sweep: Sweep
     states: Mapping[int, PointState]
     """By the points' numbers."""
     problem: str = ""
     """Why something is not known."""
     is_over: bool = False
     """Whether nothing waits or runs."""
-    is_cancelled: bool = False
-    """Whether the user has cancelled the sweep."""
 
 
 def follow(
@@ -205,13 +203,7 @@ def follow(
             elif state.left == "not begun" and state.reason and missed.setdefault(number, queue.at) == queue.at:
                 states[number] = PointState(word="waiting")
         is_over = not is_sending and all(state.is_over for state in states.values())
-        yield SweepLook(
-            points=sweep.points,
-            states=states,
-            problem=queue.problem,
-            is_over=is_over,
-            is_cancelled=sweep.is_cancelled,
-        )
+        yield SweepLook(sweep=sweep, states=states, problem=queue.problem, is_over=is_over)
         if is_over:
             return
         num_read = sum(not state.is_over and state.attempt is not None for state in states.values())

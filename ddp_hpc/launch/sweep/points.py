@@ -1,4 +1,4 @@
-"""The points of a sweep: what each sets, and its name. Pure, except for `read_points`."""
+"""The points of a sweep: the values that `--sweep KEY=VALUES` lists, what each point sets, and its name. Pure, except for `read_points`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from typing import Any
 
 from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.launch.sweep.values import MOST_POINTS, Axis
 from ddp_hpc.run.config import HIDDEN
 from ddp_hpc.run.config.keys import is_section, key_of, parse_text
 
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?", re.ASCII)
+_KEY = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+_OPENING, _CLOSING, _QUOTES = "[{", "]}", "'\""
+MOST_POINTS = 100_000
+"""A range or a product of more is an error of the user's, and would fill this process's memory."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_VALUE = 24
 _LONGEST_NAME = 96
@@ -48,6 +52,61 @@ class Point:
         return {key: value if _is_shown(key, value) else HIDDEN for key, value in self.settings.items()}
 
 
+def parse_axis(word: str) -> tuple[str, list[str]]:
+    """Return the key and the values of `train.lr=0.1,0.01`, `seed=0..4` (with both ends) or `batch=32..128..32` (with a step).
+
+    A comma within brackets or quotes divides nothing: `train.betas=[0.9,0.99],[0.8,0.99]` has two values.
+    """
+    key, equals, text = word.partition("=")
+    if equals and not is_key_shown(key, text):
+        word = f"{key}=..."  # in errors: the values may be secrets
+    if not equals or _KEY.fullmatch(key) is None:
+        raise ConfigError(f"`--sweep {word}` is not of the form KEY=VALUE,VALUE,... such as `train.lr=0.1,0.01`.")
+    texts = [each for part in _divided(text) for each in _range(part, word)]
+    if any(not each for each in texts):
+        raise ConfigError(
+            f"`--sweep {word}` has an empty value. Remove the comma that is too much; write `''` for a text without characters."
+        )
+    return key, texts
+
+
+def _divided(text: str) -> list[str]:
+    """Return the parts between the commas that stand outside of brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES and (depth or not parts[-1].strip()):  # else an apostrophe within a text
+            quote = character
+        elif character in _OPENING:
+            depth += 1
+        elif character in _CLOSING:
+            depth -= 1
+        elif character == "," and depth <= 0:
+            parts.append("")
+            continue
+        parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _range(part: str, word: str) -> list[str]:
+    """Return the whole numbers of a range, its end included; another text as it is."""
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        return [part]
+    first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
+    if last < first or step == 0:
+        raise ConfigError(
+            f"`--sweep {word}` has the range {part!r}, which holds no number. Write FIRST..LAST or FIRST..LAST..STEP, with FIRST "
+            "not above LAST and a STEP of at least 1."
+        )
+    if (last - first) // step >= MOST_POINTS:
+        raise ConfigError(
+            f"`--sweep {word}` has the range {part!r}, which holds more than {MOST_POINTS} numbers. Sweep fewer values."
+        )
+    return [str(number) for number in range(first, last + 1, step)]
+
+
 def _is_shown(key: str, value: Any) -> bool:
     """Tell whether names and output may show the value of a key; a mapping is not shown where one of its parts is not."""
     if isinstance(value, Mapping):
@@ -58,19 +117,26 @@ def _is_shown(key: str, value: Any) -> bool:
 
 
 def points_of(
-    axes: Sequence[Axis], listed: Sequence[Mapping[str, Any]] = (), *, is_zipped: bool = False
+    axes: Sequence[tuple[str, Sequence[str]]], listed: Sequence[Mapping[str, Any]] = (), *, is_zipped: bool = False
 ) -> list[Point]:
-    """Return each combination of the axes' values, the last axis changing first.
+    """Return each combination of the axes' values, the last axis changing first. An axis is a key, and the texts of its values.
 
     With `is_zipped`: the first values of all axes together, then the second ones. `listed` are points of a file; each of them
     is combined with all of the axes' points.
     """
-    _refuse_repeated(axes, listed)
-    found = {axis.key: None if is_section(axis.key) else key_of(axis.key) for axis in axes}
+    names = [name for name, _ in axes]
+    twice = [name for name in names if names.count(name) > 1 or any(name in each for each in listed)]
+    if twice:
+        raise ConfigError(
+            f"`{twice[0]}` is swept twice. List all of its values in one place: `--sweep {twice[0]}=A,B,C`."
+        )
+    if "name" in names:
+        raise ConfigError("`name` cannot be swept: it is made from what the points set. A file of points may set it.")
+    found = [None if is_section(name) else key_of(name) for name in names]
     chosen: list[dict[str, Any]] = [
         {  # as a file would have it; a script's word stays the text that it is
-            one.key: text if (key := found[one.key]) is None else parse_text(key, text, f"--sweep {one.key}")
-            for one, text in zip(axes, texts, strict=True)
+            name: text if key is None else parse_text(key, text, f"--sweep {name}")
+            for name, key, text in zip(names, found, texts, strict=True)
         }
         for texts in _combined(axes, is_zipped=is_zipped)
     ]
@@ -80,10 +146,9 @@ def points_of(
             f"The sweep has {len(of_file) * len(chosen)} points, but at most {MOST_POINTS} are allowed. Sweep fewer values."
         )
     all_settings = [{**first, **second} for first in of_file for second in chosen]
-    names = _names(all_settings)
     points = [
         Point(number, name, {key: value for key, value in settings.items() if key != "name"})
-        for number, (name, settings) in enumerate(zip(names, all_settings, strict=True))
+        for number, (name, settings) in enumerate(zip(_names(all_settings), all_settings, strict=True))
     ]
     named = {number for number, settings in enumerate(all_settings) if "name" in settings}
     _refuse_equal(points, named)
@@ -106,28 +171,18 @@ def _with_checked_name(listed: Mapping[str, Any]) -> dict[str, Any]:
     return dict(listed)
 
 
-def _combined(axes: Sequence[Axis], *, is_zipped: bool) -> list[tuple[str, ...]]:
+def _combined(axes: Sequence[tuple[str, Sequence[str]]], *, is_zipped: bool) -> list[tuple[str, ...]]:
+    all_texts = [texts for _, texts in axes]
     if not is_zipped:
-        if math.prod(len(axis.texts) for axis in axes) > MOST_POINTS:
+        if math.prod(map(len, all_texts)) > MOST_POINTS:
             raise ConfigError(f"The sweep has more than {MOST_POINTS} points. Sweep fewer values.")
-        return list(itertools.product(*(axis.texts for axis in axes)))
-    if len({len(axis.texts) for axis in axes}) > 1:
-        found = ", ".join(f"{axis.key} has {len(axis.texts)}" for axis in axes)
+        return list(itertools.product(*all_texts))
+    if len(set(map(len, all_texts))) > 1:
+        found = ", ".join(f"{key} has {len(texts)}" for key, texts in axes)
         raise ConfigError(
             f"`--zip` takes one value of each key for a point, but {found}. List as many values for each."
         )
-    return list(zip(*(axis.texts for axis in axes), strict=True)) or [()]
-
-
-def _refuse_repeated(axes: Sequence[Axis], listed: Sequence[Mapping[str, Any]]) -> None:
-    keys = [axis.key for axis in axes]
-    twice = [key for number, key in enumerate(keys) if key in keys[:number] or any(key in each for each in listed)]
-    if twice:
-        raise ConfigError(
-            f"`{twice[0]}` is swept twice. List all of its values in one place: `--sweep {twice[0]}=A,B,C`."
-        )
-    if "name" in keys:
-        raise ConfigError("`name` cannot be swept: it is made from what the points set. A file of points may set it.")
+    return list(zip(*all_texts, strict=True)) or [()]
 
 
 def _refuse_equal(points: Sequence[Point], named: AbstractSet[int]) -> None:

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, SlurmUnavailableError, UnreadableError
 from ddp_hpc.cluster.slurm import client
@@ -18,7 +18,6 @@ from ddp_hpc.launch.submission.removal import delete_renamed, renamed_away
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.slurm import knows
 from ddp_hpc.launch.sweep import array
-from ddp_hpc.launch.sweep.array import SendResult
 from ddp_hpc.launch.sweep.resolving import check_points
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sweep,
@@ -52,14 +51,18 @@ class Started:
     sweep_dir: SweepDir
     numbers: Sequence[int]
     """Of the points that were to be started."""
-    sent: SendResult | None
-    """None on this machine, where the caller runs them: `sweep.local.running`."""
+    runs_here: bool = False
+    """Whether the caller is to run them on this machine: `sweep.local.running`."""
+    jobs: Mapping[str, int] = field(default_factory=dict)
+    """The number of each array that was sent -> how many points it has."""
+    refusal: str = ""
+    """What Slurm printed where it did not accept all of them."""
     notes: Sequence[str] = ()
 
     @property
-    def runs_here(self) -> bool:
-        """Whether points are to be run by the caller."""
-        return self.sent is None and bool(self.numbers)
+    def num_left(self) -> int:
+        """How many points Slurm did not accept."""
+        return 0 if self.runs_here else len(self.numbers) - sum(self.jobs.values())
 
 
 def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started:
@@ -73,13 +76,13 @@ def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started
         check_points(base.resolved, sweep.points, environ, is_array=False)
         local.refuse_too_much(base.spec)
         make_sweep(sweep_dir, base.resolved, replace(sweep, import_paths=tuple(base.import_paths)))
-        return Started(sweep_dir=sweep_dir, numbers=numbers, sent=None)
+        return Started(sweep_dir=sweep_dir, numbers=numbers, runs_here=True)
     questions = Questions(environ)  # Slurm answers while this process checks the points
     check_points(base.resolved, sweep.points, environ, is_array=True)
     with ExitStack() as until_sent:
         notes = array.make_for_slurm(base, sweep, questions, until_sent=until_sent)
         try:
-            sent = array.send(sweep_dir, sweep, numbers, questions.config(), environ)
+            jobs, refusal = array.send(sweep_dir, sweep, numbers, questions.config(), environ)
         except (ConfigError, OSError) as error:
             there = read_sweep(sweep_dir)
             if not there.arrays and (isinstance(error, ConfigError) or there.unanswered is None):
@@ -87,7 +90,7 @@ def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started
                 until_sent.close()  # NFS keeps a directory with an open file
                 shutil.rmtree(sweep_dir.path, ignore_errors=True)
             raise
-    return Started(sweep_dir=sweep_dir, numbers=numbers, sent=sent, notes=notes)
+    return Started(sweep_dir=sweep_dir, numbers=numbers, jobs=jobs, refusal=refusal, notes=notes)
 
 
 def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
@@ -206,10 +209,10 @@ def continue_sweep(
             sweep = read_sweep(sweep_dir)
             if is_array and "at_most" in limits and sweep.arrays:
                 array.throttle_waiting(sweep, environ)
-            sent = (
-                array.send(sweep_dir, sweep, numbers, client.config(environ), environ) if is_array and numbers else None
-            )
-            return Started(sweep_dir=sweep_dir, numbers=numbers, sent=sent, notes=notes)
+            if not is_array or not numbers:
+                return Started(sweep_dir=sweep_dir, numbers=numbers, runs_here=bool(numbers), notes=notes)
+            jobs, refusal = array.send(sweep_dir, sweep, numbers, client.config(environ), environ)
+            return Started(sweep_dir=sweep_dir, numbers=numbers, jobs=jobs, refusal=refusal, notes=notes)
 
 
 def _points_left(
@@ -307,20 +310,17 @@ def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
 def _reasons(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield why the sweep must not be deleted."""
     sweep = read_sweep(sweep_dir)
-    if sweep.backend == "slurm":
-        yield from _jobs(sweep_dir, array.settle(sweep_dir, environ), environ)
+    is_array, there = sweep.backend == "slurm", set[str]()
+    if is_array:
+        sweep = array.settle(sweep_dir, environ)
+        queued = [one for one in client.queue(client.user_name(), environ) if not slurm_states.has_ended(one.state)]
+        there = {name for entry in queued for name in (entry.job_id, entry.number)}
+        for one in sweep.arrays:
+            if points_in_queue(one, queued):
+                yield f"job {one.job_id} waits or runs"
     for run in map(sweep_dir.run, sweep.points):
-        if local.works_here(run):
-            yield f"its run {run.name} runs on this machine"
-
-
-def _jobs(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> Iterator[str]:
-    queued = [one for one in client.queue(client.user_name(), environ) if not slurm_states.has_ended(one.state)]
-    for one in sweep.arrays:
-        if points_in_queue(one, queued):
-            yield f"job {one.job_id} waits or runs"
-    there = {name for entry in queued for name in (entry.job_id, entry.number)}
-    for run in map(sweep_dir.run, sweep.points):
-        job = read_queued_job(run)
+        job = read_queued_job(run) if is_array else None
         if job is not None and knows(run, job, environ) and job.job_id in there:
             yield f"job {job.job_id} of {run.name} waits or runs"
+        if local.works_here(run):
+            yield f"its run {run.name} runs on this machine"

@@ -31,15 +31,8 @@ from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, holds_sweep
 
 
-@dataclass(frozen=True)
-class SweepDir:
-    """The paths of a sweep. It is the directory of its points' runs, too."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
+class SweepDir(RunDir):
+    """The paths of a sweep, in whose directory its points' runs lie. Its job script and its snapshot are where a run has them."""
 
     @property
     def base(self) -> Path:
@@ -56,30 +49,20 @@ class SweepDir:
         """What tasks print before they find their run."""
         return self.path / "logs"
 
-    @property
-    def files(self) -> RunDir:
-        """Files that a sweep has at the same places as a run: its job script, and the snapshot of the code."""
-        return RunDir(self.path)
-
     def run(self, point: Point) -> RunDir:
         return RunDir(self.path / point.name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sending:
-    """Points that were sent to Slurm as one array, whether or not its answer is known."""
+class SentArray:
+    """Points that were sent to Slurm as one job array."""
 
     numbers: tuple[int, ...]
     """Of the points."""
     offset: int = 0
     """The number of the point of task 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentArray(Sending):
-    """A job array that Slurm has accepted."""
-
-    job_id: str
+    job_id: str = ""
+    """Empty until it is known that Slurm has accepted the array."""
     at: float = 0.0
     """When Slurm accepted it."""
 
@@ -91,7 +74,7 @@ class Sweep:
     points: Sequence[Point]
     arrays: Sequence[SentArray] = ()
     """Oldest first."""
-    unanswered: Sending | None = None
+    unanswered: SentArray | None = None
     """What was sent last, where it is not known whether Slurm has accepted it."""
     backend: str = "slurm"
     work_dir: Path = field(default_factory=Path.cwd)
@@ -254,14 +237,12 @@ def _apply(sweep: Sweep, line: Mapping[str, Any]) -> Sweep:
     of, since = sweep.unanswered, sweep.sent_since_cancel
     if "sending" in line:
         # Older versions wrote the points beside a token, and the token into the lines that follow.
-        sending = Sending(numbers=from_ranges(line.get("points", line["sending"])), offset=line["offset"])
-        return replace(
-            sweep, unanswered=sending, sent_since_cancel=None if since is None else since.union(sending.numbers)
-        )
+        sent = SentArray(numbers=from_ranges(line.get("points", line["sending"])), offset=line["offset"])
+        return replace(sweep, unanswered=sent, sent_since_cancel=None if since is None else since.union(sent.numbers))
     if "array" in line:
         if of is None:
             raise ValueError(f"array {line['array']} has no points")
-        array = SentArray(job_id=line["array"], numbers=of.numbers, offset=of.offset, at=line["at"])
+        array = replace(of, job_id=line["array"], at=line["at"])
         return replace(sweep, unanswered=None, arrays=(*sweep.arrays, array))
     if "refused" in line:
         return replace(sweep, unanswered=None, sent_since_cancel=since and since - sweep.unanswered_numbers)
@@ -283,8 +264,7 @@ def record_continued(
     sweep: SweepDir, *, is_cancelled: bool, forgiven: Mapping[int, int], limits: Mapping[str, int | None]
 ) -> None:
     """Record with what the user continues the sweep; `is_cancelled`: points that have not begun stay cancelled."""
-    fields = {"is_cancelled": is_cancelled, "forgiven": dict(forgiven), "limits": dict(limits)}
-    append_json_line(sweep.ledger, {"continued": time.time(), **fields})
+    record(sweep, continued=True, is_cancelled=is_cancelled, forgiven=dict(forgiven), limits=dict(limits))
 
 
 def load_base(sweep: SweepDir, *, is_patient: bool = False) -> Resolved:

@@ -19,7 +19,7 @@ from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.cluster.slurm.allocation import Allocation, claimed_cluster, read_allocation
-from ddp_hpc.launch.render import JobScript, render
+from ddp_hpc.launch.render import render
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.run_dir_setup import make_run_dir
 from ddp_hpc.launch.sweep.points import Point
@@ -127,8 +127,7 @@ def _make(sweep_dir: SweepDir, sweep: Sweep, point: Point, allocation: Allocatio
     resolved = Points(load_base(sweep_dir, is_patient=True), environ).resolved(point)
     make_run_dir(run, render_resolved(resolved), is_new=not run.config.exists())
     make_directories(run.console.parent)
-    script = JobScript(spec=resolved.spec, run=run, chdir=Path.cwd(), import_paths=sweep.import_paths)
-    replace_text(run.job_script, render(script))
+    replace_text(run.job_script, render(resolved.spec, run, sweep.import_paths, chdir=Path.cwd()))
     attempt = ownership.next_attempt(run)
     write_queued_job(
         run,

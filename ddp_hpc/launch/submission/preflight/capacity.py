@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.cluster.slurm import client, states
 from ddp_hpc.cluster.slurm.meanwhile import Meanwhile
 from ddp_hpc.cluster.slurm.queries import ClusterConfig, JobRecord, NodeShape, Partition, TestOnly
@@ -23,8 +25,7 @@ from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.only_in_job import PRIVATE_PLACES
 
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
-
-
+_OF_PYTHON = (Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR)
 _SOURCED = re.compile(r"\s*(?:source|\.)\s+(~?/?[\w.+-]+(?:/[\w.+-]+)+)\s*$")
 """A line of shell that reads one file, and fails without it."""
 _SOON_S = 60.0
@@ -32,25 +33,18 @@ _NEVER_S = 180 * 86400.0
 """With jobs before it that may run for ever, Slurm's estimates are years ahead."""
 
 
-def refuse_private_directory(path: Path) -> None:
-    """Refuse a run directory that other nodes would not see."""
-    place = _private_place(path)
-    if place is not None:
+def refuse_private(path: Path, pythons: Sequence[Path] = _OF_PYTHON) -> None:
+    """Refuse a run directory, or a Python and its packages, that each node has for itself."""
+    if (place := _private_place(path)) is not None:
         raise ConfigError(
             f"The run's directory would be {path}, but each node has a {place} of its own, so the job could not find it. "
             "Choose a directory on a file system that all nodes share with `runs_dir=...`."
         )
-
-
-def refuse_private_python(run_path: Path, pythons: Sequence[Path]) -> None:
-    """Refuse a Python, or its packages, that other nodes would not see."""
-    if _private_place(run_path) is not None:
-        return  # it was allowed, so this host's own files are the nodes' too
-    for path in pythons:
-        place = _private_place(path)
+    for each in pythons:
+        place = _private_place(each)
         if place is not None and not place.startswith("/ "):  # a node without a disk has all of its system in memory
             raise ConfigError(
-                f"This Python uses {path}, but each node has a {place} of its own, so the job could not start. Make the "
+                f"This Python uses {each}, but each node has a {place} of its own, so the job could not start. Make the "
                 "environment on a file system that all nodes share, and submit with the `ddp-hpc` that is there."
             )
 

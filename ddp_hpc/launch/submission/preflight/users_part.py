@@ -33,29 +33,21 @@ def check_users_part(specs: Sequence[RunSpec], import_paths: Sequence[Path], env
     paths = {} if code is None else {IMPORT_PATH: str(code.directory)}
     try:
         with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
-            refused, unchecked = _checked(
-                specs,
-                workload.worker,
-                Path(folder),
-                {**SAFE_PATH, **NO_BYTECODE, **environ, **spec.environ, **paths},
+            answer, configs = (
+                Path(folder, "answer.json"),
+                [Path(folder, f"{number}.yaml") for number in range(len(specs))],
             )
+            for config, one in zip(configs, specs, strict=True):
+                text = render_resolved(Resolved(one, dict.fromkeys(flat(one), DEFAULT.source)))
+                replace_text(config, text, is_secret=True)
+            argv = [sys.executable, "-m", "ddp_hpc.job.node.check", workload.worker, str(answer), *map(str, configs)]
+            ended = _run(argv, {**SAFE_PATH, **NO_BYTECODE, **environ, **spec.environ, **paths})
+            refused, unchecked = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else ("", [ended])
     except OSError as error:  # such as a full /tmp, which says nothing of the run
         refused, unchecked = "", [str(error)]
     if refused:
         raise ConfigError(refused)
     return [f"note: not checked before the queue: {' '.join(text.split())}" for text in unchecked]
-
-
-def _checked(
-    specs: Sequence[RunSpec], worker: str, folder: Path, environ: Mapping[str, str]
-) -> tuple[str, Sequence[str]]:
-    answer, configs = folder / "answer.json", [folder / f"{number}.yaml" for number in range(len(specs))]
-    for config, spec in zip(configs, specs, strict=True):
-        text = render_resolved(Resolved(spec, dict.fromkeys(flat(spec), DEFAULT.source)))
-        replace_text(config, text, is_secret=True)
-    argv = [sys.executable, "-m", "ddp_hpc.job.node.check", worker, str(answer), *map(str, configs)]
-    ended = _run(argv, environ)
-    return json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else ("", [ended])
 
 
 def _run(argv: Sequence[str], environ: Mapping[str, str]) -> str:
