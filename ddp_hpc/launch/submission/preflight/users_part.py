@@ -33,10 +33,7 @@ def check_users_part(specs: Sequence[RunSpec], import_paths: Sequence[Path], env
     paths = {} if code is None else {IMPORT_PATH: str(code.directory)}
     try:
         with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
-            answer, configs = (
-                Path(folder, "answer.json"),
-                [Path(folder, f"{number}.yaml") for number in range(len(specs))],
-            )
+            answer, configs = Path(folder, "answer.json"), [Path(folder, f"{one}.yaml") for one in range(len(specs))]
             for config, one in zip(configs, specs, strict=True):
                 text = render_resolved(Resolved(one, dict.fromkeys(flat(one), DEFAULT.source)))
                 replace_text(config, text, is_secret=True)
