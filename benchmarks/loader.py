@@ -117,7 +117,7 @@ def ours(case: Case, data: Dataset[Any], num_batches: int) -> Iterable[Any]:
     )
     sampler = RankSampler(order=order, start=Position(), total_steps=num_batches, rank=0)
     loaded = load_global_batches(data, sampler, data=DataSpec(num_workers=case.num_workers), pin_memory=False)
-    return chain.from_iterable(one.fetched for one in loaded)
+    return chain.from_iterable(fetched for _, fetched in loaded)
 
 
 def pytorchs(case: Case, data: Dataset[Any], num_batches: int) -> Iterable[Any]:

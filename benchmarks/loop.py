@@ -263,7 +263,7 @@ def ours(*, own_loader: bool = False, without: Sequence[str] = ()) -> Mapping[st
 
 
 def _fed() -> list[LoadedGlobalBatch]:
-    return [LoadedGlobalBatch(plan, iter((item,))) for plan, item in zip(walk(), fetched(), strict=True)]
+    return [(plan, iter((item,))) for plan, item in zip(walk(), fetched(), strict=True)]
 
 
 @contextlib.contextmanager

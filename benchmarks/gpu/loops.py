@@ -230,19 +230,19 @@ class OurLoop:
             sizes = [len(one.indices) for one in plan.micro_batches]
             split = zip(*(part.split(sizes) for part in parts), strict=True)
             fetched = [Fetched(one.indices, batch) for one, batch in zip(plan.micro_batches, split, strict=True)]
-            yield LoadedGlobalBatch(plan, iter(fetched))
+            yield plan, iter(fetched)
 
     def loaded(self) -> Iterator[Any]:
         """Yield the batches that our loader gives, without training."""
-        for window in self.training.global_batches():
-            yield from window.fetched
+        for _, fetched in self.training.global_batches():
+            yield from fetched
 
     def take_step(self, windows: Iterator[LoadedGlobalBatch]) -> None:
         """Take one step as the loop does."""
-        window = next(windows)
-        loop.accumulate_gradients(self.training, window)
+        plan, loaded = next(windows)
+        loop.accumulate_gradients(self.training, plan, loaded)
         loop.update_weights(self.training)
-        self.training.state.position = window.plan.after
+        self.training.state.position = plan.after
 
 
 # --- where the loop waits for the device -----------------------------------------------------------------------------

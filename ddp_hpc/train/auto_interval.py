@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from statistics import median
 
 from ddp_hpc.base.patience import known
@@ -39,37 +39,29 @@ _LEAST_S = 1.0
 """Steps that took less together do not show how long one takes."""
 
 
-@dataclass(frozen=True)
-class IntervalFacts:
-    """What is known when an attempt begins."""
-
-    past: Past
-    num_nodes: int
-    restart_s: float
-    """How long this attempt took to train."""
-
-
 class AutoInterval:
     """The interval of one attempt."""
 
     def __init__(  # noqa: PLR0913  most are callbacks
         self,
         keys: CheckpointSpec,
-        job: Callable[[], IntervalFacts],
+        read_past: Callable[[], Past],
         *,
+        num_nodes: int,
         phases: Callable[[], Phases],
         note: Callable[[int, Mapping[str, float]], None],
         wait_for_device: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`job` reads what is known, once; `phases` are the times of this process; `note` records a choice, after a step."""
+        """`read_past` is called once; `phases` are the times of this process; `note` records a choice, after a step."""
         self._keys = keys
-        self._read_job = job
+        self._read_past = read_past
+        self._num_nodes = num_nodes
         self._phases = phases
         self._note = note
         self._wait_for_device = wait_for_device
         self._clock = clock
-        self._job = IntervalFacts(Past(), 1, 0.0)
+        self._past = Past()
         self._began_at = clock()
         self._stalls: deque[float] = deque(maxlen=_NEWEST_SAVES)
         self._writes: deque[float] = deque(maxlen=_NEWEST_SAVES)
@@ -81,9 +73,9 @@ class AutoInterval:
 
     def begin(self) -> None:
         """Read what earlier attempts have recorded; training begins now."""
-        self._job = self._read_job()
-        self._stalls.extend(self._job.past.stalls_s)
-        self._writes.extend(self._job.past.writes_s)
+        self._past = self._read_past()
+        self._stalls.extend(self._past.stalls_s)
+        self._writes.extend(self._past.writes_s)
         self._began_at = self._clock()
 
     @contextmanager
@@ -117,8 +109,7 @@ class AutoInterval:
         if step_s is None:
             return self._every
         costs = self._costs()
-        past = self._job.past
-        first_within_s = past.first_within_s if self._num_saves == 0 else None
+        first_within_s = self._past.first_within_s if self._num_saves == 0 else None
         is_measured = bool(self._stalls)
         best_s, why = choose(costs, self._keys, is_measured=is_measured, first_within_s=first_within_s)
         every = max(1, round(best_s / step_s))
@@ -143,16 +134,16 @@ class AutoInterval:
         return (here - then) / (now - before) if here - then >= _LEAST_S else None
 
     def _costs(self) -> SaveCosts:
-        now, past = self._clock(), self._job.past
+        now, past = self._clock(), self._past
         writing_s = now - self._saved_at if self._num_saves > self._num_written else 0.0
         return SaveCosts(
             stall_s=median(self._stalls) if self._stalls else ASSUMED_STALL_S,
             write_s=max(median(self._writes) if self._writes else 0.0, writing_s),
-            restart_s=self._job.restart_s if past.restart_s is None else past.restart_s,
+            restart_s=past.restart_s or 0.0,
             between_failures_s=between_failures_s(
                 num_failures=past.num_failures,
                 trained_s=past.trained_s + now - self._began_at,
-                num_nodes=self._job.num_nodes,
+                num_nodes=self._num_nodes,
             ),
         )
 
@@ -165,22 +156,22 @@ class AutoInterval:
                 "seconds": round(seconds, 3),
                 **{name: round(value, 4) for name, value in asdict(costs).items()},
                 "is_measured": float(bool(self._stalls)),
-                "num_failures": self._job.past.num_failures,
+                "num_failures": self._past.num_failures,
                 "expected_cost": round(costs.share(seconds), 6),
             },
         )
-        reason = save_interval.reason(
-            costs, why, num_failures=self._job.past.num_failures, is_measured=bool(self._stalls)
-        )
+        num_failures, is_measured = self._past.num_failures, bool(self._stalls)
+        reason = save_interval.reason(costs, why, num_failures=num_failures, is_measured=is_measured)
         log.info("the run saves %s: %s", save_interval.every(self._every, seconds), reason)
 
 
-def read_job(run: RunDir, attempt: int, num_nodes: int) -> IntervalFacts:
-    """Read what is known when training begins; where the file system does not answer, nothing is."""
+def past_when_training_begins(run: RunDir, attempt: int, num_nodes: int) -> Past:
+    """Read what earlier attempts have recorded, for lack of them how long this one took until it trains; nothing where the file system is silent."""
 
-    def read() -> IntervalFacts:
-        this = Ledger.read(run).attempt(attempt)
-        restart_s = 0.0 if this is None else max(0.0, time.time() - this.started_at)
-        return IntervalFacts(read_past(run, before=attempt, num_nodes=num_nodes), num_nodes, restart_s)
+    def read() -> Past:
+        past, this = read_past(run, before=attempt, num_nodes=num_nodes), Ledger.read(run).attempt(attempt)
+        if past.restart_s is None and this is not None:
+            return replace(past, restart_s=max(0.0, time.time() - this.started_at))
+        return past
 
-    return known(run.timeline, read, unknown=IntervalFacts(Past(), num_nodes, 0.0))
+    return known(run.timeline, read, unknown=Past())

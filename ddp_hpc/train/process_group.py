@@ -49,6 +49,10 @@ class RankInfo:
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
+    @property
+    def num_nodes(self) -> int:
+        return max(1, self.world_size // self.local_world_size)
+
 
 def rank_info_from_environ(environ: Mapping[str, str]) -> RankInfo:
     """Read the variables that every PyTorch launcher sets."""

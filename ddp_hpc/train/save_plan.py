@@ -15,8 +15,6 @@ from typing import Literal
 from ddp_hpc.train.auto_interval import AutoInterval
 
 _NEVER = 2**62
-_LAST_TRY = -1
-"""Announced in the place of a number of steps: save now, and end the run if that fails."""
 
 
 class SavePlan:
@@ -38,7 +36,7 @@ class SavePlan:
         self._failing_since: float | None = None
         """On rank zero, when the first failed save since the newest checkpoint ended."""
         self.is_last_try = False
-        """Whether the next save has to succeed."""
+        """Whether to save now, and to end the run if that fails."""
         self._announced = _NEVER
         self._saved_step = 0
 
@@ -50,18 +48,14 @@ class SavePlan:
 
     def is_due(self, step: int) -> bool:
         """Tell whether to save after this step."""
-        if self.is_last_try:
-            return True
-        if self._every == "auto":
-            return step - self._saved_step >= self._announced
-        return self._every is not None and step % self._every == 0
+        return self.next_step(step - 1) == step
 
     def next_step(self, step: int) -> int:
         """Return the first step after `step` that is due, as far as is known."""
         if self.is_last_try:
             return step + 1
         if self._every == "auto":
-            return self._saved_step + self._announced
+            return max(step + 1, self._saved_step + self._announced)
         return _NEVER if self._every is None else (step // self._every + 1) * self._every
 
     @contextmanager
@@ -76,17 +70,16 @@ class SavePlan:
             yield
         self.is_last_try = False
 
-    def to_announce(self, step: int) -> int:
-        """Return what rank zero announces after `step`; 0 on the other ranks, and without `auto` while saves do not fail for too long."""
+    def to_announce(self, step: int) -> tuple[int, bool]:
+        """Return what rank zero announces after `step`: how many steps lie between two saves, and whether a last try is due now."""
         since, most_s = self._failing_since, self._max_failing_s
-        if since is not None and most_s is not None and self._clock() - since >= most_s:
-            return _LAST_TRY
-        return 0 if self._auto is None else self._auto.choose(step)
+        is_last_try = since is not None and most_s is not None and self._clock() - since >= most_s
+        every = 0 if self._auto is None or is_last_try else self._auto.choose(step)
+        return every or _NEVER, is_last_try
 
-    def take_over(self, every: int) -> None:
-        """Take over what rank zero has announced; 0: nothing yet."""
-        self.is_last_try = every == _LAST_TRY
-        self._announced = every or _NEVER
+    def take_over(self, every: int, is_last_try: int) -> None:
+        """Take over what rank zero has announced."""
+        self._announced, self.is_last_try = every, bool(is_last_try)
 
     def written(self, seconds: float | None) -> None:
         """Take note that a save was committed in so many seconds, or has failed (None); the writer's thread calls this."""

@@ -159,7 +159,7 @@ class StopConsensus:
     def __init__(
         self, group: Ranks, flag: StopFlag, *, is_fenced: Callable[[], bool], news: SavePlan | None = None
     ) -> None:
-        """`news` tells all ranks a number of rank zero's at each exchange, so that this costs no exchange of its own."""
+        """`news` tells all ranks numbers of rank zero's at each exchange, so that this costs no exchange of its own."""
         self._group = group
         self._flag = flag
         self._is_fenced = is_fenced
@@ -182,22 +182,22 @@ class StopConsensus:
         """
         is_rank_zero = self._group.rank_info.is_rank_zero
         vote = int(self._flag.is_set(look_at_file=is_rank_zero))
-        pause = number = 0
+        pause, news = 0, (0, 0)
         if is_rank_zero:
             vote += _FENCED_VOTE if self._is_fenced() else 0
             pause = self._steps_until_next(step)
-            number = 0 if self._news is None else self._news.to_announce(step)
+            news = (0, 0) if self._news is None else self._news.to_announce(step)
         # All that the ranks decide here comes from this one sum, so all decide the same: a rank that stopped alone would
         # leave the others waiting for it in the next step's all-reduce.
-        votes = self._group.sum(torch.tensor([vote, pause, number], dtype=torch.int64))
-        stop_votes, pause_sum, announced = votes.tolist()
+        votes = self._group.sum(torch.tensor([vote, pause, *news], dtype=torch.int64))
+        stop_votes, pause_sum, *announced = votes.tolist()
         if stop_votes >= _FENCED_VOTE:
             raise FencedError(
                 f"A newer start of the run has replaced this one, which stops at step {step} without a checkpoint. You need do nothing."
             )
         self.next_step = step + pause_sum
         if self._news is not None:
-            self._news.take_over(announced)
+            self._news.take_over(*announced)
         return bool(stop_votes > 0)
 
     def _steps_until_next(self, step: int) -> int:

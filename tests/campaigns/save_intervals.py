@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from ddp_hpc.cluster.slow_ranks.summary import Phases
 from ddp_hpc.run.checkpoints.past_saves import PastAttempt, summary
 from ddp_hpc.run.checkpoints.save_interval import SaveCosts, best_interval_s
 from ddp_hpc.run.spec import CheckpointSpec
-from ddp_hpc.train.auto_interval import AutoInterval, IntervalFacts
+from ddp_hpc.train.auto_interval import AutoInterval
 from tests.campaigns.command_line import parser_of
 from tests.campaigns.written import RESULTS, stamp
 
@@ -180,7 +180,8 @@ class Auto(Policy):
         self.since = self.steps = self.every = 0
         self.auto = AutoInterval(
             KEYS,
-            lambda: IntervalFacts(past, case.num_nodes, case.restart_s),
+            lambda: past if past.restart_s is not None else replace(past, restart_s=case.restart_s),
+            num_nodes=case.num_nodes,
             phases=lambda: Phases(num_steps=self.steps, seconds={"forward": self.steps * STEP_S}),
             note=lambda _step, _interval: None,
             clock=lambda: self.world.now,

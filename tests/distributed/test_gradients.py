@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data import sample_order
-from ddp_hpc.train.data.loader import LoadedGlobalBatch
+from ddp_hpc.train.data.loader import Fetched
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, Position, SampleOrder
 from ddp_hpc.train.engine.loop import accumulate_gradients, warmed_up, without_sync
 from ddp_hpc.train.engine.training import Training, prepare
@@ -65,24 +65,25 @@ class World:
     accumulation: int
 
 
-RankSampler = Callable[[Training, LoadedGlobalBatch], None]
+RankSampler = Callable[[Training, GlobalBatch, Iterator[Fetched]], None]
 Shares = Callable[[Training, MicroBatch, GlobalBatch], float]
 
 
 def _by_hand(
     t: Training,
-    window: LoadedGlobalBatch,
+    window: GlobalBatch,
+    loaded: Iterator[Fetched],
     *,
     share: Shares,
     keeps_to_itself: Callable[[int, int], bool] = lambda index, last: index < last,
 ) -> None:
     """Accumulate like the loop, but with the choices that it makes left to the caller."""
-    last = len(window.plan.micro_batches) - 1
-    for index, (plan, fetched) in enumerate(zip(window.plan.micro_batches, window.fetched, strict=True)):
+    last = len(window.micro_batches) - 1
+    for index, (plan, fetched) in enumerate(zip(window.micro_batches, loaded, strict=True)):
         with without_sync(t) if keeps_to_itself(index, last) else nullcontext():
             inputs, targets = t.recipe.inputs_and_targets(fetched.batch)
             loss = t.recipe.loss(t.model(inputs), targets)
-            (loss * share(t, plan, window.plan)).backward()
+            (loss * share(t, plan, window)).backward()
 
 
 def _right_share(t: Training, plan: MicroBatch, window: GlobalBatch) -> float:
@@ -152,7 +153,7 @@ def _measure(group: Group, *, accumulation: int, folder: Path) -> dict[str, Meas
         t.state.position = start
         exchanges = _count_exchanges(t)
         window = next(t.global_batches())
-        walk(t, window)
+        walk(t, *window)
         measured[f"{walk_name}/{window_name}"] = Measured(
             [parameter.grad.clone() for parameter in t.state.model.parameters() if parameter.grad is not None],
             t.state.loss_meter.item(),
@@ -282,7 +283,7 @@ def _rehearse_first(group: Group, folder: Path) -> tuple[Measured, bool]:
     before = rng.capture(group.device)
     window = next(warmed_up(t, t.global_batches()))
     after = rng.capture(group.device)
-    accumulate_gradients(t, window)
+    accumulate_gradients(t, *window)
     gradients = [parameter.grad.clone() for parameter in t.state.model.parameters() if parameter.grad is not None]
     unchanged = all(torch.equal(before[name], after[name]) for name in before)
     return Measured(gradients, t.state.loss_meter.item(), len(exchanges)), unchanged

@@ -16,7 +16,7 @@ from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.state import rng
-from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
+from ddp_hpc.train.state.checkpoint import Checkpointer
 from ddp_hpc.train.state.moving_average import MovingAverage
 from ddp_hpc.train.state.optimizer_state import SavedTensor
 from ddp_hpc.train.state.training_state import Restoration, TrainingState
@@ -106,7 +106,7 @@ def make_checkpointers(
     *,
     world_size: int = 1,
     attempt: int = 0,
-    on_result: Callable[[SaveResult], None] = lambda _: None,
+    on_result: Callable[..., object] = lambda *_: None,
     **keep: Any,
 ) -> list[Checkpointer]:
     """Return the checkpointers of all ranks of one attempt, which claims the run if it has not yet."""

@@ -11,7 +11,7 @@ import pytest
 from ddp_hpc.cluster.slow_ranks.summary import Phases
 from ddp_hpc.run.checkpoints.past_saves import Past
 from ddp_hpc.run.spec import CheckpointSpec
-from ddp_hpc.train.auto_interval import AutoInterval, IntervalFacts
+from ddp_hpc.train.auto_interval import AutoInterval
 from ddp_hpc.train.save_plan import SavePlan
 
 
@@ -25,7 +25,8 @@ class Training:
         self.notes: list[Mapping[str, float]] = []
         self.auto = AutoInterval(
             CheckpointSpec(min_interval_s=shortest_s, max_interval_s=longest_s),
-            lambda: IntervalFacts(past or Past(), 1, 7.0),
+            lambda: past or Past(restart_s=7.0),
+            num_nodes=1,
             phases=lambda: Phases(num_steps=self.step, seconds=dict(self.seconds)),
             note=lambda _, interval: self.notes.append(interval),
             wait_for_device=self.wait,
@@ -213,6 +214,9 @@ def test_an_attempt_after_one_that_saved_nothing_saves_soon_but_only_once() -> N
 
 # --- the plan of all ranks ---
 
+NOT_YET = SavePlan("auto").to_announce(0)[0]
+"""What rank zero announces before it knows how long a step takes."""
+
 
 @pytest.mark.parametrize(("every", "due"), [(4, [4, 8, 12]), (None, []), ("auto", [])])
 def test_a_number_means_its_multiples(every: int | None, due: list[int]) -> None:
@@ -226,7 +230,7 @@ def test_a_number_means_its_multiples(every: int | None, due: list[int]) -> None
 def test_the_next_step_is_the_first_that_is_due(every: int | None) -> None:
     plan = SavePlan(every)
     plan.begin(2)
-    plan.take_over(6)
+    plan.take_over(6, False)
 
     for step in range(2, 8):
         due = [later for later in range(step + 1, 20) if plan.is_due(later)]
@@ -237,7 +241,7 @@ def test_an_announced_number_counts_from_the_newest_save_or_the_resume() -> None
     plan, saved = SavePlan("auto"), []
     plan.begin(7)
     for step in range(8, 40):
-        plan.take_over(0 if step < 10 else 5 if step < 20 else 10)
+        plan.take_over(NOT_YET if step < 10 else 5 if step < 20 else 10, False)
         if plan.is_due(step):
             saved.append(step)
             with plan.saving(step):
@@ -250,7 +254,7 @@ def test_an_early_save_is_one_save_until_rank_zero_announces_again() -> None:
     plan, saved = SavePlan("auto"), []
     for step in range(1, 40):
         if step in (10, 20):
-            plan.take_over({10: 1, 20: 15}[step])
+            plan.take_over({10: 1, 20: 15}[step], False)
         if plan.is_due(step):
             saved.append(step)
             with plan.saving(step):
@@ -267,7 +271,7 @@ def test_saves_that_fail_for_too_long_lead_to_a_last_try_on_all_ranks(every: int
     def exchange(step: int) -> None:
         told = zero.to_announce(step)
         for plan in (zero, other):
-            plan.take_over(told)
+            plan.take_over(*told)
 
     zero.written(None)
     now[0] = 100.0
@@ -293,14 +297,14 @@ def test_saves_may_fail_for_ever_where_no_time_is_set() -> None:
     plan.written(None)
     now[0] = 1e9
 
-    assert plan.to_announce(5) == 0
+    assert plan.to_announce(5) == (NOT_YET, False)
 
 
 def test_a_number_that_is_smaller_than_what_has_passed_means_now() -> None:
     plan = SavePlan("auto")
-    plan.take_over(100)
+    plan.take_over(100, False)
     assert not plan.is_due(50)
 
-    plan.take_over(10)
+    plan.take_over(10, False)
 
     assert plan.is_due(50)

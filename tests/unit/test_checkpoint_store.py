@@ -39,7 +39,6 @@ from ddp_hpc.run.checkpoints.shards import TensorEntry, shard_header
 from ddp_hpc.run.run_dir.ownership import claim, remove_leftovers
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.state import rng
-from ddp_hpc.train.state.checkpoint import SaveResult
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.made_state import SEED, Net, make_checkpointers, make_state, save, take_step
 
@@ -523,8 +522,8 @@ def block_shard(run: RunDir, step: int, rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_that_fails_is_reported_and_leaves_nothing(rank: int, tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    results: list[SaveResult] = []
-    checkpointers = make_checkpointers(run, world_size=2, on_result=results.append)
+    results: list[tuple[int, float, str | None]] = []
+    checkpointers = make_checkpointers(run, world_size=2, on_result=lambda *one: results.append(one))
     states = [make_state(rank=rank, world_size=2, steps=3) for rank in range(2)]
     block_shard(run, 3, rank)
 
@@ -533,8 +532,8 @@ def test_a_save_that_fails_is_reported_and_leaves_nothing(rank: int, tmp_path: P
     for checkpointer in checkpointers:
         checkpointer.wait()
 
-    (result,) = results
-    assert str(result.error).startswith(f"rank {rank} on {host_name()}: IsADirectoryError")
+    ((_, _, error),) = results
+    assert str(error).startswith(f"rank {rank} on {host_name()}: IsADirectoryError")
     assert [path.name for path in run.checkpoints.rglob("*")] == ["attempt-0.writing"]
 
 
@@ -557,8 +556,8 @@ def test_who_waits_for_a_save_that_fails_is_told_on_every_rank(rank: int, tmp_pa
 
 def test_the_save_after_one_that_failed_is_made(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    results: list[SaveResult] = []
-    checkpointers = make_checkpointers(run, world_size=2, on_result=results.append)
+    results: list[tuple[int, float, str | None]] = []
+    checkpointers = make_checkpointers(run, world_size=2, on_result=lambda *one: results.append(one))
     states = [make_state(rank=rank, world_size=2) for rank in range(2)]
     block_shard(run, 1, 1)
 
@@ -570,20 +569,20 @@ def test_the_save_after_one_that_failed_is_made(tmp_path: Path) -> None:
     for checkpointer in checkpointers:
         checkpointer.wait()
 
-    assert [(result.step, result.error is None) for result in results] == [(1, False), (2, True)]
+    assert [(step, error is None) for step, _, error in results] == [(1, False), (2, True)]
     assert committed_steps(run) == [2]
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    results: list[SaveResult] = []
-    (checkpointer,) = make_checkpointers(run, on_result=results.append)
+    results: list[tuple[int, float, str | None]] = []
+    (checkpointer,) = make_checkpointers(run, on_result=lambda *one: results.append(one))
     state = make_state(steps=1)
 
     for _ in range(3):
         checkpointer.save_and_wait(state)
 
-    assert [result.step for result in results] == [1]
+    assert [step for step, _, _ in results] == [1]
 
 
 def test_what_the_training_does_next_does_not_reach_a_save_under_way(tmp_path: Path) -> None:

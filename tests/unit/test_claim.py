@@ -25,7 +25,6 @@ from ddp_hpc.run.checkpoints.checkpoint_store import (
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.ownership import claim, claims, is_fenced, release
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.train.state.checkpoint import SaveResult
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.made_state import make_checkpointers, make_state, take_step
 
@@ -207,9 +206,9 @@ def test_an_uncommitted_directory_that_is_missing_for_another_reason_is_no_fence
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_saves_of_a_stale_attempt_fail_and_those_of_the_newer_one_stand(world_size: int, run: RunDir) -> None:
-    results: dict[int, list[SaveResult]] = {0: [], 1: []}
-    stale = make_checkpointers(run, world_size=world_size, attempt=0, on_result=results[0].append)
-    newer = make_checkpointers(run, world_size=world_size, attempt=1, on_result=results[1].append)
+    results: dict[int, list[tuple[int, float, str | None]]] = {0: [], 1: []}
+    stale = make_checkpointers(run, world_size=world_size, attempt=0, on_result=lambda *one: results[0].append(one))
+    newer = make_checkpointers(run, world_size=world_size, attempt=1, on_result=lambda *one: results[1].append(one))
 
     for checkpointers in (newer, stale):
         states = [make_state(rank=rank, world_size=world_size) for rank in range(world_size)]
@@ -219,8 +218,8 @@ def test_the_saves_of_a_stale_attempt_fail_and_those_of_the_newer_one_stand(worl
         for checkpointer in checkpointers:
             checkpointer.wait()
 
-    assert [result.error for result in results[1]] == [None]
-    assert [result.error is None for result in results[0]] == [False]
+    assert [error for _, _, error in results[1]] == [None]
+    assert [error is None for _, _, error in results[0]] == [False]
     assert verify(checkpoint_path(run, 1)).made["attempt"] == 1
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["attempt-1.writing", "step-00000001"]
 

@@ -49,8 +49,8 @@ def by_sample(loaded: Iterator[LoadedGlobalBatch]) -> Samples:
     """Return what was loaded, by sample."""
     return {
         (plan.epoch, index): image
-        for window in loaded
-        for plan, fetched in zip(window.plan.micro_batches, window.fetched, strict=True)
+        for whole, parts in loaded
+        for plan, fetched in zip(whole.micro_batches, parts, strict=True)
         for index, image in zip(fetched.indices[: plan.num_real], fetched.batch[0], strict=False)
     }
 
@@ -120,7 +120,7 @@ def test_rows_of_tensors_taken_at_once_are_those_taken_one_by_one() -> None:
 
     assert len(pairs) == 6
     for at_once, one_by_one in pairs:
-        for left, right in zip(at_once.fetched, one_by_one.fetched, strict=True):
+        for left, right in zip(at_once[1], one_by_one[1], strict=True):
             assert left.indices == right.indices
             assert all(torch.equal(*columns) for columns in zip(left.batch, right.batch, strict=True))
 
@@ -155,7 +155,7 @@ ROWS = {
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_rows_of_tensors_are_those_that_indexing_takes_with_their_strides(rows: Tensor) -> None:
-    fetched = next(next(load(TensorDataset(rows))).fetched)
+    fetched = next(next(load(TensorDataset(rows)))[1])
     (found,) = fetched.batch
 
     expected = rows[torch.tensor(fetched.indices)]
@@ -175,7 +175,7 @@ def test_each_global_batch_is_computed_once_and_comes_with_all_its_micro_batches
     data = TensorDataset(torch.arange(10.0), torch.arange(10))
 
     loaded = load_global_batches(data, sampler, data=DataSpec(num_workers=num_workers), pin_memory=False)
-    seen = [(window.plan, [fetched.indices for fetched in window.fetched]) for window in loaded]
+    seen = [(plan, [fetched.indices for fetched in parts]) for plan, parts in loaded]
 
     assert sampler.made == [1, 2, 3, 4, 5, 6]
     assert [plan for plan, _ in seen] == list(RankSampler(order=order, start=Position(), total_steps=6, rank=0))
@@ -191,13 +191,13 @@ def test_a_collate_fn_that_raises_stop_iteration_is_not_taken_for_the_end_of_the
     loaded = load_global_batches(data, walk, data=how, pin_memory=False, collate=lambda _: next(iter(())))
 
     with pytest.raises(RuntimeError, match="`collate_fn` raised StopIteration"):
-        list(next(loaded).fetched)
+        list(next(loaded)[1])
 
 
 def test_loader_processes_leave_stop_signals_to_their_parent() -> None:
     others = set(psutil.Process().children())
     loaded = load(NoisyImages(NUM_SAMPLES, 0.0), num_workers=2)
-    list(next(loaded).fetched)
+    list(next(loaded)[1])
     children = set(psutil.Process().children()) - others
     loaders = [child.pid for child in children if _ignores(child.pid, signal.SIGTERM)]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import multiprocessing as torch_multiprocessing
 
-from ddp_hpc.train.data.sample_files import recorded_sources
+from ddp_hpc.train.data.sample_files import content_of, recorded_sources
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_checkpoint_that_is_written_meanwhile_is_no_source_of_a_sample_and_wha
         beside.join()
         sample.read_text()
 
-    assert sources.content().startswith("1 bytes, sha256 ") == is_one
+    assert content_of(sources).startswith("1 bytes, sha256 ") == is_one
 
 
 def test_a_batch_that_is_sent_meanwhile_is_no_source_of_a_sample(tmp_path: Path) -> None:
@@ -55,4 +55,4 @@ def test_a_batch_that_is_sent_meanwhile_is_no_source_of_a_sample(tmp_path: Path)
     queue.join_thread()
     resource_sharer.stop()  # other tests ask whether this process has threads
 
-    assert sources.content().startswith("1 bytes, sha256 ")
+    assert content_of(sources).startswith("1 bytes, sha256 ")

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,7 +47,6 @@ _attached: tuple[int, AttachedRun] | None = None
 """This process's run and its process id: a forked process is another one."""
 
 
-@dataclass(frozen=True)
 class _CheckpointDir(RunDir):
     """A directory of checkpoints without a run."""
 
@@ -127,7 +125,7 @@ class AttachedRun:
     @property
     def num_nodes(self) -> int:
         """How many hosts there are, with equally many ranks each."""
-        return max(1, self.world_size // self.local_world_size)
+        return self._ranks.rank_info.num_nodes
 
     # --- stopping ------------------------------------------------------------------------------------------------------
 

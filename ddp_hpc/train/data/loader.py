@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
@@ -18,7 +18,7 @@ from ddp_hpc.base.processes import die_with_parent, ignore_stop_signals, sigchld
 from ddp_hpc.run.run_dir.affected import Affected, is_of_decoder, place_of
 from ddp_hpc.run.spec import DataSpec
 from ddp_hpc.train import unsaved
-from ddp_hpc.train.data.sample_files import recorded_sources
+from ddp_hpc.train.data.sample_files import content_of, recorded_sources
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
 from ddp_hpc.train.data.seedless import reads_no_generator
 from ddp_hpc.train.state.rng import HostGenerators, seed_host_libraries
@@ -63,15 +63,15 @@ class SeededFetch(Dataset[Any]):
         self._needs_seeds = collate is not None or not reads_no_generator(dataset)
         self._has_plain_rows = self._is_of_tensors and all(map(_has_plain_rows, dataset.tensors))  # type: ignore[attr-defined]  # TensorDataset's
 
-    def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> Fetched | Unread:
+    def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> Fetched | SampleError:
         """Fetch one micro batch; the DataLoader passes a list of one. In a loader process, return an error of a sample."""
-        if get_worker_info() is None:
-            return self.fetched(micro_batch)
         try:
             return self.fetched(micro_batch)
         except SampleError as error:
+            if get_worker_info() is None:
+                raise
             # Raised, it would reach the worker as a text only (`torch._utils.ExceptionWrapper`).
-            return Unread(text_of(error), error.affected, "".join(traceback.format_exception(error)))
+            return SampleError(text_of(error), error.affected, "".join(traceback.format_exception(error)))
 
     def fetched(self, micro_batch: Sequence[MicroBatch]) -> Fetched:
         """Fetch a list of one micro batch."""
@@ -134,7 +134,7 @@ class SeededFetch(Dataset[Any]):
             return ""
         with recorded_sources() as sources:
             fails_alike = self._fails_alike(error, epoch, index)
-        content = sources.content() if fails_alike else ""
+        content = content_of(sources) if fails_alike else ""
         if not content or not self._fails_alike(error, epoch, index):
             return ""
         num = len(self._dataset)  # type: ignore[arg-type]  # map-style data has a length
@@ -167,36 +167,29 @@ def _has_plain_rows(tensor: torch.Tensor) -> bool:
 class SampleError(RuntimeError):
     """A sample could not be read. It does not count as an invalid request: another attempt may succeed."""
 
-    def __init__(self, message: str, affected: Affected) -> None:
+    def __init__(self, message: str, affected: Affected, traceback: str = "") -> None:
+        """`traceback` is that of the loader process."""
         super().__init__(message)
         self.affected = affected
+        self.traceback = traceback
 
-
-@dataclass(frozen=True)
-class Unread:
-    """What a loader process returns instead of a micro batch that has a sample that cannot be read."""
-
-    message: str
-    affected: Affected
-    traceback: str
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.affected, self.traceback)
 
 
 class InLoaderProcessError(Exception):
     """Holds the traceback of an error in a loader process, as a text."""
 
 
-def received(fetched: Fetched | Unread) -> Fetched:
+def received(fetched: Fetched | SampleError) -> Fetched:
     """Return what a loader has fetched."""
-    if isinstance(fetched, Unread):
-        raise SampleError(fetched.message, fetched.affected) from InLoaderProcessError(f"\n{fetched.traceback}")
+    if isinstance(fetched, SampleError):
+        raise fetched from InLoaderProcessError(f"\n{fetched.traceback}")
     return fetched
 
 
-class LoadedGlobalBatch(NamedTuple):
-    """A global batch with its samples, in the order of its micro batches."""
-
-    plan: GlobalBatch
-    fetched: Iterator[Fetched]
+LoadedGlobalBatch = tuple[GlobalBatch, Iterator[Fetched]]
+"""A global batch with its samples, in the order of its micro batches."""
 
 
 def load_global_batches(
@@ -213,7 +206,7 @@ def load_global_batches(
         # What a DataLoader without processes does, without its overhead.
         fetched = map(fetch.fetched, micro_batches)
     for plan in plans:
-        yield LoadedGlobalBatch(plan, islice(fetched, len(plan.micro_batches)))
+        yield plan, islice(fetched, len(plan.micro_batches))
 
 
 def make_loader(

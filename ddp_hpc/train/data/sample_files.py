@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import sys
@@ -9,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 _SETTLED_S = 3600.0
@@ -23,34 +23,18 @@ _NO_READERS = ("checkpoint-writer", "ddp-hpc-", "QueueFeederThread")
 sends batches to the training."""
 
 
-@dataclass
-class Sources:
-    """What this process has opened while it read a sample, in any thread that may read for it."""
-
-    paths: set[str] = field(default_factory=set)
-    has_others: bool = False
-
-    def content(self) -> str:
-        """Return size and hash of the one file that was opened; empty where there is not one that can be read and is settled."""
-        if self.has_others or len(self.paths) != 1:
-            return ""
-        try:
-            return _content(*self.paths)
-        except (OSError, ValueError):
-            return ""
-
-
-_recorded: list[Sources] = []
-_has_hook: list[bool] = []
+_recorded: list[set[str | None]] = []
+_add_hook = functools.cache(sys.addaudithook)
 
 
 @contextmanager
-def recorded_sources() -> Iterator[Sources]:
-    """Record what is opened. Only for a process that has met a sample that cannot be read, as a hook cannot be removed."""
-    if not _has_hook:
-        sys.addaudithook(_note)
-        _has_hook.append(True)
-    sources = Sources()
+def recorded_sources() -> Iterator[set[str | None]]:
+    """Record which files this process opens, in any thread that may read for it; None stands for a source of another kind.
+
+    Only for a process that has met a sample that cannot be read, as a hook cannot be removed.
+    """
+    _add_hook(_note)
+    sources = set[str | None]()
     _recorded.append(sources)
     try:
         yield sources
@@ -70,20 +54,26 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
         return
     for sources in _recorded:
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
-            sources.paths.add(os.fsdecode(args[0]))
+            sources.add(os.fsdecode(args[0]))
         elif event == "open" or event.startswith(_OTHER_SOURCES):
-            sources.has_others = True
+            sources.add(None)
 
 
-def _content(path: str) -> str:
+def content_of(sources: set[str | None]) -> str:
+    """Return size and hash of the one file that was opened; empty where there is not one that can be read and is settled."""
     import hashlib  # late: only a process that has met a bad sample computes a hash
 
-    with open(path, "rb") as file:  # noqa: PTH123  the path as it was opened
-        found = os.fstat(file.fileno())
-        age_s = time.time() - found.st_mtime
-        if not stat.S_ISREG(found.st_mode) or not 0 < found.st_size <= _LARGEST or age_s <= _SETTLED_S:
-            return ""
-        content = file.read(_LARGEST + 1)
-    return (
-        f"{len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()}" if len(content) == found.st_size else ""
-    )
+    path = next(iter(sources), None)
+    if len(sources) != 1 or path is None:
+        return ""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123  the path as it was opened
+            found = os.fstat(file.fileno())
+            age_s = time.time() - found.st_mtime
+            if not stat.S_ISREG(found.st_mode) or not 0 < found.st_size <= _LARGEST or age_s <= _SETTLED_S:
+                return ""
+            content = file.read(_LARGEST + 1)
+    except (OSError, ValueError):
+        return ""
+    is_whole = len(content) == found.st_size
+    return f"{len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()}" if is_whole else ""

@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +151,7 @@ class UpdateGuard:
         self.is_active = is_active
         self._places: list[Place] | None = None
         self._copies: list[Copied] = []
-        self._attributes: dict[str, _Trace] = {}
+        self._attributes: dict[str, tuple[list[object], list[int]]] = {}
         self._keeps_attributes = True
         self._not_kept = ""
         self._restores: Sequence[Callable[[], object]] = ()
@@ -219,7 +219,8 @@ class UpdateGuard:
         self._places = [
             (one.module, one.name) for one in found if not isinstance(one.tensor, nn.Parameter) or one.is_changed()
         ]
-        changed = [key for key, one in _attributes(self._model).items() if one.differs(self._attributes.get(key))]
+        before = {key: signs for key, (_, signs) in self._attributes.items()}
+        changed = [key for key, (_, signs) in _attributes(self._model).items() if signs != before.get(key)]
         self.why_waits = ""
         if changed:
             self.why_waits = f"the forward changes `{changed[0]}`, which is neither a buffer nor a parameter"
@@ -268,34 +269,24 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         raise
 
 
-class _Trace(NamedTuple):
-    """An attribute's value, what is in it, and by what a change shows."""
-
-    value: object
-    parts: Sequence[object]
-    """Kept, so that no other object gets the identity of one of them."""
-    signs: Sequence[int]
-
-    def differs(self, before: _Trace | None) -> bool:
-        return before is None or self.value is not before.value or self.signs != before.signs
+_CONTAINERS = (list, dict, set, deque)
 
 
-def _attributes(model: nn.Module) -> dict[str, _Trace]:
-    """Return what a module's forward may change besides buffers and parameters: its own attributes, and what is in containers."""
+def _attributes(model: nn.Module) -> dict[str, tuple[list[object], list[int]]]:
+    """Return what a module's forward may change besides buffers and parameters: its own attributes with what is in containers.
+
+    Each as objects, which are kept so that no other object gets the identity of one of them, and numbers by which a change shows.
+    """
     found = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key in _OF_MODULES:
                 continue
-            parts = (
-                [*value, *(value.values() if isinstance(value, dict) else ())] if isinstance(value, _CONTAINERS) else []
-            )
-            signs = [value._version] if isinstance(value, Tensor) else [*map(id, parts)]  # noqa: SLF001
-            found[f"{name}.{key}".lstrip(".")] = _Trace(value, parts, signs)
+            held = [value, *(value if isinstance(value, _CONTAINERS) else ())]
+            held += value.values() if isinstance(value, dict) else ()
+            version = value._version if isinstance(value, Tensor) else 0  # noqa: SLF001
+            found[f"{name}.{key}".lstrip(".")] = held, [*map(id, held), version]
     return found
-
-
-_CONTAINERS = (list, dict, set, deque)
 
 
 def _not_finite(optimizer: torch.optim.Optimizer) -> Tensor:

@@ -41,10 +41,10 @@ def train(t: Training) -> bool:
         return False
     metrics: Mapping[str, float] = {}
     due = 0
-    for global_batch in warmed_up(t, t.global_batches()):
-        accumulate_gradients(t, global_batch)
+    for plan, loaded in warmed_up(t, t.global_batches()):
+        accumulate_gradients(t, plan, loaded)
         update_weights(t)
-        position = t.state.position = global_batch.plan.after
+        position = t.state.position = plan.after
         step, ends_epoch = position.step, position.samples_in_epoch == 0
         if step < due and not ends_epoch:  # so most steps end
             t.phases.enter("data")
@@ -140,10 +140,10 @@ def warmed_up(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Itera
     One worker does it only where a batch is computed in parts, to check the loss.
     """
     has_parts = t.order.micro_batch_size < t.order.global_batch_size
-    whole = next(global_batches, None) if has_parts else None
-    if whole is None:
+    if not has_parts or (batch := next(global_batches, None)) is None:
         return global_batches
-    first, plan, device = next(whole.fetched), whole.plan, t.group.device
+    plan, loaded = batch
+    first, device = next(loaded), t.group.device
     called = (t.recipe.loss, t.recipe.inputs_and_targets)
     least = min(t.order.micro_batch_size, plan.num_samples // t.group.rank_info.world_size)
     once = partial(backward, t, copied(first), plan.micro_batches[0], plan, num_parts=num_parts_of(least))
@@ -156,17 +156,16 @@ def warmed_up(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Itera
             with tried_out(t.state.model, called, device):
                 once()
     t.phases.enter("data")
-    return chain([LoadedGlobalBatch(plan, chain([first], whole.fetched))], global_batches)
+    return chain([(plan, chain([first], loaded))], global_batches)
 
 
-def accumulate_gradients(t: Training, global_batch: LoadedGlobalBatch) -> None:
+def accumulate_gradients(t: Training, whole: GlobalBatch, loaded: Iterator[Fetched]) -> None:
     """Add up the gradients of the mean loss of a global batch; DDP all-reduces them once, in the last micro step."""
-    whole, state = global_batch.plan, t.state
-    last = whole.micro_batches[-1]
+    state, last = t.state, whole.micro_batches[-1]
     if t.guard.is_active:
         t.guard.keep()
     weighted: list[Tensor] = []
-    for plan, fetched in zip(whole.micro_batches, global_batch.fetched, strict=True):
+    for plan, fetched in zip(whole.micro_batches, loaded, strict=True):
         if plan is last:
             loss, weight = backward(t, fetched, plan, whole)
         else:

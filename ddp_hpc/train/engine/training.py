@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.checkpoints.past_saves import Past
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.train.auto_interval import AutoInterval, read_job
+from ddp_hpc.run.spec import CheckpointSpec, RunSpec
+from ddp_hpc.train.auto_interval import AutoInterval, past_when_training_begins
 from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.data.sample_records import SampleRecorder
@@ -38,7 +39,7 @@ from ddp_hpc.train.recording.timeline import Timeline
 from ddp_hpc.train.replicas import NonfiniteLosses, Replicas
 from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
-from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
+from ddp_hpc.train.state.checkpoint import Checkpointer
 from ddp_hpc.train.state.moving_average import MovingAverage
 from ddp_hpc.train.state.training_state import TrainingState, named_tensors
 from ddp_hpc.train.stop import StopConsensus, StopFlag
@@ -177,9 +178,35 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     state = _initial_state(spec, recipe, group, order, precision)
     bare, optimizer, on_nonfinite = state.model, state.optimizer, spec.train.on_nonfinite
     phases = phase_timer(spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1)
-    rank = _Rank(spec, run, group, attempt, stop, watchdog or Watchdog(None), phases)
-    recorder, save_plan = _recording(rank, order, total_steps)
-    checkpointer = _checkpointer(rank, recorder, save_plan)
+    watchdog, rank_info = watchdog or Watchdog(None), group.rank_info
+    timeline = Timeline(run, attempt, group, phases) if rank_info.is_rank_zero else None
+    recorder = RunRecorder(
+        run,
+        spec,
+        is_writer=rank_info.is_rank_zero,
+        attempt=attempt,
+        total_steps=total_steps,
+        order=order,
+        timeline=timeline,
+    )
+    read_past = partial(past_when_training_begins, run, attempt, rank_info.num_nodes)
+    save_plan = _save_plan(spec.checkpoint, group, timeline, phases, read_past)
+
+    def on_result(step: int, seconds: float, error: str | None) -> None:
+        save_plan.written(seconds if error is None else None)
+        recorder.saved(step, seconds, error)
+
+    checkpointer = Checkpointer(
+        run,
+        group,
+        attempt=attempt,
+        keep=spec.checkpoint,
+        before_commit=recorder.flush,
+        on_result=on_result,
+        on_progress=watchdog.feed,
+        on_buffers=recorder.buffers_made,
+        is_stop_asked=partial(stop.is_set, look_at_file=rank_info.is_rank_zero),
+    )
     checkpointer.check(state)
     every_steps = spec.integrity.every_steps
     replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
@@ -203,79 +230,35 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         checkpointer=checkpointer,
         losses=losses,
         guard=UpdateGuard(bare, is_active=on_nonfinite == "skip", end=losses.end),
-        evaluator=Evaluator(recipe, spec, group, precision, on_batch=rank.watchdog.feed),
+        evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
         recorder=recorder,
-        passes=CompiledPasses(order, group.rank_info.rank) if spec.train.compile else PlainPasses(),
+        passes=CompiledPasses(order, rank_info.rank) if spec.train.compile else PlainPasses(),
         numbers=StepNumbers(recipe.tokens, computes_norm=spec.log.grad_norm),
         phases=phases,
-        samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
-        watchdog=rank.watchdog,
+        samples=SampleRecorder(run.rank_samples(attempt, rank_info.rank) if spec.train.record_samples else None),
+        watchdog=watchdog,
         replicas=replicas,
         moves_batches=group.device.type != "cpu" or spec.train.channels_last,
         save_plan=save_plan,
     )
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """What a rank is given, and what it computes with: several parts of a training are made of most of it."""
-
-    spec: RunSpec
-    run: RunDir
-    group: Group
-    attempt: int
-    stop: StopFlag
-    watchdog: Watchdog
-    phases: PhaseTimes
-
-
-def _recording(rank: _Rank, order: SampleOrder, total_steps: int) -> tuple[RunRecorder, SavePlan]:
-    """Return what writes the metrics, and what says when to save: rank zero measures for both."""
-    spec, run, group = rank.spec, rank.run, rank.group
-    world_size, is_rank_zero = group.rank_info.world_size, group.rank_info.is_rank_zero
-    num_gpus = world_size if group.device.type == "cuda" else 0
-    workers = {"world_size": world_size, "num_gpus": num_gpus}
-    timeline = Timeline(run, rank.attempt, workers, rank.phases) if is_rank_zero else None
-    recorder = RunRecorder(
-        run,
-        spec,
-        is_writer=is_rank_zero,
-        attempt=rank.attempt,
-        total_steps=total_steps,
-        order=order,
-        timeline=timeline,
-    )
+def _save_plan(
+    spec: CheckpointSpec, group: Group, timeline: Timeline | None, phases: PhaseTimes, read_past: Callable[[], Past]
+) -> SavePlan:
+    """Return what says when to save; with `auto`, rank zero measures."""
     interval = None
-    if timeline is not None and spec.checkpoint.every_steps == "auto":
+    if timeline is not None and spec.every_steps == "auto":
         on_gpu = partial(torch.cuda.synchronize, group.device)
         interval = AutoInterval(
-            spec.checkpoint,
-            partial(read_job, run, rank.attempt, max(1, world_size // group.rank_info.local_world_size)),
-            phases=rank.phases.so_far,
+            spec,
+            read_past,
+            num_nodes=group.rank_info.num_nodes,
+            phases=phases.so_far,
             note=timeline.planned,
             wait_for_device=on_gpu if group.device.type == "cuda" else lambda: None,
         )
-    return recorder, SavePlan(spec.checkpoint.every_steps, interval, max_failing_s=spec.checkpoint.max_failing_s)
-
-
-def _checkpointer(rank: _Rank, recorder: RunRecorder, save_plan: SavePlan) -> Checkpointer:
-    return Checkpointer(
-        rank.run,
-        rank.group,
-        attempt=rank.attempt,
-        keep=rank.spec.checkpoint,
-        before_commit=recorder.flush,
-        on_result=partial(_saved, recorder, save_plan),
-        on_progress=rank.watchdog.feed,
-        on_buffers=recorder.buffers_made,
-        is_stop_asked=partial(rank.stop.is_set, look_at_file=rank.group.rank_info.is_rank_zero),
-    )
-
-
-def _saved(recorder: RunRecorder, plan: SavePlan, result: SaveResult) -> None:
-    """Record how a save ended; the checkpoint writer's thread calls this."""
-    plan.written(result.seconds if result.error is None else None)
-    recorder.saved(result)
+    return SavePlan(spec.every_steps, interval, max_failing_s=spec.max_failing_s)
 
 
 def _initial_state(

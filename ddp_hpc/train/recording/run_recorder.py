@@ -20,7 +20,6 @@ from ddp_hpc.train.recording.beside import Followers
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from ddp_hpc.train.recording.recorders import Ending
 from ddp_hpc.train.recording.timeline import Timeline
-from ddp_hpc.train.state.checkpoint import SaveResult
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,8 @@ class RunRecorder:
         self._followers = Followers(run, attempt, tuple(dict.fromkeys(spec.log.recorders)))
         self._loss: float | None = None
         self._metrics: dict[str, float] = {}
-        self._saved: SaveResult | None = None
+        self._saved_step: int | None = None
+        self._save_s: float | None = None
         self._save_error: str | None = None
         self._saved_at: float | None = None
         self._save_bytes: dict[str, int] = {}
@@ -168,20 +168,20 @@ class RunRecorder:
         log.info("evaluation at step %d  %s", position.step, numbers)
         self._write_progress(position)
 
-    def saved(self, result: SaveResult) -> None:
+    def saved(self, step: int, seconds: float, error: str | None) -> None:
         """Record how a save ended; the checkpoint writer's thread calls this."""
-        if result.error is not None:
-            self._save_error = result.error
+        self._save_error = error
+        if error is not None:
             log.warning(
                 "the checkpoint of step %d could not be written: %s. Earlier checkpoints are not affected. While the training goes on, each save tries again.",
-                result.step,
-                result.error,
+                step,
+                error,
             )
             return
-        self._save_error, self._saved, self._saved_at = None, result, time.time()
+        self._saved_step, self._save_s, self._saved_at = step, seconds, time.time()
         if self._timeline is not None:
-            self._timeline.saved(result.step, seconds=result.seconds)
-        log.info("checkpoint of step %d committed in %.2f s", result.step, result.seconds)
+            self._timeline.saved(step, seconds=seconds)
+        log.info("checkpoint of step %d committed in %.2f s", step, seconds)
 
     def buffers_made(self, num_bytes: Mapping[str, int]) -> None:
         """Record how much memory a save takes; the checkpoint writer's thread calls this."""
@@ -190,7 +190,7 @@ class RunRecorder:
     def resumed(self, step: int) -> None:
         """Record the checkpoint from which the run resumes."""
         manifest = checkpoint_names.checkpoint_path(self._run, step) / checkpoint_names.MANIFEST
-        self._saved = SaveResult(step, 0.0)
+        self._saved_step = step
         with suppress(OSError):  # the file system does not answer: leave the time unknown
             self._saved_at = manifest.stat().st_mtime
 
@@ -245,9 +245,9 @@ class RunRecorder:
             tokens_per_s=self._token_rate,
             eta_s=None if self._steps_per_s is None else steps_left / self._steps_per_s,
             metrics=self._metrics,
-            last_checkpoint=self._saved.step if self._saved else None,
+            last_checkpoint=self._saved_step,
             last_checkpoint_at=self._saved_at,
-            save_s=(self._saved.seconds or None) if self._saved else None,
+            save_s=self._save_s,
             save_error=self._save_error,
             save_bytes=self._save_bytes,
             at=time.time(),

@@ -11,6 +11,7 @@ from typing import Any
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, encode
+from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 
 FIRST_PAUSE_S = 2.0
@@ -26,14 +27,13 @@ class Timeline:
         self,
         run: RunDir,
         attempt: int,
-        workers: Mapping[str, int],
+        group: Group,
         phases: PhaseTimes,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`workers` are `world_size` and `num_gpus`."""
         self._run = run
         self._attempt = attempt
-        self._workers = workers
+        self._group = group
         self._phases = phases
         self._before: Mapping[str, float] = {}
         self._clock = clock
@@ -47,7 +47,9 @@ class Timeline:
         with suppress(OSError):
             with open_private(self._run.timeline, "ab") as file:
                 self._fd = os.dup(file.fileno())
-            self._note("begin", step, self._began_at, **self._workers)
+            world_size = self._group.rank_info.world_size
+            num_gpus = world_size if self._group.device.type == "cuda" else 0
+            self._note("begin", step, self._began_at, world_size=world_size, num_gpus=num_gpus)
 
     def look(self, step: int, *, now: bool = False) -> None:
         """Note the time in each phase, if it was not noted recently, or `now`."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from heapq import heapreplace
 from typing import Any
@@ -72,15 +72,6 @@ def partition_tensors(named: Sequence[NamedTensor], *, rank: int, world_size: in
     return sorted(mine, key=lambda item: (-item.tensor.element_size(), item.name))
 
 
-@dataclass(frozen=True)
-class SaveResult:
-    """How a save ended; only rank zero knows it."""
-
-    step: int
-    seconds: float
-    error: str | None = None
-
-
 class Checkpointer:
     """Saves and restores the state of one rank; made once in an attempt."""
 
@@ -92,7 +83,7 @@ class Checkpointer:
         attempt: int,
         keep: CheckpointSpec,
         before_commit: Callable[[], object] = lambda: None,
-        on_result: Callable[[SaveResult], None] = lambda _: None,
+        on_result: Callable[[int, float, str | None], object] = lambda *_: None,
         on_progress: Callable[[], object] = lambda: None,
         on_buffers: Callable[[Mapping[str, int]], object] = lambda _: None,
         is_stop_asked: Callable[[], bool] = lambda: False,
@@ -104,6 +95,7 @@ class Checkpointer:
         self._keep = keep
         self._before_commit = before_commit
         self._on_result = on_result
+        """Called by rank zero's writer thread at the end of a save: with the step, the seconds that it took, and why it failed, if it did."""
         self._on_progress = on_progress
         """Called by the main thread while a writer that it waits for, here or on another rank, makes progress."""
         self._on_buffers = on_buffers
@@ -211,7 +203,7 @@ class Checkpointer:
     def save(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None, is_final: bool = False) -> None:
         """Copy the state, and commit it in the background; return as soon as it is copied.
 
-        Waits first for a save that is still being written. An error is reported (`SaveResult`), and the training continues.
+        Waits first for a save that is still being written. An error is reported (`on_result`), and the training continues.
         """
         step = state.position.step
         if step == self._last_saved:
@@ -265,9 +257,8 @@ class Checkpointer:
         if step == self._restored:
             return
         error, refused, since = self._outcome(step)
-        if (
-            error is not None and was_tried
-        ):  # by a periodic save: a disk that was full then, or a network, may work again
+        if error is not None and was_tried:
+            # By a periodic save: a disk that was full then, or a network, may work again.
             self._last_saved = None
             self._num_tries += 1
             self.save(state, metrics=metrics, is_final=True)
@@ -363,7 +354,7 @@ class Checkpointer:
             shutil.rmtree(uncommitted, ignore_errors=True)
             message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         self._report_outcome(own_key, message)
-        self._on_result(SaveResult(manifest.step, time.monotonic() - began, message))
+        self._on_result(manifest.step, time.monotonic() - began, message)
 
     def _report_outcome(self, key: str, message: str | None) -> None:
         """Tell all ranks whether a save was committed, and since when none was."""

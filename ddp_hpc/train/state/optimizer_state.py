@@ -51,14 +51,6 @@ class KeptByOptimizer:
         return {"plain": self.plain, **{name: one for name, one in more.items() if one}}
 
 
-class Restored(NamedTuple):
-    """What an optimizer had, in tensors that are still to be filled."""
-
-    state: dict[Tensor, dict[str, Any]]
-    into: dict[str, Tensor]
-    """By name, where to read the tensors."""
-
-
 def attributes(model: nn.Module, optimizer: Optimizer) -> Attributes:
     """Return an optimizer's own attributes as text."""
     weights = {id(one): name for name, one in (*model.named_parameters(), *model.named_buffers())}
@@ -147,12 +139,16 @@ def restored(
     saved: Mapping[str, SavedTensor],
     *,
     is_meta: bool = False,
-) -> Restored:
-    """Return what a checkpoint has for the optimizer, whose JSON is `content`; in tensors that take no memory if `is_meta`."""
+) -> tuple[dict[Tensor, dict[str, Any]], dict[str, Tensor]]:
+    """Return what a checkpoint has for the optimizer's `state`, whose JSON is `content`, and by name its tensors, still to be filled.
+
+    They take no memory if `is_meta`.
+    """
     refuse_other_optimizer(type(optimizer).__name__, content)
     if "odd" in content:
         raise _of_another("optimizer was saved by a ddp_hpc that kept more of optimizers than this one does", "version")
-    named, group_of, back = dict(model.named_parameters()), _groups(optimizer), Restored(defaultdict(dict), {})
+    named, group_of = dict(model.named_parameters()), _groups(optimizer)
+    state, into = defaultdict[Tensor, dict[str, Any]](dict), dict[str, Tensor]()
     of_optimizer = {
         name.removeprefix("optimizer/"): one for name, one in saved.items() if name.startswith("optimizer/")
     }
@@ -163,14 +159,14 @@ def restored(
                 f"optimizer has state of the parameter {name!r}, which this model does not have", "recipe"
             )
         if not isinstance(value, SavedTensor):
-            back.state[named[name]][key] = value
+            state[named[name]][key] = value
         else:
             usual = _usual_place(value.shape, key, named[name], group_of)
             device, strides = content.get("places", {}).get(place, usual)
             device = "meta" if is_meta else named[name].device if device != "cpu" else "cpu"
             made = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=device)
-            back.state[named[name]][key] = back.into[f"optimizer/{place}"] = made
-    return back
+            state[named[name]][key] = into[f"optimizer/{place}"] = made
+    return state, into
 
 
 def refuse_other_optimizer(mine: str, content: Mapping[str, Any]) -> None:

@@ -110,7 +110,7 @@ def _not_back(state: TrainingState, kept: KeptByOptimizer) -> str:
     """Name what a restore would make otherwise; no tensor is copied, so types, shapes and places are compared."""
     content = json.loads(json.dumps({"type": type(state.optimizer).__name__, **kept.as_json()}))
     saved = {name: SavedTensor(one.shape, one.dtype) for name, one in kept.tensors.items()}
-    back = optimizer_state.restored(state.model, state.optimizer, content, saved, is_meta=True).state
+    back, _ = optimizer_state.restored(state.model, state.optimizer, content, saved, is_meta=True)
     for name, parameter in state.model.named_parameters():
         live = state.optimizer.state.get(parameter, {})
         for key in {**live, **back.get(parameter, {})}:

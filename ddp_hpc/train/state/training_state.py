@@ -240,7 +240,9 @@ class Restoration:
         if state.ema is not None and self._has_average:
             modules.append(("ema", state.ema.module))
         self._weights = [_WeightsToLoad(module, saved, prefix, state.rank) for prefix, module in modules]
-        self._of_optimizer = optimizer_state.restored(state.model, state.optimizer, plain["optimizer"], saved)
+        self._of_optimizer, of_optimizer = optimizer_state.restored(
+            state.model, state.optimizer, plain["optimizer"], saved
+        )
         self._own_options = plain["optimizer"].get("own_options", [])
         group_options.check(state.optimizer.param_groups, self._own_options)
         starts = (f"rank.{state.rank}/rng.", f"rank.{state.rank}/loss_meter")  # and on rank zero, all loss meters
@@ -251,11 +253,10 @@ class Restoration:
             or (state.rank == 0 and name.startswith("rank.") and name.endswith("/loss_meter"))
         }
         self._num_ranks = len({name.partition("/")[0] for name in saved if name.startswith("rank.")})
-        self.into: dict[str, Tensor] = dict(self._own)
+        self.into: dict[str, Tensor] = self._own | of_optimizer
         """Where to read each tensor that this rank needs: of the saved shape and dtype, on any device, with any strides."""
         for weights in self._weights:
             self.into |= weights.into
-        self.into |= self._of_optimizer.into
 
     def finish(self) -> None:
         """Use what was read into the tensors, and restore the numbers."""
@@ -270,7 +271,7 @@ class Restoration:
                 state.ema.module.load_state_dict(state.model.state_dict())
         if state.scaler is not None and plain["scaler"]:
             state.scaler.load_state_dict(plain["scaler"])
-        state.optimizer.state.update(self._of_optimizer.state)
+        state.optimizer.state.update(self._of_optimizer)
         group_options.put_back(state.optimizer.param_groups, self._own_options, state.device)
         group_options.put_back([vars(state.optimizer)], [plain["optimizer"].get("attributes", {})], state.device)
         state.position = Position(**plain["position"])
