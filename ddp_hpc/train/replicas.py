@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -66,6 +66,7 @@ class Replicas:
         self.run = run
         self.group = group
         self.attempt = attempt
+        self.is_on = every_steps is not None
         self._every = every_steps
         self._wait_for_save = wait_for_save
         self.next_step = _NEVER if every_steps is None else 0
@@ -74,6 +75,8 @@ class Replicas:
         self._open: list[Difference] | None = None
         """Earlier differences whose steps no attempt has computed again; only rank zero knows more than their steps."""
         self._open_steps: list[int] = []
+        self._open_losses: list[Difference] | None = None
+        """On rank zero, earlier attempts whose losses no attempt has computed again."""
         self._left_out: set[str] = set()
         """Tensors that are not compared, as the log says."""
         self._is_losing = False
@@ -155,9 +158,7 @@ class Replicas:
         self._wait_for_save()
         named = {item.name: item.tensor for item in training_state.tensors_of_all(state)}
         tensors = {name: [mine[name], [*one.shape], str(one.dtype)] for name, one in named.items()}
-        reports = self.group.gathered_by_rank_zero(
-            {"host": host_name(), "processor": processor_of(state.device), "tensors": tensors}
-        )
+        reports = self._reports(tensors=tensors)
         names = digests.differing([one["tensors"] for one in reports])
         # Ranks without a tensor, or with one of another shape, could not take part in a comparison of its elements.
         sampled = [] if _unlike(names, reports) else names[:_MOST_SAMPLED]
@@ -194,23 +195,77 @@ class Replicas:
         samples: Sequence[Sample],
     ) -> str:
         """Record the difference, and return the message of all ranks."""
+        tensors = tuple(names[:_MOST_NAMED]) or ("the names of the tensors",)
+        unlike = _unlike(names, reports)
         newest = by_vote(
-            Difference(
-                attempt=self.attempt,
-                step=step,
-                digests=tuple(found),
-                hosts=tuple(one["host"] for one in reports),
-                processors=tuple(one["processor"] for one in reports),
-                tensors=tuple(names[:_MOST_NAMED]) or ("the names of the tensors",),
-                num_tensors=len(names),
-                samples=tuple(samples),
-                unlike=_unlike(names, reports),
-                at=time.time(),
+            self._difference(
+                step, found, reports, tensors=tensors, num_tensors=len(names), samples=tuple(samples), unlike=unlike
             )
         )
         with self._errors_logged():
             write_difference(self.run, newest)
         return message_of(self.run, newest)
+
+    def _reports(self, **own: Any) -> list[dict[str, Any]]:
+        """Return on rank zero what each rank has, and where it computes."""
+        here = {"host": host_name(), "processor": processor_of(self.group.device)}
+        return self.group.gathered_by_rank_zero({**here, **own})
+
+    def _difference(
+        self, step: int, digests: Iterable[str], reports: Sequence[dict[str, Any]], **more: Any
+    ) -> Difference:
+        return Difference(
+            attempt=self.attempt,
+            step=step,
+            digests=tuple(digests),
+            hosts=tuple(one["host"] for one in reports),
+            processors=tuple(one["processor"] for one in reports),
+            at=time.time(),
+            **more,
+        )
+
+    # --- losses ---
+    #
+    # If only some ranks have a loss that is not finite, a wrong bit may be the cause, so another attempt computes the step again. All
+    # ranks have the same weights, so one attempt alone does not show whether a processor or a sample was bad; one step later, all have
+    # weights that are not finite, and equal digests. If the next attempt finds finite losses in that step, the ranks with the others
+    # were wrong. If it ends in the same way, the training diverges.
+
+    def note_finite_losses(self, step: int) -> None:
+        """Record on rank zero that all losses of a step are finite, where those of an earlier attempt were not."""
+        if not self.group.rank_info.is_rank_zero:
+            return
+        with suppress(OSError):  # what cannot be read or written now is concluded by a later attempt, or not at all
+            if self._open_losses is None:
+                known = read_differences(self.run)
+                self._open_losses = [one for one in known if one.of_loss and one.repeated_in is None]
+            for one in [one for one in self._open_losses if one.step == step]:
+                self._open_losses.remove(one)
+                self.conclude(one, FINITE, {})
+
+    def where_losses_began(self, step: int, *, is_mine: bool) -> str:
+        """Return on which ranks the losses began not to be finite, after `step`, as the end of a sentence; empty if on all.
+
+        All ranks call this before a training ends as diverged. Another attempt may have to compute the step again: then they end with the
+        same RanksDifferError.
+        """
+        found, answer = self._reports(bad=is_mine), ["", ""]
+        if found and not all(one["bad"] for one in found):
+            digests = (NOT_FINITE if one["bad"] else FINITE for one in found)
+            now = self._difference(step, digests, found, tensors=("the loss",), num_tensors=1, of_loss=True)
+            # Once since the newest checkpoint: an earlier attempt may have ended so, and no rank was proved wrong.
+            newest = max(checkpoint_names.committed_steps(self.run), default=0)
+            before = [
+                one for one in read_differences(self.run) if one.of_loss and one.step > newest and not one.odd_ranks
+            ]
+            answer = [f", first {now.where_not_finite}", "" if before else message_of(self.run, now)]
+            if not before:
+                with suppress(OSError):  # then no later attempt can tell who was wrong
+                    write_difference(self.run, now)
+        first, message = self.group.broadcast_through_store("lone-losses", answer)
+        if message:
+            raise RanksDifferError(self.group.last_word("lone-losses/end", message))
+        return str(first)
 
     @contextmanager
     def _errors_logged(self) -> Any:
@@ -222,80 +277,6 @@ class Replicas:
             if not self._is_losing:
                 log.warning("the state's digests cannot be recorded: %s. The training goes on without them.", error)
             self._is_losing = True
-
-
-class NonfiniteLosses:
-    """In which step the losses begin not to be finite, and on which ranks.
-
-    If only some ranks have such a loss, a wrong bit may be the cause, so another attempt computes the step again. All ranks have the
-    same weights, so one attempt alone does not show whether a processor or a sample was bad; one step later, all have weights that are
-    not finite, and equal digests. If the next attempt finds finite losses in that step, the ranks with the others were wrong. If it ends
-    in the same way, the training diverges.
-    """
-
-    def __init__(self, replicas: Replicas, state: TrainingState, *, tries_again: bool) -> None:
-        """`tries_again`: whether another attempt may follow."""
-        self._replicas = replicas
-        self._state = state
-        self._is_active = tries_again and replicas.group.rank_info.world_size > 1
-        self._began: tuple[int, bool] | None = None
-        """The first step of the row of bad ones, and whether this rank's loss was bad in it."""
-        self._open: list[Difference] | None = None
-        """On rank zero, earlier attempts whose losses no attempt has computed again."""
-
-    def note(self, step: int, *, is_mine: bool, is_finite: bool) -> None:
-        """Take note of a step's losses: whether this rank's was not finite, and whether those of all were."""
-        if not is_finite:
-            self._began = self._began or (step, is_mine)
-            return
-        self._began = None
-        if not (self._is_active and self._replicas.group.rank_info.is_rank_zero):
-            return
-        with suppress(OSError):  # what cannot be read or written now is concluded by a later attempt, or not at all
-            if self._open is None:
-                known = read_differences(self._replicas.run)
-                self._open = [one for one in known if one.of_loss and one.repeated_in is None]
-            for one in [one for one in self._open if one.step == step]:
-                self._open.remove(one)
-                self._replicas.conclude(one, FINITE, {})
-
-    def end(self) -> str:
-        """Return on which ranks the losses began not to be finite, as the end of a sentence; empty if on all.
-
-        All ranks call this before a training ends as diverged. Their weights may differ, or another attempt may have to compute the
-        step again: then they end with the same RanksDifferError.
-        """
-        run, group = self._replicas.run, self._replicas.group
-        self._replicas.compare(self._state)
-        if not self._is_active or self._began is None:
-            return ""
-        step, is_mine = self._began
-        own = {"bad": is_mine, "host": host_name(), "processor": processor_of(group.device)}
-        found = group.gathered_by_rank_zero(own)
-        answer = ["", ""]
-        if found and not all(one["bad"] for one in found):
-            now = Difference(
-                attempt=self._replicas.attempt,
-                step=step,
-                digests=tuple(NOT_FINITE if one["bad"] else FINITE for one in found),
-                hosts=tuple(one["host"] for one in found),
-                processors=tuple(one["processor"] for one in found),
-                tensors=("the loss",),
-                num_tensors=1,
-                at=time.time(),
-                of_loss=True,
-            )
-            # Once since the newest checkpoint: an earlier attempt may have ended so, and no rank was proved wrong.
-            newest = max(checkpoint_names.committed_steps(run), default=0)
-            before = [one for one in read_differences(run) if one.of_loss and one.step > newest and not one.odd_ranks]
-            answer = [f", first {now.where_not_finite}", "" if before else message_of(run, now)]
-            if not before:
-                with suppress(OSError):  # then no later attempt can tell who was wrong
-                    write_difference(run, now)
-        first, message = group.broadcast_through_store("lone-losses", answer)
-        if message:
-            raise RanksDifferError(group.last_word("lone-losses/end", message))
-        return str(first)
 
 
 def message_of(run: RunDir, difference: Difference) -> str:

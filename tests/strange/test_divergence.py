@@ -28,7 +28,7 @@ from ddp_hpc.train.engine.optimizer import trained_parameters
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
-from ddp_hpc.train.replicas import NonfiniteLosses, Replicas
+from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.checkpoint import Checkpointer
 from tests.distributed.processes import in_group
@@ -429,8 +429,7 @@ def test_all_ranks_end_with_the_same_words_though_one_alone_saw_it(tmp_path: Pat
     def look(group: Group) -> tuple[str, bool]:
         run = RunDir(tmp_path / "run")
         replicas = Replicas(run, group, attempt=0, every_steps=None)
-        nonfinite = NonfiniteLosses(replicas, make_state(), tries_again=False)
-        watch = LossWatch(run, group, made_checkpointer(run, group), policy="stop", nonfinite=nonfinite)
+        watch = LossWatch(made_checkpointer(run, group), replicas, make_state(), policy="stop")
         for step in range(10, 20):
             bad = group.rank_info.rank == 1 and step >= 12
             watch.note(step, torch.tensor(float("nan") if bad else 1.0))

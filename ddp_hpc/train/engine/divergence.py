@@ -19,8 +19,8 @@ from ddp_hpc.train.engine.kept_values import NotKeptError
 from ddp_hpc.train.engine.optimizer import can_skip, of_closure, trained_parameters
 from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
 from ddp_hpc.train.engine.traces import Copied, Place, copy_places, places, restore, restore_where
-from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.replicas import NonfiniteLosses
+from ddp_hpc.train.replicas import Replicas
+from ddp_hpc.train.state.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
@@ -53,22 +53,22 @@ class LossWatch:
 
     def __init__(
         self,
-        run: RunDir,
-        group: Group,
         checkpointer: Checkpoints,
+        replicas: Replicas,
+        state: TrainingState,
         *,
         policy: OnNonfinite,
-        nonfinite: NonfiniteLosses,
     ) -> None:
-        self._run = run
-        self._group = group
         self._checkpointer = checkpointer
+        self._replicas = replicas
+        self._state = state
         self._policy = policy
         self._limit = MOST_IN_A_ROW.get(policy)
         self._steps: list[int] = []
         self._losses: list[Tensor] = []
-        self._num_in_a_row = 0
-        self._nonfinite = nonfinite
+        self._began: tuple[int, bool] | None = None
+        """The first step of the row of bad ones, and whether this rank's loss was bad in it."""
+        self._may_try_again = policy == "stop" and replicas.is_on and replicas.group.rank_info.world_size > 1
         if self._limit is not None:
             checkpointer.newest_losses = self._newest
 
@@ -96,24 +96,32 @@ class LossWatch:
         votes.index_add_(0, torch.tensor(self._steps) - first, is_bad)
         votes[-1] = int(self._checkpointer.refused is not None)
         own = votes.tolist()
-        *num_bad, is_refused = self._group.sum(votes).tolist()
+        *num_bad, is_refused = self._replicas.group.sum(votes).tolist()
         self._steps, self._losses = [], []
         for step, count in enumerate(num_bad, first):
-            self._nonfinite.note(step, is_mine=bool(own[step - first]), is_finite=not count)
-            self._num_in_a_row = self._num_in_a_row + 1 if count else 0
-            if self._num_in_a_row == self._limit:
-                self.end(f"the loss is not finite since step {step - self._limit + 1}")
-        if is_last and self._num_in_a_row and self._policy == "stop":
-            self.end(f"the loss is not finite since step {last - self._num_in_a_row + 1}")
+            if count:
+                self._began = self._began or (step, bool(own[step - first]))
+            else:
+                self._began = None
+                if self._may_try_again:
+                    self._replicas.note_finite_losses(step)
+            if self._began is not None and step - self._began[0] + 1 == self._limit:
+                self.end(f"the loss is not finite since step {self._began[0]}")
+        if is_last and self._began is not None and self._policy == "stop":
+            self.end(f"the loss is not finite since step {self._began[0]}")
         if is_refused:
             self.end(str(self._checkpointer.refused))
 
     def end(self, what: str) -> NoReturn:
-        """End the run on all ranks as diverged; they may have a better reason."""
+        """End the run on all ranks as diverged; or with a RanksDifferError, where that is a better reason."""
+        run, group = self._replicas.run, self._replicas.group
         self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
-        what += self._nonfinite.end()
-        text = diverged(self._run, what) if self._group.rank_info.is_rank_zero else None
-        raise DivergedError(self._group.last_word("diverged", text))
+        self._replicas.compare(self._state)
+        if self._may_try_again and self._began is not None:
+            step, is_mine = self._began
+            what += self._replicas.where_losses_began(step, is_mine=is_mine)
+        text = diverged(run, what) if group.rank_info.is_rank_zero else None
+        raise DivergedError(group.last_word("diverged", text))
 
 
 def diverged(run: RunDir, what: str) -> str:

@@ -169,29 +169,14 @@ def _num_collectives() -> int:
 @torch.no_grad()
 def _take_from_rank_zero(buffers: Sequence[Tensor]) -> None:
     """Copy rank zero's values into the tensors, which may have gaps in memory; all ranks call this together."""
+    if not buffers:
+        return
     # gloo sends as many elements as there are from the first address on, whatever lies between them; NCCL refuses gaps.
     sent = [buffer.resolve_conj().resolve_neg().contiguous() for buffer in buffers]
-    # As bytes, so that types can share a message. A model may have hundreds of small ones.
+    # In few messages, as DDP does it: a model may have hundreds of small ones. As bytes, so that types can share a message.
     contents = [one.reshape(-1).view(torch.uint8) for one in sent]
-    for device in dict.fromkeys(one.device for one in contents):
-        for part in _parts([one for one in contents if one.device == device]):
-            message = torch.cat(part)
-            torch.distributed.broadcast(message, src=0)
-            torch._foreach_copy_(part, message.split([one.numel() for one in part]))
+    group: Any = torch.distributed.group.WORLD
+    torch.distributed._broadcast_coalesced(group, contents, _MESSAGE_BYTES, 0)  # noqa: SLF001
     for buffer, one in zip(buffers, sent, strict=True):
         if one is not buffer:
             buffer.copy_(one)
-
-
-def _parts(contents: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield these tensors of bytes in lists, each of one message: few bytes beyond a limit, or one large tensor."""
-    part: list[Tensor] = []
-    num_bytes = 0
-    for one in contents:
-        part.append(one)
-        num_bytes += one.numel()
-        if num_bytes >= _MESSAGE_BYTES:
-            yield part
-            part, num_bytes = [], 0
-    if part:
-        yield part

@@ -36,7 +36,7 @@ from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.recording.step_numbers import StepNumbers
 from ddp_hpc.train.recording.step_profile import phase_timer
 from ddp_hpc.train.recording.timeline import Timeline
-from ddp_hpc.train.replicas import NonfiniteLosses, Replicas
+from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer
@@ -210,9 +210,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     checkpointer.check(state)
     every_steps = spec.integrity.every_steps
     replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
-    tries_again = on_nonfinite == "stop" and every_steps is not None
-    nonfinite = NonfiniteLosses(replicas, state, tries_again=tries_again)
-    losses = LossWatch(run, group, checkpointer, policy=on_nonfinite, nonfinite=nonfinite)
+    losses = LossWatch(checkpointer, replicas, state, policy=on_nonfinite)
     trained = set(trained_parameters(optimizer))
     return Training(
         spec=spec,
