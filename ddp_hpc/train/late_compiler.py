@@ -45,9 +45,8 @@ class StandIn(ModuleType):
         super().__init__(name)
         self._answers = answers
 
-    def __getattr__(
-        self, name: str
-    ) -> Any:  # composition cannot do it: `import` takes any object, and asks it for attributes
+    # Composition cannot do it: `import` takes any object, and asks it for attributes.
+    def __getattr__(self, name: str) -> Any:
         # Code that goes through all modules (`inspect`, `warnings`) asks each for names like `__file__`, and does not mean this
         # one. But an import of a module in the package begins with the package's `__path__`.
         if name.startswith("__") and name != "__path__":
@@ -95,9 +94,8 @@ class _LoadedMeanwhile:
 def put_in_place(stand_in: StandIn) -> None:
     """Have imports find the stand-in, and each module of its package once."""
     parent, _, name = stand_in.__name__.rpartition(".")
-    stand_in.__spec__ = PathFinder.find_spec(
-        stand_in.__name__, sys.modules[parent].__path__
-    )  # asked for: is it installed?
+    # Asked for: is it installed?
+    stand_in.__spec__ = PathFinder.find_spec(stand_in.__name__, sys.modules[parent].__path__)
     sys.meta_path.insert(0, _LoadedMeanwhile(stand_in.__name__))
     sys.modules[stand_in.__name__] = stand_in
     setattr(sys.modules[parent], name, stand_in)

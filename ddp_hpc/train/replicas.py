@@ -99,7 +99,7 @@ class Replicas:
         )
         compared, left_out = training_state.tensors_to_compare(state)
         self._note_left_out(left_out)
-        mine = digests.of_named(compared)
+        mine = digests.of_tensors({item.name: item.tensor for item in compared})
         rank_info = self.group.rank_info
         numbers = self.group.numbers_of_all(digests.as_number(digests.of_all(mine)))
         found = [digests.from_number(number) for number in numbers]

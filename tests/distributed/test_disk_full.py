@@ -27,9 +27,11 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, read_progress
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.data.sample_order import Position, SampleOrder
+from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from tests.distributed.whole_runs import Workplace, make_workplace
 from tests.made_run import make_run
+from tests.unit.made_state import alone
 
 DISK = "8m"
 LEFT_FREE = 128 << 10
@@ -287,7 +289,7 @@ def test_records_that_cannot_be_written_are_told_of_once_and_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path)
-    journal = RunRecorder(run, RunSpec(name="full"), is_writer=True, attempt=0, total_steps=4, order=ORDER)
+    journal = RunRecorder(run, RunSpec(name="full"), alone(), PhaseTimes(), attempt=0, total_steps=4, order=ORDER)
     journal.open(Position())
 
     with no_room_beyond(0):
@@ -313,7 +315,7 @@ def test_records_that_cannot_be_written_are_told_of_once_and_written_later(
 
 def test_a_line_torn_by_a_full_disk_is_completed_later(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    journal = RunRecorder(run, RunSpec(name="torn"), is_writer=True, attempt=0, total_steps=4, order=ORDER)
+    journal = RunRecorder(run, RunSpec(name="torn"), alone(), PhaseTimes(), attempt=0, total_steps=4, order=ORDER)
     journal.open(Position())
     journal.train(Position(step=1), loss=1.0, lr=0.1)
 

@@ -33,13 +33,14 @@ from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.train.data.sample_order import Position, SampleOrder
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.stop import StopFlag
 from tests.distributed.whole_runs import make_workplace
 from tests.made_run import add_metrics, add_progress, make_run
 from tests.pauses import in_pauses_of
 from tests.strange.one_process import prepared, trained
-from tests.unit.made_state import SEED, make_checkpointers, make_state, save
+from tests.unit.made_state import SEED, alone, make_checkpointers, make_state, save
 
 STEPS = (2, 4)
 CONFIG = """
@@ -411,7 +412,7 @@ def test_a_supervisors_death_is_judged_by_the_configuration_though_that_cannot_b
 def test_metrics_of_steps_that_are_taken_again_are_kept_beside(run: RunDir) -> None:
     add_metrics(run, [{"kind": "train", "step": step, "loss": 1.0} for step in range(1, 7)])
     order = SampleOrder(num_samples=8, seed=0, global_batch_size=1, micro_batch_size=1, world_size=1)
-    journal = RunRecorder(run, RunSpec(name="digits"), is_writer=True, attempt=1, total_steps=8, order=order)
+    journal = RunRecorder(run, RunSpec(name="digits"), alone(), PhaseTimes(), attempt=1, total_steps=8, order=order)
 
     journal.open(Position(step=4))
     journal.close()

@@ -20,6 +20,7 @@ from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.data.sample_order import Position, SampleOrder
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from tests.distributed.test_disk_full import no_room_beyond
 from tests.made_run import add_attempt, make_run
@@ -40,7 +41,7 @@ def small_recipe() -> Recipe:
 
 
 def recorder(run: RunDir, attempt: int) -> RunRecorder:
-    return RunRecorder(run, RunSpec(name="digits"), is_writer=True, attempt=attempt, total_steps=8, order=ORDER)
+    return RunRecorder(run, RunSpec(name="digits"), alone(), PhaseTimes(), attempt=attempt, total_steps=8, order=ORDER)
 
 
 def logged(run: RunDir) -> list[int]:

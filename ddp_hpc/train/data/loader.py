@@ -91,9 +91,8 @@ class SeededFetch(Dataset[Any]):
         samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
         try:
             batch = (self._collate or default_collate)(samples)
-        except (
-            StopIteration
-        ) as error:  # raised through the loader's iterator, it would mean that there are no more batches
+        except StopIteration as error:
+            # Raised through the loader's iterator, it would mean that there are no more batches.
             raise RuntimeError(
                 "`collate_fn` raised StopIteration. Check each `next` in it: the iterator had nothing left."
             ) from error

@@ -6,13 +6,12 @@ import logging
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import DivergedError
-from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import OnNonfinite
 from ddp_hpc.train.engine.kept_values import NotKeptError
@@ -20,6 +19,7 @@ from ddp_hpc.train.engine.optimizer import can_skip, of_closure, trained_paramet
 from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
 from ddp_hpc.train.engine.traces import Copied, Place, copy_places, places, restore, restore_where
 from ddp_hpc.train.replicas import Replicas
+from ddp_hpc.train.state.checkpoint import Checkpointer, diverged
 from ddp_hpc.train.state.training_state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -32,18 +32,6 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 
-class Checkpoints(Protocol):
-    """What `Checkpointer` offers to those who end a run that has diverged; it imports this module."""
-
-    newest_losses: Callable[[], Sequence[Tensor]]
-    """Losses of the newest step; a save of a state that has led to one that is not finite is refused."""
-    refused: str | None
-    """On rank zero, why a save was refused."""
-
-    def wait(self) -> None:
-        """Wait until the checkpoint that is being written is committed."""
-
-
 class LossWatch:
     """Ends a training whose losses are no longer finite.
 
@@ -53,7 +41,7 @@ class LossWatch:
 
     def __init__(
         self,
-        checkpointer: Checkpoints,
+        checkpointer: Checkpointer,
         replicas: Replicas,
         state: TrainingState,
         *,
@@ -122,16 +110,6 @@ class LossWatch:
             what += self._replicas.where_losses_began(step, is_mine=is_mine)
         text = diverged(run, what) if group.rank_info.is_rank_zero else None
         raise DivergedError(group.last_word("diverged", text))
-
-
-def diverged(run: RunDir, what: str) -> str:
-    """Return the message that a run has diverged, with what its user can do."""
-    steps = checkpoint_names.committed_steps(run)
-    goes_on = f"goes on from step {steps[-1]}, its newest checkpoint; with `--fresh` it starts over" if steps else ""
-    return (
-        f"The training has diverged: {what}. Lower `train.lr`, or limit the gradients with `train.grad_clip_norm`, and "
-        f"submit the run again: it {goes_on or 'starts over, as it has no checkpoint yet'}."
-    )
 
 
 def of_nan_check(error: BaseException, run: RunDir, *, rank: int, step: int) -> DivergedError | None:

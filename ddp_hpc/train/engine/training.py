@@ -179,18 +179,9 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     bare, optimizer, on_nonfinite = state.model, state.optimizer, spec.train.on_nonfinite
     phases = phase_timer(spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1)
     watchdog, rank_info = watchdog or Watchdog(None), group.rank_info
-    timeline = Timeline(run, attempt, group, phases) if rank_info.is_rank_zero else None
-    recorder = RunRecorder(
-        run,
-        spec,
-        is_writer=rank_info.is_rank_zero,
-        attempt=attempt,
-        total_steps=total_steps,
-        order=order,
-        timeline=timeline,
-    )
+    recorder = RunRecorder(run, spec, group, phases, attempt=attempt, total_steps=total_steps, order=order)
     read_past = partial(past_when_training_begins, run, attempt, rank_info.num_nodes)
-    save_plan = _save_plan(spec.checkpoint, group, timeline, phases, read_past)
+    save_plan = _save_plan(spec.checkpoint, group, phases, read_past, recorder.timeline)
 
     def on_result(step: int, seconds: float, error: str | None) -> None:
         save_plan.written(seconds if error is None else None)
@@ -242,11 +233,11 @@ def prepare(  # noqa: PLR0913  it assembles these parts
 
 
 def _save_plan(
-    spec: CheckpointSpec, group: Group, timeline: Timeline | None, phases: PhaseTimes, read_past: Callable[[], Past]
+    spec: CheckpointSpec, group: Group, phases: PhaseTimes, read_past: Callable[[], Past], timeline: Timeline
 ) -> SavePlan:
     """Return what says when to save; with `auto`, rank zero measures."""
     interval = None
-    if timeline is not None and spec.every_steps == "auto":
+    if group.rank_info.is_rank_zero and spec.every_steps == "auto":
         on_gpu = partial(torch.cuda.synchronize, group.device)
         interval = AutoInterval(
             spec,

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from ddp_hpc.base.durable import make_directories, readers
 from ddp_hpc.run.config import flat, load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import Tail
-from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Subject, identity_of, opener_of, row_of
+from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Subject, identity_of, row_of
 from ddp_hpc.train.recording.temporary import temporary_folder
 
 log = logging.getLogger(__name__)
@@ -151,24 +152,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.umask(0o077 & ~readers(run.path))  # what a library writes can be read by those who may read the run's directory
     values = flat(spec)
     secrets = secret_values(values, os.environ)
-    subject = Subject(
-        run=run,
-        id=identity_of(run),
-        config=shown(values, secrets),
-        environ=os.environ,
-    )
+    subject = Subject(run=run, id=identity_of(run), config=shown(values, secrets), environ=os.environ)
 
     def describe(error: Exception) -> str:
         return masked(
             f"the recorder {arguments.recorder!r} raised {type(error).__name__}: {error}".rstrip("."), secrets
         )
 
-    open_recorder = opener_of(arguments.recorder)
+    back_end = import_module(BACK_ENDS[arguments.recorder])
 
     def open_alone() -> Recorder:
         if not take():
             raise BlockingIOError("another process sends the metrics of this run")
-        return open_recorder(subject)
+        return back_end.open_recorder(subject)  # type: ignore[no-any-return]  # each has it
 
     def ending_of_run(_: float) -> Ending:
         return "finished" if run.done.exists() else "stopped"

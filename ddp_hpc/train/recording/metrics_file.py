@@ -114,10 +114,8 @@ class MetricsFile:
             with suppress(OSError):
                 self._write()
             file, self._file = self._file, None
-        with suppress(
-            OSError
-        ):  # NFS may say only here that the disk is full: https://man7.org/linux/man-pages/man2/close.2.html
-            file.close()
+        with suppress(OSError):
+            file.close()  # NFS may say only here that the disk is full: https://man7.org/linux/man-pages/man2/close.2.html
         return self._num_lost + self._waiting.count(b"\n")
 
     def _write(self) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -125,11 +124,6 @@ class Subject:
     """Its configuration by key, without values that may be secrets."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """Where users name a server, a project, a directory."""
-
-
-def opener_of(name: RecorderName) -> Callable[[Subject], Recorder]:
-    """Import a back end with its library; return the function that opens it."""
-    return import_module(BACK_ENDS[name]).open_recorder  # type: ignore[no-any-return]  # each has it
 
 
 def identity_of(run: RunDir) -> str:

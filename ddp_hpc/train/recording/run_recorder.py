@@ -16,8 +16,10 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.data.sample_order import Position, SampleOrder
+from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recording.beside import Followers
 from ddp_hpc.train.recording.metrics_file import MetricsFile
+from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.recorders import Ending
 from ddp_hpc.train.recording.timeline import Timeline
 
@@ -37,19 +39,19 @@ class RunRecorder:
         self,
         run: RunDir,
         spec: RunSpec,
+        group: Group,
+        phases: PhaseTimes,
         *,
-        is_writer: bool,
         attempt: int,
         total_steps: int,
         order: SampleOrder,
-        timeline: Timeline | None = None,
     ) -> None:
-        if is_writer:
+        self._is_writer = group.rank_info.is_rank_zero
+        if self._is_writer:
             spec.log.require_recorders()
         self._run = run
-        self._is_writer = is_writer
         self._attempt = attempt
-        self._timeline = timeline
+        self.timeline = Timeline(run, attempt, group, phases)
         self._total_steps = total_steps
         self._order = order
         self._epochs = spec.train.epochs
@@ -87,8 +89,7 @@ class RunRecorder:
             self._is_writer = False
             return
         self._followers.start()
-        if self._timeline is not None:
-            self._timeline.begin(position.step)
+        self.timeline.begin(position.step)
         self._write_progress(position)
 
     def flush(self) -> None:
@@ -160,8 +161,7 @@ class RunRecorder:
         """Write the metrics of an evaluation."""
         if not self._is_writer or not metrics:
             return
-        if self._timeline is not None:
-            self._timeline.evaluated(position.step, seconds=self._newest_pause_s)
+        self.timeline.evaluated(position.step, seconds=self._newest_pause_s)
         self._metrics = dict(metrics)
         self._write("eval", position, metrics)
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -179,8 +179,7 @@ class RunRecorder:
             )
             return
         self._saved_step, self._save_s, self._saved_at = step, seconds, time.time()
-        if self._timeline is not None:
-            self._timeline.saved(step, seconds=seconds)
+        self.timeline.saved(step, seconds=seconds)
         log.info("checkpoint of step %d committed in %.2f s", step, seconds)
 
     def buffers_made(self, num_bytes: Mapping[str, int]) -> None:
@@ -202,8 +201,7 @@ class RunRecorder:
             self._measure_rate(position)
         if now or time.monotonic() - self._written_at > PROGRESS_INTERVAL_S:
             self._measure_rate(position)
-            if self._timeline is not None:
-                self._timeline.look(position.step, now=now)
+            self.timeline.look(position.step, now=now)
             self._write_progress(position)
 
     def close(self, ending: Ending = "finished") -> None:
@@ -212,8 +210,7 @@ class RunRecorder:
         if num_lost:
             log.warning("%d lines of metrics.jsonl are lost: the disk did not take them before the end.", num_lost)
         self._followers.close(ending)
-        if self._timeline is not None:
-            self._timeline.close()
+        self.timeline.close()
 
     def _measure_rate(self, position: Position) -> None:
         """Measure how fast the training is since the last measurement; the first call only begins, as the first step is slower."""

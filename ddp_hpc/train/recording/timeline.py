@@ -21,7 +21,7 @@ SHARE = 0.01
 
 
 class Timeline:
-    """The notes of one attempt. A note that the disk refuses is left out: the training goes on."""
+    """The notes of one attempt, from `begin` on. A note that the disk refuses is left out: the training goes on."""
 
     def __init__(
         self,

@@ -40,7 +40,6 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import memory_text
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train import unsaved
-from ddp_hpc.train.engine.divergence import diverged
 from ddp_hpc.train.process_group import Group, select_device
 from ddp_hpc.train.state import digests, round_trip, training_state
 from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
@@ -384,6 +383,16 @@ class Checkpointer:
             )
         except (OSError, UnreadableError) as error:
             log.warning("Old checkpoints could not be deleted: %s. The next save tries again.", str(error).rstrip("."))
+
+
+def diverged(run: RunDir, what: str) -> str:
+    """Return the message that a run has diverged, with what its user can do."""
+    steps = checkpoint_names.committed_steps(run)
+    goes_on = f"goes on from step {steps[-1]}, its newest checkpoint; with `--fresh` it starts over" if steps else ""
+    return (
+        f"The training has diverged: {what}. Lower `train.lr`, or limit the gradients with `train.grad_clip_norm`, and "
+        f"submit the run again: it {goes_on or 'starts over, as it has no checkpoint yet'}."
+    )
 
 
 def _shard_of(report: dict[str, Any], step: int) -> ShardRecord:

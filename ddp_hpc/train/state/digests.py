@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ddp_hpc.train.state import training_state
-from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
+from ddp_hpc.train.state.training_state import TrainingState
 
 _ROW = 512
 """Words in a row."""
@@ -39,12 +39,7 @@ def of_state(state: TrainingState) -> dict[str, int]:
 
     Buffers are left out, as in DDP they are rank zero's. So are random generators and the loss meter, which are each rank's own.
     """
-    return of_named(training_state.tensors_of_all(state))
-
-
-def of_named(named: Sequence[NamedTensor]) -> dict[str, int]:
-    """Return the digest of each of these tensors, by its name."""
-    return of_tensors({item.name: item.tensor for item in named})
+    return of_tensors({item.name: item.tensor for item in training_state.tensors_of_all(state)})
 
 
 def of_all(digests: Mapping[str, int]) -> str:

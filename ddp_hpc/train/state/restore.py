@@ -362,10 +362,8 @@ class _Targets:
     def put(self, name: str, at: int, some: Tensor) -> None:
         """Write some bytes of a tensor, from byte `at` on, counted as if it were contiguous."""
         tensor = self._tensors[name].detach()
-        is_whole = len(some) == tensor.nbytes
-        if (
-            is_whole and not some.storage_offset() % tensor.itemsize
-        ):  # `view` needs the bytes at a multiple of the item's size
+        # `view` needs the bytes at a multiple of the item's size.
+        if len(some) == tensor.nbytes and not some.storage_offset() % tensor.itemsize:
             tensor.copy_(some.view(tensor.dtype).view(tensor.shape))
         elif tensor.is_contiguous():
             _as_bytes(tensor)[at : at + len(some)].copy_(some)

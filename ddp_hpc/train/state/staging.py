@@ -175,9 +175,8 @@ class Staging:
     def copy(self, named: Sequence[NamedTensor], places: Sequence[Place], send: Send) -> None:
         """Enqueue the copy of `named`, for which `plan` was called; `finish` ends it."""
         side = self.side
-        if (
-            self._copied is not None
-        ):  # a save that failed early is still copied, maybe in memory that this one was given
+        if self._copied is not None:
+            # A save that failed early is still copied, maybe in memory that this one was given.
             side.hold_training(self._copied)
         self.give_back()  # else `resize_` would take memory a second time, and copy what the block held before
         try:
@@ -257,8 +256,7 @@ def _together(tensors: Sequence[Tensor], targets: Mapping[int, Tensor]) -> list[
         one = tensors[number]
         how: _How = "one by one"
         if one.dtype in _AT_ONCE and one.device == target.device and one.is_contiguous():
-            how = (
-                "at once" if one.stride() == target.stride() else "flat"
-            )  # strides of a dimension of one element may be any
+            # Strides of a dimension of one element may be any.
+            how = "at once" if one.stride() == target.stride() else "flat"
         groups[how, one.dtype, one.device][number] = target.view(-1) if how == "flat" else target
     return [_Copies(how, [*group], [*group.values()]) for (how, *_), group in groups.items()]
