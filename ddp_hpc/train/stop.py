@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from ddp_hpc.base.errors import FencedError, StopAskedError
+from ddp_hpc.base.errors import FencedError
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.processes import STOP_SIGNALS, unblock_signals
 from ddp_hpc.train.process_group import Group, RankInfo
@@ -131,11 +131,6 @@ class EarlyStop:
             else:
                 self._is_known = store.try_get(_EARLY_KEY) is not None
         return self._is_known
-
-    def check(self) -> None:
-        """Return if no rank has been asked, as far as this one knows."""
-        if self.is_asked():
-            raise StopAskedError("The ranks were asked to stop before the first step.")
 
 
 class Ranks(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_hpc.run.spec import LrScheduleSpec
-from ddp_hpc.train.engine.lr_schedule import lr_factor
+from ddp_hpc.train.engine.optimizer import lr_factor
 
 WARM = LrScheduleSpec(name="constant", warmup_steps=4)
 COSINE = LrScheduleSpec(name="cosine")

@@ -155,7 +155,7 @@ class UpdateGuard:
             self._attributes = _attributes(self._model)
             weights = [*self._model.parameters()]
             copies_on = room_for_copies(weights, weights[0].device) if weights else None
-            self._copies = copy_places(places(self._model, with_parameters=True), copies_on=copies_on)
+            self._copies = copy_places(places(self._model), copies_on=copies_on)
         else:
             self._copies = copy_places(self._places)
         if self._keeps_attributes:

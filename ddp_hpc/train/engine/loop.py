@@ -16,8 +16,7 @@ from ddp_hpc.base.errors import StopAskedError
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.engine.ddp_warmup import copied, of_unused, warm_up_ddp
-from ddp_hpc.train.engine.lr_schedule import lr_factor
-from ddp_hpc.train.engine.optimizer import set_rates, trained_parameters
+from ddp_hpc.train.engine.optimizer import lr_factor, set_rates, trained_parameters
 from ddp_hpc.train.engine.set_aside import tried_out
 from ddp_hpc.train.engine.single_samples import explained
 from ddp_hpc.train.engine.training import Training

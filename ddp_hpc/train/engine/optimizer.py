@@ -1,16 +1,17 @@
-"""The optimizers of the configuration; weight decay applies to weights, not to biases."""
+"""The optimizers of the configuration, and their learning rate; weight decay applies to weights, not to biases."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.spec import OptimizerSpec
+from ddp_hpc.run.spec import LrScheduleSpec, OptimizerSpec
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,19 @@ def set_rates(optimizer: torch.optim.Optimizer, base_lrs: Sequence[float | None]
     for options, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
         if base_lr is not None:
             options["lr"] = base_lr * factor
+
+
+def lr_factor(schedule: LrScheduleSpec, step: int, total_steps: int) -> float:
+    """Return the factor of the peak learning rate for step `step`, counted from zero: of the step alone, so no checkpoint has to hold it."""
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.name == "cosine":
+        span = max(total_steps - schedule.warmup_steps, 1)
+        done = min((step - schedule.warmup_steps) / span, 1.0)
+        return schedule.min_factor + (1 - schedule.min_factor) * 0.5 * (1 + math.cos(math.pi * done))
+    if schedule.name == "step":
+        return schedule.gamma ** sum(step >= milestone for milestone in schedule.milestones)
+    return 1.0
 
 
 def why_not_fused(model: nn.Module) -> str:

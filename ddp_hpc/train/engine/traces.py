@@ -44,12 +44,11 @@ class Copied(NamedTuple):
         return kinds[0] == kinds[1] and kinds[0][2:] == (device, torch.strided) and now.is_contiguous()
 
 
-def places(model: nn.Module, *, with_parameters: bool) -> Iterator[Place]:
+def places(model: nn.Module) -> Iterator[Place]:
     """Yield where the model has its buffers, also those that are None, and its parameters."""
     for module in model.modules():
         yield from ((module, name) for name in module._buffers)  # noqa: SLF001  `named_buffers` leaves out those that are None
-        if with_parameters:
-            yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
+        yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
 
 
 def copy_places(found: Iterable[Place], *, copies_on: torch.device | None = None) -> list[Copied]:

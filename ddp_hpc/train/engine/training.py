@@ -25,8 +25,13 @@ from ddp_hpc.train.engine import modes
 from ddp_hpc.train.engine.compiled import CompiledPasses, PlainPasses, compile_model
 from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.evaluate import Evaluator
-from ddp_hpc.train.engine.lr_schedule import lr_factor
-from ddp_hpc.train.engine.optimizer import begin_momentum, build_optimizer, refuse_closure, trained_parameters
+from ddp_hpc.train.engine.optimizer import (
+    begin_momentum,
+    build_optimizer,
+    lr_factor,
+    refuse_closure,
+    trained_parameters,
+)
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.engine.single_samples import warn_of_single_samples
 from ddp_hpc.train.process_group import Group
@@ -113,7 +118,7 @@ class Training:
         if last == self.order.last_step(Position(), epochs=epochs):
             return
         self.total_steps = min(self.spec.train.max_steps or _NO_END, max(last, self.state.position.step))
-        self.recorder.plan_steps(self.total_steps)
+        self.recorder.total_steps = self.total_steps
         log.info(
             "the batch size, `data.drop_last` or the size of the data has changed since earlier steps: "
             "%d epochs now end at step %d. You need do nothing if you meant this.",

@@ -52,7 +52,7 @@ class RunRecorder:
         self._run = run
         self._attempt = attempt
         self.timeline = Timeline(run, attempt, group, phases)
-        self._total_steps = total_steps
+        self.total_steps = total_steps
         self._order = order
         self._epochs = spec.train.epochs
         self._file = MetricsFile(run, attempt)
@@ -95,10 +95,6 @@ class RunRecorder:
     def flush(self) -> None:
         """Have the metrics so far on the disk; the checkpoint writer's thread calls this before it commits."""
         self._file.flush()
-
-    def plan_steps(self, total_steps: int) -> None:
-        """Change the number of the last step."""
-        self._total_steps = total_steps
 
     def _recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Load the newest loss and evaluation, so that `status` shows them before there are new ones."""
@@ -149,7 +145,7 @@ class RunRecorder:
         words = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
         shown = "".join(f"  {rate:.0f} {words[name]}" for name, rate in rates.items() if rate is not None)
         rate = "" if lr is None else f"  lr {lr:.4g}"
-        log.info("step %d/%d  loss %.4f%s%s", position.step, self._total_steps, loss, rate, shown)
+        log.info("step %d/%d  loss %.4f%s%s", position.step, self.total_steps, loss, rate, shown)
         if not math.isfinite(loss):
             log.warning(
                 "the loss is %s at step %d; `train.on_nonfinite` (stop, skip or ignore) says whether the run continues; a lower `train.lr` may help",
@@ -230,11 +226,11 @@ class RunRecorder:
 
     def _write_progress(self, position: Position) -> None:
         self._written_at = time.monotonic()
-        steps_left = self._total_steps - position.step
+        steps_left = self.total_steps - position.step
         progress = Progress(
             attempt=self._attempt,
             step=position.step,
-            total_steps=self._total_steps,
+            total_steps=self.total_steps,
             epoch=_epoch_of(position),
             epochs=self._epochs,
             loss=self._loss,

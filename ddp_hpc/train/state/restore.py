@@ -89,7 +89,7 @@ class Restorer:
         *,
         attempt: int,
         on_progress: Callable[[], object],
-        is_stop_asked: Callable[[], bool] = lambda: False,
+        is_stop_asked: Callable[[], bool],
     ) -> None:
         self._run = run
         self._group = group
@@ -104,7 +104,14 @@ class Restorer:
         damaged: tuple[int, str] | None = None
         for number in itertools.count():
             key = f"resume/{number}"
-            offered = self._decide(key, partial(self._offer, key, damaged))
+            decided: list[Any] = []
+            if self._group.rank_info.is_rank_zero:
+                with suppress(StopAskedError):
+                    decided = [self._offer(key, damaged)]
+            decided = self._group.broadcast_through_store(key, decided, on_heartbeat=self._move)
+            if not decided:
+                raise StopAskedError("The ranks were asked to stop while they restored a checkpoint.")
+            (offered,) = decided
             if offered is None:
                 return None
             try:
@@ -116,17 +123,6 @@ class Restorer:
         raise AssertionError  # the loop ends only by a return
 
     # --- which checkpoint: rank zero decides ---
-
-    def _decide(self, key: str, decide: Callable[[], Any]) -> Any:
-        """Return on all ranks what `decide` returns on rank zero."""
-        decided: list[Any] = []
-        if self._group.rank_info.is_rank_zero:
-            with suppress(StopAskedError):
-                decided = [decide()]
-        decided = self._group.broadcast_through_store(key, decided, on_heartbeat=self._move)
-        if not decided:
-            raise StopAskedError("The ranks were asked to stop while they restored a checkpoint.")
-        return decided[0]
 
     def _offer(self, key: str, damaged: tuple[int, str] | None) -> dict[str, Any] | None:
         """Return the step of the newest checkpoint and its manifest's checksum, or None if the run never had one; set aside a damaged one."""
@@ -196,7 +192,8 @@ class Restorer:
         """Tell the ranks that wait for this one under `key` that it makes progress."""
         self._group.store.heartbeat(key)
         self._on_progress()
-        self._stop.check()
+        if self._stop.is_asked():
+            raise StopAskedError("The ranks were asked to stop before the first step.")
 
     def _move(self) -> None:
         """Report progress of a rank that this one waits for; let rank zero know if this rank is asked to stop."""
