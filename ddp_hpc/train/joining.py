@@ -12,7 +12,7 @@ FIRST_LOOK_S = 25.0
 """How long rank zero waits before it looks: nodes rarely start in the same second."""
 LOOK_S = 10.0
 
-Report = Callable[[Sequence[int] | None], None]
+Report = Callable[[Sequence[int]], object]
 
 
 def announce(store: dist.Store, rank: int) -> None:
@@ -26,9 +26,9 @@ def missing_reported(
 ) -> Iterator[None]:
     """While the `with` block takes long, report which ranks have not reached the store: none where all have, and still wait.
 
-    Once all have joined, report None. `connect` opens another connection: a request that waits blocks all others on its own.
+    `connect` opens another connection: a request that waits blocks all others on its own.
     """
-    is_over, has_reported = threading.Event(), threading.Event()
+    is_over = threading.Event()
 
     def look() -> None:
         if is_over.wait(first_look_s):
@@ -39,7 +39,6 @@ def missing_reported(
             while not is_over.is_set():
                 missing = [rank for rank in range(world_size) if not store.check([_key(rank)])]
                 if missing != before:
-                    has_reported.set()
                     report(missing)
                 before = missing
                 is_over.wait(LOOK_S)
@@ -53,8 +52,6 @@ def missing_reported(
     finally:
         is_over.set()
         thread.join(LOOK_S)
-    if has_reported.is_set():
-        report(None)
 
 
 def _key(rank: int) -> str:

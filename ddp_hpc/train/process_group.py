@@ -241,7 +241,7 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
 
     All keys in the store begin with a prefix that only owners of the attempt's `token` can compute. `listen_fd` is a
     listening socket for rank zero's store: the launcher that chose the port keeps it, so that no other process takes it. On rank zero,
-    `report_missing` is called with the ranks that the others wait for, if that takes long, and with None when all have joined.
+    `report_missing` is called with the ranks that the others wait for, if that takes long.
     """
     select_device(device)
     prefix = f"{prefix_of(token)}/start-{rank_info.restart}"

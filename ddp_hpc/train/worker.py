@@ -7,8 +7,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,17 +248,12 @@ def _join(  # noqa: PLR0913  a rank, and what it needs to join the others
     device = process_group.choose_device(rank_info, num_gpus, visible=visible, may_be_alone=is_task)
     token = read_rendezvous_token(run.rendezvous_token(attempt)) if rank_info.world_size > 1 else ""
 
-    def report(missing: Sequence[int] | None) -> None:
-        if missing is None:
-            forget_missing(run, attempt)
-        else:
-            write_missing(run, attempt, missing, workers_per_node=rank_info.local_world_size)
-
+    report = partial(write_missing, run, attempt, workers_per_node=rank_info.local_world_size)
     group = process_group.join(
         rank_info, device, token=token, listen_fd=listen_fd, timeout_s=timeout_s, report_missing=report
     )
     if rank_info.rank == 0:
-        forget_missing(run, attempt)  # the supervisor may have written it, too
+        forget_missing(run, attempt)  # also what the supervisor may have written
     return group
 
 
