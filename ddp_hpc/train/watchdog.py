@@ -17,7 +17,6 @@ from pathlib import Path
 
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.cluster.rank_probe.deadlines import Deadline
-from ddp_hpc.run.run_dir.failure_reports import Phase
 
 FEED_INTERVAL_S = 0.5
 """Feeding starts a thread, which takes about 50 us, so it is not done more often."""
@@ -71,8 +70,8 @@ class Watchdog:
             with suppress(OSError):  # no file, or a full disk
                 os.utime(sys.stderr.fileno())
 
-    def allow(self, seconds: float, phase: Phase = "building") -> None:
-        """Allow this rank to take `seconds` until it is fed again, instead of the timeout; `phase` is what takes so long."""
+    def allow(self, seconds: float) -> None:
+        """Allow this rank, which builds the recipe, to take `seconds` until it is fed again, instead of the timeout."""
         if self._timeout_s is None:
             return
         self._fed_at = self._touched_at = float("-inf")
@@ -84,7 +83,7 @@ class Watchdog:
             until, self._is_allowed = time.time() + seconds, True
             with suppress(OSError):
                 with open_private(self._allowance, "w") as file:
-                    file.write(phase)
+                    file.write("building")  # a `Phase`
                 os.utime(self._allowance, (until, until))
 
     def dismiss(self) -> None:

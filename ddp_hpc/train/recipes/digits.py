@@ -37,11 +37,10 @@ def load(wanted: ImagesWanted) -> Images:
 
 
 class RandomShift(Dataset[tuple[Tensor, Tensor]]):
-    """Images moved by up to `pixels` up or down and left or right, filled with their darkest value."""
+    """Images moved by up to one pixel up or down and left or right, filled with their darkest value."""
 
-    def __init__(self, dataset: TensorDataset, pixels: int = 1) -> None:
+    def __init__(self, dataset: TensorDataset) -> None:
         self._dataset = dataset
-        self._pixels = pixels
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -49,6 +48,6 @@ class RandomShift(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, label = self._dataset[index]
         height, width = image.shape[-2:]
-        top, left = torch.randint(0, 2 * self._pixels + 1, (2,)).tolist()
-        padded = functional.pad(image, [self._pixels] * 4, value=float(image.min()))
+        top, left = torch.randint(0, 3, (2,)).tolist()
+        padded = functional.pad(image, [1] * 4, value=float(image.min()))
         return padded[:, top : top + height, left : left + width], label

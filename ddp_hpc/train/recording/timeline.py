@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,26 +23,18 @@ SHARE = 0.01
 class Timeline:
     """The notes of one attempt, from `begin` on. A note that the disk refuses is left out: the training goes on."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        attempt: int,
-        group: Group,
-        phases: PhaseTimes,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, run: RunDir, attempt: int, group: Group, phases: PhaseTimes) -> None:
         self._run = run
         self._attempt = attempt
         self._group = group
         self._phases = phases
         self._before: Mapping[str, float] = {}
-        self._clock = clock
-        self._began_at = self._looked_at = clock()
+        self._began_at = self._looked_at = time.time()
         self._fd: int | None = None
 
     def begin(self, step: int) -> None:
         """Note that the training state is there, and training begins after `step`."""
-        self._began_at = self._looked_at = self._clock()
+        self._began_at = self._looked_at = time.time()
         self._before = self._phases.so_far().seconds
         with suppress(OSError):
             with open_private(self._run.timeline, "ab") as file:
@@ -53,7 +45,7 @@ class Timeline:
 
     def look(self, step: int, *, now: bool = False) -> None:
         """Note the time in each phase, if it was not noted recently, or `now`."""
-        at = self._clock()
+        at = time.time()
         if not now and at - self._looked_at < max(FIRST_PAUSE_S, SHARE * (at - self._began_at)):
             return
         self._looked_at = at
@@ -63,15 +55,15 @@ class Timeline:
 
     def saved(self, step: int, *, seconds: float) -> None:
         """Note a committed checkpoint; the checkpoint writer's thread calls this."""
-        self._note("save", step, self._clock(), seconds=round(seconds, 4))
+        self._note("save", step, time.time(), seconds=round(seconds, 4))
 
     def evaluated(self, step: int, *, seconds: float) -> None:
         """Note an evaluation that has just ended."""
-        self._note("evaluation", step, self._clock(), seconds=round(seconds, 4))
+        self._note("evaluation", step, time.time(), seconds=round(seconds, 4))
 
     def planned(self, step: int, interval: Mapping[str, float]) -> None:
         """Note a new interval between checkpoints, and the numbers that it was chosen by."""
-        self._note("interval", step, self._clock(), interval=interval)
+        self._note("interval", step, time.time(), interval=interval)
 
     def close(self) -> None:
         """Note no more."""
