@@ -82,9 +82,7 @@ def _draw_and_fail() -> None:
 
 
 def test_host_generators_are_put_back() -> None:
-    generators = rng.HostGenerators()
-    expected = draw()
-
-    generators.put_back()
+    with rng.host_preserved():
+        expected = draw()
 
     assert draw() == expected

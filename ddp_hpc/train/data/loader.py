@@ -6,6 +6,7 @@ import os
 import traceback
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any
@@ -21,7 +22,7 @@ from ddp_hpc.train import unsaved
 from ddp_hpc.train.data.sample_files import content_of, recorded_sources
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
 from ddp_hpc.train.data.seedless import reads_no_generator
-from ddp_hpc.train.state.rng import HostGenerators, seed_host_libraries
+from ddp_hpc.train.state.rng import host_preserved, seed_host_libraries
 
 Collate = Callable[[list[Any]], Any]
 """A list of samples -> one batch."""
@@ -87,17 +88,15 @@ class SeededFetch(Dataset[Any]):
             self._is_compared = True
             with unsaved.named(train_data=self._dataset, collate_fn=self._collate):
                 return self.fetched(micro_batch)
-        generators = HostGenerators() if self._needs_seeds and get_worker_info() is None else None
-        samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
-        try:
-            batch = (self._collate or default_collate)(samples)
-        except StopIteration as error:
-            # Raised through the loader's iterator, it would mean that there are no more batches.
-            raise RuntimeError(
-                "`collate_fn` raised StopIteration. Check each `next` in it: the iterator had nothing left."
-            ) from error
-        if generators is not None:
-            generators.put_back()
+        with host_preserved() if self._needs_seeds and get_worker_info() is None else nullcontext():
+            samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
+            try:
+                batch = (self._collate or default_collate)(samples)
+            except StopIteration as error:
+                # Raised through the loader's iterator, it would mean that there are no more batches.
+                raise RuntimeError(
+                    "`collate_fn` raised StopIteration. Check each `next` in it: the iterator had nothing left."
+                ) from error
         return Fetched(wanted.indices, batch)
 
     def _fetch(self, epoch: int, index: int) -> Any:

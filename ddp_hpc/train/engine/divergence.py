@@ -18,6 +18,7 @@ from ddp_hpc.train.engine.kept_values import NotKeptError
 from ddp_hpc.train.engine.optimizer import can_skip, of_closure, trained_parameters
 from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
 from ddp_hpc.train.engine.traces import Copied, Place, copy_places, places, restore, restore_where
+from ddp_hpc.train.recording.step_numbers import norm_of
 from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.state.checkpoint import Checkpointer, diverged
 from ddp_hpc.train.state.training_state import TrainingState
@@ -278,8 +279,5 @@ def _attributes(model: nn.Module) -> dict[str, tuple[list[object], list[int]]]:
 def _not_finite(optimizer: torch.optim.Optimizer) -> Tensor:
     """Return, on the device, 1 if a gradient is not finite, else 0."""
     parameters = trained_parameters(optimizer)
-    gradients = [one.grad for one in parameters if one.grad is not None]
-    numbers = [one.coalesce().values() if one.is_sparse else one for one in gradients if one.numel()]
-    if not numbers:
-        return torch.zeros((), device=parameters[0].device)
-    return torch.nn.utils.get_total_norm(numbers, float("inf")).isfinite().logical_not().float()
+    norm = norm_of(parameters, None, kind=float("inf"))
+    return norm.isfinite().logical_not().float().to(parameters[0].device)  # without a gradient, it is on the CPU

@@ -99,13 +99,9 @@ class Training:
             total_steps=self.total_steps,
             rank=self.group.rank_info.rank,
         )
-        pin_memory = self.group.device.type == "cuda"
+        recipe, pin_memory = self.recipe, self.group.device.type == "cuda"
         return load_global_batches(
-            self.recipe.train_data,
-            sampler,
-            data=self.spec.data,
-            pin_memory=pin_memory,
-            collate=self.recipe.collate_fn,
+            recipe.train_data, sampler, data=self.spec.data, pin_memory=pin_memory, collate=recipe.collate_fn
         )
 
     def plan_steps(self) -> None:

@@ -37,7 +37,7 @@ class MiniResNet(nn.Module):
     Images need at least 4 pixels a side: every stage after the first halves them.
     """
 
-    def __init__(self, *, in_channels: int, num_classes: int, width: int = 16) -> None:
+    def __init__(self, *, in_channels: int, num_classes: int, width: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()

@@ -27,24 +27,15 @@ _WHOLE, _LAST = 1, 4
 _FLUSH_S = 1.0
 """W&B writes its file so often; 15 s by default, which a killed run would lose."""
 
-Known = dict[tuple[int, str], float]
-"""Values by step and tag."""
-
-
-def open_recorder(subject: Subject) -> WandB:
-    """Read which numbers earlier attempts have written."""
-    folder = Path(subject.environ.get("WANDB_DIR") or subject.run.path)
-    return WandB(subject, folder)
-
 
 class WandB:
     """One run of W&B, which begins with the first new number."""
 
-    def __init__(self, subject: Subject, folder: Path) -> None:
+    def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._folder = folder
+        self._folder = Path(subject.environ.get("WANDB_DIR") or subject.run.path)
         self._sent = SentSteps()
-        for path in sorted(folder.glob(f"wandb/*run-*-{subject.id}/run-{subject.id}.wandb")):
+        for path in sorted(self._folder.glob(f"wandb/*run-*-{subject.id}/run-{subject.id}.wandb")):
             self._sent.values |= known_in(path.read_bytes(), str(path))
         self._run: wandb.Run | None = None
 
@@ -91,14 +82,17 @@ class WandB:
         )
 
 
-def known_in(data: bytes, name: str) -> Known:
-    """Return the numbers in one of W&B's files, as far as it was written."""
+open_recorder = WandB
+
+
+def known_in(data: bytes, name: str) -> dict[tuple[int, str], float]:
+    """Return by step and tag the numbers in one of W&B's files, as far as it was written."""
     if data and not data.startswith(_HEADER):
         raise ValueError(
             f"{name} is not in the format of W&B's files, so ddp-hpc does not know which steps W&B has. Move it away to have all "
             "steps written again, or install the version of `wandb` that wrote it."
         )
-    known: Known = {}
+    known: dict[tuple[int, str], float] = {}
     for raw in _records(data):
         record = Record.FromString(raw)
         if record.WhichOneof("record_type") == "history":

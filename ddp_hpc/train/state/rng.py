@@ -66,21 +66,16 @@ def preserved(device: torch.device) -> Iterator[None]:
         restore(states, device)
 
 
-class HostGenerators:
-    """The state of the CPU generators, to be restored after samples have been seeded.
-
-    Faster than `capture` and `restore`, which convert to tensors: it runs for every micro batch.
-    """
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()  # noqa: NPY002
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
+@contextmanager
+def host_preserved() -> Iterator[None]:
+    """Restore the CPU generators afterwards; faster than `preserved`, which converts to tensors, as it runs for every micro batch."""
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 def _bits(value: float) -> int:
