@@ -102,12 +102,14 @@ def test_cifar10_is_read_from_its_files(tmp_path: Path) -> None:
         open=lambda data_dir, train, may_write: SmallCifar10(data_dir, train=train, download=may_write)
     )
 
-    images = torchvision_sets.load(small, ImagesWanted(channels=3, image_size=32, data_dir=str(tmp_path)))
+    _, held_out, num_classes = torchvision_sets.load(
+        small, ImagesWanted(channels=3, image_size=32, data_dir=str(tmp_path))
+    )
 
-    image, label = images.held_out[1]
+    image, label = held_out[1]
     colours = torch.from_numpy(pixels[1]).view(3, 32, 32).float() / 255
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (small.mean, small.std))
-    assert (images.num_classes, label) == (10, 3)
+    assert (num_classes, label) == (10, 3)
     assert torch.allclose(image, (colours - mean) / std, atol=1e-6)
 
 

@@ -29,11 +29,7 @@ def load(wanted: ImagesWanted) -> Images:
     images = ((images - MEAN) / STD).repeat(1, wanted.channels, 1, 1)
     held_out = torch.arange(len(labels)) % HELD_OUT_EVERY == 0
     train = TensorDataset(images[~held_out], labels[~held_out])
-    return Images(
-        train=RandomShift(train) if wanted.augment else train,
-        held_out=TensorDataset(images[held_out], labels[held_out]),
-        num_classes=10,
-    )
+    return RandomShift(train) if wanted.augment else train, TensorDataset(images[held_out], labels[held_out]), 10
 
 
 class RandomShift(Dataset[tuple[Tensor, Tensor]]):

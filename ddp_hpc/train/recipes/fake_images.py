@@ -14,12 +14,11 @@ def load(wanted: ImagesWanted) -> Images:
     """Return training images, and a quarter as many held-out images."""
     num_classes = wanted.num_classes or 10
     patterns = torch.randn(num_classes, wanted.channels, 4, 4, generator=torch.Generator().manual_seed(0))
-    held_out_from = wanted.num_samples
-    return Images(
-        train=FakeImages(patterns, wanted.image_size, range(held_out_from)),
-        held_out=FakeImages(patterns, wanted.image_size, range(held_out_from, held_out_from + -(-held_out_from // 4))),
-        num_classes=num_classes,
+    num = wanted.num_samples
+    train, held_out = (
+        FakeImages(patterns, wanted.image_size, seeds) for seeds in (range(num), range(num, num + -(-num // 4)))
     )
+    return train, held_out, num_classes
 
 
 class FakeImages(Dataset[tuple[Tensor, int]]):

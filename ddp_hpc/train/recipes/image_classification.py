@@ -77,13 +77,13 @@ def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`
         data_dir=data_dir,
         num_samples=num_samples,
     )
-    images = IMAGE_SETS[dataset][0](wanted)
-    if wanted.num_classes is not None and wanted.num_classes < images.num_classes:
+    train, held_out, num_found = IMAGE_SETS[dataset][0](wanted)
+    if wanted.num_classes is not None and wanted.num_classes < num_found:
         raise ConfigError(
-            f"`recipe.args.num_classes` is {wanted.num_classes}, but {dataset!r} has {images.num_classes} classes. "
-            f"Leave it unset, or ask for {images.num_classes} or more."
+            f"`recipe.args.num_classes` is {wanted.num_classes}, but {dataset!r} has {num_found} classes. "
+            f"Leave it unset, or ask for {num_found} or more."
         )
-    num_classes = wanted.num_classes or images.num_classes
+    num_classes = wanted.num_classes or num_found
     network = (
         MiniResNet(in_channels=wanted.channels, num_classes=num_classes, width=width or MINI_RESNET_WIDTH)
         if model == MINI_RESNET
@@ -91,8 +91,8 @@ def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`
     )
     return Recipe(
         model=network,
-        train_data=images.train,
-        eval_data=images.held_out,
+        train_data=train,
+        eval_data=held_out,
         loss=nn.CrossEntropyLoss(label_smoothing=label_smoothing),
         metrics={"accuracy": accuracy, **({"accuracy_top5": accuracy_top5} if num_classes >= 100 else {})},
     )

@@ -31,13 +31,8 @@ class ImagesWanted:
         _check(isinstance(self.data_dir, str), "data_dir", self.data_dir, "the path of a directory")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Images:
-    """Pairs of a float tensor (channels, height, width) and a class."""
-
-    train: Dataset[Any]
-    held_out: Dataset[Any]
-    num_classes: int
+Images = tuple[Dataset[Any], Dataset[Any], int]
+"""Training and held-out pairs of a float tensor (channels, height, width) and a class; and how many classes there are."""
 
 
 def check_counts(**values: object) -> None:

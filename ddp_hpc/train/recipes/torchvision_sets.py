@@ -48,7 +48,7 @@ def load(source: TorchvisionSet, wanted: ImagesWanted) -> Images:
         )
     train.transform = training_transform(source, wanted) if wanted.augment else plain_transform(source, wanted)
     held_out.transform = plain_transform(source, wanted)
-    return Images(train=train, held_out=held_out, num_classes=len(train.classes))
+    return train, held_out, len(train.classes)
 
 
 def need_torchvision(asked: str) -> None:
