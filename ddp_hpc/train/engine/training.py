@@ -183,22 +183,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     recorder = RunRecorder(run, spec, group, phases, attempt=attempt, total_steps=total_steps, order=order)
     read_past = partial(past_when_training_begins, run, attempt, rank_info.num_nodes)
     save_plan = _save_plan(spec.checkpoint, group, phases, read_past, recorder.timeline)
-
-    def on_result(step: int, seconds: float, error: str | None) -> None:
-        save_plan.written(seconds if error is None else None)
-        recorder.saved(step, seconds, error)
-
-    checkpointer = Checkpointer(
-        run,
-        group,
-        attempt=attempt,
-        keep=spec.checkpoint,
-        before_commit=recorder.flush,
-        on_result=on_result,
-        on_progress=watchdog.feed,
-        on_buffers=recorder.buffers_made,
-        is_stop_asked=partial(stop.is_set, look_at_file=rank_info.is_rank_zero),
-    )
+    checkpointer = _checkpointer(spec, run, group, recorder, save_plan, attempt=attempt, stop=stop, watchdog=watchdog)
     checkpointer.check(state)
     every_steps = spec.integrity.every_steps
     replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
@@ -230,6 +215,34 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         replicas=replicas,
         moves_batches=group.device.type != "cpu" or spec.train.channels_last,
         save_plan=save_plan,
+    )
+
+
+def _checkpointer(  # noqa: PLR0913  it tells these parts of its saves
+    spec: RunSpec,
+    run: RunDir,
+    group: Group,
+    recorder: RunRecorder,
+    save_plan: SavePlan,
+    *,
+    attempt: int,
+    stop: StopFlag,
+    watchdog: Watchdog,
+) -> Checkpointer:
+    def on_result(step: int, seconds: float, error: str | None) -> None:
+        save_plan.written(seconds if error is None else None)
+        recorder.saved(step, seconds, error)
+
+    return Checkpointer(
+        run,
+        group,
+        attempt=attempt,
+        keep=spec.checkpoint,
+        before_commit=recorder.flush,
+        on_result=on_result,
+        on_progress=watchdog.feed,
+        on_buffers=recorder.buffers_made,
+        is_stop_asked=partial(stop.is_set, look_at_file=group.rank_info.is_rank_zero),
     )
 
 
