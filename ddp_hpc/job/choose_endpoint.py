@@ -41,7 +41,7 @@ def address_of(allocation: Allocation, *, environ: Mapping[str, str], preferred:
     host, given = this_host(), environ.get("MASTER_ADDR")
     if not given:
         found = find_address(allocation, host, preferred=preferred, ask=partial(_ask_all, allocation, environ))
-        refused = "; ".join(f"not {one.name}: {one.why}" for one in found.refused)
+        refused = "; ".join(f"not {name}: {reason}" for name, reason in found.refused.items())
         return str(found.value), f"{found.rule}{refused and f' ({refused})'}"
     is_one_node = len(allocation.node_names) == 1
     address = host.numeric(given, may_be_loopback=is_one_node)

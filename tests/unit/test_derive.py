@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc.cluster.rendezvous.address import Host, addresses_of, find_address, this_host
-from ddp_hpc.cluster.rendezvous.choice import Refused
 from ddp_hpc.cluster.rendezvous.derive import derive
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.rendezvous.worker_env import Fact, WorkerEnv
@@ -97,7 +96,7 @@ def test_a_batch_script_takes_the_fastest_network_and_says_what_it_did_not_take(
 
     assert (address.value, address.source) == ("10.78.0.11", "network interfaces")
     assert address.rule.startswith("ib0, the fastest network of node1, the only node whose networks are known")
-    assert Refused("docker0", "Docker's bridge") in address.refused
+    assert address.refused["docker0"] == "Docker's bridge"
 
 
 def test_a_job_of_one_node_knows_its_interface_in_the_script_already() -> None:
@@ -160,7 +159,7 @@ def test_a_taken_port_is_passed_over_by_the_one_who_decides() -> None:
     port = row(batch(), host(node(1), taken=[first]), "MASTER_PORT")
 
     assert port.value != str(first)
-    assert port.refused == (Refused(str(first), "another process uses it"),)
+    assert port.refused == {str(first): "another process uses it"}
 
 
 def test_a_cyclic_distribution_is_slurms_to_number_and_ours_to_explain() -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.rendezvous.choice import Refused, accepted, choose_fabric, fabric, refusal, source_address
+from ddp_hpc.cluster.rendezvous.choice import accepted, choose_fabric, fabric, refusal, source_address
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, Kind
+from ddp_hpc.cluster.rendezvous.worker_env import Fact
 from tests.unit.made_network import DOCKER, LO, interface, node
 
 NODES = ["node1", "node2", "node3"]
+
+
+def interface_of(choice: Fact) -> str:
+    return choice.rule.partition(",")[0]
 
 
 @pytest.mark.parametrize(
@@ -102,13 +107,13 @@ def test_all_nodes_meet_on_the_fastest_network_they_share() -> None:
 
     choice = choose_fabric(facts, NODES)
 
-    assert (choice.interface, choice.address) == ("ib0", "10.78.0.11")
-    assert choice.rule == "the fastest network that all 3 nodes are on: 10.78.0.0/24, InfiniBand, 10000 Mbit/s"
-    assert choice.refused == (
-        Refused("docker0", "Docker's bridge"),
-        Refused("eth0", "slower: Ethernet, 1000 Mbit/s"),
-        Refused("lo", "loopback: other nodes cannot reach it"),
-    )
+    assert (interface_of(choice), choice.value) == ("ib0", "10.78.0.11")
+    assert choice.rule == "ib0, the fastest network that all 3 nodes are on: 10.78.0.0/24, InfiniBand, 10000 Mbit/s"
+    assert choice.refused == {
+        "docker0": "Docker's bridge",
+        "eth0": "slower: Ethernet, 1000 Mbit/s",
+        "lo": "loopback: other nodes cannot reach it",
+    }
 
 
 def test_the_network_that_the_user_prefers_comes_before_a_faster_one() -> None:
@@ -116,11 +121,11 @@ def test_the_network_that_the_user_prefers_comes_before_a_faster_one() -> None:
 
     choice = choose_fabric(facts, NODES, ["hsn*", "eth*"])
 
-    assert (choice.interface, choice.address) == ("eth0", "10.77.0.11")
+    assert (interface_of(choice), choice.value) == ("eth0", "10.77.0.11")
     assert choice.rule.startswith(
-        "`network.interfaces` names this interface (hsn*, eth*); the fastest network that all 3 nodes"
+        "eth0, `network.interfaces` names this interface (hsn*, eth*); the fastest network that all 3 nodes"
     )
-    assert Refused("ib0", "not preferred: InfiniBand, 10000 Mbit/s") in choice.refused
+    assert choice.refused["ib0"] == "not preferred: InfiniBand, 10000 Mbit/s"
 
 
 def test_of_several_preferred_networks_the_first_named_is_taken_then_the_fastest() -> None:
@@ -129,8 +134,8 @@ def test_of_several_preferred_networks_the_first_named_is_taken_then_the_fastest
         "node1": [interface(name, f"10.{number}.0.1/24", speed_mbps=10**number) for number, name in enumerate(names, 3)]
     }
 
-    assert choose_fabric(facts, ["node1"], ["eth*"]).interface == "eth1"
-    assert choose_fabric(facts, ["node1"], ["eth0", "eth*"]).interface == "eth0"
+    assert interface_of(choose_fabric(facts, ["node1"], ["eth*"])) == "eth1"
+    assert interface_of(choose_fabric(facts, ["node1"], ["eth0", "eth*"])) == "eth0"
 
 
 def test_a_preferred_network_that_does_not_lead_to_all_nodes_is_passed_over_and_said_so() -> None:
@@ -138,8 +143,8 @@ def test_a_preferred_network_that_does_not_lead_to_all_nodes_is_passed_over_and_
 
     choice = choose_fabric(facts, ["node1", "node2"], ["eth*"])
 
-    assert choice.interface == "ib0"
-    assert choice.rule.startswith("no interface that `network.interfaces` names (eth*) reaches all nodes; ")
+    assert interface_of(choice) == "ib0"
+    assert choice.rule.startswith("ib0, no interface that `network.interfaces` names (eth*) reaches all nodes; ")
 
 
 def test_names_may_differ_from_node_to_node() -> None:
@@ -147,7 +152,7 @@ def test_names_may_differ_from_node_to_node() -> None:
 
     choice = choose_fabric(facts, ["node1", "node2"])
 
-    assert (choice.interface, choice.address) == ("ib0", "10.78.0.11")
+    assert (interface_of(choice), choice.value) == ("ib0", "10.78.0.11")
     assert choice.rule.endswith("; node2 calls it ib1")
 
 
@@ -157,8 +162,8 @@ def test_a_network_that_one_node_lacks_is_passed_over() -> None:
 
     choice = choose_fabric(facts, ["node1", "node2"])
 
-    assert (choice.interface, choice.address) == ("eth0", "10.77.0.11")
-    assert Refused("ib0", "node2 has no address in 10.78.0.0/24") in choice.refused
+    assert (interface_of(choice), choice.value) == ("eth0", "10.77.0.11")
+    assert choice.refused["ib0"] == "node2 has no address in 10.78.0.0/24"
 
 
 def test_the_same_address_on_two_nodes_is_no_network() -> None:
@@ -168,8 +173,8 @@ def test_the_same_address_on_two_nodes_is_no_network() -> None:
 
     choice = choose_fabric(facts, NODES)
 
-    assert choice.interface == "eth0"
-    assert "node1 and node2 both have the address 192.168.0.1" in choice.refused[0].why
+    assert interface_of(choice) == "eth0"
+    assert "node1 and node2 both have the address 192.168.0.1" in choice.refused["ibridge"]
 
 
 def test_where_no_subnet_is_shared_routers_must_do() -> None:
@@ -180,7 +185,7 @@ def test_where_no_subnet_is_shared_routers_must_do() -> None:
 
     choice = choose_fabric(facts, ["node1", "node2"])
 
-    assert (choice.interface, choice.address) == ("eth0", "10.2.1.1")
+    assert (interface_of(choice), choice.value) == ("eth0", "10.2.1.1")
     assert "routers must connect them" in choice.rule
 
 
@@ -189,7 +194,7 @@ def test_where_nothing_is_shared_rank_zeros_fastest_must_do() -> None:
 
     choice = choose_fabric(facts, ["node1", "node2"])
 
-    assert choice.address == "10.1.0.1"
+    assert choice.value == "10.1.0.1"
     assert "neither a subnet nor a kind" in choice.rule
 
 
@@ -199,14 +204,14 @@ def test_where_nothing_is_shared_rank_zeros_fastest_must_do() -> None:
 def test_with_facts_of_one_node_its_fastest_is_taken(order: list[str], told: str) -> None:
     choice = choose_fabric({"node1": node(1)}, order)
 
-    assert choice.address == "10.78.0.11"
+    assert choice.value == "10.78.0.11"
     assert told in choice.rule
 
 
 def test_ipv4_comes_before_ipv6() -> None:
     both = {name: (interface("eth0", f"fd00::{n}/64", f"10.0.0.{n}/24"),) for n, name in enumerate(NODES, 1)}
 
-    assert choose_fabric(both, NODES).address == "10.0.0.1"
+    assert choose_fabric(both, NODES).value == "10.0.0.1"
 
 
 def test_ipv6_alone_will_do() -> None:
@@ -214,7 +219,7 @@ def test_ipv6_alone_will_do() -> None:
 
     choice = choose_fabric(facts, NODES)
 
-    assert choice.address == "fd00::1"
+    assert choice.value == "fd00::1"
     assert "fd00::/64" in choice.rule
 
 

@@ -62,7 +62,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             print(note, file=sys.stderr)
         found = _found_here(environment)
     if args.json:
-        rows = [{"name": name, **asdict(fact)} for name, fact in found.variables.items()]
+        rows = [
+            {"name": name, **asdict(fact), "refused": [{"name": one, "why": why} for one, why in fact.refused.items()]}
+            for name, fact in found.variables.items()
+        ]
         print(as_json({"process": found.process, "variables": rows}))
     elif args.export:
         _export(found)
@@ -143,7 +146,7 @@ def _explain(found: WorkerEnv) -> None:
     print(f"{found.process}\n")
     rows = [(name, or_dash(fact.value), fact.source, fact.rule) for name, fact in found.variables.items()]
     print(table(("NAME", "VALUE", "SOURCE", "WHY"), rows))
-    refused = [(name, other.name, other.why) for name, fact in found.variables.items() for other in fact.refused]
+    refused = [(name, *other) for name, fact in found.variables.items() for other in fact.refused.items()]
     if refused:
         print()
         print(table(("FOR", "NOT TAKEN", "WHY"), refused))

@@ -131,9 +131,7 @@ def find_address(allocation: Allocation, host: Host, *, preferred: Sequence[str]
         is_plain = own and (not others or sum(refusal(interface) is None for interface in host.interfaces) == 1)
         facts = own if is_plain or ask is None else {**ask(), **own}
         if zero in facts:
-            choice = choose_fabric(facts, nodes, preferred)
-            rule = f"{choice.interface}, {choice.rule}"
-            return Fact(value=choice.address, source="network interfaces", rule=rule, refused=choice.refused)
+            return choose_fabric(facts, nodes, preferred)
     if step and here == zero:
         return _find_own_address(zero, others[:_MOST_NEIGHBOURS], host)
     return _resolve_zero(zero, host, is_for_all=ask is not None)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import NamedTuple
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.interfaces import Address, Interface, Network
+from ddp_hpc.cluster.rendezvous.worker_env import Fact
 
 LOOPBACK = "127.0.0.1"
 ONE_NODE = "the ranks are on one node, and no other host has to reach it"
@@ -19,26 +18,8 @@ ONE_NODE = "the ranks are on one node, and no other host has to reach it"
 _DISCARD_PORT = 9
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A candidate that was not chosen, and why."""
-
-    name: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Where the other ranks connect to rank zero."""
-
-    interface: str
-    """Its name on rank zero's node; the names on other nodes may differ."""
-    address: str
-    rule: str
-    """Why this one was chosen, in plain English."""
-    refused: tuple[Refused, ...] = ()
-    """The other interfaces of rank zero's node."""
-
+Taken = tuple[Interface, Address, str]
+"""The interface and address that were chosen, and why."""
 
 _VIRTUAL_NAMES: Mapping[str, str] = {
     "docker*": "Docker's bridge",
@@ -141,8 +122,8 @@ def _preference(nic: Interface, preferred: Sequence[str]) -> int:
 
 def choose_fabric(
     facts_by_node: Mapping[str, Sequence[Interface]], order: Sequence[str], preferred: Sequence[str] = ()
-) -> Choice:
-    """Choose among the networks of rank zero's node, which is the first in `order`.
+) -> Fact:
+    """Choose the address at which the other ranks connect, among the networks of rank zero's node, which is the first in `order`.
 
     Interfaces whose names fit one of `preferred` come before all others, if all nodes can reach them.
 
@@ -160,23 +141,19 @@ def choose_fabric(
         )
     others = {node: accepted(facts_by_node[node]) for node in order[1:] if node in facts_by_node}
     best, asked = candidates[0], "the only node" if len(order) == 1 else "the only node whose networks are known"
-    taken = _Taken(best, usable(best)[0], f"the fastest network of {zero}, {asked}: {_described(best)}")
-    passed_over = dict[str, str]()
+    taken, address, why = best, usable(best)[0], f"the fastest network of {zero}, {asked}: {_described(best)}"
+    passed_over: dict[str, str] = {}
     if others:
         shared, passed_over = _shared(zero, candidates, others)
-        taken = shared or _routed(zero, candidates, others)
-    refused = []
+        taken, address, why = shared or _routed(zero, candidates, others)
+    refused: dict[str, str] = {}
     for nic in facts_by_node[zero]:
-        if nic != taken.interface:
-            is_less_wanted = _preference(nic, preferred) > _preference(taken.interface, preferred)
+        if nic != taken:
+            is_less_wanted = _preference(nic, preferred) > _preference(taken, preferred)
             behind = f"{'not preferred' if is_less_wanted else 'slower'}: {_described(nic)}"
-            refused.append(Refused(nic.name, refusal(nic) or passed_over.get(nic.name) or behind))
-    return Choice(
-        interface=taken.interface.name,
-        address=str(taken.address),
-        rule=f"{_asked_for(taken.interface, candidates, preferred)}{taken.rule}",
-        refused=tuple(refused),
-    )
+            refused[nic.name] = refusal(nic) or passed_over.get(nic.name) or behind
+    rule = f"{taken.name}, {_asked_for(taken, candidates, preferred)}{why}"
+    return Fact(value=str(address), source="network interfaces", rule=rule, refused=refused)
 
 
 def _asked_for(taken: Interface, candidates: Sequence[Interface], preferred: Sequence[str]) -> str:
@@ -192,17 +169,9 @@ def _asked_for(taken: Interface, candidates: Sequence[Interface], preferred: Seq
     )
 
 
-class _Taken(NamedTuple):
-    """The interface and address that were chosen, and why."""
-
-    interface: Interface
-    address: Address
-    rule: str
-
-
 def _shared(
     zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]
-) -> tuple[_Taken | None, dict[str, str]]:
+) -> tuple[Taken | None, dict[str, str]]:
     """Choose the fastest network whose subnet all nodes share, or None; and say why faster ones are refused."""
     passed_over: dict[str, str] = {}
     for nic in candidates:
@@ -214,22 +183,21 @@ def _shared(
             problem = _not_shared(network, address, zero, others)
             if problem is None:
                 where = f"{network}, {_described(nic)}{_other_names(nic, network, others)}"
-                return _Taken(
-                    nic, address, f"the fastest network that all {len(others) + 1} nodes are on: {where}"
-                ), passed_over
+                rule = f"the fastest network that all {len(others) + 1} nodes are on: {where}"
+                return (nic, address, rule), passed_over
             passed_over.setdefault(nic.name, problem)
     return None, passed_over
 
 
-def _routed(zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]) -> _Taken:
+def _routed(zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]) -> Taken:
     """Choose the fastest kind of network that all nodes have, or else the fastest network; routers must connect the subnets."""
     for nic in candidates:
         if all(any(fabric(theirs) == fabric(nic) for theirs in has) for has in others.values()):
             rule = f"no subnet has all nodes; {fabric(nic)} is the fastest kind that all nodes have, and routers must connect them"
-            return _Taken(nic, usable(nic)[0], rule)
+            return nic, usable(nic)[0], rule
     best = candidates[0]
     rule = f"the nodes share neither a subnet nor a kind of network; this is the fastest of {zero}, and routers must connect them"
-    return _Taken(best, usable(best)[0], rule)
+    return best, usable(best)[0], rule
 
 
 def _not_shared(network: Network, address: Address, zero: str, others: Mapping[str, Sequence[Interface]]) -> str | None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from itertools import islice
 
 from ddp_hpc.cluster.rendezvous.address import Host, address_for_task
-from ddp_hpc.cluster.rendezvous.choice import Refused
 from ddp_hpc.cluster.rendezvous.ports import MOST_TRIES, candidate_ports
 from ddp_hpc.cluster.rendezvous.worker_env import (
     COMPILER_CACHE,
@@ -64,15 +63,15 @@ def _port(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
     if not is_ours or address.value is None:
         rule = "computed from job id, restart count and step id, so that all tasks get the same; not checked whether it is free"
         return Fact(value=str(next(candidates)), source=OURS, rule=rule)
-    taken: list[Refused] = []
+    taken: dict[str, str] = {}
     for port in candidates:
         if host.is_free(address.value, port):
             rule = "the first free port of those computed from the job id, below the ephemeral ports"
-            return Fact(value=str(port), source=OURS, rule=rule, refused=tuple(taken))
-        taken.append(Refused(str(port), "another process uses it"))
+            return Fact(value=str(port), source=OURS, rule=rule, refused=taken)
+        taken[str(port)] = "another process uses it"
     return Fact(
         rule=f"other processes use all {MOST_TRIES} ports that ddp-hpc tried: set MASTER_PORT to a free one",
-        refused=tuple(taken),
+        refused=taken,
     )
 
 

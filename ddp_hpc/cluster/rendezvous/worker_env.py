@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_hpc.base.private_cache import private_cache
-from ddp_hpc.cluster.rendezvous.choice import Refused
 from ddp_hpc.cluster.slurm.allocation import Allocation, StepTask, as_task
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
@@ -40,7 +39,8 @@ class Fact:
     """None if it is not known."""
     source: str = UNKNOWN
     rule: str
-    refused: tuple[Refused, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """The candidates that were not chosen, each with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
