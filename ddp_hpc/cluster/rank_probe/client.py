@@ -34,6 +34,13 @@ class NoHandlerError(NoAnswerError):
     """This PyTorch does not know the question."""
 
 
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return process id and user id of the process that began to listen (SO_PEERCRED, unix(7)); 0 is one in another namespace."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(packed)
+    return pid, uid
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankProbe:
     """One rank's worker server, at the socket `path`. Each method raises `NoAnswerError` where the answer does not come, or is not what was asked."""
@@ -92,9 +99,7 @@ class RankProbe:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(self.answer_s)
                 connection.connect(str(self.path))
-                # Of the process that listens: SO_PEERCRED, unix(7).
-                packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                pid, uid, _ = _CREDENTIALS.unpack(packed)
+                pid, uid = peer_of(connection)
                 if uid != os.getuid():
                     raise NoAnswerError(f"{self.path} belongs to another user (user id {uid})")
                 return pid, self._read(connection, handler, ends_at)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord
@@ -30,11 +30,8 @@ _WAIT = re.compile(
 """Calls in which a rank may wait for another one, or for a GPU that does. They are methods of C, which have no frame of their own."""
 
 
-class GroupId(NamedTuple):
-    """A process group, and the backend by which its ranks meet."""
-
-    name: str
-    backend: str
+GroupId = tuple[str, str]
+"""The name of a process group, and the backend by which its ranks meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +86,6 @@ class _RankCollectives:
     members: Mapping[str, Collection[int]] = field(default_factory=dict)
     """The ranks of a group, where the record lists them."""
 
-    @property
-    def waits_in(self) -> Sequence[Collective]:
-        """Those that it has launched and that are not over on it."""
-        return [one for one in self.by_number.values() if not one.is_over]
-
 
 def compare(records: Sequence[HangRecord], world_size: int) -> ComparedRanks:
     """Compare the records of one hang. A rank that has crashed explains it alone."""
@@ -118,8 +110,11 @@ class _Collectives:
 
     @cached_property
     def waiting(self) -> Mapping[int, Sequence[Collective]]:
-        """The ranks that wait in collectives, and in which."""
-        return {rank: one.waits_in for rank, one in self.ranks.items() if one.waits_in}
+        """The ranks that wait in collectives, and in which: those that they have launched and that are not over on them."""
+        launched = {rank: one.by_number.values() for rank, one in self.ranks.items()}
+        return {
+            rank: open_ for rank, several in launched.items() if (open_ := [one for one in several if not one.is_over])
+        }
 
     def compare(self, world_size: int) -> ComparedRanks:
         """Compare the ranks' collectives, and how they wait."""
@@ -184,11 +179,12 @@ class _Collectives:
 
     def _members(self, group: GroupId) -> Collection[int]:
         """Return the ranks of a group that have answered; where no record lists them, those that have used it."""
-        listed = next((one.members[group.name] for one in self.ranks.values() if group.name in one.members), None)
+        name, _ = group
+        listed = next((one.members[name] for one in self.ranks.values() if name in one.members), None)
         if listed is not None:
             return [rank for rank in listed if rank in self.ranks]
         # The first group of a process has this name and all ranks. Of another one, a rank that has not used it may not be in it.
-        return [rank for rank, one in self.ranks.items() if group.name == "0" or group in one.newest]
+        return [rank for rank, one in self.ranks.items() if name == "0" or group in one.newest]
 
     def _say_behind(self, behind: Sequence[int]) -> ComparedRanks:
         newest, how = self.ranks[behind[0]].newest, _say_doing(self.by_rank[behind[0]])
@@ -279,7 +275,7 @@ def _name(one: Collective) -> str:
 
 
 def _group(one: Collective) -> str:
-    return f"group {one.group.name}{f' ({one.title})' if one.title not in ('', 'undefined') else ''}"
+    return f"group {one.group[0]}{f' ({one.title})' if one.title not in ('', 'undefined') else ''}"
 
 
 # --- flight records ----------------------------------------------------------------------------------------------------
@@ -318,7 +314,7 @@ def _collectives(entries: object) -> Iterator[Collective]:
                     for name in ("input_sizes", "input_dtypes")
                 )
                 yield Collective(
-                    group=GroupId(name, backend),
+                    group=(name, backend),
                     title=title,
                     number=number,
                     operation=operation or called,

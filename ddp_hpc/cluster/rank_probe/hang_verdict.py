@@ -42,16 +42,8 @@ class RankStack:
         return self.frames[0] if self.frames else "code without a Python frame"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HangVerdict:
-    """What the ranks of a hang wait for."""
-
-    kind: HangKind = ""
-    rank: int = -1
-    """The rank that the others wait for; -1 where it is not one rank."""
-    node: str | None = None
-    words: str
-    """Who does what, as the report says it."""
+HangVerdict = tuple[HangKind, int, str]
+"""What the ranks of a hang wait for; the rank that the others wait for, -1 where it is not one rank; who does what, as the report says it."""
 
 
 def judge_hang(
@@ -84,8 +76,8 @@ def judge_hang(
     who = f"rank {rank}{f' on {node}' if node else ''}"
     words = f"other ranks wait for {who}, which {how}" if world_size > 1 else f"{who} {how}"
     if kind == "behind" and len({hosts[one] for one in ranks}) > 1:
-        return HangVerdict(kind=kind, words=words)  # a file system, perhaps; the fault of none of these nodes
-    return HangVerdict(kind=kind, rank=rank, node=node, words=words)
+        return kind, -1, words  # a file system, perhaps; the fault of none of these nodes
+    return kind, rank, words
 
 
 def straggler(
@@ -113,19 +105,18 @@ def _judge_nobody(
 ) -> HangVerdict:
     """Say why all ranks wait, where they do not wait for one of them."""
     if compared.kind == "different":
-        return HangVerdict(kind="different", words=compared.how)
+        return "different", -1, compared.how
     how = "all ranks wait for each other"
     kind: HangKind = compared.kind
     if kind == "network":
         how = f"{compared.how} on the nodes {', '.join(dict.fromkeys(filter(None, hosts))) or 'of this machine'}; {how}"
     if network is not None and network.is_faulty:
-        return HangVerdict(kind="link", words=f"{how}, and {network.words}")
+        return "link", -1, f"{how}, and {network.words}"
     if compared.how and not kind:
-        return HangVerdict(words=compared.how)
+        return "", -1, compared.how
     if not stands and not kind:
         more = f"; {network.words}" if network is not None else ""
-        how = f"no rank says where it is: it did not answer, and no stack is in its log{more}"
-        return HangVerdict(words=how)
+        return "", -1, f"no rank says where it is: it did not answer, and no stack is in its log{more}"
     if not kind and len(stands) > 1:
         is_same = len({_LINE_NUMBER.sub("", stand.place) for stand in stands}) == 1
         kind = "network" if is_same else "different"
@@ -137,4 +128,4 @@ def _judge_nobody(
         how += f", but {network.words}: check the devices, and the calls in the stacks"
     else:
         how += f"; {network.words}"
-    return HangVerdict(kind=kind, words=how)
+    return kind, -1, how

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import socket as sockets
-import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from ddp_hpc.base.processes import all_signals_blocked
 from ddp_hpc.base.thread_room import Room, thread_room
+from ddp_hpc.cluster.rank_probe.client import peer_of
 
 _FEWEST_THREADS = 8
 _TIMES = 4
@@ -81,9 +81,7 @@ def is_taken(socket: Path) -> bool:
             return True
         except OSError:
             return False
-        # By SO_PEERCRED (unix(7)): the process that began to listen; 0 where that is in another namespace of process ids.
-        format_ = struct.Struct("3i")
-        pid, _, _ = format_.unpack(connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, format_.size))
+        pid, _ = peer_of(connection)
     return pid != os.getpid() and (pid == 0 or Path(f"/proc/{pid}").exists())
 
 

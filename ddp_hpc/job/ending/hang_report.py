@@ -38,20 +38,20 @@ def report_hang(
         make_directories(path.parent)
         replace_text(path, "".join(texts))
     lost_peer = {failure.rank for failure in failures if failure.is_secondary}
-    verdict = judge_hang(hosts, records, stands, network, lost_peer=lost_peer)
+    kind, waited_for, words = judge_hang(hosts, records, stands, network, lost_peer=lost_peer)
     phase = allowed_phase(run, attempt)
-    rank = max(verdict.rank, 0)  # reports are files of ranks: one of no rank goes to rank zero's
+    rank = max(waited_for, 0)  # reports are files of ranks: one of no rank goes to rank zero's
     failure = WorkerFailure(
-        rank=verdict.rank,
-        host=verdict.node or "",
+        rank=waited_for,
+        host=(hosts[waited_for] or "") if waited_for >= 0 else "",
         at=time.time(),
         step=0,
-        exception=f"{_timeout(context, phase)}; {verdict.words}; the stacks of all ranks are in {path}",
+        exception=f"{_timeout(context, phase)}; {words}; the stacks of all ranks are in {path}",
         log=str(run.rank_log(attempt, rank)),
         phase=phase,
         is_hang=True,
-        hang_kind=verdict.kind,
-        hang_detail=verdict.words,
+        hang_kind=kind,
+        hang_detail=words,
     )
     write_failure(run.rank_error(attempt, rank), failure)
     return failure
