@@ -9,18 +9,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from ddp_hpc.base.durable import open_private
 from ddp_hpc.cluster.slow_ranks.alarms import Alarms
-from ddp_hpc.cluster.slow_ranks.history import WaitHistory
-from ddp_hpc.cluster.slow_ranks.judge import judge
+from ddp_hpc.cluster.slow_ranks.judge import SlowRankVerdict, judge
 from ddp_hpc.cluster.slow_ranks.summary import Summary, read_summary, remove_summaries
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
-from ddp_hpc.run.run_dir.timeline import Alarm, record
+from ddp_hpc.run.run_dir.timeline import Alarm, Look, encode, record
 
 POLL_S = 1.0
 """How often to look whether rank zero has reported again."""
 CLOSE_S = 2.0
 """How long the end of an attempt waits for the last line and the removal of the reports."""
+SHARE = 0.005
+"""The time between two noted comparisons grows with the attempt, to this share of its age: the lines of a week are about 1,500."""
 
 
 @dataclass(kw_only=True)
@@ -37,13 +39,15 @@ class SlowRankMonitor:
     """Of that look, by rank, as far as they have come; all ranks write theirs in this order."""
     _is_judged: bool = False
     _alarms: Alarms = field(init=False)
-    _history: WaitHistory = field(init=False)
+    _began_at: float = field(init=False)
+    _noted_at: float | None = None
+    """When a comparison was noted last."""
     _closing: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
         self._alarms = Alarms(self.attempt)
-        self._history = WaitHistory(run=self.run, attempt=self.attempt, began_at=self.clock())
+        self._began_at = self.clock()
 
     def start(self) -> None:
         """Look from now on, where there is more than one rank."""
@@ -75,8 +79,23 @@ class SlowRankMonitor:
             self._reports.append(one)
         reports, self._is_judged, self._reports = self._reports, True, []
         verdict, now, step = judge(reports), self.clock(), self._step()
-        self._history.note(verdict, now=now, step=step)
+        self._note(verdict, now=now, step=step)
         return self._alarms.look(verdict, now=now, step=step)
+
+    def _note(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> None:
+        """Add a comparison to the run directory, if the ranks could be compared and there is none that is nearly as new."""
+        if not verdict.lost_s or (self._noted_at and now - self._noted_at < SHARE * (now - self._began_at)):
+            return
+        self._noted_at = now
+        look = Look(
+            attempt=self.attempt,
+            at=now,
+            step=step,
+            step_s=round(verdict.step_s, 6),
+            lost_s={rank: round(lost_s, 5) for rank, lost_s in verdict.lost_s.items()},
+        )
+        with suppress(OSError), open_private(self.run.waits, "ab") as file:  # the next comparison tries again
+            file.write(b"\n" + encode(look))
 
     def _run(self) -> None:
         while not self._closing.wait(POLL_S):
