@@ -17,7 +17,7 @@ import pytest
 
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, findings_of
-from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS, NodeProbe, ProbeAddress, Sockets
+from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS, NodeProbe, Sockets
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
 from ddp_hpc.job.ending import network_probe
 from tests.distributed.node_networks import step_argv
@@ -73,8 +73,8 @@ def test_the_network_may_have_ipv6_only() -> None:
 
 
 def test_strangers_are_neither_answered_nor_counted_and_do_not_keep_partners_out() -> None:
-    sockets = [Sockets.open(ProbeAddress("127.0.0.1", 0)) for _ in range(2)]
-    places = {number: ("127.0.0.1", one.place.port) for number, one in enumerate(sockets)}
+    sockets = [Sockets.open("127.0.0.1") for _ in range(2)]
+    places = {number: ("127.0.0.1", one.port) for number, one in enumerate(sockets)}
     probes = [NodeProbe(one, number, b"t" * 16, places, 2) for number, one in enumerate(sockets)]
     probes[0].serve()
     probes[1].serve()

@@ -51,14 +51,15 @@ def findings_of(
     silent = {*range(len(nodes))} - off - whole
     left_out = off | silent
     pairs = {pair for pairs_of_round in rounds_of(len(nodes)) for pair in pairs_of_round if left_out.isdisjoint(pair)}
-    faulty = {pair: link for pair in pairs if (link := _judge_pair(nodes, answers, *pair)) is not None}
-    bad = {pair: link for pair, link in faulty.items() if link.fault.fault not in _HARMLESS}
-    unknown = {pair: link for pair, link in faulty.items() if link.fault.fault == "no answer"}
-    lossy = {pair: link for pair, link in faulty.items() if link.fault.fault == "little loss"}
+    links = {pair: _link_of(answers, *pair) for pair in pairs}
+    faults = {pair: found for pair, link in links.items() if (found := _fault_of(nodes, link)) is not None}
+    bad = {pair: found for pair, found in faults.items() if found.fault not in _HARMLESS}
+    unknown = {pair: found for pair, found in faults.items() if found.fault == "no answer"}
+    lossy = {pair: found for pair, found in faults.items() if found.fault == "little loss"}
     known = pairs - unknown.keys()
     bad_nodes = off if len(off) < len(nodes) else set[int]()
     if len(bad) < len(known):  # where no pair carries, no node is the odd one
-        bad_nodes = bad_nodes | _bad_nodes(known, {pair for pair, link in bad.items() if not link.carried})
+        bad_nodes = bad_nodes | _bad_nodes(known, {pair for pair in bad if not links[pair].carried})
     return NetworkFindings(
         at=at,
         seconds=round(seconds, 1),
@@ -134,6 +135,11 @@ class _Link:
     """Whether the receiver's process read all datagrams that its kernel received."""
 
     @property
+    def carried(self) -> bool:
+        """Whether a connection passed all of its bytes, both ways."""
+        return self.of("good") is not None
+
+    @property
     def passes(self) -> list[Way]:
         """The ways on which small datagrams arrive."""
         return [way for way in self.heard if self.heard[way][0]]
@@ -147,31 +153,23 @@ class _Link:
         return next((way for way in self.tcp if self.tcp[way] in found), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PairVerdict:
-    """What is wrong between two nodes which both reported."""
-
-    fault: PairFault
-    carried: bool
-    """Whether a connection passed all of its bytes, both ways."""
-
-
-def _judge_pair(nodes: Sequence[str], answers: Mapping[int, LinkAnswer], low: int, high: int) -> _PairVerdict | None:
+def _link_of(answers: Mapping[int, LinkAnswer], low: int, high: int) -> _Link:
     ways = [(low, high), (high, low)]
     heard = {way: answers[way[1]].heard.get(way[0], (0, 0)) for way in ways}
-    link = _Link(
+    return _Link(
         tcp={way: answers[way[0]].tcp.get(way[1], "") for way in ways},
         heard=heard,
         loss={way: _loss(heard[way], answers[way[1]], way[0]) for way in ways},
         is_counted={way: not answers[way[1]].num_dropped for way in ways},
     )
-    carried = link.of("good") is not None
-    found = _fault_of_working(link) if carried else _fault_of_failed(link)
+
+
+def _fault_of(nodes: Sequence[str], link: _Link) -> PairFault | None:
+    found = _fault_of_working(link) if link.carried else _fault_of_failed(link)
     if found is None:
         return None
     (one, other), fault = found
-    loss = round(link.loss[one, other], 4)
-    return _PairVerdict(fault=PairFault(nodes=(nodes[one], nodes[other]), fault=fault, loss=loss), carried=carried)
+    return PairFault(nodes=(nodes[one], nodes[other]), fault=fault, loss=round(link.loss[one, other], 4))
 
 
 def _fault_of_working(link: _Link) -> tuple[Way, Fault] | None:
@@ -229,8 +227,8 @@ def _loss(heard: tuple[int, int], receiver: LinkAnswer, sender: int) -> float:
     return lost / sent if sent > 0 and lost >= _FEWEST_LOST else 0.0
 
 
-def _in_order(found: Mapping[tuple[int, int], _PairVerdict]) -> tuple[PairFault, ...]:
-    return tuple(one.fault for _, one in sorted(found.items(), key=lambda item: item[0]))
+def _in_order(found: Mapping[tuple[int, int], PairFault]) -> tuple[PairFault, ...]:
+    return tuple(found[pair] for pair in sorted(found))
 
 
 def _bad_nodes(probed: Collection[tuple[int, int]], bad: Collection[tuple[int, int]]) -> set[int]:

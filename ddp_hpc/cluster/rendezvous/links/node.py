@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,22 +74,12 @@ _MOST_GUESTS = 64
 _USUAL_MTU = 1500
 
 
-@dataclass(frozen=True)
-class ProbeAddress:
-    """Where a node listens."""
-
-    address: str
-    port: int
-    network: str = ""
-    mtu: int = _USUAL_MTU
-
-
-def own_place(toward: str, interfaces: Sequence[Interface]) -> ProbeAddress:
-    """Return this node's address on the network of `toward`, with port 0; its network is empty where the interface is not known."""
+def own_place(toward: str, interfaces: Sequence[Interface]) -> tuple[str, str, int]:
+    """Return this node's address on the network of `toward`, the subnet of it, and its MTU; no subnet where the interface is not known."""
     address = source_address(toward) or toward
     nic = holder(address, interfaces)
     if nic is None:
-        return ProbeAddress(address, 0)
+        return address, "", _USUAL_MTU
     network = next(
         str(ipaddress.ip_interface(text).network)
         for text in nic.addresses
@@ -98,34 +88,35 @@ def own_place(toward: str, interfaces: Sequence[Interface]) -> ProbeAddress:
     mtu = _USUAL_MTU
     with suppress(OSError, ValueError):
         mtu = int(Path(SYS_CLASS_NET, nic.name, "mtu").read_text(encoding="ascii"))
-    return ProbeAddress(address, 0, network, mtu)
+    return address, network, mtu
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sockets:
-    """What a node listens on: TCP and UDP at one port."""
+    """What a node listens on: TCP and UDP at one port of one address."""
 
-    place: ProbeAddress
+    address: str
+    port: int
     tcp: socket.socket
     udp: socket.socket
 
     @classmethod
-    def open(cls, place: ProbeAddress) -> Sockets:
+    def open(cls, address: str) -> Sockets:
         """Listen at a port that is free for both."""
-        family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         for _ in range(20):
-            tcp = socket.create_server((place.address, 0), family=family, backlog=_MOST_GUESTS)
+            tcp = socket.create_server((address, 0), family=family, backlog=_MOST_GUESTS)
             port = int(tcp.getsockname()[1])
             udp = socket.socket(family, socket.SOCK_DGRAM)
             try:
-                udp.bind((place.address, port))
+                udp.bind((address, port))
             except OSError:  # another process has this port for datagrams
                 tcp.close()
                 udp.close()
                 continue
             udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
-            return cls(replace(place, port=port), tcp, udp)
-        raise OSError(f"no port of {place.address} is free for TCP and UDP")
+            return cls(address, port, tcp, udp)
+        raise OSError(f"no port of {address} is free for TCP and UDP")
 
     def close(self) -> None:
         self.tcp.close()
@@ -150,6 +141,7 @@ class NodeProbe:
     """What became of the connection to each partner."""
     measures: bool = False
     """Whether it also measures how fast the links are, and how far apart the clocks."""
+    mtu: int = _USUAL_MTU
     paces: dict[int, Pace] = field(default_factory=dict)
     _guests: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_MOST_GUESTS))
 
@@ -189,7 +181,7 @@ class NodeProbe:
 
     def _measure(self, place: tuple[str, int], partner: int) -> Pace:
         with socket.socket(self.sockets.tcp.family, socket.SOCK_STREAM) as link:
-            link.bind((self.sockets.place.address, 0))
+            link.bind((self.sockets.address, 0))
             link.settimeout(CONNECT_S)
             link.connect(place)
             link.sendall(_GREETING.pack(self.token, self.me, True))
@@ -199,11 +191,11 @@ class NodeProbe:
 
     def _send_datagrams(self, place: tuple[str, int]) -> None:
         own = self.sockets
-        large = min(own.place.mtu - _HEADERS[own.udp.family], _LARGEST_DATAGRAM)
+        large = min(self.mtu - _HEADERS[own.udp.family], _LARGEST_DATAGRAM)
         give_up = time.monotonic() + SMALL_S
         # One socket for each partner: what waits for the hardware address of an unplugged one fills the socket's buffer (arp(7)).
         with suppress(OSError), socket.socket(own.udp.family, socket.SOCK_DGRAM) as sender:
-            sender.bind((own.place.address, 0))
+            sender.bind((own.address, 0))
             # Full-sized packets go as they are: cut into fragments, they would hide a small MTU on the way (ip(7)).
             with suppress(OSError):
                 sender.setsockopt(*_NO_FRAGMENTS[own.udp.family], _PMTUDISC_PROBE)
@@ -229,7 +221,7 @@ class NodeProbe:
         stage = "connect"
         try:
             with socket.socket(self.sockets.tcp.family, socket.SOCK_STREAM) as link:
-                link.bind((self.sockets.place.address, 0))
+                link.bind((self.sockets.address, 0))
                 link.settimeout(CONNECT_S)
                 link.connect(place)
                 stage = "small"
@@ -291,22 +283,22 @@ class NodeProbe:
             self._guests.release()
 
 
-def serve(place: ProbeAddress, *, name: str, mark: str) -> int:
-    """Carry out the orders on standard input; return the exit code."""
+def serve(toward: str, *, name: str, mark: str) -> int:
+    """Probe on the network of `toward`: carry out the orders on standard input; return the exit code."""
 
     def say(**message: Any) -> None:
         sys.stdout.write(json.dumps({"mark": mark, **message}, separators=(",", ":")) + "\n")
         sys.stdout.flush()
 
     sys.stdout.write("\n")  # a TaskProlog may have begun a line here and not ended it
+    address, network, mtu = own_place(toward, local_interfaces())
     try:
-        sockets = Sockets.open(place)
+        sockets = Sockets.open(address)
     except OSError as error:
         # Only an address that is not here speaks against the network: a limit of open files or a firewall of this process does not.
         say(ready=name, error=str(error), has_address=error.errno != errno.EADDRNOTAVAIL)
         return 0
-    here = sockets.place
-    say(ready=name, address=here.address, port=here.port, network=here.network)
+    say(ready=name, address=address, port=sockets.port, network=network)
     order = _order(mark, "go")
     if order is None or not isinstance(order.get("nodes"), list):
         return 0
@@ -314,7 +306,7 @@ def serve(place: ProbeAddress, *, name: str, mark: str) -> int:
     places = {number: (str(node[1]), int(node[2])) for number, node in enumerate(order["nodes"]) if node[1]}
     me = names.index(name)
     token, measures = bytes.fromhex(str(order["token"])), order.get("measures") is True
-    probe = NodeProbe(sockets, me, token, places, len(names), measures=measures)
+    probe = NodeProbe(sockets, me, token, places, len(names), measures=measures, mtu=mtu)
     probe.serve()
     probe.probe_all()
     for partner, found in sorted(probe.tcp.items()):
@@ -351,9 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     late = threading.Timer(LIFE_S, lambda: os._exit(1))
     late.daemon = True
     late.start()
-    place = own_place(arguments.toward, local_interfaces())
     try:
-        return serve(place, name=arguments.name or node_name(os.environ), mark=arguments.mark)
+        return serve(arguments.toward, name=arguments.name or node_name(os.environ), mark=arguments.mark)
     except BrokenPipeError:  # whoever ordered the probe is gone
         os._exit(1)
 
