@@ -33,7 +33,7 @@ def render(
     """
     users = spec.slurm.template
     values = {
-        "directives": directives(spec, run, chdir=chdir, cpus_per_worker=spec.cpus_per_task),
+        "directives": as_rows(directives(spec, run, chdir=chdir, cpus_per_worker=spec.cpus_per_task)),
         "name": spec.name,
         "version": __version__,
         "modules": spec.slurm.modules,
@@ -109,3 +109,8 @@ def quote_for_sbatch(value: object) -> str:
     # sbatch reads the line as a shell would, with one difference: a backslash escapes the next character within single
     # quotes, too (measured: 22.05, 24.11).
     return quote(value).replace("\\", "\\\\")
+
+
+def as_rows(options: Mapping[str, str | None]) -> list[dict[str, str | None]]:
+    """Return options of sbatch as a template reads them, a user's own, too: `directive.flag`, `directive.value`."""
+    return [{"flag": flag, "value": value} for flag, value in options.items()]

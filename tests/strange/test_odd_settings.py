@@ -19,10 +19,7 @@ ADA = {"DDP_HPC_SITE_PROFILE": "", "USER": "ada", "HOME": "/home/ada"}
 
 def options(mem_gb: int | None, /, **extra: Any) -> dict[str, str | None]:
     spec = RunSpec(name="net", resources=ResourcesSpec(mem_gb=mem_gb), slurm=SlurmSpec(extra=extra))
-    return {
-        one.flag: one.value
-        for one in directives(spec, RunDir(spec.path), chdir=Path("/home/ada"), cpus_per_worker=spec.cpus_per_task)
-    }
+    return directives(spec, RunDir(spec.path), chdir=Path("/home/ada"), cpus_per_worker=spec.cpus_per_task)
 
 
 @pytest.mark.parametrize("flag", ["mem", "mem_per_cpu", "mem-per-cpu", "mem_per_gpu"])

@@ -313,7 +313,7 @@ def test_memory_is_asked_for_where_the_clusters_default_would_be_too_little(
 ) -> None:
     spec = RunSpec(name="memory", resources=ResourcesSpec(**resources), train=TRAIN)
 
-    made = {one.flag: one.value for one in directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=1)}
+    made = directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=1)
 
     assert made.get("mem") == (None if gb is None else f"{gb}G")
     assert "gpus-per-task" not in made

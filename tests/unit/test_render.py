@@ -35,10 +35,7 @@ def make_spec(*, slurm: Mapping[str, Any] | None = None, **resources: Any) -> Ru
 
 
 def options(spec: RunSpec, *, chdir: Path = Path("/home/ada")) -> dict[str, str | None]:
-    return {
-        one.flag: one.value
-        for one in directives(spec, RunDir(spec.path), chdir=chdir, cpus_per_worker=spec.cpus_per_task)
-    }
+    return directives(spec, RunDir(spec.path), chdir=chdir, cpus_per_worker=spec.cpus_per_task)
 
 
 def script(spec: RunSpec, *, chdir: Path = Path("/home/ada"), **more: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
@@ -22,24 +21,18 @@ _GPU_FLAG, _GRES_FLAG = re.compile(r"gpus(-per-(node|socket|task))?"), re.compil
 _GPUS_IN_GRES = re.compile(r"\bgpu\b")
 
 
-@dataclass(frozen=True)
-class Directive:
-    """One option of sbatch; None as value means a flag without a value."""
-
-    flag: str
-    """The long name, without the leading dashes."""
-    value: str | None = None
-
-
-def directives(spec: LaunchSpec, run: RunDir, *, chdir: Path, cpus_per_worker: int) -> list[Directive]:
-    """Return the options that a run's job is submitted with."""
+def directives(spec: LaunchSpec, run: RunDir, *, chdir: Path, cpus_per_worker: int) -> dict[str, str | None]:
+    """Return the options that a run's job is submitted with, by their long names; None is the value of a flag without one."""
     _refuse_two_memories(spec)
     _refuse_two_gpu_options(spec)
-    made = [
-        Directive(flag, None if value is True else str(value))
-        for flag, value in _options(spec, run, chdir, cpus_per_worker)
-    ]
-    _refuse_duplicates(made)
+    made: dict[str, str | None] = {}
+    for flag, value in _options(spec, run, chdir, cpus_per_worker):
+        if flag in made:
+            raise ConfigError(
+                f"`slurm.extra.{flag.replace('-', '_')}` sets `--{flag}`, but another key sets that option already"
+                f"{'' if made[flag] is None else f', to `{made[flag]}`'}. Remove one of them; `ddp-hpc config slurm` and `ddp-hpc config resources` list the keys."
+            )
+        made[flag] = None if value is True else str(value)
     return made
 
 
@@ -112,15 +105,4 @@ def _refuse_two_gpu_options(spec: LaunchSpec) -> None:
             raise ConfigError(
                 f"`slurm.extra.{flag.replace('-', '_')}` asks for GPUs, and `resources.gpus_per_node` does so by `--{option}`. Remove the "
                 "first, or set `slurm.gpu_option=none`, which leaves the request to it."
-            )
-
-
-def _refuse_duplicates(made: list[Directive]) -> None:
-    flags = [directive.flag for directive in made]
-    for flag in flags:
-        if flags.count(flag) > 1:
-            value = made[flags.index(flag)].value
-            raise ConfigError(
-                f"`slurm.extra.{flag.replace('-', '_')}` sets `--{flag}`, but another key sets that option already"
-                f"{'' if value is None else f', to `{value}`'}. Remove one of them; `ddp-hpc config slurm` and `ddp-hpc config resources` list the keys."
             )

@@ -17,7 +17,7 @@ from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.cluster.slurm.queries import ClusterConfig
-from ddp_hpc.launch.render import own_template, render_template
+from ddp_hpc.launch.render import as_rows, own_template, render_template
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.submission.preflight import capacity
@@ -52,11 +52,11 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     log = f"{str(sweep_dir.logs).replace('%', '%%')}/%A_%a.log"
     # A dependency is an option of each sbatch: Slurm may have forgotten its jobs when later arrays are sent.
     asked = directives(base, sweep_dir, chdir=Path.cwd(), cpus_per_worker=base.cpus_per_task)
-    made = [one for one in asked if one.flag != "dependency"]
+    made = {flag: value for flag, value in asked.items() if flag != "dependency"}
     return render_template(
         own_template(TEMPLATE),
         {
-            "directives": [replace(one, value=log) if one.flag == "output" else one for one in made],
+            "directives": as_rows({**made, "output": log}),
             "name": base.name,
             "version": __version__,
             "modules": base.slurm.modules,

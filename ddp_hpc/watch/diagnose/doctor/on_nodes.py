@@ -81,7 +81,8 @@ def options_of(spec: RunSpec, nodes: str) -> list[str]:
     is_list = _NUMBER.fullmatch(nodes) is None
     left_out = _OF_THE_CHECK | _NOT_OF_IT | ({"nodelist"} if is_list else set())
     made = directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=1)
-    chosen = [f"--{one.flag}{'' if one.value is None else f'={one.value}'}" for one in made if one.flag not in left_out]
+    kept = {flag: value for flag, value in made.items() if flag not in left_out}
+    chosen = [f"--{flag}{'' if value is None else f'={value}'}" for flag, value in kept.items()]
     where = f"--nodelist={nodes}" if is_list else f"--nodes={nodes}"
     # Without --no-kill, Slurm ends the whole job when one of its nodes goes down, and what the others said is lost.
     own = ["--no-kill", "--ntasks-per-node=1", f"--time={_TIME_LIMIT_MIN}", "--job-name=ddp-hpc-doctor"]

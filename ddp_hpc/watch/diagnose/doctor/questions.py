@@ -136,5 +136,5 @@ def answers_of(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -
 def _ask_start(spec: RunSpec, environ: Mapping[str, str], *, timeout_s: float) -> TestOnly:
     """Ask when Slurm would start a job of this spec; nothing is submitted."""
     made = directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=spec.cpus_per_task)
-    options = [f"#SBATCH --{one.flag}{'' if one.value is None else f'={one.value}'}\n" for one in made]
+    options = [f"#SBATCH --{flag}{'' if value is None else f'={value}'}\n" for flag, value in made.items()]
     return client.test_only(f"#!/bin/sh\n{''.join(options)}exit 0\n", environ, timeout_s=timeout_s)
