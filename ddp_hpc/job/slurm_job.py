@@ -112,10 +112,10 @@ class SlurmJob:
     def without_needed(self, suspects: Sequence[str], spec: LaunchSpec, script: Path) -> tuple[str, ...]:
         """Return the suspects that a job of this spec should not get; log those that it may use, as too few others are left."""
         partition = self.allocation.partition
-        exclusions = nodes_to_exclude(suspects, spec, self.environ, script=script, partition=partition)
-        if exclusions.detail:
-            sys.stderr.write(f"note: {exclusions.detail}\n")
-        return exclusions.excluded
+        excluded, note = nodes_to_exclude(suspects, spec, self.environ, script=script, partition=partition)
+        if note:
+            sys.stderr.write(f"note: {note}\n")
+        return excluded
 
     def cancel_steps(self) -> None:
         """Cancel the job steps that a supervisor which died has left, as far as Slurm answers."""

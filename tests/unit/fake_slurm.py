@@ -50,12 +50,12 @@ class FakeSlurm:
 
     def knows_nodes(self, **states: str) -> None:
         """Have sinfo list nodes."""
-        self.has("sinfo", "\n".join(f"printf '{node}\\037{state}\\036\\n'" for node, state in states.items()))
+        self.has("sinfo", "\n".join(f"printf '{node}\\037{state}\\037none\\036\\n'" for node, state in states.items()))
 
     def accounts(self, *ends: str) -> None:
         """Have sacct list how the starts of job 7 ended."""
         rows = [
-            f"7|{state}|0:0|2099-01-01T00:00:0{number}|2099-01-01T00:00:0{number}|2099-01-01T00:00:0{number}|1|10|node1|None"
+            f"7|{state}|2099-01-01T00:00:0{number}|2099-01-01T00:00:0{number}|10|node1|None"
             for number, state in enumerate(ends)
         ]
         self.has("sacct", "\n".join(f"printf '%s\\n' '{row}' | tr '|' '\\037'" for row in rows))

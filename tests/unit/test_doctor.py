@@ -19,7 +19,7 @@ from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE
 from ddp_hpc.cluster.node_checks.node import disk, gather, networks, num_gpus, shared, state_of
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.rendezvous.worker_env import for_debug
-from ddp_hpc.cluster.slurm.queries import NodeState, parse_node_reasons
+from ddp_hpc.cluster.slurm.queries import NodeState, parse_nodes
 from ddp_hpc.job import preflight
 from ddp_hpc.run.config import resolve
 from ddp_hpc.run.run_dir.ledger import Cause
@@ -313,11 +313,11 @@ def test_a_runs_directory_whose_mount_is_stale_is_a_failure(
 def test_a_reason_may_hold_any_text() -> None:
     text = "n1\x1fdown*\x1fNot responding | by root\x1e\nn2\x1fidle\x1fnone\x1e\n"
 
-    assert parse_node_reasons(text) == [
+    assert parse_nodes(text) == [
         NodeState(node="n1", state="down*", reason="Not responding | by root"),
         NodeState(node="n2", state="idle"),
     ]
-    assert [[one.node for one in same] for same in groups(parse_node_reasons(text))] == [["n1"]]
+    assert [[one.node for one in same] for same in groups(parse_nodes(text))] == [["n1"]]
 
 
 def test_prefixes_of_reasons_are_explained() -> None:

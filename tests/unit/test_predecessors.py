@@ -94,8 +94,8 @@ def test_where_slurm_does_not_say_no_other_job_is_believed_to_work(supervised: M
 def test_an_older_job_of_the_same_number_says_nothing(supervised: Make) -> None:
     one = supervised()
     one.begin()
-    old = "7|TIMEOUT|0:0|2001-01-01T00:00:00|2001-01-01T00:00:00|2001-01-01T00:00:09|1|10|node1|None"
-    new = "7|PREEMPTED|0:0|2099-01-01T00:00:00|2099-01-01T00:00:00|2099-01-01T00:00:09|1|10|node1|None"
+    old = "7|TIMEOUT|2001-01-01T00:00:00|2001-01-01T00:00:09|10|node1|None"
+    new = "7|PREEMPTED|2099-01-01T00:00:00|2099-01-01T00:00:09|10|node1|None"
     one.slurm.has("sacct", "\n".join(f"printf '%s\\n' '{row}' | tr '|' '\\037'" for row in (old, new)))
 
     stale_attempts.close_stale(one.run, one.context.workload, one.job)

@@ -164,7 +164,7 @@ def test_a_job_that_has_ended_is_told_by_the_controller_once_for_all(fake: Fake)
 
 
 def test_a_job_that_the_controller_forgot_is_told_by_the_database_once(fake: Fake) -> None:
-    row = queries._FIELD.join(["12", "COMPLETED", "0:0", "x", "x", "x", "1", "x", "node1", "None"])
+    row = queries._FIELD.join(["12", "COMPLETED", "x", "x", "x", "node1", "None"])
     fake.set("sacct", f"printf '%s\\n' '{row}'")
 
     words = [fake.ask("12", 900.0) for _ in range(3)]

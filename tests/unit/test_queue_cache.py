@@ -49,7 +49,7 @@ def fake(tmp_path: Path) -> Fake:
 
 
 def test_a_task_of_an_array_is_found_by_either_of_its_numbers(fake: Fake) -> None:
-    fields = ["31", "14", "3", "PENDING", "Priority", "batch", "1", "n", "1:00", "N/A", "N/A", "0", "grid", "x"]
+    fields = ["31", "14", "3", "PENDING", "Priority", "N/A"]
     fake.set("squeue", "printf '%s\\036\\n' '" + "\x1f".join(fields) + "'")
 
     assert (fake.ask("14_3", 900.0).state, fake.ask("31", 900.0).state) == ("PENDING", "PENDING")

@@ -393,8 +393,8 @@ def test_only_nodes_of_the_jobs_partition_count(supervised: Make) -> None:
     one.slurm.has(
         "sinfo",
         r"""case "$*" in
-          *--partition=gpu*) printf 'node1\037mixed\036\nnode2\037mixed\036\n' ;;
-          *) seq 9 | while read -r number; do printf 'cpu%s\037idle\036\n' "$number"; done ;;
+          *--partition=gpu*) printf 'node1\037mixed\037none\036\nnode2\037mixed\037none\036\n' ;;
+          *) seq 9 | while read -r number; do printf 'cpu%s\037idle\037none\036\n' "$number"; done ;;
         esac""",
     )
 

@@ -43,7 +43,6 @@ def partition(name: str = "batch", **more: Any) -> Partition:
         "is_default": name == "batch",
         "is_up": True,
         "total_nodes": 4,
-        "max_nodes": None,
         "max_time_min": None,
         "default_time_min": None,
         "preempt_mode": "",

@@ -279,7 +279,7 @@ def runtimes(folder: Path) -> Path:
 
 
 def partition(name: str, **facts: Any) -> Partition:
-    known: dict[str, Any] = {"is_default": False, "is_up": True, "total_nodes": 4, "max_nodes": None}
+    known: dict[str, Any] = {"is_default": False, "is_up": True, "total_nodes": 4}
     known |= {"max_time_min": 1440.0, "default_time_min": None, "preempt_mode": "OFF", "grace_time_s": 0, "num_gpus": 0}
     return Partition(name=name, **{**known, **facts})
 

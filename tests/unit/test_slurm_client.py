@@ -140,7 +140,7 @@ def test_a_question_that_fails_has_no_answer(slurm: Slurm) -> None:
 
 
 def test_a_job_that_the_controller_forgot_is_looked_up_in_the_database(slurm: Slurm) -> None:
-    row = "7|NODE_FAIL|0:0|2026-11-21T07:00:00|2026-11-21T07:00:01|2026-11-21T07:10:00|599|10:00|node1|None"
+    row = "7|NODE_FAIL|2026-11-21T07:00:00|2026-11-21T07:10:00|10:00|node1|None"
     again = row.replace("NODE_FAIL", "COMPLETED").replace("T07", "T08")
     environ = slurm(
         scontrol=failing("slurm_load_jobs error: Invalid job id specified"),

@@ -13,18 +13,12 @@ from ddp_hpc.base.slurm_times import minutes, moment, seconds
 from ddp_hpc.cluster.slurm import queries
 
 QUEUE = (
-    (
-        "2|2|N/A|PENDING|Resources|batch|2||1-00:00:00|2026-11-21T07:37:30|2026-11-21T07:27:30|0|s.sh|(null);\n"
-        "3|3|0-3%2|PENDING|Priority|batch|2||30:00|N/A|2026-11-21T07:27:30|0|s.sh|(null);\n"
-        "10|3|0|RUNNING|None|batch|2|node[1-2]|30:00|2026-11-21T07:28:20|2026-11-21T07:27:30|0|s.sh|(null);\n"
-        "7|7|N/A|PENDING|JobHeldUser|batch|1||UNLIMITED|N/A|2026-11-21T07:28:17|0|a-long-name-of-more-than-twenty|two\nlines;\n"
-        '1|1|N/A|RUNNING|None|batch|1|node1|10:00|2026-11-21T07:27:30|2026-11-21T07:27:30|2|odd name, "q" = x|a=b | c\td;\n'
-    )
-    .replace("a=b | c", "a=b \0 c")
-    .replace("|", "\x1f")
-    .replace(";\n", "\x1e\n")
-    .replace("\0", "|")
-)
+    "2|2|N/A|PENDING|Resources|2026-11-21T07:37:30;\n"
+    "3|3|0-3%2|PENDING|Priority|N/A;\n"
+    "10|3|0|RUNNING|None|2026-11-21T07:28:20;\n"
+    "7|7|N/A|PENDING|JobHeldUser|N/A;\n"
+    "1|1|N/A|RUNNING|None|2026-11-21T07:27:30;\n"
+).replace("|", "\x1f").replace(";\n", "\x1e\n")  # fmt: skip
 
 JOB = (
     'JobId=1 JobName=odd JobState=FAILED |name, "q" = x UserId=hpc(1001) GroupId=hpc(1001) MCS_label=N/A Priority=4294901759 '
@@ -48,10 +42,10 @@ PENDING_JOB = (
     "ReqTRES=cpu=1,mem=100M,node=1,billing=1 AllocTRES=(null) Command=/tmp/s.sh WorkDir=/tmp StdErr=/tmp/slurm-5.out \n"
 )
 ACCOUNTING = (
-    "1|CANCELLED by 1001|0:0|2026-11-21T07:56:43|None|2026-11-21T07:56:48|0|00:10:00|None assigned|None\n"
-    "1|REQUEUED|0:0|2026-11-21T07:56:40|2026-11-21T07:56:40|2026-11-21T07:56:43|3|00:10:00|node1|None\n"
-    "11|FAILED|3:0|2026-11-21T07:57:00|2026-11-21T07:57:01|2026-11-21T07:57:05|4|UNLIMITED|node1|None\n"
-    "12|RUNNING|0:0|2026-11-21T07:58:00|2026-11-21T07:58:01|Unknown|6|1-00:00:00|node[1-2]|None\n"
+    "1|CANCELLED by 1001|2026-11-21T07:56:43|2026-11-21T07:56:48|00:10:00|None assigned|None\n"
+    "1|REQUEUED|2026-11-21T07:56:40|2026-11-21T07:56:43|00:10:00|node1|None\n"
+    "11|FAILED|2026-11-21T07:57:00|2026-11-21T07:57:05|UNLIMITED|node1|None\n"
+    "12|RUNNING|2026-11-21T07:58:00|Unknown|1-00:00:00|node[1-2]|None\n"
 ).replace("|", "\x1f")
 PARTITIONS = (
     "PartitionName=batch AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A DefaultTime=NONE "
@@ -130,7 +124,7 @@ def test_the_queue_is_asked_for_one_user_in_fields_of_any_length() -> None:
 
     assert argv[:4] == ["squeue", "--noheader", "--noconvert", "--user=ada"]
     assert argv[4].startswith("--Format=JobID:\x1f,ArrayJobID:\x1f,")
-    assert argv[4].endswith(",Comment:\x1e")
+    assert argv[4].endswith(",StartTime:\x1e")
 
 
 def test_the_queue_is_understood() -> None:
@@ -139,28 +133,9 @@ def test_the_queue_is_understood() -> None:
     assert [entry.job_id for entry in entries] == ["2", "3_[0-3%2]", "3_0", "7", "1"]
     assert [entry.number for entry in entries] == ["2", "3", "10", "7", "1"]
     assert [entry.reason for entry in entries] == ["Resources", "Priority", "", "JobHeldUser", ""]
-    assert [entry.time_limit_min for entry in entries] == [1440, 30, 30, None, 10]
     assert entries[4] == queries.QueuedEntry(
-        job_id="1",
-        number="1",
-        name='odd name, "q" = x',
-        state="RUNNING",
-        reason="",
-        partition="batch",
-        num_nodes=1,
-        nodes="node1",
-        time_limit_min=10,
-        starts_at=at("07:27:30"),
-        submitted_at=at("07:27:30"),
-        restarts=2,
-        comment="a=b | c\td",
+        job_id="1", number="1", state="RUNNING", reason="", starts_at=at("07:27:30")
     )
-
-
-def test_names_and_comments_may_hold_newlines() -> None:
-    entry = queries.parse_queue(QUEUE)[3]
-
-    assert (entry.name, entry.comment) == ("a-long-name-of-more-than-twenty", "two\nlines")
 
 
 def test_an_estimate_of_the_start_is_told_where_there_is_one() -> None:
@@ -178,19 +153,14 @@ def test_a_job_is_understood_whatever_its_name_and_comment_pretend() -> None:
     assert queries.parse_job(JOB) == queries.JobRecord(
         job_id="1",
         state="RUNNING",
-        exit_code="0:0",
         restarts=2,
         partition="batch",
         account="lab",
         qos="normal",
         nodes="node[1-2]",
-        batch_host="node1",
         time_limit_min=2 * 1440 + 10,
-        submitted_at=at("07:27:30"),
-        starts_at=at("07:27:30"),
         eligible_at=at("07:27:30"),
         ends_at=at("07:37:30"),
-        elapsed_s=86448,
     )
 
 
@@ -198,9 +168,9 @@ def test_a_job_that_waits_is_understood() -> None:
     job = queries.parse_job(PENDING_JOB)
 
     assert job is not None
-    assert (job.job_id, job.state, job.nodes, job.batch_host) == ("5", "PENDING", "", "")
+    assert (job.job_id, job.state, job.nodes) == ("5", "PENDING", "")
     assert job.reason.startswith("Nodes_required_for_job_are_DOWN,_DRAINED")
-    assert (job.starts_at, job.ends_at, job.time_limit_min) == (None, None, None)
+    assert (job.ends_at, job.time_limit_min) == (None, None)
 
 
 def test_of_an_array_the_first_is_told() -> None:
@@ -225,16 +195,16 @@ def test_the_database_is_asked_for_every_start_of_all_jobs() -> None:
 def test_every_start_of_a_job_is_told_oldest_first() -> None:
     first, second, failed, running = queries.parse_accounting(ACCOUNTING)
 
-    assert (first.job_id, first.state, first.nodes, first.elapsed_s) == ("1", "REQUEUED", "node1", 3)
+    assert (first.job_id, first.state, first.nodes) == ("1", "REQUEUED", "node1")
     assert (second.job_id, second.state, second.nodes) == ("1", "CANCELLED by 1001", "")
-    assert (second.starts_at, second.ends_at) == (None, at("07:56:48"))
-    assert (failed.exit_code, failed.time_limit_min) == ("3:0", None)
+    assert second.ends_at == at("07:56:48")
+    assert failed.time_limit_min is None
     assert (running.ends_at, running.reason, running.restarts) == (None, "", None)
 
 
 def test_an_estimate_is_understood() -> None:
     assert queries.parse_test_only(0, f"sbatch: a word of the site\n{TEST_ONLY}") == queries.TestOnly(
-        starts_at=at("07:30:02"), num_cpus=2, nodes="node[1-2]", partition="batch"
+        starts_at=at("07:30:02"), nodes="node[1-2]"
     )
 
 
@@ -299,7 +269,6 @@ def test_partitions_are_understood() -> None:
         is_default=True,
         is_up=True,
         total_nodes=2,
-        max_nodes=None,
         max_time_min=None,
         default_time_min=None,
         preempt_mode="OFF",
@@ -307,7 +276,7 @@ def test_partitions_are_understood() -> None:
         priority_tier=10,
         num_gpus=8,
     )
-    assert (low.is_default, low.is_up, low.max_nodes) == (False, False, 4)
+    assert (low.is_default, low.is_up) == (False, False)
     assert (low.max_time_min, low.default_time_min, low.grace_time_s) == (2880, 60, 10)
     assert low.num_gpus == 6
 
@@ -366,8 +335,7 @@ NOTE = "NOTE: maintenance on Monday | all partitions\n12 days left = 3.5 SUs\n"
         (queries.parse_shapes, "gpu|4|64|1000|gpu:a100:4\n"),
         (queries.parse_associations, "lab||high,low|normal\n"),
         (queries.parse_qos, "high|low|requeue|00:01:00\n"),
-        (queries.parse_nodes, "node1\x1fidle\x1e\nnode2\x1fmixed*\x1e\n"),
-        (queries.parse_node_reasons, "node1\x1fidle\x1fnone\x1e\nnode2\x1fdrained\x1fbad disk\x1e\n"),
+        (queries.parse_nodes, "node1\x1fidle\x1fnone\x1e\nnode2\x1fdrained\x1fbad disk\x1e\n"),
         (queries.parse_steps, "12.0\n12.1\n12.batch\n"),
         (queries.parse_submitted, "12\n"),
         (queries.parse_submitted, "Submitted batch job 12\n"),
@@ -389,7 +357,8 @@ def test_an_answer_of_sbatch_without_a_number_is_an_error_that_says_what_to_see(
 
 
 def test_a_wrapper_may_print_text_on_the_line_of_the_first_record() -> None:
-    assert queries.parse_nodes("NOTE: node1\x1fidle\x1e\nnode2\x1fidle\x1e\n") == {"node1": "idle", "node2": "idle"}
+    nodes = queries.parse_nodes("NOTE: node1\x1fidle\x1fnone\x1e\nnode2\x1fidle\x1fnone\x1e\n")
+    assert [one.node for one in nodes] == ["node1", "node2"]
     assert [one.number for one in queries.parse_queue(f"NOTE: {QUEUE}")] == [
         one.number for one in queries.parse_queue(QUEUE)
     ]
@@ -419,8 +388,11 @@ def test_a_job_tells_when_it_is_preempted_and_which_nodes_it_avoids(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (queries.nodes_argv(["node1", "node2"]), "sinfo --Node --noheader --nodes=node1,node2 --format=%N\x1f%T\x1e"),
-        (queries.nodes_argv(partition="gpu"), "sinfo --Node --noheader --partition=gpu --format=%N\x1f%T\x1e"),
+        (
+            queries.nodes_argv(["node1", "node2"]),
+            "sinfo --Node --noheader --nodes=node1,node2 --format=%N\x1f%T\x1f%E\x1e",
+        ),
+        (queries.nodes_argv(partition="gpu"), "sinfo --Node --noheader --partition=gpu --format=%N\x1f%T\x1f%E\x1e"),
     ],
 )
 def test_questions_are_in_slurms_words(argv: list[str], words: str) -> None:
@@ -448,9 +420,14 @@ def test_the_number_of_a_submitted_job_is_told_with_or_without_its_cluster(text:
 
 
 def test_the_states_of_nodes_are_understood() -> None:
-    text = "node1\x1fidle\x1e\nnode2\x1fmixed*\x1e\nnode3\x1fdraining\x1e\n\nslurm_load_partitions: Unable to contact slurm controller\n"
+    rows = ("node1\x1fidle\x1fnone", "node2\x1fmixed*\x1fnone", "node3\x1fdraining\x1fkernel update")
+    text = "".join(f"{row}\x1e\n" for row in rows) + "\nslurm_load_partitions: Unable to contact slurm controller\n"
 
-    assert queries.parse_nodes(text) == {"node1": "idle", "node2": "mixed*", "node3": "draining"}
+    assert queries.parse_nodes(text) == [
+        queries.NodeState(node="node1", state="idle"),
+        queries.NodeState(node="node2", state="mixed*"),
+        queries.NodeState(node="node3", state="draining", reason="kernel update"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def is_one_of_many_tasks(environ: Mapping[str, str]) -> bool:
     return allocation is not None and allocation.step is not None and allocation.step.world_size > 1
 
 
-_OF_NO_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
+OF_NO_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
 """Variables that name the cluster's configuration and the user's credentials."""
 
 
@@ -148,7 +148,7 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name in _OF_NO_JOB or not name.startswith(("SLURM_", "SLURMD_"))
+        if name in OF_NO_JOB or not name.startswith(("SLURM_", "SLURMD_"))
     }
 
 

@@ -9,12 +9,12 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm import queries
+from ddp_hpc.cluster.slurm.allocation import OF_NO_JOB
 
 TIMEOUT_S = 30.0
 _END_S = 20.0
@@ -25,8 +25,6 @@ _INHERITED = (
     *("PMI_", "PMI2_", "PMIX_"),
 )
 """Variables that a job sets, and defaults of a user: sbatch would read them as options, and squeue would print other columns."""
-_KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
-"""Variables that name the cluster's configuration and the user's credentials."""
 _NO_CLUSTER = re.compile(
     r"Could not establish a configuration source|Unable to process configuration file|unable to (stat|open) slurm.*conf",
     re.IGNORECASE,
@@ -47,18 +45,12 @@ _BUSY = re.compile(r"sleeping and retrying", re.IGNORECASE)
 _NO_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a command printed, and its exit code."""
-
-    returncode: int
-    stdout: str
-    stderr: str
+Answer = subprocess.CompletedProcess[str]
 
 
 def inherited(environ: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that would change what Slurm's commands do."""
-    return sorted(name for name in environ if name.startswith(_INHERITED) and name not in _KEPT)
+    return sorted(name for name in environ if name.startswith(_INHERITED) and name not in OF_NO_JOB)
 
 
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
@@ -131,7 +123,7 @@ def _run(
 ) -> Answer:
     """Run a command; `late` is the message of the error where it does not end in time."""
     try:
-        done = subprocess.run(
+        return subprocess.run(
             argv,
             env=environ,
             input=stdin,
@@ -143,7 +135,7 @@ def _run(
         )
     except subprocess.TimeoutExpired as error:
         # Python gives what it has read as bytes, `text` or not: https://docs.python.org/3/library/subprocess.html#subprocess.TimeoutExpired
-        printed = Answer(1, "", error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else "")
+        printed = Answer(argv, 1, "", error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else "")
         if _BUSY.search(printed.stderr):
             raise SlurmBusyError(
                 f"Slurm accepts no job at the moment: `{argv[0]}` prints {_line(printed, _BUSY)!r}, and did not end within "
@@ -151,7 +143,6 @@ def _run(
             ) from error
         late = late or f"Slurm does not answer: `{argv[0]}` did not end within {timeout_s:.0f} s. Try again later."
         raise SlurmUnavailableError(late) from error
-    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 _ERROR, _ANYTHING = re.compile(r"\berror:", re.IGNORECASE), re.compile(r"\S")
@@ -179,7 +170,7 @@ def queue(user: str, environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
 
 def commands(user: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return, for each of a user's jobs that is pending or running, its number (an array's is one) and its script."""
-    return dict(queries.parse_commands(_stdout(queries.commands_argv(user), environ)))
+    return queries.parse_commands(_stdout(queries.commands_argv(user), environ))
 
 
 def job(job_id: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.JobRecord | None:
@@ -302,21 +293,24 @@ def submit(script: Path, environ: Mapping[str, str], options: Sequence[str] = ()
     return queries.parse_submitted(_succeed(argv, environ, "the job"))
 
 
-def node_states(
-    environ: Mapping[str, str], nodes: Sequence[str] = (), *, partition: str | None = None
-) -> dict[str, str]:
-    """Return Slurm's states of some nodes, or of a partition's nodes; empty if Slurm does not answer."""
-    with suppress(ConfigError, SlurmUnavailableError):
-        return queries.parse_nodes(_stdout(queries.nodes_argv(nodes, partition=partition), environ))
-    return {}
-
-
-def node_reasons(
-    environ: Mapping[str, str], *, partition: str | None = None, timeout_s: float = TIMEOUT_S
+def nodes(
+    environ: Mapping[str, str],
+    names: Sequence[str] = (),
+    *,
+    partition: str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[queries.NodeState]:
-    """Return the states of all nodes, or of a partition's, with the reasons why they are out of service."""
-    argv = queries.node_reasons_argv(partition=partition)
-    return queries.parse_node_reasons(_stdout(argv, environ, timeout_s=timeout_s))
+    """Return the states of some nodes, of a partition's, or of all, with the reasons why they are out of service."""
+    return queries.parse_nodes(_stdout(queries.nodes_argv(names, partition=partition), environ, timeout_s=timeout_s))
+
+
+def node_states(
+    environ: Mapping[str, str], names: Sequence[str] = (), *, partition: str | None = None
+) -> dict[str, str]:
+    """Return Slurm's states of nodes, as `nodes` does; empty if Slurm does not answer."""
+    with suppress(ConfigError, SlurmUnavailableError):
+        return {one.node: one.state for one in nodes(environ, names, partition=partition)}
+    return {}
 
 
 def associations(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Association]:
@@ -371,7 +365,7 @@ def run_in_allocation(
                 process.communicate(timeout=_END_S)
             process.kill()
             process.communicate()
-    return Answer(process.returncode, stdout, stderr)
+    return Answer(process.args, process.returncode, stdout, stderr)
 
 
 def run_beside(command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.base.errors import DdpHpcError
@@ -18,25 +17,6 @@ _LACKS_NODES = re.compile(r"nodes? .*not available", re.IGNORECASE)
 """What sbatch prints of a job whose nodes are too few: `Requested node configuration is not available`."""
 
 
-@dataclass(frozen=True)
-class Exclusions:
-    """The nodes that failed before: those that a job excludes, worst first, and those that it may use all the same."""
-
-    excluded: tuple[str, ...] = ()
-    allowed: tuple[str, ...] = ()
-
-    @property
-    def detail(self) -> str:
-        """Why the job may use nodes that failed before; empty if there are none."""
-        if not self.allowed:
-            return ""
-        pronoun = "it" if len(self.allowed) == 1 else "them"
-        return (
-            f"{', '.join(self.allowed)} failed before, but the job may still use {pronoun}: too few of the other nodes take jobs "
-            f"and have what the job asks for. To exclude {pronoun} all the same, set `slurm.exclude`"
-        )
-
-
 def nodes_to_exclude(
     suspects: Sequence[str],
     spec: LaunchSpec,
@@ -44,8 +24,10 @@ def nodes_to_exclude(
     *,
     script: Path | str,
     partition: str | None = None,
-) -> Exclusions:
+) -> tuple[tuple[str, ...], str]:
     """Return which of `suspects` (nodes that failed, worst first) a job of this spec excludes: those that it can start without.
+
+    Return also a note on the others, which it may use all the same; empty if there are none.
 
     `script` is the job's script, its path or its text; `partition` is its partition, for specs that name none. A node that
     the user named is never excluded. If Slurm does not answer, no node is. A node that failed is better than a job that can never start.
@@ -53,7 +35,7 @@ def nodes_to_exclude(
     named = expand_hostlist(spec.slurm.nodelist or "")
     suspects = [node for node in suspects if node not in named]
     if not suspects:
-        return Exclusions()
+        return (), ""
     states = client.node_states(environ, partition=spec.slurm.partition or partition)
     in_order = {node for node, state in states.items() if takes_jobs(state)} - {
         *expand_hostlist(spec.slurm.exclude or "")
@@ -72,4 +54,10 @@ def nodes_to_exclude(
     excluded = suspects if can_start(suspects) else []
     for node in [] if excluded else suspects:
         excluded = [*excluded, node] if can_start([*excluded, node]) else excluded
-    return Exclusions(tuple(excluded), tuple(node for node in suspects if node not in excluded))
+    allowed = [node for node in suspects if node not in excluded]
+    pronoun = "it" if len(allowed) == 1 else "them"
+    note = (
+        f"{', '.join(allowed)} failed before, but the job may still use {pronoun}: too few of the other nodes take jobs "
+        f"and have what the job asks for. To exclude {pronoun} all the same, set `slurm.exclude`"
+    )
+    return tuple(excluded), note if allowed else ""

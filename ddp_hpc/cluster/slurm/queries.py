@@ -13,13 +13,10 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.slurm_times import minutes, moment, seconds
 
 _FIELD, _RECORD = "\x1f", "\x1e"
-"""The unit and record separators of ASCII. Job names and comments may hold line breaks, but hardly these."""
+"""The unit and record separators of ASCII. Paths and reasons may hold line breaks, but hardly these."""
 _NOTHING = frozenset({"", "(null)", "N/A", "None", "None assigned", "NONE", "Unknown", "UNLIMITED", "INFINITE", "n/a"})
 
-_QUEUE_FIELDS = (
-    *("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "Partition", "NumNodes", "NodeList"),
-    *("TimeLimit", "StartTime", "SubmitTime", "RestartCnt", "Name", "Comment"),
-)
+_QUEUE_FIELDS = ("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "StartTime")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +27,11 @@ class QueuedEntry:
     """`12`; `14_3` for a task of an array; `14_[4-9%2]` for the tasks of an array that are still pending."""
     number: str
     """The job id as one number; each task of an array has its own."""
-    name: str
     state: str
     reason: str
     """Why it is pending; empty once it runs."""
-    partition: str
-    num_nodes: int
-    nodes: str
-    """Slurm's compressed list; empty while the job is pending."""
-    time_limit_min: float | None
-    """None: no limit."""
     starts_at: float | None
     """Seconds since the epoch. While the job is pending: Slurm's estimate, or None."""
-    submitted_at: float | None = None
-    restarts: int = 0
-    comment: str = ""
 
 
 def queue_argv(user: str) -> list[str]:
@@ -55,7 +42,16 @@ def queue_argv(user: str) -> list[str]:
 
 def parse_queue(text: str) -> list[QueuedEntry]:
     """Return the jobs, as listed."""
-    return [_queued_entry(dict(zip(_QUEUE_FIELDS, row, strict=True))) for row in _rows(text, len(_QUEUE_FIELDS))]
+    return [
+        QueuedEntry(
+            job_id=f"{array}_{task if task.isdecimal() else f'[{task}]'}" if _or_empty(task) else number,
+            number=number,
+            state=state,
+            reason=_or_empty(reason),
+            starts_at=moment(start),
+        )
+        for number, array, task, state, reason, start in _rows(text, len(_QUEUE_FIELDS))
+    ]
 
 
 def _rows(text: str, num_fields: int) -> Iterator[list[str]]:
@@ -66,34 +62,14 @@ def _rows(text: str, num_fields: int) -> Iterator[list[str]]:
             yield [(fields[0].split() or [""])[-1], *fields[1:]]
 
 
-def _queued_entry(row: Mapping[str, str]) -> QueuedEntry:
-    task = row["ArrayTaskID"]
-    task_id = f"{row['ArrayJobID']}_{task if task.isdecimal() else f'[{task}]'}"
-    return QueuedEntry(
-        job_id=task_id if _or_empty(task) else row["JobID"],
-        number=row["JobID"],
-        name=row["Name"],
-        state=row["State"],
-        reason=_or_empty(row["Reason"]),
-        partition=row["Partition"],
-        num_nodes=_integer(row["NumNodes"]) or 0,
-        nodes=_or_empty(row["NodeList"]),
-        time_limit_min=minutes(row["TimeLimit"]),
-        starts_at=moment(row["StartTime"]),
-        submitted_at=moment(row["SubmitTime"]),
-        restarts=_integer(row["RestartCnt"]) or 0,
-        comment=_or_empty(row["Comment"]),
-    )
-
-
 def commands_argv(user: str) -> list[str]:
     """List the job scripts of all pending and running jobs of a user."""
     return ["squeue", "--noheader", f"--user={user}", f"--Format=ArrayJobID:{_FIELD},Command:{_RECORD}"]
 
 
-def parse_commands(text: str) -> list[tuple[str, str]]:
-    """Return pairs: the number of a job, or of the array that a task belongs to; its script, with arguments before Slurm 26.05."""
-    return [(number, command) for number, command in _rows(text, 2)]
+def parse_commands(text: str) -> dict[str, str]:
+    """Return for the number of a job, or of the array that a task belongs to, its script, with arguments before Slurm 26.05."""
+    return dict(_rows(text, 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +80,6 @@ class JobRecord:
     """The job id as one number; each task of an array has its own."""
     state: str
     reason: str = ""
-    exit_code: str = ""
-    """`code:signal`."""
     restarts: int | None = None
     """None for a record of the database, which has one record for each start of the job."""
     partition: str = ""
@@ -113,15 +87,11 @@ class JobRecord:
     account: str = ""
     qos: str = ""
     nodes: str = ""
-    batch_host: str = ""
     time_limit_min: float | None = None
-    submitted_at: float | None = None
-    starts_at: float | None = None
     eligible_at: float | None = None
     """The earliest time at which Slurm may start it."""
     ends_at: float | None = None
     """When it ended, or when its time limit will end it."""
-    elapsed_s: int | None = None
     preempted_at: float | None = None
     """When Slurm began to preempt it: known from Slurm's first signal on, while the job still runs."""
     excluded_nodes: str = ""
@@ -147,28 +117,20 @@ def parse_job(text: str) -> JobRecord | None:
         job_id=number[1],
         state=fields["JobState"],
         reason=_or_empty(fields.get("Reason", "")),
-        exit_code=fields.get("ExitCode", ""),
         restarts=_integer(fields.get("Restarts", "")),
         partition=_or_empty(fields.get("Partition", "")),
         account=_or_empty(fields.get("Account", "")),
         qos=_or_empty(fields.get("QOS", "")),
         nodes=_or_empty(fields.get("NodeList", "")),
-        batch_host=_or_empty(fields.get("BatchHost", "")),
         time_limit_min=minutes(fields.get("TimeLimit", "")),
-        submitted_at=moment(fields.get("SubmitTime", "")),
-        starts_at=moment(fields.get("StartTime", "")),
         eligible_at=moment(fields.get("EligibleTime", "")),
         ends_at=moment(fields.get("EndTime", "")),
-        elapsed_s=seconds(fields.get("RunTime", "")),
         preempted_at=moment(fields.get("PreemptTime", "")),
         excluded_nodes=_or_empty(fields.get("ExcNodeList", "")),
     )
 
 
-_ACCOUNTING_FIELDS = (
-    *("JobIDRaw", "State", "ExitCode", "Submit", "Start", "End", "ElapsedRaw"),
-    *("Timelimit", "NodeList", "Reason"),
-)
+_ACCOUNTING_FIELDS = ("JobIDRaw", "State", "Submit", "End", "Timelimit", "NodeList", "Reason")
 
 
 def accounting_argv(job_ids: Sequence[str]) -> list[str]:
@@ -181,24 +143,18 @@ def accounting_argv(job_ids: Sequence[str]) -> list[str]:
 
 def parse_accounting(text: str) -> list[JobRecord]:
     """Return the starts, oldest first. The database counts a requeue as a new submission."""
-    lines = (line.split(_FIELD) for line in text.splitlines())
-    rows = (dict(zip(_ACCOUNTING_FIELDS, line, strict=True)) for line in lines if len(line) == len(_ACCOUNTING_FIELDS))
-    records = [
+    rows = (line.split(_FIELD) for line in text.splitlines() if line.count(_FIELD) + 1 == len(_ACCOUNTING_FIELDS))
+    return [
         JobRecord(
-            job_id=row["JobIDRaw"],
-            state=row["State"],
-            reason=_or_empty(row["Reason"]),
-            exit_code=row["ExitCode"],
-            nodes=_or_empty(row["NodeList"]),
-            time_limit_min=minutes(row["Timelimit"]),
-            submitted_at=moment(row["Submit"]),
-            starts_at=moment(row["Start"]),
-            ends_at=moment(row["End"]),
-            elapsed_s=_integer(row["ElapsedRaw"]),
+            job_id=number,
+            state=state,
+            reason=_or_empty(reason),
+            nodes=_or_empty(nodes),
+            time_limit_min=minutes(limit),
+            ends_at=moment(end),
         )
-        for row in rows
+        for number, state, _, end, limit, nodes, reason in sorted(rows, key=lambda row: moment(row[2]) or 0.0)
     ]
-    return sorted(records, key=lambda record: record.submitted_at or 0.0)
 
 
 @dataclass(frozen=True)
@@ -209,17 +165,12 @@ class TestOnly:
     """May be centuries ahead, if jobs without a time limit are ahead in the queue."""
     refusal: str | None = None
     """What Slurm printed, if it refuses the job."""
-    num_cpus: int | None = None
     nodes: str = ""
-    partition: str = ""
 
     __test__ = False  # pytest collects by name
 
 
-_ESTIMATE = re.compile(
-    r"to start at (?P<start>\S+)"
-    r"(?: using (?P<cpus>\d+) processors)?(?: on nodes (?P<nodes>\S+))?(?: in partition (?P<partition>\S+))?"
-)
+_ESTIMATE = re.compile(r"to start at (?P<start>\S+)(?: using \d+ processors)?(?: on nodes (?P<nodes>\S+))?")
 
 
 def parse_test_only(returncode: int, stderr: str) -> TestOnly:
@@ -229,12 +180,7 @@ def parse_test_only(returncode: int, stderr: str) -> TestOnly:
     found = _ESTIMATE.search(stderr)
     if found is None:
         return TestOnly()
-    return TestOnly(
-        starts_at=moment(found["start"]),
-        num_cpus=_integer(found["cpus"] or ""),
-        nodes=_or_empty(found["nodes"] or ""),
-        partition=found["partition"] or "",
-    )
+    return TestOnly(starts_at=moment(found["start"]), nodes=_or_empty(found["nodes"] or ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +238,6 @@ class Partition:
     is_default: bool
     is_up: bool
     total_nodes: int
-    max_nodes: int | None
     max_time_min: float | None
     """None: no limit."""
     default_time_min: float | None
@@ -320,7 +265,6 @@ def parse_partitions(text: str) -> list[Partition]:
             is_default=row.get("Default") == "YES",
             is_up=row.get("State") == "UP",
             total_nodes=_integer(row.get("TotalNodes", "")) or 0,
-            max_nodes=_integer(row.get("MaxNodes", "")),
             max_time_min=minutes(row.get("MaxTime", "")),
             default_time_min=minutes(row.get("DefaultTime", "")),
             preempt_mode=_or_empty(row.get("PreemptMode", "")),
@@ -448,37 +392,25 @@ def parse_submitted(text: str) -> str:
     )
 
 
-def nodes_argv(nodes: Sequence[str] = (), *, partition: str | None = None) -> list[str]:
-    """Ask for the states of some nodes, or of all of a partition."""
-    options = [f"--nodes={','.join(nodes)}"] if nodes else []
-    options += [f"--partition={partition}"] if partition else []
-    return ["sinfo", "--Node", "--noheader", *options, f"--format=%N{_FIELD}%T{_RECORD}"]
-
-
-def parse_nodes(text: str) -> dict[str, str]:
-    """Return each node's state as Slurm writes it."""
-    # A trailing `*` means that the node does not answer: https://slurm.schedmd.com/sinfo.html#SECTION_NODE-STATE-CODES
-    return dict(_rows(text, 2))
-
-
 @dataclass(frozen=True, kw_only=True)
 class NodeState:
     """A node, as sinfo lists it."""
 
     node: str
     state: str
-    """As Slurm writes it; a trailing `*`: it does not answer."""
+    """As Slurm writes it; a trailing `*`: it does not answer (https://slurm.schedmd.com/sinfo.html#SECTION_NODE-STATE-CODES)."""
     reason: str = ""
     """Why an administrator, or a program, took it out of service; it may hold any text."""
 
 
-def node_reasons_argv(*, partition: str | None = None) -> list[str]:
-    """Ask for the states of all nodes, or of a partition's, and why they are out of service."""
-    options = [f"--partition={partition}"] if partition else []
+def nodes_argv(nodes: Sequence[str] = (), *, partition: str | None = None) -> list[str]:
+    """Ask for the states of some nodes, of all of a partition, or of all, and why they are out of service."""
+    options = [f"--nodes={','.join(nodes)}"] if nodes else []
+    options += [f"--partition={partition}"] if partition else []
     return ["sinfo", "--Node", "--noheader", *options, f"--format=%N{_FIELD}%T{_FIELD}%E{_RECORD}"]
 
 
-def parse_node_reasons(text: str) -> list[NodeState]:
+def parse_nodes(text: str) -> list[NodeState]:
     """Return each node once, as sinfo repeats it for each of its partitions."""
     rows = {row[0]: row for row in _rows(text, 3)}
     return [

@@ -99,6 +99,6 @@ def _nodes_to_let_in(run: RunDir, job: JobRecord, environ: Mapping[str, str]) ->
     spec = load_resolved(run.config)
     attempts = Ledger.read(run).attempts
     bad = requeue.bad_nodes(attempts, spec.restart, now=time.time())
-    failed = nodes_to_exclude(bad, spec, environ, script=run.job_script, partition=job.partition)
-    left_out = {*expand_hostlist(spec.slurm.exclude or ""), *failed.excluded}
+    failed, _ = nodes_to_exclude(bad, spec, environ, script=run.job_script, partition=job.partition)
+    left_out = {*expand_hostlist(spec.slurm.exclude or ""), *failed}
     return {node for attempt in attempts for node in attempt.failed_nodes} - left_out

@@ -83,13 +83,13 @@ def _script(request: SubmitRequest) -> tuple[str, list[str]]:
     run, spec, paths = request.run, request.spec, job_import_paths(request)
     script = render(spec, run, paths, chdir=Path.cwd())
     bad = requeue.bad_nodes(Ledger.read(run).attempts, spec.restart, now=time.time())
-    left_out = nodes_to_exclude(bad, spec, request.environ, script=script)
-    notes = [left_out.detail] if left_out.detail else []
-    if left_out.excluded:
-        exclude = ",".join(filter(None, [spec.slurm.exclude, *left_out.excluded]))
+    left_out, note = nodes_to_exclude(bad, spec, request.environ, script=script)
+    notes = [note] if note else []
+    if left_out:
+        exclude = ",".join(filter(None, [spec.slurm.exclude, *left_out]))
         script = render(replace(spec, slurm=replace(spec.slurm, exclude=exclude)), run, paths, chdir=Path.cwd())
         within = f"in the last {spec.restart.forget_h} h (`restart.forget_h`)"
-        notes.insert(0, f"the job excludes {', '.join(left_out.excluded)}, where the run failed {within}")
+        notes.insert(0, f"the job excludes {', '.join(left_out)}, where the run failed {within}")
     return script, notes
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import psutil
 
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.cluster.slurm import client, states
-from ddp_hpc.cluster.slurm.meanwhile import Meanwhile
 from ddp_hpc.cluster.slurm.queries import ClusterConfig, JobRecord, NodeShape, Partition, TestOnly
 from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, asked, chosen_partition, explain
 from ddp_hpc.run import requeue
@@ -24,6 +25,7 @@ from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.only_in_job import PRIVATE_PLACES
 
+T = TypeVar("T")
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 _OF_PYTHON = (Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR)
 _SOURCED = re.compile(r"\s*(?:source|\.)\s+(~?/?[\w.+-]+(?:/[\w.+-]+)+)\s*$")
@@ -59,6 +61,35 @@ def _private_place(path: Path) -> str | None:
         return f"{mount.mountpoint} ({mount.fstype})"
     is_private = place is not None and (mount is None or Path(place) not in Path(mount.mountpoint).parents)
     return place if is_private else None
+
+
+class Meanwhile(Generic[T]):
+    """A question to Slurm that a thread asks, from now on: each of its commands takes several milliseconds."""
+
+    def __init__(self, ask: Callable[[], T]) -> None:
+        self._ask = ask
+        self._answers: list[T] = []
+        self._error: BaseException | None = None
+        # Where this process is interrupted, it does not wait for the answer.
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._answers.append(self._ask())
+        except BaseException as error:  # noqa: BLE001  `answer` raises it
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait until there is an answer, or an error."""
+        self._thread.join()
+
+    def answer(self) -> T:
+        """Wait for the answer; raise what asking has raised."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._answers[0]
 
 
 class Questions:

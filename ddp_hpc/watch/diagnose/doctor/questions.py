@@ -81,7 +81,7 @@ def _of_slurm(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, Callable[.
         "controller": client.controller,
         "config": client.config,
         "partitions": client.partitions,
-        "nodes": partial(client.node_reasons, partition=spec.slurm.partition),
+        "nodes": partial(client.nodes, partition=spec.slurm.partition),
         "associations": client.associations,
         "qos": client.qos,
         "test_only": partial(_ask_start, spec),
