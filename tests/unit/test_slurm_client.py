@@ -72,7 +72,7 @@ def test_a_command_sees_the_clean_environment(slurm: Slurm) -> None:
 
 def test_a_missing_command_is_told_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`sbatch`, but PATH on this host has none. Go to a login node"):
-        client.test_only(Path("job.sh"), {"PATH": str(tmp_path)})
+        client.estimate_start(Path("job.sh"), {"PATH": str(tmp_path)})
 
 
 def test_without_a_path_nothing_is_found() -> None:
@@ -92,7 +92,7 @@ def test_a_slurm_that_is_down_is_told_apart_from_a_refusal(slurm: Slurm, said: s
 
     for ask in (
         lambda: client.queue("ada", environ),
-        lambda: client.test_only(Path("job.sh"), environ),
+        lambda: client.estimate_start(Path("job.sh"), environ),
         lambda: client.cancel("7", environ),
     ):
         with pytest.raises(SlurmUnavailableError, match="does not answer"):
@@ -173,7 +173,9 @@ def test_an_answer_that_holds_no_job_and_no_refusal_is_not_taken_for_a_job_that_
 def test_a_refused_job_is_told_in_slurms_words(slurm: Slurm) -> None:
     environ = slurm(sbatch=failing("allocation failure: Invalid partition name specified"))
 
-    assert client.test_only(Path("job.sh"), environ).refusal == "allocation failure: Invalid partition name specified"
+    assert (
+        client.estimate_start(Path("job.sh"), environ).refusal == "allocation failure: Invalid partition name specified"
+    )
 
 
 def test_a_refused_cancel_is_told(slurm: Slurm) -> None:
@@ -199,7 +201,7 @@ def test_a_refused_cancel_is_told(slurm: Slurm) -> None:
         (lambda environ: client.cancel_pending("7", environ), "scancel --state=PENDING 7"),
         (lambda environ: client.signal("7", "USR2", environ), "scancel --signal=USR2 7"),
         (lambda environ: client.signal("7", "TERM", environ, batch_only=True), "scancel --signal=TERM --batch 7"),
-        (lambda environ: client.test_only(Path("/a/job.sh"), environ), "sbatch --test-only /a/job.sh"),
+        (lambda environ: client.estimate_start(Path("/a/job.sh"), environ), "sbatch --test-only /a/job.sh"),
         (lambda environ: client.submit(Path("/a/job.sh"), environ), "sbatch --parsable /a/job.sh"),
         (
             lambda environ: client.submit(Path("job.sh"), environ, ["--dependency=afterany:7", "--exclude=node1"]),

@@ -203,7 +203,7 @@ def test_every_start_of_a_job_is_told_oldest_first() -> None:
 
 
 def test_an_estimate_is_understood() -> None:
-    assert queries.parse_test_only(0, f"sbatch: a word of the site\n{TEST_ONLY}") == queries.TestOnly(
+    assert queries.parse_test_only(0, f"sbatch: a word of the site\n{TEST_ONLY}") == queries.Estimate(
         starts_at=at("07:30:02"), nodes="node[1-2]"
     )
 
@@ -223,7 +223,7 @@ def test_a_refusal_is_told_whole(said: str) -> None:
 
 
 def test_an_answer_without_an_estimate_is_no_refusal() -> None:
-    assert queries.parse_test_only(0, "sbatch: fine\n") == queries.TestOnly()
+    assert queries.parse_test_only(0, "sbatch: fine\n") == queries.Estimate()
 
 
 def test_the_configuration_is_understood() -> None:

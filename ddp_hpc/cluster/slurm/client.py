@@ -197,21 +197,14 @@ def accounting(
     return []
 
 
-def test_only(
-    script: Path | str,
-    environ: Mapping[str, str],
-    options: Sequence[str] = (),  # noqa: PT028  no test
-    *,
-    timeout_s: float = TIMEOUT_S,  # noqa: PT028  no test
-) -> queries.TestOnly:
+def estimate_start(
+    script: Path | str, environ: Mapping[str, str], options: Sequence[str] = (), *, timeout_s: float = TIMEOUT_S
+) -> queries.Estimate:
     """Ask Slurm when it would start a job script (its path or its text), or why it would refuse it; options win over its lines."""
     text, path = ("", script) if isinstance(script, Path) else (script, None)
     argv = ["sbatch", "--test-only", *options, *([str(path)] if path else [])]
     answer = ask(argv, environ, timeout_s=timeout_s, stdin=text)
     return queries.parse_test_only(answer.returncode, answer.stderr)
-
-
-test_only.__test__ = False  # type: ignore[attr-defined]  # pytest collects by name
 
 
 def config(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.ClusterConfig:

@@ -45,7 +45,7 @@ def nodes_to_exclude(
         asked = [f"--exclude={','.join(filter(None, [spec.slurm.exclude, *left_out]))}"]
         asked += [f"--partition={partition}"] if partition and not spec.slurm.partition else []
         with suppress(DdpHpcError):
-            told = client.test_only(script, environ, asked)
+            told = client.estimate_start(script, environ, asked)
             if told.starts_at is not None or _LACKS_NODES.search(told.refusal or ""):
                 return told.starts_at is not None
         # Slurm does not say, or refuses for another reason.

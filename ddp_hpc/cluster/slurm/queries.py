@@ -158,7 +158,7 @@ def parse_accounting(text: str) -> list[JobRecord]:
 
 
 @dataclass(frozen=True)
-class TestOnly:
+class Estimate:
     """What Slurm would do with a job."""
 
     starts_at: float | None = None
@@ -167,20 +167,18 @@ class TestOnly:
     """What Slurm printed, if it refuses the job."""
     nodes: str = ""
 
-    __test__ = False  # pytest collects by name
-
 
 _ESTIMATE = re.compile(r"to start at (?P<start>\S+)(?: using \d+ processors)?(?: on nodes (?P<nodes>\S+))?")
 
 
-def parse_test_only(returncode: int, stderr: str) -> TestOnly:
+def parse_test_only(returncode: int, stderr: str) -> Estimate:
     """Return when and where the job would start, or why Slurm refuses it."""
     if returncode != 0:
-        return TestOnly(refusal=stderr.strip())
+        return Estimate(refusal=stderr.strip())
     found = _ESTIMATE.search(stderr)
     if found is None:
-        return TestOnly()
-    return TestOnly(starts_at=moment(found["start"]), nodes=_or_empty(found["nodes"] or ""))
+        return Estimate()
+    return Estimate(starts_at=moment(found["start"]), nodes=_or_empty(found["nodes"] or ""))
 
 
 @dataclass(frozen=True, kw_only=True)

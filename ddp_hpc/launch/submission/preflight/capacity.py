@@ -17,7 +17,7 @@ import psutil
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.cluster.slurm import client, states
-from ddp_hpc.cluster.slurm.queries import ClusterConfig, JobRecord, NodeShape, Partition, TestOnly
+from ddp_hpc.cluster.slurm.queries import ClusterConfig, Estimate, JobRecord, NodeShape, Partition
 from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, asked, chosen_partition, explain
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -100,11 +100,11 @@ class Questions:
         self.environ = environ
         self._partitions = Meanwhile(lambda: client.partitions(environ))
         self._config = Meanwhile(lambda: client.config(environ))
-        self._test: Meanwhile[TestOnly] | None = None
+        self._test: Meanwhile[Estimate] | None = None
 
     def ask_about(self, script: Path) -> None:
         """Begin to ask whether Slurm would accept this script."""
-        self._test = Meanwhile(lambda: client.test_only(script, self.environ))
+        self._test = Meanwhile(lambda: client.estimate_start(script, self.environ))
 
     def config(self) -> ClusterConfig:
         """Return the cluster's configuration."""

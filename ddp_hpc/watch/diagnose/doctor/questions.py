@@ -21,7 +21,7 @@ from ddp_hpc.cluster.node_checks.node import disk
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.allocation import claimed_job_id
 from ddp_hpc.cluster.slurm.directives import directives
-from ddp_hpc.cluster.slurm.queries import Association, ClusterConfig, JobRecord, NodeState, Partition, Qos, TestOnly
+from ddp_hpc.cluster.slurm.queries import Association, ClusterConfig, Estimate, JobRecord, NodeState, Partition, Qos
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.diagnose.doctor.quota import Quota, quotas_of
@@ -48,7 +48,7 @@ class SlurmAnswers:
     nodes: Sequence[NodeState] | None = None
     associations: Sequence[Association] | None = None
     qos: Sequence[Qos] | None = None
-    test_only: TestOnly | None = None
+    test_only: Estimate | None = None
     job: JobRecord | None = None
     """The job of this shell's variables; None also where Slurm knows no such job."""
     problems: Mapping[str, str]
@@ -133,8 +133,8 @@ def answers_of(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -
     return SlurmAnswers(**told, problems=why)
 
 
-def _ask_start(spec: RunSpec, environ: Mapping[str, str], *, timeout_s: float) -> TestOnly:
+def _ask_start(spec: RunSpec, environ: Mapping[str, str], *, timeout_s: float) -> Estimate:
     """Ask when Slurm would start a job of this spec; nothing is submitted."""
     made = directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=spec.cpus_per_task)
     options = [f"#SBATCH --{flag}{'' if value is None else f'={value}'}\n" for flag, value in made.items()]
-    return client.test_only(f"#!/bin/sh\n{''.join(options)}exit 0\n", environ, timeout_s=timeout_s)
+    return client.estimate_start(f"#!/bin/sh\n{''.join(options)}exit 0\n", environ, timeout_s=timeout_s)
