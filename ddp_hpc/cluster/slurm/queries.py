@@ -62,6 +62,11 @@ def _rows(text: str, num_fields: int) -> Iterator[list[str]]:
             yield [(fields[0].split() or [""])[-1], *fields[1:]]
 
 
+def _lines(text: str, separator: str, num_fields: int) -> Iterator[list[str]]:
+    """Yield the lines that have so many fields."""
+    return (line.split(separator) for line in text.splitlines() if line.count(separator) + 1 == num_fields)
+
+
 def commands_argv(user: str) -> list[str]:
     """List the job scripts of all pending and running jobs of a user."""
     return ["squeue", "--noheader", f"--user={user}", f"--Format=ArrayJobID:{_FIELD},Command:{_RECORD}"]
@@ -143,7 +148,7 @@ def accounting_argv(job_ids: Sequence[str]) -> list[str]:
 
 def parse_accounting(text: str) -> list[JobRecord]:
     """Return the starts, oldest first. The database counts a requeue as a new submission."""
-    rows = (line.split(_FIELD) for line in text.splitlines() if line.count(_FIELD) + 1 == len(_ACCOUNTING_FIELDS))
+    rows = _lines(text, _FIELD, len(_ACCOUNTING_FIELDS))
     return [
         JobRecord(
             job_id=number,
@@ -294,7 +299,6 @@ SHAPES = ("sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G")
 
 def parse_shapes(text: str) -> list[NodeShape]:
     """Return one row for each kind of node in each partition; `64+` (at least 64) becomes 64."""
-    rows = (line.split("|") for line in text.splitlines() if line.count("|") == 4)
     return [
         NodeShape(
             partition=partition,
@@ -304,7 +308,7 @@ def parse_shapes(text: str) -> list[NodeShape]:
             num_gpus=sum(int(count) for _, count in _GPUS.findall(gres)),
             gpu_type=next((kind for kind, _ in _GPUS.findall(gres) if kind), None),
         )
-        for partition, number, cpus, memory, gres in rows
+        for partition, number, cpus, memory, gres in _lines(text, "|", 5)
     ]
 
 
@@ -337,7 +341,6 @@ def associations_argv(user: str) -> list[str]:
 
 def parse_associations(text: str) -> list[Association]:
     """Return the accounts, as listed."""
-    rows = (line.split("|") for line in text.splitlines() if line.count("|") == 3)
     return [
         Association(
             account=account,
@@ -345,7 +348,7 @@ def parse_associations(text: str) -> list[Association]:
             qos=tuple(filter(None, qos.split(","))),
             default_qos=_or_empty(default),
         )
-        for account, partition, qos, default in rows
+        for account, partition, qos, default in _lines(text, "|", 4)
     ]
 
 
@@ -367,7 +370,6 @@ QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,pree
 
 def parse_qos(text: str) -> list[Qos]:
     """Return each QOS, as listed."""
-    rows = (line.split("|") for line in text.splitlines() if line.count("|") == 3)
     return [
         Qos(
             name=name,
@@ -375,7 +377,7 @@ def parse_qos(text: str) -> list[Qos]:
             preempt_mode="" if mode.lower() in {"", "cluster"} else mode.upper(),
             grace_time_s=seconds(grace) or 0,
         )
-        for name, preempts, mode, grace in rows
+        for name, preempts, mode, grace in _lines(text, "|", 4)
     ]
 
 
