@@ -309,9 +309,9 @@ def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: N
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object at `path`, or None if there is none yet."""
+    """Return the JSON object at `path`, or None if there is none yet; NUL bytes around it are removed."""
     try:
-        return json_object(record_bytes(path).decode("utf-8"))
+        return json_object(record_bytes(path).decode("utf-8").strip("\0 \t\r\n"))
     except (FileNotFoundError, UnicodeDecodeError):
         return None
 

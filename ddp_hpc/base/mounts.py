@@ -1,12 +1,14 @@
-"""Which file system a path lies on, by the kernel's list of this process's mounts (proc_pid_mounts(5))."""
+"""Which file system a path lies on, by the kernel's list of this process's mounts (proc_pid_mountinfo(5))."""
 
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+MOUNTINFO = Path("/proc/self/mountinfo")
 AUTOMOUNT = "autofs"
 """The type of a place where a mount appears once a process looks into it (autofs(5))."""
 
@@ -21,15 +23,30 @@ class Mount:
     """A device, or `server:/export`."""
 
 
-def mount_of(path: Path) -> Mount | None:
+def mount_of(path: Path, *, mountinfo: Path = MOUNTINFO) -> Mount | None:
     """Return the mount that a path lies on, whether or not the path exists; None where the kernel's list cannot be read."""
-    import psutil  # late: few commands need it
-
-    real, found = os.path.realpath(path), None
+    real = os.path.realpath(path)
     with suppress(OSError):
-        for one in psutil.disk_partitions(all=True):
-            is_above = real == one.mountpoint or real.startswith(one.mountpoint.rstrip("/") + "/")
-            # A later mount covers an earlier one.
-            if is_above and (found is None or len(one.mountpoint) >= len(found.point)):
-                found = Mount(point=one.mountpoint, fs_type=one.fstype, source=one.device)
+        text = mountinfo.read_text(encoding="utf-8", errors="surrogateescape")
+        return _covering(real, text)
+    return None
+
+
+def _covering(path: str, text: str) -> Mount | None:
+    """Return the last mount of the longest of the points above a path: a later one covers an earlier one."""
+    found: Mount | None = None
+    for line in text.splitlines():
+        front, separator, back = line.partition(" - ")
+        before, after = front.split(), back.split()
+        if not separator or len(before) < 5 or len(after) < 2:
+            continue
+        mount = Mount(point=_plain(before[4]), fs_type=after[0], source=_plain(after[1]))
+        is_above = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+        if is_above and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
     return found
+
+
+def _plain(text: str) -> str:
+    """Return a name in which the kernel wrote a space, or the like, as a backslash and three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)

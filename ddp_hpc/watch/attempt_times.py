@@ -63,8 +63,9 @@ class AttemptTime:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has ended and lost nothing: then its logged steps say nothing new."""
-        return not self.is_open and self.attempt.ending in _COMMITS and self.kept_step == self.reached_step
+        """Whether it has ended and lost nothing, and its marks say so up to its last step: then its logged steps say nothing new."""
+        is_known = self.kept_step == self.reached_step >= (self.attempt.last_step or 0)
+        return not self.is_open and self.attempt.ending in _COMMITS and is_known
 
     @property
     def is_failure(self) -> bool:

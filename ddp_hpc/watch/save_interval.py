@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 from ddp_hpc.run.checkpoints import save_interval
 from ddp_hpc.run.checkpoints.failure_rate import between_failures_s
@@ -12,9 +13,11 @@ from ddp_hpc.run.checkpoints.past_saves import read_past
 from ddp_hpc.run.checkpoints.save_interval import ASSUMED_STALL_S, SaveCosts, choose
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark
-from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.watch.attempt_times import AttemptTime, read_times
 from ddp_hpc.watch.goodput import measured_cost
+
+if TYPE_CHECKING:
+    from ddp_hpc.run.spec import CheckpointSpec
 
 
 @dataclass(frozen=True, kw_only=True)

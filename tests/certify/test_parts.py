@@ -88,6 +88,25 @@ def test_two_files_with_the_same_tensors_hold_the_same_though_their_bytes_differ
     assert (one.has_optimizer, one.has_rng, one.has_lr_scheduler) == (True, True, False)
 
 
+def test_an_optimizer_that_is_saved_whole_keeps_the_state_of_each_parameter_apart(tmp_path: Path) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]  # equal bytes: each is a key of the state
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def saved(*gradients: float) -> dict[str, str]:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), gradient)
+        torch.save({"opt": optimizer}, tmp_path / "whole.pt")
+        return dict(read(tmp_path / "whole.pt").values)
+
+    one, other = saved(1.0, 2.0), saved(1.0, 3.0)
+    with torch.no_grad():
+        parameters[0].add_(1.0)
+    moved = saved(1.0, 2.0)
+
+    assert one.keys() == other.keys() == moved.keys()
+    assert [path.rpartition(".")[2] for path in one if one[path] != other[path]] == ["momentum_buffer"]
+
+
 def test_reading_a_file_runs_none_of_its_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, ...]:

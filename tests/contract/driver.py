@@ -43,8 +43,7 @@ def _called(backend: Backend, function: str, words: Sequence[str], environ: Mapp
                 return {"command": list(described.command), "script": described.script}
             return _as_dict(backend.submit(request)) if function == "submit" else backend.prepare(request)
         case "wait":
-            ended = asdict(backend.wait(run, int(settings[0]), environ))
-            return {**ended, **ended["end"]}
+            return asdict(backend.wait(run, int(settings[0]), environ))
         case "find_job":
             found = backend.find_job(run, environ)
             return found and _as_dict(found)

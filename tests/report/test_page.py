@@ -196,6 +196,16 @@ def test_another_run_beside_this_one_shows_what_differs_without_secrets(tmp_path
     assert "hidden-" not in text
 
 
+def test_what_cannot_be_read_of_the_other_run_is_said(tmp_path: Path) -> None:
+    run, other = (made_run(tmp_path / name, [Plan(first=0, reached=300)]) for name in ("one", "two"))
+    other.metrics.unlink()
+    other.metrics.mkdir()
+
+    text = page_of(read_run(run, now=NOW), now=NOW, against=read_run(other, now=NOW))
+
+    assert re.search(r"two: [^:]*metrics", Outline(text).text)
+
+
 def test_checkpoints_are_listed_with_their_size_and_their_damage(tmp_path: Path) -> None:
     run = made_run(tmp_path / "one", [Plan(first=0, reached=300, ending="finished")])
     add_checkpoint(run, 200)

@@ -30,7 +30,7 @@ PYTHONS_AND_TORCHS = ("LC_CTYPE", "TORCHINDUCTOR_")
 @pytest.mark.parametrize(
     ("launcher", "more"),
     [
-        pytest.param("agent", (), marks=pytest.mark.long),
+        ("agent", ()),
         pytest.param("agent", WITHOUT_ENVIRONMENT, marks=pytest.mark.long),
         pytest.param("srun", WITHOUT_ENVIRONMENT, marks=pytest.mark.long),
         pytest.param("torchrun", (), marks=pytest.mark.long),

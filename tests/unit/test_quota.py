@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
@@ -90,25 +89,15 @@ def test_a_host_without_the_tool_is_told(tmp_path: Path) -> None:
         quotas_of(tmp_path, {"PATH": "/nowhere"}, timeout_s=1)
 
 
-MOUNTS = r"""/dev/sda1 / ext4 rw 0 0
-systemd-1 /data autofs rw 0 0
-server:/sets /data/sets nfs4 rw 0 0
-shm /with\040space tmpfs rw 0 0
-first /twice tmpfs rw 0 0
-second /twice tmpfs rw 0 0
+MOUNTS = r"""21 1 8:1 / / rw - ext4 /dev/sda1 rw
+30 21 0:5 / /data rw master:1 - autofs systemd-1 rw
+31 30 0:6 / /data/sets rw shared:2 - nfs4 server:/sets rw
+32 21 0:7 / /with\040space rw - tmpfs none rw
+33 21 0:8 / /twice rw - tmpfs first rw
+34 21 0:9 / /twice rw - tmpfs second rw
 """
 
 
-@pytest.fixture
-def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the kernel's list be that of `MOUNTS`."""
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self/mounts").write_text(MOUNTS)
-    (tmp_path / "filesystems").write_text("\text4\n")
-    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-
-
-@pytest.mark.usefixtures("listed")
 @pytest.mark.parametrize(
     ("path", "point", "fs_type", "source"),
     [
@@ -116,15 +105,16 @@ def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("/data/other", "/data", "autofs", "systemd-1"),
         ("/data/sets/a/b", "/data/sets", "nfs4", "server:/sets"),
         ("/data/setsuna", "/data", "autofs", "systemd-1"),
-        ("/with space/x", "/with space", "tmpfs", "shm"),
+        ("/with space/x", "/with space", "tmpfs", "none"),
         ("/twice/x", "/twice", "tmpfs", "second"),
     ],
 )
-def test_a_path_is_on_the_innermost_mount(path: str, point: str, fs_type: str, source: str) -> None:
-    assert mount_of(Path(path)) == Mount(point=point, fs_type=fs_type, source=source)
+def test_a_path_is_on_the_innermost_mount(tmp_path: Path, path: str, point: str, fs_type: str, source: str) -> None:
+    listed = tmp_path / "mountinfo"
+    listed.write_text(MOUNTS.replace("\\\\", "\\"))
+
+    assert mount_of(Path(path), mountinfo=listed) == Mount(point=point, fs_type=fs_type, source=source)
 
 
-def test_without_the_kernels_list_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "none"))
-
-    assert mount_of(Path("/")) is None
+def test_without_the_kernels_list_nothing_is_known(tmp_path: Path) -> None:
+    assert mount_of(Path("/"), mountinfo=tmp_path / "none") is None

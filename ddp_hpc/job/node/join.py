@@ -61,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.getppid()
         )  # a killed torchrun ends no worker, and this one would hold the run and its GPU
     run, place = RunDir(arguments.run), of_run(place, RunDir(arguments.run).path.absolute())
-    context = _context(run, place) if place.rank == 0 else None
 
     def begin() -> int:
         processes.block_awaited_signals()  # the attempt that begins is to be ended by the worker
@@ -69,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with nullcontext() if place.is_store_hosted else processes.leaving_at_stop_signals():
+            context = _context(run, place) if place.rank == 0 and not arguments.finished else None
             attempt, listen_fd = _gather(run, place, begin)
     except processes.StopSignalled:
         sys.stderr.write(f"{run.name}: rank {place.rank} was stopped while it waited for the other ranks\n")

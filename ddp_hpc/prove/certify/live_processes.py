@@ -92,10 +92,13 @@ class LiveProcesses:
 
 def end_all_below(top: int) -> None:
     """Kill a process of ours and all below it, and wait until they have vanished."""
+    below: list[int] = []
     with suppress(psutil.Error):  # what is started just now has our mark: `end_survivors` finds it
-        below = psutil.Process(top).children(recursive=True)
-        processes.kill([top, *(one.pid for one in below)])
-        psutil.wait_procs(below, timeout=VANISH_S)
+        below = [one.pid for one in psutil.Process(top).children(recursive=True)]
+    processes.kill([top, *below])
+    deadline = time.monotonic() + VANISH_S
+    while any(processes.start_ticks(pid) is not None for pid in below) and time.monotonic() < deadline:
+        time.sleep(_TICK_S)
 
 
 def end_survivors(run: RunDir, command: str) -> list[str]:

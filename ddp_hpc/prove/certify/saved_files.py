@@ -148,19 +148,23 @@ def _of_zip(data: bytes) -> Iterator[tuple[str, str]]:
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield each value below `value` with its path: `optimizer.param_groups.0.lr`."""
     if isinstance(value, _Tensor):
-        yield path, value
+        yield path, str(value)
         return
     if not isinstance(value, Mapping | list | tuple):
         yield path, repr(value)
         return
-    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-        yield from _leaves(f"{path}.{key}" if path else str(key), item)
+    for number, (key, item) in enumerate(value.items() if isinstance(value, Mapping) else enumerate(value)):
+        name = f"tensor {number}" if isinstance(key, _Tensor) else str(key)  # its bytes change, its place does not
+        yield from _leaves(f"{path}.{name}" if path else name, item)
 
 
 class _Tensor(str):
     """Stands for a tensor: its type, its shape, its place in the storage, and a hash of the storage's bytes."""
 
     __slots__ = ()
+    # It may be a key, as in the state of an optimizer that is pickled whole, where two parameters may have equal bytes.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
 class _Object(dict[Any, Any]):
@@ -189,9 +193,11 @@ class _Object(dict[Any, Any]):
 
 
 def _rebuild_tensor(storage: tuple[str, str], offset: int, size: Any, stride: Any, *_: Any) -> _Tensor:
-    (kind, digest), shape = storage, [*size]
+    (kind, content), shape = storage, [*size]
     is_rng = kind == "ByteStorage" and len(shape) == 1 and shape[0] in _RNG_SIZES
-    return _Tensor(f"{'rng' if is_rng else 'tensor'} {kind} {shape} {(offset, tuple(stride))} {digest}")
+    return _Tensor(
+        f"{'rng' if is_rng else 'tensor'} {kind} {shape} {(offset, tuple(stride))} {content.rpartition(' ')[2]}"
+    )
 
 
 _KNOWN: Mapping[tuple[str, str], Any] = {
@@ -217,9 +223,9 @@ class _Unpickler(pickle.Unpickler):
         return known or type(f"{module_name}.{global_name}", (_Object,), {})
 
     def persistent_load(self, pid: Any) -> tuple[str, str]:
-        """Return a storage's type (`FloatStorage`), and a hash of its bytes."""
+        """Return a storage's type (`FloatStorage`), and a hash of its bytes as a tensor's content."""
         _, kind, key, *_ = pid
-        return str(getattr(kind, "__name__", kind)).rpartition(".")[2], self._digest(str(key))
+        return str(getattr(kind, "__name__", kind)).rpartition(".")[2], f"tensor {self._digest(str(key))}"
 
 
 def _hash(data: bytes) -> str:

@@ -36,7 +36,8 @@ MOST_KILLS = 3
 """How often all is killed until a save was hit in its middle."""
 STACKS_S = 3.0
 """How long the ranks get to write their stacks."""
-_TAIL = 60_000
+_TAIL, _STACKS_TAIL = 60_000, 1 << 24
+"""How much of a rank's log is read, in bytes; the stacks of a hundred threads take more than the rest."""
 _ABORTED = "Fatal Python error: Aborted"
 
 
@@ -261,10 +262,10 @@ class Trial:
             script_s=0.0 if since is None else time.monotonic() - since,
         )
 
-    def _logs(self) -> dict[int, str]:
+    def _logs(self, tail_bytes: int = _TAIL) -> dict[int, str]:
         """Return the end of each rank's log."""
         paths = self.directory.attempt_logs(self._number).glob("rank-*.log")
-        tails = ((path, path.read_bytes()[-_TAIL:]) for path in paths)
+        tails = ((path, path.read_bytes()[-tail_bytes:]) for path in paths)
         return {int(path.stem.partition("-")[2]): tail.decode("utf-8", errors="replace") for path, tail in tails}
 
     def _ask_for_stacks(self) -> None:
@@ -274,7 +275,7 @@ class Trial:
         deadline = time.monotonic() + STACKS_S
         while time.monotonic() < deadline and len(self._stacks) < max(1, len(self._processes.scripts)):
             time.sleep(0.1)
-            for rank, text in self._logs().items():
+            for rank, text in self._logs(_STACKS_TAIL).items():
                 _, is_there, stack = text.rpartition(_ABORTED)
                 if is_there and stack:
                     self._stacks[rank] = stack

@@ -105,6 +105,8 @@ class Drill:
                 )
             self.submitted.append(sent.run)
             self.say(f"{sent.run.name}: submitted job {sent.job_id}")
+            if self.by_hand and request is self.unbroken:  # such a fault hits whatever runs on the node
+                self._await("the end of the run without a fault", sent.run.done.exists, run=sent.run)
 
     def inject_and_wait(self, report: DrillReport) -> None:
         """Inject the fault once the run is training, then wait until the run finishes."""

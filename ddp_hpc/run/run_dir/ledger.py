@@ -295,7 +295,9 @@ def _attempt_of(known: Mapping[str, Any]) -> Attempt:
     start, end, root = (
         {name: known[name] for name in kind if name in known} for kind in (_OF_START, _OF_END, _OF_ROOT)
     )
-    return Attempt(**start, **end, root=Root(**root)) if "ending" in end else Attempt(**start)
+    if "ending" not in end:
+        return Attempt(**start)
+    return Attempt(**start, **{"exit_code": exit_codes.FAILED, **end}, root=Root(**root))
 
 
 _OF_ROOT, _OF_END = ({one.name for one in fields(kind)} for kind in (Root, End))
@@ -316,7 +318,13 @@ def _note_odd_line(run: RunDir, text: str) -> None:
 
 
 def record_start(run: RunDir, *, attempt: int, job_id: str, first_step: int = 0, **of_job: Any) -> None:
-    """Write into the ledger that this process begins an attempt; `of_job` are fields of `Attempt` that are known of its job."""
+    """Write into the ledger that this process begins an attempt; `of_job` are fields of `Attempt` that are known of its job.
+
+    Raises:
+        TypeError: where `of_job` has another name.
+    """
+    if unknown := of_job.keys() - _OF_START:
+        raise TypeError(f"an attempt has no {', '.join(sorted(unknown))}")
     start = {
         "attempt": attempt,
         "job_id": job_id,

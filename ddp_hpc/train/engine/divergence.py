@@ -278,6 +278,4 @@ def _attributes(model: nn.Module) -> dict[str, tuple[list[object], list[int]]]:
 
 def _not_finite(optimizer: torch.optim.Optimizer) -> Tensor:
     """Return, on the device, 1 if a gradient is not finite, else 0."""
-    parameters = trained_parameters(optimizer)
-    norm = norm_of(parameters, None, kind=float("inf"))
-    return norm.isfinite().logical_not().float().to(parameters[0].device)  # without a gradient, it is on the CPU
+    return norm_of(trained_parameters(optimizer), None, kind=float("inf")).isfinite().logical_not().float()

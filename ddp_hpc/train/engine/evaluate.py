@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.utils import _sync_params_and_buffers
 from torch.utils.data import DataLoader
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
@@ -169,14 +170,12 @@ def _num_collectives() -> int:
 @torch.no_grad()
 def _take_from_rank_zero(buffers: Sequence[Tensor]) -> None:
     """Copy rank zero's values into the tensors, which may have gaps in memory; all ranks call this together."""
-    if not buffers:
-        return
     # gloo sends as many elements as there are from the first address on, whatever lies between them; NCCL refuses gaps.
     sent = [buffer.resolve_conj().resolve_neg().contiguous() for buffer in buffers]
     # In few messages, as DDP does it: a model may have hundreds of small ones. As bytes, so that types can share a message.
     contents = [one.reshape(-1).view(torch.uint8) for one in sent]
     group: Any = torch.distributed.group.WORLD
-    torch.distributed._broadcast_coalesced(group, contents, _MESSAGE_BYTES, 0)  # noqa: SLF001
+    _sync_params_and_buffers(group, contents, _MESSAGE_BYTES, 0)
     for buffer, one in zip(buffers, sent, strict=True):
         if one is not buffer:
             buffer.copy_(one)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,11 +65,11 @@ class StepNumbers:
         return found
 
 
-def norm_of(parameters: Iterable[Tensor], scaler: torch.amp.GradScaler | None, *, kind: float = 2.0) -> Tensor:
-    """Return the total norm of the gradients, which stay as they are; with a scaler, what it will be without the scale."""
+def norm_of(parameters: Sequence[Tensor], scaler: torch.amp.GradScaler | None, *, kind: float = 2.0) -> Tensor:
+    """Return, on the device, the total norm of the gradients, which stay as they are; with a scaler, what it will be without the scale."""
     gradients = [one.grad for one in parameters if one.grad is not None]
     numbers = [one.coalesce().values() if one.is_sparse else one for one in gradients if one.numel()]
-    norm = torch.nn.utils.get_total_norm(numbers, kind)
+    norm = torch.nn.utils.get_total_norm(numbers, kind) if numbers else torch.zeros((), device=parameters[0].device)
     return norm if scaler is None else norm / scaler.get_scale()
 
 

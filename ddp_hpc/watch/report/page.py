@@ -227,6 +227,7 @@ def _beside(run: RunData, other: RunData) -> dict[str, Any]:
     newest = [one.environments[max(one.environments)] for one in (other, run) if one.environments]
     return {
         "name": name,
+        "missing": other.missing,
         "lead": f"{name} is at step {other.status.step:,}.{loss} {plural(len(keys), 'key')} of the configuration {'differs' if len(keys) == 1 else 'differ'}.",
         "chart": charts.chart_of(f"Loss, and dotted: {name}", [theirs, *ours], may_be_log=True) if has_loss else None,
         "differences": [(key, _shown(key, run), _shown(key, other)) for key in keys],

@@ -1,4 +1,4 @@
-"""Reads of each point of a sweep what the sweep's page shows of it, and no more: there may be thousands of points."""
+"""Reads of each point of a sweep what the sweep's page shows of it: there may be thousands of points."""
 
 from __future__ import annotations
 
