@@ -293,6 +293,11 @@ def test_nothing_is_said_of_faults_that_were_not_tried_but_what_to_change(
     assert said in as_text(certificate).splitlines()[-1]
 
 
+def test_a_state_that_a_script_came_back_by_is_not_said_to_be_unread_where_no_read_was_seen() -> None:
+    assert replace(EXACT, newest_state="state.npz").read_words == ""
+    assert replace(BAD, newest_state="state.npz").read_words == "not state.npz"
+
+
 def test_a_run_that_finished_before_its_fault_is_not_tried() -> None:
     assert (MISSED.verdict, MISSED.is_good, MISSED.was_tried) == ("untouched", False, False)
     assert MISSED.words == "not tried: the run finished before the moment of the fault"

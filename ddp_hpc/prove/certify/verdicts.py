@@ -58,7 +58,8 @@ class FaultResult:
         """Which saved states it read back, or which it left alone, as text."""
         if self.read_back:
             return ", ".join(self.read_back[:2]) + (", ..." if len(self.read_back) > 2 else "")
-        return f"not {self.newest_state}" if self.newest_state else ""
+        # A script that came back has read something: a file that stays open (`np.load`) is not seen as read.
+        return f"not {self.newest_state}" if self.newest_state and self.verdict not in GOOD else ""
 
     @property
     def is_good(self) -> bool:
