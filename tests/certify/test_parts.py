@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,6 +19,7 @@ from ddp_hpc.prove.certify.certificate import Certificate
 from ddp_hpc.prove.certify.faults import FAULTS, trigger_of
 from ddp_hpc.prove.certify.file_events import FileEvents, Kind
 from ddp_hpc.prove.certify.live_files import LiveFiles
+from ddp_hpc.prove.certify.live_processes import end_all_below
 from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
 from ddp_hpc.prove.certify.outside import texts_in_source
 from ddp_hpc.prove.certify.records import Save
@@ -279,3 +282,17 @@ def test_a_reason_that_several_faults_share_stands_once_in_the_table() -> None:
 
     shown = {line.split()[0]: line.rpartition("differs")[2].strip() for line in table if " differs" in line}
     assert shown == {"term": "no seed", "usr2": "", "preempt": "as for term", "kill-at-random": "no loader"}
+
+
+# --- processes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_is_killed_also_where_the_system_lists_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> list[psutil.Process]:
+        raise psutil.AccessDenied  # as /proc with hidepid does
+
+    monkeypatch.setattr(psutil.Process, "children", refuse)
+    with subprocess.Popen(["sleep", "600"]) as script:
+        end_all_below(script.pid)
+
+        assert script.wait(10) == -9

@@ -92,6 +92,27 @@ def test_an_end_without_a_cause_leaves_what_an_earlier_line_says_of_it(tmp_path:
     assert (last.cause, last.next, last.failed_nodes, last.root) == (Cause.SUPERVISOR_DIED, "", ("n",), root)
 
 
+def test_an_end_that_names_no_exit_code_is_a_failure(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=0, job_id="7")
+    append_json_line(run.attempts, {"attempt": 0, "ending": "failed", "cause": "worker crashed"})
+
+    newest = Ledger.read(run).newest
+
+    assert newest is not None
+    assert newest.end is not None
+    assert newest.exit_code == newest.end.exit_code == exit_codes.FAILED
+
+
+def test_a_start_is_written_with_no_field_that_an_attempt_has_not(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+
+    with pytest.raises(TypeError, match=r"an attempt has no node$"):
+        record_start(run, attempt=0, job_id="7", node=("node1",))
+
+    assert Ledger.read(run).newest is None
+
+
 def test_nothing_that_follows_is_false() -> None:
     assert [bool(following) for following in Next] == [False, True, True, True, True]
 

@@ -97,6 +97,15 @@ def test_a_damaged_note_counts_as_none(record: str, tmp_path: Path) -> None:
     assert shown(run) == ""
 
 
+def test_a_note_is_read_between_the_zero_bytes_that_a_crashed_file_system_leaves(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    note(run, why_not="no GPU")
+    path = run.profile_note(0, 0)
+    path.write_bytes(b"\0\0" + path.read_bytes() + b"\0" * 512)
+
+    assert "no GPU" in shown(run)
+
+
 def test_a_full_disk_is_no_reason_to_end_a_training(tmp_path: Path) -> None:
     run = make_run(tmp_path)
 
