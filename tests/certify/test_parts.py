@@ -293,6 +293,9 @@ def test_a_script_is_killed_also_where_the_system_lists_no_processes(monkeypatch
 
     monkeypatch.setattr(psutil.Process, "children", refuse)
     with subprocess.Popen(["sleep", "600"]) as script:
-        end_all_below(script.pid)
+        try:
+            end_all_below(script.pid)
 
-        assert script.wait(10) == -9
+            assert script.wait(10) == -9
+        finally:
+            script.kill()
