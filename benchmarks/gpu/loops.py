@@ -306,13 +306,12 @@ def waits(place: Place) -> Figures:
 
 def _wait_of(case: Case, group: Group, path: Path) -> str:
     ours = OurLoop(case, group, path)
-
-    def counting() -> Any:
-        ours.training.stop_consensus.next_step = NEVER  # how often the ranks exchange their flags depends on the time
-        return no_waits(group.device)
-
+    consensus = ours.training.stop_consensus
+    # How often the ranks exchange their flags depends on the time: here, never.
+    consensus.agree_before_first_step = lambda step: False  # type: ignore[method-assign]
+    consensus.next_step = NEVER
     try:
-        ours.measure(counting=counting)
+        ours.measure(counting=lambda: no_waits(group.device))
     except (RuntimeError, WaitError) as error:
         if not isinstance(error, WaitError) and "synchroniz" not in str(error):
             raise

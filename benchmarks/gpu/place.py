@@ -127,7 +127,7 @@ class Place:
         if config in CONFIGS:  # else it lies there already
             (self.path / config).write_text(CONFIGS[config])
         gpus = f"resources.gpus_per_node={workers if self.has_cuda else 0}"
-        asked = [gpus, *([] if self.has_cuda else [f"resources.workers_per_node={workers}"]), f"name={name}"]
+        asked = [gpus, f"resources.workers_per_node={workers}", f"name={name}"]
         # Several workers share the one GPU, by the switch that is there for this.
         env = {SHARED_GPU: "1"} if self.has_cuda and workers > 1 else None
         said = self.ddp_hpc("submit", config, *asked, *words, *(["--wait"] if wait else []), env=env)

@@ -103,13 +103,13 @@ class Evaluator:
         # What leaves traces: a first batch that sets a layer's scale, weights that are merged for evaluation (as LoRA's are) and unmerged
         # with other last bits.
         called = (self._recipe.loss, self._recipe.inputs_and_targets, *self._recipe.metrics.values())
-        before = _num_collectives()
+        before = _num_collectives(self._group.device)
         with tried_out(model, called, self._group.device), evaluation_mode(model), torch.no_grad():
             for fetched in map(received, begin(self._loader)):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 self._score(model, batch, len(fetched.indices))
         most, fewest = self._held_out.num_batches
-        if _num_collectives() != before and most != fewest:
+        if _num_collectives(self._group.device) != before and most != fewest:
             raise ConfigError(
                 "The evaluation calls collectives (`torch.distributed`) in the model, the loss or a metric, but some ranks have "
                 f"{most} batches of `eval_data` and some {fewest}: the last would wait for ever. Choose `eval.batch_size` and the number of samples so "
@@ -159,12 +159,14 @@ class Evaluator:
         return torch.stack([*scores, count, count if weight is None else weight])
 
 
-def _num_collectives() -> int:
-    """Return how many collectives the default group has begun."""
+def _num_collectives(device: torch.device) -> int:
+    """Return how many collectives the default group has begun, on CPUs and on `device`."""
     if not torch.distributed.is_initialized():
         return 0
-    number: int = torch.distributed.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]  # noqa: SLF001
-    return number
+    # Each backend counts its own; before PyTorch 2.12, the group itself has no number where gloo serves both.
+    group: Any = torch.distributed.group.WORLD
+    backends = [group._get_backend(torch.device(kind)) for kind in {"cpu", device.type}]  # noqa: SLF001
+    return sum(one._get_sequence_number_for_group() for one in backends)  # noqa: SLF001
 
 
 @torch.no_grad()
