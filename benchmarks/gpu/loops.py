@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 from benchmarks.gpu.place import ROOT, Figures, Place
 from ddp_hpc.run.run_dir import ownership
@@ -36,6 +36,8 @@ from ddp_hpc.train.state.loading import load_checkpoint
 from ddp_hpc.train.stop import StopFlag
 
 NUM_BATCHES = 4
+NUM_REPEATS = 250
+"""How often an epoch has them: at its end, more is done than train."""
 NEVER = 10**9
 
 
@@ -60,7 +62,8 @@ class Case:
 
     def batches(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Return the samples as batches on the device."""
-        inputs, targets = (tensor.to(device).split(self.batch) for tensor in self.recipe().train_data.tensors)  # type: ignore[attr-defined]
+        (data, *_) = self.recipe().train_data.datasets  # type: ignore[attr-defined]  # those of `images` and `texts`
+        inputs, targets = (tensor.to(device).split(self.batch) for tensor in data.tensors)
         return list(zip(inputs, targets, strict=True))
 
 
@@ -70,7 +73,7 @@ def images(model: str, size: int, num_classes: int, batch: int) -> Recipe:
     recipe = image_classification.build(model=model, dataset="fake", image_size=size, num_classes=num_classes)
     count = NUM_BATCHES * batch
     data = TensorDataset(torch.randn(count, 3, size, size), torch.randint(0, num_classes, (count,)))
-    return replace(recipe, train_data=data, eval_data=None)
+    return replace(recipe, train_data=ConcatDataset([data] * NUM_REPEATS), eval_data=None)
 
 
 def texts(batch: int, context: int, **sizes: int) -> Recipe:
@@ -83,7 +86,8 @@ def texts(batch: int, context: int, **sizes: int) -> Recipe:
     spec.loader.exec_module(module)
     recipe: Recipe = module.build(context=context, **sizes)
     inputs, targets = torch.randint(0, 256, (2, NUM_BATCHES * batch, context))
-    return replace(recipe, train_data=TensorDataset(inputs, targets), eval_data=None, optimizer=None)
+    data: Dataset[Any] = ConcatDataset([TensorDataset(inputs, targets)] * NUM_REPEATS)
+    return replace(recipe, train_data=data, eval_data=None, optimizer=None)
 
 
 @contextmanager
@@ -308,7 +312,7 @@ def _wait_of(case: Case, group: Group, path: Path) -> str:
     ours = OurLoop(case, group, path)
     consensus = ours.training.stop_consensus
     # How often the ranks exchange their flags depends on the time: here, never.
-    consensus.agree_before_first_step = lambda step: False  # type: ignore[method-assign]
+    consensus.agree_before_first_step = lambda _: False  # type: ignore[method-assign, assignment]
     consensus.next_step = NEVER
     try:
         ours.measure(counting=lambda: no_waits(group.device))
@@ -386,6 +390,7 @@ def save(place: Place) -> Figures:
                     }
                 )
         found: Figures = {name: median(one[name] for one in rounds) for name in rounds[0]}
+        pinned = _pinned_bytes(place)
         limit = _link(device, num_bytes)
         lost_ms = found["stall_ms"] + max(found["beside_ms"] - found["step_ms"], 0.0)
         return {
@@ -395,7 +400,7 @@ def save(place: Place) -> Figures:
             "stall_ms_a_gb": found["stall_ms"] / (num_bytes / 1e9),
             "link_gb_a_s": limit / 1e9,
             "hidden_share": 1 - lost_ms / (num_bytes / limit * 1e3),
-            "pinned_bytes": _pinned_bytes(place),
+            "pinned_bytes": pinned,
         }
 
 
@@ -465,7 +470,7 @@ def resnet50(place: Place) -> Figures:
             "ours": bf16.measure,
             "ours, own loader": partial(bf16.measure, own_loader=True),
         }
-        found = _rates(place, rows, 5)
+        found = _rates(place, rows, 3)
         in_fp32 = {
             "by hand": PlainLoop(plain, group.device).measure,
             "ours": OurLoop(plain, group, place.path / "fp32").measure,
@@ -492,7 +497,7 @@ def gpt(place: Place) -> Figures:
     )
     with alone(place) as group:
         ours, hand = OurLoop(case, group, place.path / "run"), PlainLoop(case, group.device)
-        return _rates(place, {"by hand": hand.measure, "ours": ours.measure}, 7)
+        return _rates(place, {"by hand": hand.measure, "ours": ours.measure}, 5)
 
 
 def small(place: Place) -> Figures:
@@ -534,9 +539,8 @@ class Images(Dataset[tuple[Tensor, int]]):
 def loader(place: Place) -> Figures:
     """Return samples/s that our loader gives, over those of PyTorch's with the same data, batches and processes."""
     found: Figures = {"over_pytorch": {}, "pytorch_samples_a_s": {}}
-    steps = 6 if place.tiny else 60
     with alone(place) as group:
-        for size, batch in ((32, 64),) if place.tiny else ((32, 256), (32, 1024), (224, 128)):
+        for size, batch, steps in ((32, 64, 6),) if place.tiny else ((32, 256, 60), (32, 1024, 20), (224, 128, 20)):
             for processes in (0, 1) if place.tiny else (0, 1, 4, 8):
                 data = Images(size, batch * (steps + 2))
                 recipe = replace(images("mini_resnet", 16, 10, 8), train_data=data)
@@ -548,7 +552,7 @@ def loader(place: Place) -> Figures:
                     data, batch, shuffle=True, num_workers=processes, pin_memory=place.has_cuda, drop_last=True
                 )
                 pairs = []
-                for _ in range(1 if place.tiny else 3):
+                for _ in range(1 if place.tiny else 2):
                     with place.turn():
                         pairs.append((_rate(ours.loaded(), steps, batch), _rate(iter(theirs), steps, batch)))
                 found["over_pytorch"][name] = median(one / other for one, other in pairs)

@@ -88,14 +88,15 @@ def _refused(place: str, value: Any) -> ConfigError:
 
 def kept(model: nn.Module, optimizer: Optimizer, made: Attributes) -> KeptByOptimizer:
     """Return what a checkpoint holds of the optimizer; `made`: its attributes before any step."""
-    names, found = {id(one): name for name, one in model.named_parameters()}, KeptByOptimizer()
-    outside = [key for key in dict[Any, Any](optimizer.state) if id(key) not in names]
+    named, found = dict(model.named_parameters()), KeptByOptimizer()
+    ids = {*map(id, named.values())}
+    outside = [key for key in dict[Any, Any](optimizer.state) if id(key) not in ids]
     if outside or optimizer.state is not optimizer.state:  # a property that makes it anew
         raise _refused(
             f"state[{outside[0]!r}]" if outside and isinstance(outside[0], str) else "state", optimizer.state
         )
     group_of = _groups(optimizer)
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             place = f"{name}/{key}"
             if type(key) is not str or "/" in key:
@@ -106,9 +107,9 @@ def kept(model: nn.Module, optimizer: Optimizer, made: Attributes) -> KeptByOpti
             if type(value) is not Tensor or value.layout != torch.strided:
                 raise _refused(f"state[{name}][{key!r}]", value)
             found.tensors[f"optimizer/{place}"] = value
-            now = [value.device.type, [*value.stride()]]
+            now = value.device.type, value.stride()
             if now != _usual_place(value.shape, key, parameter, group_of):
-                found.places[place] = now
+                found.places[place] = [now[0], [*now[1]]]
     texts = attributes(model, optimizer)
     for name in [name for name, text in texts.items() if text != made.get(name)]:
         found.attributes[name] = encoded = group_options.encoded(getattr(optimizer, name), name)
@@ -123,13 +124,20 @@ def _groups(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
 
 def _usual_place(
     shape: torch.Size, key: str, parameter: Tensor, group_of: Mapping[Tensor, Mapping[str, Any]]
-) -> list[Any]:
+) -> tuple[str, tuple[int, ...]]:
     """Return device and strides of what PyTorch's optimizers keep: on the parameter's device, but `step` on the CPU unless fused."""
     group = group_of.get(parameter, {})
     is_on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
     # In the memory layout of the parameter: fused kernels pair elements by address.
-    like = parameter if shape == parameter.shape else torch.empty(shape, device="meta")
-    return ["cpu" if is_on_cpu else parameter.device.type, [*torch.empty_like(like, device="meta").stride()]]
+    strides = _usual_strides(shape, parameter.stride() if shape == parameter.shape else None)
+    return "cpu" if is_on_cpu else parameter.device.type, strides
+
+
+@functools.cache  # a save asks for each tensor, while the training waits
+def _usual_strides(shape: torch.Size, strides: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the strides that PyTorch gives to a tensor like one with `strides`."""
+    like = torch.empty(shape, device="meta") if strides is None else torch.empty_strided(shape, strides, device="meta")
+    return torch.empty_like(like).stride()
 
 
 def restored(

@@ -134,10 +134,11 @@ def of_all_ranks(state: TrainingState) -> dict[str, int]:
     texts = {f"{name} of the optimizer": json.dumps(one, sort_keys=True) for name, one in attributes.items()}
     known = named_tensors(state.model)
     memory = {one.data_ptr() for one in known.values()}
+    is_each_ranks = training_state.each_ranks(state.model)
     others = {
         name: one
         for name, one in state.model.state_dict().items()
-        if not (name in known or one.data_ptr() in memory or training_state.is_each_ranks(name, state.model))
+        if not (name in known or one.data_ptr() in memory or is_each_ranks(name))
     }
     found = {f"{name} of the model's `state_dict`": one for name, one in digests.of_tensors(others).items()}
     return found | {name: zlib.crc32(text.encode()) for name, text in texts.items()}

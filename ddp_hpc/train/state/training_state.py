@@ -7,7 +7,7 @@ has random generators and a loss meter of its own.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -302,22 +302,23 @@ class Restoration:
 
 def _weights(prefix: str, module: nn.Module, state: TrainingState) -> Iterator[NamedTensor]:
     shared = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    is_each_ranks = each_ranks(state.model)
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
             raise ConfigError(
                 f"The model's `state_dict` has {name!r} of type {type(value).__name__}, but a checkpoint can hold only tensors. "
                 "Register it as a buffer, or remove `get_extra_state`."
             )
-        is_own = is_each_ranks(name, state.model)
+        is_own = is_each_ranks(name)
         own = f"rank.{state.rank}/" if is_own and state.rank else ""
         owner = state.rank if is_own else None if name in shared else 0
         yield NamedTensor(f"{own}{prefix}/{name}", value, owner)
 
 
-def is_each_ranks(name: str, model: nn.Module) -> bool:
-    """Tell whether each rank has a value of its own under this name of a `state_dict`: DDP does not send rank zero's to all."""
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    return name.rpartition(".")[2] == "_extra_state" or name in ignored
+def each_ranks(model: nn.Module) -> Callable[[str], bool]:
+    """Return what tells whether each rank has a value of its own under a name of a `state_dict`: DDP does not send rank zero's to all."""
+    ignored = frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return lambda name: name.rpartition(".")[2] == "_extra_state" or name in ignored
 
 
 class _WeightsToLoad:
