@@ -221,16 +221,22 @@ def text_of_checks(contents: Sequence[Content]) -> str:
 def _checks_of(content: Content) -> str:
     words = {"ok": "ok", "failed": "**failed**", "skipped": "skipped"}
     rows = [[each["check"], words[each["outcome"]], _goals(each["goals"])] for each in content["checks"]]
+    slow = [each for each in content["checks"] if each["part"] == 2]
     rates = [
-        [f"{each['check']}: {row}", f"{spread['median']:.0f}"]
-        for each in content["checks"]
+        [f"{each['check'].removeprefix('rates, ')}: {row}", f"{spread['median']:,.0f}", f"{over.get(row, 1):.3f}"]
+        for each in slow
+        for over in [each["figures"].get("over_hand", {})]
         for row, spread in each["figures"].get("rates", {}).items()
     ]
     figures = [
-        [f"{each['check']}: {name}", value] for each in content["checks"] for name, value in _figures(each["figures"])
+        [f"{each['check']}: {name}", value]
+        for each in slow
+        if "rates" not in each["figures"]
+        for name, value in _figures(each["figures"])
     ]
     where = f"{content['at'][:10]}, {content['device']}, driver {content['driver']}, torch {content['packages']['torch']}, {content['commit']}."
-    tables = [(["check", "", "goals"], rows), (["rate", "median, a second"], rates), (["figure", ""], figures)]
+    ratio = "median of the ratios to by hand"
+    tables = [(["check", "", "goals"], rows), (["rate", "median, a second", ratio], rates), (["figure", ""], figures)]
     return "\n\n".join([f"### {content['device']}", *(markdown_table(*one) for one in tables if one[1]), where])
 
 

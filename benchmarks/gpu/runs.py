@@ -77,7 +77,7 @@ def trains(place: Place, *words: str) -> Figures:
     """Train an ordinary recipe."""
     run = place.finished("trains", *place.digits, "train.max_steps=100", "train.epochs=100", *words)
     lines = [record for record in read_json_lines(run.metrics) if record["kind"] == "train"]
-    return {"losses": [line["loss"] for line in lines], "rates": [line["samples_per_s"] for line in lines]}
+    return {"losses": [line["loss"] for line in lines], "rates_in_lines": [line["samples_per_s"] for line in lines]}
 
 
 def fused_sgd(place: Place) -> Figures:

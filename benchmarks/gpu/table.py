@@ -188,7 +188,7 @@ PRECISION = (
         lambda p: runs.trains(p, "train.global_batch_size=96"),
         {
             "no rate stands in more than four lines": lambda f: (
-                0 < max(f["rates"].count(one) for one in f["rates"] if one) <= 4
+                0 < max(f["rates_in_lines"].count(one) for one in f["rates_in_lines"] if one) <= 4
             )
         },
     ),

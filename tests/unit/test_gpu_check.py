@@ -90,7 +90,10 @@ RESULTS: dict[str, tuple[Change, list[Change]]] = {
             {"ours": {**FLAGS, "device": "cpu", "convolutions": False}},
         ],
     ),
-    "no old rate": ({"rates": [None, 5.0, 5.0, 6.0]}, [{"rates": [644.0] * 8}, {"rates": [None, None]}]),
+    "no old rate": (
+        {"rates_in_lines": [None, 5.0, 5.0, 6.0]},
+        [{"rates_in_lines": [644.0] * 8}, {"rates_in_lines": [None, None]}],
+    ),
     **{name: (EXACT, NOT_EXACT) for name in BY_NAME if name.startswith("resume, ")},
     "replay and audit": (
         {"replay_rc": 0, "replay": "the same to the bit", "audit_rc": 0, "audit": "no difference"},
