@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cluster.slow_ranks.alarms import MOST, MOST_OF_RANK, Alarms
-from ddp_hpc.cluster.slow_ranks.judge import SlowRank, SlowRankVerdict
+from ddp_hpc.cluster.slow_ranks.judge import SlowRankVerdict
 from ddp_hpc.cluster.slow_ranks.reporter import LOOK_S, pause_s
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.timeline import read_alarms, record
+from ddp_hpc.run.run_dir.timeline import SlowRank, read_alarms, record
 
 FIVE = SlowRank(rank=5, node="node7", lost_s=0.023, share=0.18, num_waiting=7)
 SLOW = SlowRankVerdict(slow=(FIVE,), num_steps=30, seconds=6.0, step_s=0.128)

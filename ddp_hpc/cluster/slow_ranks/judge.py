@@ -19,6 +19,7 @@ from msgspec import structs
 from ddp_hpc.cluster.slow_ranks.launches import Launches, is_to_one, waits_for_all
 from ddp_hpc.cluster.slow_ranks.steps import step_starts
 from ddp_hpc.cluster.slow_ranks.summary import Phases, Summary
+from ddp_hpc.run.run_dir.timeline import SlowRank
 
 LEAST_STEPS = 20
 LEAST_SHARE = 0.10
@@ -35,22 +36,6 @@ LEAST_APART = 2 / 3
 """The share of its lateness by which a slow rank must be later than every rank that is not slow. Where the lateness grows from rank to rank,
 the ranks have different tasks, as the stages of a pipeline have."""
 BACKWARD = "backward"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlowRank:
-    """A rank for which the others wait."""
-
-    rank: int
-    node: str
-    lost_s: float
-    """How long the others wait for it in each step."""
-    share: float
-    """That, as a share of the step."""
-    num_waiting: int
-    """How many of the ranks that were compared wait."""
-    cause: str = ""
-    """The phase in which it takes longer than the others; empty where that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,17 +77,26 @@ def read_looks(run: RunDir) -> list[Look]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alarm:
-    """A time in which the others wait for a rank."""
+class SlowRank:
+    """A rank for which the others wait."""
 
-    attempt: int
     rank: int
     node: str
     lost_s: float
     """How long the others wait for it in each step."""
     share: float
+    """That, as a share of the step."""
     num_waiting: int
-    cause: str
+    """How many of the ranks that were compared wait."""
+    cause: str = ""
+    """The phase in which it takes longer than the others; empty where that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm(SlowRank):
+    """A time in which the others wait for a rank."""
+
+    attempt: int
     at: float
     since_step: int | None
     """The newest step known when it was found."""
