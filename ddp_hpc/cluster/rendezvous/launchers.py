@@ -135,14 +135,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         address="DSTACK_MASTER_NODE_IP",
         job="DSTACK_RUN_ID",
     ),
-    Launcher(
-        name="PyTorch's variables, set by hand",
-        marks=("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        rank="RANK",
-        local_rank="LOCAL_RANK",
-        world_size="WORLD_SIZE",
-        local_world_size="LOCAL_WORLD_SIZE",
-    ),
+    replace(TORCHRUN, name="PyTorch's variables, set by hand", marks=TORCHRUN.marks[1:]),
 )
 """In the order in which they are tried."""
 

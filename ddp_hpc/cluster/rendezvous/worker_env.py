@@ -182,25 +182,17 @@ def launched(
     by: str, made: Mapping[str, Fact], environ: Mapping[str, str], import_paths: Sequence[str] = ()
 ) -> WorkerEnv:
     """Return the table of a worker that our launcher starts. Its ranks, Slurm's too, and endpoint win over variables that are already set."""
-    rank, local_rank, world_size, local_world_size, node_rank = (int(made[name].value or 0) for name in RANKS)
-    process = (
-        f"rank {rank} of {world_size}, worker {local_rank} of {local_world_size} on node {node_rank}, started by {by}"
-    )
-    slurms = as_task(
-        environ,
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-    )
+    ranks = {name.lower(): int(made[name].value or 0) for name in RANKS}
+    which = "rank {rank} of {world_size}, worker {local_rank} of {local_world_size} on node {node_rank}"
+    slurms = as_task(environ, **ranks)
     rule = "as srun sets it for one task a worker; Slurm's own is that of the process which starts this node's workers"
     tasks = {name: Fact(value=value, source=OURS, rule=rule) for name, value in slurms.items()}
     # PyTorch then checks what ranks exchange: by the first variable with gloo, by the other with NCCL.
     nan = environ.get(NAN_CHECK)
     checks = dict.fromkeys(NAN_VARIABLES if nan else (), Fact(value="1", source=OURS, rule=nan or ""))
     variables = settled({**made, **tasks, **checks}, environ, fixed={*RANKS, *ENDPOINT, *tasks})
-    return WorkerEnv(process=process, variables={**variables, **import_path(import_paths, environ.get("PYTHONPATH"))})
+    variables |= import_path(import_paths, environ.get("PYTHONPATH"))
+    return WorkerEnv(process=f"{which.format(**ranks)}, started by {by}", variables=variables)
 
 
 NAN_CHECK = "_DDP_HPC_NAN_CHECK"

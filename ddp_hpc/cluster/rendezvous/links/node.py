@@ -36,7 +36,6 @@ from ddp_hpc.cluster.rendezvous.interfaces import SYS_CLASS_NET, Interface, loca
 from ddp_hpc.cluster.rendezvous.links import pace
 from ddp_hpc.cluster.rendezvous.links.rounds import partners
 from ddp_hpc.cluster.slurm.allocation import node_name
-from ddp_hpc.run.run_dir.network import Pace
 
 NUM_DATAGRAMS = 200
 """Of each size, to each partner, after those that are not counted."""
@@ -142,7 +141,8 @@ class NodeProbe:
     measures: bool = False
     """Whether it also measures how fast the links are, and how far apart the clocks."""
     mtu: int = _USUAL_MTU
-    paces: dict[int, Pace] = field(default_factory=dict)
+    paces: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    """What `pace.measure` has found, by partner."""
     _guests: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_MOST_GUESTS))
 
     def serve(self) -> None:
@@ -176,10 +176,10 @@ class NodeProbe:
         self.tcp[partner] = self._connect(place)
         if self.measures and self.tcp[partner] == "good":
             with suppress(OSError, struct.error):  # without an answer, nothing is known of it
-                self.paces[partner] = self._measure(place, partner)
+                self.paces[partner] = self._measure(place)
         self._send_datagrams(place)
 
-    def _measure(self, place: tuple[str, int], partner: int) -> Pace:
+    def _measure(self, place: tuple[str, int]) -> tuple[float, float, float]:
         with socket.socket(self.sockets.tcp.family, socket.SOCK_STREAM) as link:
             link.bind((self.sockets.address, 0))
             link.settimeout(CONNECT_S)
@@ -187,7 +187,7 @@ class NodeProbe:
             link.sendall(_GREETING.pack(self.token, self.me, True))
             if pace.received(link, 1, SMALL_S) != b"+":
                 raise ConnectionAbortedError("this is not the node that was asked for")
-            return pace.measure(link, sender=str(self.me), receiver=str(partner))
+            return pace.measure(link)
 
     def _send_datagrams(self, place: tuple[str, int]) -> None:
         own = self.sockets
@@ -312,7 +312,7 @@ def serve(toward: str, *, name: str, mark: str) -> int:
     for partner, found in sorted(probe.tcp.items()):
         say(tcp=found, at=me, to=partner)
     for partner, measured in sorted(probe.paces.items()):
-        say(pace=[measured.mb_per_s, measured.ahead_s, measured.trip_s], at=me, to=partner)
+        say(pace=measured, at=me, to=partner)
     say(done=me)
     _order(mark, "finish")
     for sender in sorted({sender for sender, _ in probe.heard}):

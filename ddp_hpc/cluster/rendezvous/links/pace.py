@@ -10,8 +10,6 @@ import socket
 import struct
 import time
 
-from ddp_hpc.run.run_dir.network import Pace
-
 NUM_QUESTIONS = 4
 NUM_STREAMS = 16
 """The fastest counts: a busy node slows some of them down, a slow network all."""
@@ -27,8 +25,11 @@ _BUFFER = 1 << 18
 _TIME, _SIZE = struct.Struct("!d"), struct.Struct("!I")
 
 
-def measure(link: socket.socket, *, sender: str, receiver: str) -> Pace:
-    """Measure over a connection whose other end runs `answer`; an OSError means that it does not answer in time."""
+def measure(link: socket.socket) -> tuple[float, float, float]:
+    """Measure over a connection whose other end runs `answer`: MB/s, by how many seconds its clock is ahead, seconds of the round trip.
+
+    An OSError means that it does not answer in time.
+    """
     link.settimeout(LIMIT_S)
     # What waits in a large buffer of this end has not passed the network yet.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
@@ -43,9 +44,7 @@ def measure(link: socket.socket, *, sender: str, receiver: str) -> Pace:
     began, rates = time.monotonic(), [_stream(link)]
     while len(rates) < NUM_STREAMS and time.monotonic() < began + ALL_S:
         rates.append(_stream(link))
-    return Pace(
-        sender=sender, receiver=receiver, mb_per_s=round(max(rates), 2), ahead_s=round(ahead, 4), trip_s=round(trip, 6)
-    )
+    return round(max(rates), 2), round(ahead, 4), round(trip, 6)
 
 
 def _stream(link: socket.socket) -> float:
