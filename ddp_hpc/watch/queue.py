@@ -146,7 +146,7 @@ def queue_now(environ: Mapping[str, str], now: float, known: Queue | None = None
     from ddp_hpc.cluster.slurm import client  # imported here because only a question to Slurm needs it
 
     try:
-        entries = client.queue(client.user_name(), environ)
+        entries = client.queue(environ)
     except (SlurmUnavailableError, ConfigError) as error:
         pause_s = min(max(2 * known.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
         return Queue(known.at, known.jobs, known.ended, pause_s, now, str(error))

@@ -91,7 +91,7 @@ def test_a_slurm_that_is_down_is_told_apart_from_a_refusal(slurm: Slurm, said: s
     environ = slurm(squeue=failing(said), sbatch=failing(said), scancel=failing(said))
 
     for ask in (
-        lambda: client.queue("ada", environ),
+        lambda: client.queue(environ),
         lambda: client.estimate_start(Path("job.sh"), environ),
         lambda: client.cancel("7", environ),
     ):
@@ -136,7 +136,7 @@ def test_a_question_that_fails_has_no_answer(slurm: Slurm) -> None:
         with pytest.raises(SlurmUnavailableError, match="a word of the site"):
             ask(environ)
     with pytest.raises(SlurmUnavailableError, match="Invalid user"):
-        client.queue("ada", environ)
+        client.queue(environ)
 
 
 def test_a_job_that_the_controller_forgot_is_looked_up_in_the_database(slurm: Slurm) -> None:

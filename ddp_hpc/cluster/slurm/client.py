@@ -163,14 +163,14 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def queue(user: str, environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
-    """Return a user's jobs that are pending or running."""
-    return queries.parse_queue(_stdout(queries.queue_argv(user), environ))
+def queue(environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
+    """Return this user's jobs that are pending or running."""
+    return queries.parse_queue(_stdout(queries.queue_argv(user_name()), environ))
 
 
-def commands(user: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return, for each of a user's jobs that is pending or running, its number (an array's is one) and its script."""
-    return queries.parse_commands(_stdout(queries.commands_argv(user), environ))
+def commands(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return, for each of this user's jobs that is pending or running, its number (an array's is one) and its script."""
+    return queries.parse_commands(_stdout(queries.commands_argv(user_name()), environ))
 
 
 def job(job_id: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.JobRecord | None:

@@ -149,7 +149,7 @@ def _find_awaited(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str])
     users = "" if has_begun else load_base(sweep_dir).spec.slurm.dependency or ""
     if sweep.at_most is None or not sweep.arrays:
         return users, []
-    queued = client.queue(client.user_name(), environ)
+    queued = client.queue(environ)
     return users, [array.job_id for array in sweep.arrays if points_in_queue(array, queued)]
 
 
@@ -178,7 +178,7 @@ def settle(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
 def _lost_array(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> str | None:
     """Return the newest array in the queue that has this sweep's script and that its ledger does not have; None where there is none."""
     try:
-        commands = client.commands(client.user_name(), environ)
+        commands = client.commands(environ)
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
             f"An earlier sbatch for points of {sweep_dir.name} got no answer, so ddp-hpc must ask Slurm whether their jobs exist before it submits "
@@ -194,7 +194,7 @@ def _lost_array(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -
 
 def throttle_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
     """Give the arrays that still have tasks in the queue the sweep's limit of points at once."""
-    queued = client.queue(client.user_name(), environ)
+    queued = client.queue(environ)
     waiting = {entry.job_id.partition("_")[0] for entry in queued if "[" in entry.job_id}
     for one in sweep.arrays:
         if one.job_id in waiting:
@@ -203,7 +203,7 @@ def throttle_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
 
 def cancel_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
     """Cancel the tasks that wait, of those arrays that Slurm still has."""
-    queued = client.queue(client.user_name(), environ)
+    queued = client.queue(environ)
     for one in sweep.arrays:
         if points_in_queue(one, queued):
             client.cancel_pending(one.job_id, environ)

@@ -110,7 +110,7 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
                 f"Another process is submitting points of {name} at this moment. Submit again when it has ended."
             )
         sweep = array.settle(sweep_dir, environ)
-    queued = client.queue(client.user_name(), environ)
+    queued = client.queue(environ)
     waiting = {one.job_id: points_in_queue(one, queued) for one in sweep.arrays}
     live = {number for numbers in waiting.values() for number in numbers}
     newest = {one.number: Ledger.read(sweep_dir.run(one)).newest for one in sweep.points if one.number not in live}

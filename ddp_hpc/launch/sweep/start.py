@@ -313,7 +313,7 @@ def _reasons(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
     is_array, there = sweep.backend == "slurm", set[str]()
     if is_array:
         sweep = array.settle(sweep_dir, environ)
-        queued = [one for one in client.queue(client.user_name(), environ) if not slurm_states.has_ended(one.state)]
+        queued = [one for one in client.queue(environ) if not slurm_states.has_ended(one.state)]
         there = {name for entry in queued for name in (entry.job_id, entry.number)}
         for one in sweep.arrays:
             if points_in_queue(one, queued):
