@@ -137,7 +137,7 @@ def pairs_of(num_nodes: int) -> list[tuple[int, int]]:
 def judge_network(_folder: Path, size: int) -> None:
     """Judge what all nodes have seen of their partners, and name all nodes to srun."""
     from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, findings_of
-    from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS
+    from ddp_hpc.cluster.rendezvous.links.probe import NUM_DATAGRAMS
     from ddp_hpc.cluster.slurm.hostlist import compress_hostlist, expand_hostlist
 
     others: dict[int, list[int]] = {node: [] for node in range(size)}

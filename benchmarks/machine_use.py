@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--parent={os.getpid()}",
             f"--root={os.getpid()}",
         ]
-        command = [sys.executable, "-m", "ddp_hpc.cluster.machine.node", str(run.path), *where]
+        command = [sys.executable, "-m", "ddp_hpc.cluster.machine.sampler", str(run.path), *where]
         sampler = subprocess.Popen(command, env={**os.environ, **fake}, stdin=subprocess.PIPE)
         try:
             process = psutil.Process(sampler.pid)

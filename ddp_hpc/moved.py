@@ -1,4 +1,4 @@
-"""Names that modules had before the wings, until 0.10: jobs that wait and jobs that run hold some, users' programs import some."""
+"""Names that modules had before, until 0.10 those before the wings: jobs that wait and jobs that run hold some, users' programs import some."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ MOVED = {
     "rendezvous": "cluster.rendezvous",  # supervisors that run
     "script": "job.script",  # supervisors that run
     "sweep": "launch.sweep",  # arrays that wait
+    "cluster.machine.node": "cluster.machine.sampler",  # agents that run
+    "cluster.node_checks.node": "cluster.node_checks.gather",  # supervisors that run
+    "cluster.rendezvous.links.node": "cluster.rendezvous.links.probe",  # supervisors that run
 }
 """Below `ddp_hpc`: old -> new, and who asks for the old name."""
 
@@ -33,14 +36,15 @@ class Forward:
     @staticmethod
     def find_spec(name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
         package, _, below = name.partition(".")
-        old, dot, rest = below.partition(".")
-        if package != "ddp_hpc" or old not in MOVED:
+        if package != "ddp_hpc":
             return None
-        from importlib.machinery import (
-            ModuleSpec,
-        )  # late, as all here: each command imports this module, and hardly one needs it
+        old = next((one for one in MOVED if f"{below}.".startswith(f"{one}.")), None)
+        if old is None:
+            return None
+        # Late, as all here: each command imports this module, and hardly one needs it.
+        from importlib.machinery import ModuleSpec
 
-        return ModuleSpec(name, Forward(f"ddp_hpc.{MOVED[old]}{dot}{rest}"))  # type: ignore[arg-type]
+        return ModuleSpec(name, Forward(f"ddp_hpc.{MOVED[old]}{below[len(old) :]}"))  # type: ignore[arg-type]
 
     def create_module(self, _spec: ModuleSpec) -> None:
         """Leave it to Python: `exec_module` puts the real one in its place."""

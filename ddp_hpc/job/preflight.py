@@ -64,7 +64,7 @@ def examine(question: Question) -> Preflight:
     make_directories(question.folder)
     options = [*(f"--node={node}" for node in nodes), *(f"--path={path}" for path in question.paths)]
     answered = ask_nodes(
-        [*question.python, "-m", "ddp_hpc.cluster.node_checks.node", f"--folder={question.folder}", *options],
+        [*question.python, "-m", "ddp_hpc.cluster.node_checks.gather", f"--folder={question.folder}", *options],
         nodes,
         environ=question.environ,
         timeout_s=ANSWER_S,

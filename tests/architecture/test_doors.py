@@ -28,10 +28,10 @@ DOORS: dict[str, set[str]] = {
         "job/node/torchrun_node.py",
         "job/node/unpack.py",
         "job/preflight.py",
-        "cluster/machine/node.py",
-        "cluster/node_checks/node.py",
+        "cluster/machine/sampler.py",
+        "cluster/node_checks/gather.py",
         "cluster/rendezvous/interfaces.py",
-        "cluster/rendezvous/links/node.py",
+        "cluster/rendezvous/links/probe.py",
         "job/script/sealed_objects.py",  # the script may change where it meets others
         "job/script/interpreter.py",  # it makes this process what a new Python would be
         "job/script/worker.py",
@@ -163,10 +163,10 @@ def test_the_guard_lets_other_things_pass(source: str) -> None:
 
 
 PROGRAMS = {
-    "cluster/machine/node.py",
-    "cluster/node_checks/node.py",
+    "cluster/machine/sampler.py",
+    "cluster/node_checks/gather.py",
     "cluster/rendezvous/interfaces.py",
-    "cluster/rendezvous/links/node.py",
+    "cluster/rendezvous/links/probe.py",
     "job/guardian.py",
     "job/node/agent.py",
     "job/node/join.py",

@@ -32,7 +32,7 @@ from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.mounts import Mount
 from ddp_hpc.base.slurm_times import minutes, moment, seconds
 from ddp_hpc.cli import main as command
-from ddp_hpc.cluster.slurm import answers, queries
+from ddp_hpc.cluster.slurm import framing, queries
 from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
 from ddp_hpc.run.checkpoints.checkpoint_store import parse_manifest
@@ -140,8 +140,8 @@ READERS: Mapping[str, tuple[Sequence[str], Callable[[str], object]]] = {
     "host lists": (("node[1-2,07-09],gpu-a[0-3]-[1-2]x",), expand_hostlist),
     "environment of a job": ((ALLOCATION,), in_environ),
     "answers of nodes": (
-        (answers.framed({"a": [1, 2.5, "b" * 200]}, node="node1", mark="m"),),
-        lambda text: answers.read_answers(text, "m"),
+        (framing.framed({"a": [1, 2.5, "b" * 200]}, node="node1", mark="m"),),
+        lambda text: framing.read_answers(text, "m"),
     ),
     "quota": (
         ("/dev/sda1 5000000 0 5000000 0 10 0 100 0\n",),

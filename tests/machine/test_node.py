@@ -22,9 +22,9 @@ if sys.argv[1] == "ABSENT":
         del os.pidfd_open
 else:
     os.pidfd_open = refuse
-from ddp_hpc.cluster.machine import node
-node.SAMPLE_S = 0.05
-raise SystemExit(node.main(sys.argv[2:]))
+from ddp_hpc.cluster.machine import sampler
+sampler.SAMPLE_S = 0.05
+raise SystemExit(sampler.main(sys.argv[2:]))
 """
 
 
@@ -49,7 +49,7 @@ def test_without_pidfd_open_a_node_is_sampled_and_the_parents_end_is_seen(missin
 
 
 def test_an_error_of_the_process_that_samples_is_seen(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "ddp_hpc.cluster.machine.node", *arguments(RunDir(tmp_path), os.getpid())]
+    argv = [sys.executable, "-m", "ddp_hpc.cluster.machine.sampler", *arguments(RunDir(tmp_path), os.getpid())]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     (tmp_path / "sitecustomize.py").write_text(
         "from ddp_hpc.cluster.slurm import allocation\ndel allocation.cpu_grant\n"

@@ -17,7 +17,7 @@ import psutil, time
 deadline = time.time() + 120
 def is_sampled():
     agents = [f"--parent={one.pid}" for one in psutil.Process().parents()]
-    samplers = [one for one in psutil.process_iter() if "ddp_hpc.cluster.machine.node" in arguments(one)]
+    samplers = [one for one in psutil.process_iter() if "ddp_hpc.cluster.machine.sampler" in arguments(one)]
     return any(set(agents) & set(arguments(one)) and time.time() - one.create_time() > 2.5 for one in samplers)
 def arguments(process):
     try:

@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc.cluster.machine.cgroups import own_cgroups
 from ddp_hpc.cluster.machine.gpus import GIB, Gpu, GpuReader
-from ddp_hpc.cluster.machine.node import Sampler, cpus_of, warning_of
+from ddp_hpc.cluster.machine.sampler import Sampler, cpus_of, warning_of
 from tests.machine.test_cgroups import cgroups
 
 BUSY = "import time\nend = time.process_time() + {seconds}\nwhile time.process_time() < end: pass\n"

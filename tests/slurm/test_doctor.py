@@ -204,7 +204,7 @@ def test_a_clock_that_is_a_minute_ahead_is_named(cluster: Cluster, login: LoginN
     assert "node3's clock is 60.0 s ahead" in told
 
 
-ASKING, PROBING = "ddp_hpc.cluster.node_checks.node", "ddp_hpc.cluster.rendezvous.links.node"
+ASKING, PROBING = "ddp_hpc.cluster.node_checks.gather", "ddp_hpc.cluster.rendezvous.links.probe"
 """What runs on a node in each part of a check."""
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, findings_of
-from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS, NodeProbe, Sockets
+from ddp_hpc.cluster.rendezvous.links.probe import NUM_DATAGRAMS, NodeProbe, Sockets
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
 from ddp_hpc.job.ending import network_probe
 from tests.distributed.node_networks import step_argv

@@ -11,7 +11,7 @@ import pytest
 from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds
 from ddp_hpc.cluster.node_checks.checks import findings_of
 from ddp_hpc.cluster.node_checks.facts import Disk, NodeFacts, Shared
-from ddp_hpc.cluster.node_checks.node import gather
+from ddp_hpc.cluster.node_checks.gather import gather
 from ddp_hpc.job.preflight import outcome_of
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight

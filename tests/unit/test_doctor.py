@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE
-from ddp_hpc.cluster.node_checks.node import disk, gather, networks, num_gpus, shared, state_of
+from ddp_hpc.cluster.node_checks.gather import disk, gather, networks, num_gpus, shared, state_of
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.rendezvous.worker_env import for_debug
 from ddp_hpc.cluster.slurm.queries import NodeState, parse_nodes
@@ -371,7 +371,7 @@ def test_the_job_of_the_doctor_is_placed_as_the_run_would_be(tmp_path: Path) -> 
 
 def test_a_node_says_what_it_has_without_importing_torch(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from ddp_hpc.cluster.node_checks.node import gather;"
+        "import os, sys; from pathlib import Path; from ddp_hpc.cluster.node_checks.gather import gather;"
         "found = gather('a', ['a'], folder=Path(sys.argv[1]), paths=[sys.argv[1]], environ=os.environ);"
         "import json; from dataclasses import asdict; print(json.dumps(asdict(found))); assert 'torch' not in sys.modules"
     )
@@ -414,8 +414,8 @@ def test_a_part_that_does_not_end_in_time_is_named_and_the_others_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
-    monkeypatch.setattr("ddp_hpc.cluster.node_checks.node.state_of", lambda _: over.wait())  # as a dead mount does
-    monkeypatch.setattr("ddp_hpc.cluster.node_checks.node.PATIENCE_S", 0.5)
+    monkeypatch.setattr("ddp_hpc.cluster.node_checks.gather.state_of", lambda _: over.wait())  # as a dead mount does
+    monkeypatch.setattr("ddp_hpc.cluster.node_checks.gather.PATIENCE_S", 0.5)
 
     found = gather("a", ["a"], folder=tmp_path, paths=["/data"], environ={})
     over.set()
@@ -442,11 +442,11 @@ def test_names_that_are_not_answered_cost_one_wait_and_are_unknown(
 ) -> None:
     over, names = threading.Event(), [f"n{number}" for number in range(64)]
     monkeypatch.setattr(
-        "ddp_hpc.cluster.node_checks.node.socket.getaddrinfo",
+        "ddp_hpc.cluster.node_checks.gather.socket.getaddrinfo",
         lambda name, *_, **__: [(0, 0, 0, "", ("10.0.0.1", 0))] if name == "n0" else over.wait() and [],
     )
-    monkeypatch.setattr("ddp_hpc.cluster.node_checks.node.socket.getnameinfo", lambda *_: over.wait())
-    monkeypatch.setattr("ddp_hpc.cluster.node_checks.node.NAMES_S", 0.4)
+    monkeypatch.setattr("ddp_hpc.cluster.node_checks.gather.socket.getnameinfo", lambda *_: over.wait())
+    monkeypatch.setattr("ddp_hpc.cluster.node_checks.gather.NAMES_S", 0.4)
 
     found = gather("n0", names, folder=tmp_path, paths=[], environ={})
     over.set()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirmed, findings_of
-from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS
+from ddp_hpc.cluster.rendezvous.links.probe import NUM_DATAGRAMS
 from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO, partners, rounds_of
 from ddp_hpc.job.ending.network_probe import probe
 from ddp_hpc.run.run_dir.network import Fault, NetworkFindings, PairFault, read_network, write_network

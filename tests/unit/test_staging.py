@@ -14,7 +14,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.containers import CommandWrapper, staged_source
 from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
-from ddp_hpc.cluster.slurm.answers import read_answers
+from ddp_hpc.cluster.slurm.framing import read_answers
 from ddp_hpc.job.node import unpack as unpacking
 from ddp_hpc.job.node.unpack import link_package, unpack
 from ddp_hpc.job.staging import Staged, moved, stage, unstage

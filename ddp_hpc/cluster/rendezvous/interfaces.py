@@ -2,7 +2,7 @@
 
     srun --ntasks-per-node=1 python -m ddp_hpc.cluster.rendezvous.interfaces --mark MARK
 
-prints each node's answer in the short lines of `slurm.answers`; without a mark, it prints one line of JSON.
+prints each node's answer in the short lines of `slurm.framing`; without a mark, it prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def parse_interfaces(plain: Any) -> tuple[Interface, ...]:
 def main() -> None:
     """Print this node's name and interfaces."""
     from ddp_hpc.cluster.slurm.allocation import node_name  # late: only this command needs it
-    from ddp_hpc.cluster.slurm.answers import framed
+    from ddp_hpc.cluster.slurm.framing import framed
 
     parser = argparse.ArgumentParser(prog="ddp_hpc.cluster.rendezvous.interfaces", description=__doc__)
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Probes the network between the nodes of a job after a hang: which node, or which pair of nodes, it does not carry.
 
-A short job step runs `rendezvous.links.node` on every node. Orders and reports go through srun, over Slurm's network; the probe itself
+A short job step runs `rendezvous.links.probe` on every node. Orders and reports go through srun, over Slurm's network; the probe itself
 goes over the network on which the ranks met. A node that Slurm does not reach either is left out, and the record says so.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirmed, findings_of
-from ddp_hpc.cluster.rendezvous.links.node import LONGEST_S, PACE_S
+from ddp_hpc.cluster.rendezvous.links.probe import LONGEST_S, PACE_S
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
 from ddp_hpc.cluster.slurm.hostlist import compress_hostlist
 from ddp_hpc.cluster.slurm.steps import probe_argv
@@ -154,7 +154,7 @@ class _Talk:
         command = [
             sys.executable,
             "-m",
-            "ddp_hpc.cluster.rendezvous.links.node",
+            "ddp_hpc.cluster.rendezvous.links.probe",
             f"--toward={self.address}",
             f"--mark={self.mark}",
         ]

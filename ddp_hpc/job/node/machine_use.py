@@ -1,4 +1,4 @@
-"""Starts what samples how busy a node is (`ddp_hpc.cluster.machine.node`), beside the node's workers, and ends it."""
+"""Starts what samples how busy a node is (`ddp_hpc.cluster.machine.sampler`), beside the node's workers, and ends it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def start_sampling(  # noqa: PLR0913  which node of which attempt
     root = _step_process() if is_of_step else os.getpid()
     numbers = [f"--attempt={attempt}", f"--node-rank={node_rank}", f"--gpus={num_gpus}"]
     more = [f"--parent={os.getpid()}", *([] if root is None else [f"--root={root}"])]
-    argv = [sys.executable, "-m", "ddp_hpc.cluster.machine.node", str(run.path), *numbers, *more]
+    argv = [sys.executable, "-m", "ddp_hpc.cluster.machine.sampler", str(run.path), *numbers, *more]
     # It ends when this end of its standard input is closed, and nothing but its end closes its standard output.
     shell = None
     with suppress(OSError):  # the workers need what there is

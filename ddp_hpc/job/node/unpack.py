@@ -3,7 +3,7 @@
     srun --ntasks-per-node=1 python -m ddp_hpc.job.node.unpack SOURCE TARGET [PACKAGE] --mark MARK
     srun --ntasks-per-node=1 python -m ddp_hpc.job.node.unpack FOLDER --mark MARK
 
-prints a node's answer in the short lines of `slurm.answers`. The target appears by one rename: it is whole, or it is not there. Beside it, `import/` links
+prints a node's answer in the short lines of `slurm.framing`. The target appears by one rename: it is whole, or it is not there. Beside it, `import/` links
 to PACKAGE. With one argument, the folder is taken away.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ddp_hpc.cluster.containers import is_packed
 from ddp_hpc.cluster.slurm.allocation import node_name
-from ddp_hpc.cluster.slurm.answers import framed
+from ddp_hpc.cluster.slurm.framing import framed
 
 _GROWTH = 4
 """How many times larger than its archive an environment may be."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ddp_hpc.base import processes
-from ddp_hpc.cluster.slurm.answers import read_answers
+from ddp_hpc.cluster.slurm.framing import read_answers
 from ddp_hpc.cluster.slurm.hostlist import compress_hostlist
 from ddp_hpc.cluster.slurm.steps import probe_argv
 
@@ -92,7 +92,7 @@ def ask_nodes(  # noqa: PLR0913  a command, and how it is run
     step: Sequence[str] | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> NodesAnswers:
-    """Run a ddp_hpc module once on every node; `--mark` tells its answer from other output (`slurm.answers`).
+    """Run a ddp_hpc module once on every node; `--mark` tells its answer from other output (`slurm.framing`).
 
     `step` is the beginning of the command that starts it there; without it, a step of one CPU.
     """

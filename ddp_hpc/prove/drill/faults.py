@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm import client
-from ddp_hpc.cluster.slurm.answers import read_answers
+from ddp_hpc.cluster.slurm.framing import read_answers
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.prove.drill.injector import INJECTOR
 from ddp_hpc.run.run_dir.ledger import Attempt

@@ -3,7 +3,7 @@
     python -m ddp_hpc.prove.drill.injector RUN_DIR kill worker --mark MARK
 
 It runs as an overlapping step of the job that trains, with the permissions of the job's user. It prints what it did in the
-format of `slurm.answers`.
+format of `slurm.framing`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.slurm.allocation import node_name
-from ddp_hpc.cluster.slurm.answers import framed
+from ddp_hpc.cluster.slurm.framing import framed
 
 INJECTOR = "ddp_hpc.prove.drill.injector"
 AGENTS = ("ddp_hpc.job.node.agent", "ddp_hpc.train.torchrun")

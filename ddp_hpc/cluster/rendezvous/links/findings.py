@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address, ip_network
 
-from ddp_hpc.cluster.rendezvous.links.node import NUM_DATAGRAMS
+from ddp_hpc.cluster.rendezvous.links.probe import NUM_DATAGRAMS
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
 from ddp_hpc.run.run_dir.network import Fault, NetworkFindings, Pace, PairFault
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmUnavailableError
 from ddp_hpc.cluster.node_checks.facts import Disk
-from ddp_hpc.cluster.node_checks.node import disk
+from ddp_hpc.cluster.node_checks.gather import disk
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.allocation import claimed_job_id
 from ddp_hpc.cluster.slurm.directives import directives

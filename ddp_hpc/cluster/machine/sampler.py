@@ -1,6 +1,6 @@
 """Samples how busy this node is, beside the workers of one attempt, and writes a record a minute into the run directory.
 
-    python -m ddp_hpc.cluster.machine.node RUN_DIR --attempt 0 --node-rank 1 --gpus 8 --parent 4711 --root 4711
+    python -m ddp_hpc.cluster.machine.sampler RUN_DIR --attempt 0 --node-rank 1 --gpus 8 --parent 4711 --root 4711
 
 It is started beside the workers (`job.node.machine_use`), which are processes below the one that `--root` names. It ends when its standard
 input is closed, after a last record, and is killed when the process that `--parent` names ends. A file system or a driver that does not
@@ -149,7 +149,7 @@ def warning_of(use: MachineUse) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="ddp_hpc.cluster.machine.node", description=__doc__)
+    parser = argparse.ArgumentParser(prog="ddp_hpc.cluster.machine.sampler", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--node-rank", type=int, required=True)

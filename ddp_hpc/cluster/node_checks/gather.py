@@ -1,6 +1,6 @@
 """One node's side of the check before training: says what this node has and sees. It imports no torch.
 
-    srun --ntasks-per-node=1 python -m ddp_hpc.cluster.node_checks.node --folder DIR --node NAME ... --mark MARK
+    srun --ntasks-per-node=1 python -m ddp_hpc.cluster.node_checks.gather --folder DIR --node NAME ... --mark MARK
 
 Each part is gathered in a thread of its own, as a mount or a name server that does not answer may hold one for ever: what
 is not there after `PATIENCE_S` is left out, and named.
@@ -31,7 +31,7 @@ from ddp_hpc.cluster.rendezvous.address import addresses_of
 from ddp_hpc.cluster.rendezvous.choice import fabric, refusal
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.slurm.allocation import node_name, num_granted_gpus
-from ddp_hpc.cluster.slurm.answers import framed
+from ddp_hpc.cluster.slurm.framing import framed
 from ddp_hpc.run.run_dir.environment import capture
 
 T = TypeVar("T")
@@ -253,7 +253,7 @@ def state_of(path: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print this node's answer."""
-    parser = argparse.ArgumentParser(prog="ddp_hpc.cluster.node_checks.node", description=__doc__)
+    parser = argparse.ArgumentParser(prog="ddp_hpc.cluster.node_checks.gather", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="a directory that all nodes share")
     parser.add_argument("--node", action="append", required=True, help="the name of a node; once for each")
     parser.add_argument("--path", action="append", default=[], help="a path that workers read")

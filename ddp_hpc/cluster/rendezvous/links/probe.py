@@ -1,6 +1,6 @@
 """One node's side of a probe of the network: listens on it, connects to the other nodes, and says what came through.
 
-    srun --ntasks-per-node=1 python -m ddp_hpc.cluster.rendezvous.links.node --toward ADDRESS --mark MARK
+    srun --ntasks-per-node=1 python -m ddp_hpc.cluster.rendezvous.links.probe --toward ADDRESS --mark MARK
 
 It listens at its own address on the network of ADDRESS, at a port that the kernel chooses, and prints where. Orders come over standard
 input and reports go over standard output, one short JSON object a line: srun carries both over Slurm's network, which may
@@ -335,7 +335,7 @@ def _order(mark: str, verb: str) -> dict[str, Any] | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one probe."""
-    parser = argparse.ArgumentParser(prog="ddp_hpc.cluster.rendezvous.links.node", description=__doc__)
+    parser = argparse.ArgumentParser(prog="ddp_hpc.cluster.rendezvous.links.probe", description=__doc__)
     parser.add_argument("--toward", required=True, help="the address where the ranks met")
     parser.add_argument("--mark", required=True, help="stands in each line of the conversation")
     parser.add_argument("--name", help="of this node; default: as Slurm calls it")

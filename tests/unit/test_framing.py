@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.cluster.slurm.answers import framed, read_answers
+from ddp_hpc.cluster.slurm.framing import framed, read_answers
 
 MARK = "0123456789abcdef"
 LONG = {"interfaces": [{"name": f"eth{number}", "text": str(number**40)} for number in range(60)]}
