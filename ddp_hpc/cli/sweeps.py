@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ddp_hpc.launch.submission.request import SubmitRequest
     from ddp_hpc.launch.sweep.points import Point
     from ddp_hpc.launch.sweep.start import Started
-    from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir
+    from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
 _MOST_SHOWN = 20
 
@@ -51,8 +51,8 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sweep_of(args: argparse.Namespace, backend: Backend) -> Sweep | None:
-    """Return the sweep that the command line asks for; None where it asks for one run."""
+def asked_points(args: argparse.Namespace) -> list[Point] | None:
+    """Return the points of the sweep that the command line asks for; None where it asks for one run."""
     if not args.sweep and args.points is None:
         alone = {"--zip": args.zip, "--at-most": args.at_most, "--stop-after-failures": args.stop_after_failures}
         for flag in (flag for flag, value in alone.items() if value):
@@ -63,24 +63,27 @@ def sweep_of(args: argparse.Namespace, backend: Backend) -> Sweep | None:
             f"`{flag}` is for one run, but `--sweep` and `--points` submit several. Leave it out; `ddp-hpc list NAME` shows the points."
         )
     from ddp_hpc.launch.sweep.points import parse_axis, points_of, read_points  # late: most submissions are of one run
-    from ddp_hpc.launch.sweep.sweep_dir import Sweep
 
     listed = [] if args.points is None else read_points(args.points)
-    points = points_of([parse_axis(word) for word in args.sweep], listed, is_zipped=args.zip)
-    return Sweep(
-        points=points, backend=backend.NAME, at_most=args.at_most, stop_after_failures=args.stop_after_failures
-    )
+    return points_of([parse_axis(word) for word in args.sweep], listed, is_zipped=args.zip)
 
 
 def start_sweep(
-    base: SubmitRequest, sweep: Sweep, backend: Backend, *, is_json: bool, stays: Literal["wait", "follow"] | None
+    base: SubmitRequest,
+    points: Sequence[Point],
+    backend: Backend,
+    args: argparse.Namespace,
+    *,
+    stays: Literal["wait", "follow"] | None,
 ) -> int:
     """Start the sweep, on this machine until its points have ended; return the exit code. `stays`: how this command goes on then."""
     from ddp_hpc.base.leftovers import remove_leftovers
     from ddp_hpc.launch.sweep.start import submit_sweep
-    from ddp_hpc.launch.sweep.sweep_dir import SweepDir, refuse_existing
+    from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, refuse_existing
 
-    environment, sweep_dir = base.environ, SweepDir(base.spec.path)
+    environment, sweep_dir, is_json = base.environ, SweepDir(base.spec.path), args.json
+    limits = {"at_most": args.at_most, "stop_after_failures": args.stop_after_failures}
+    sweep = Sweep(dir=sweep_dir, points=points, backend=backend.NAME, **limits)
     remove_leftovers(sweep_dir.path.parent)
     refuse_existing(sweep_dir)  # first: what is found there after Ctrl-C is of this submission
     try:

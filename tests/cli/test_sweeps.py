@@ -74,7 +74,7 @@ def test_points_run_one_after_another_and_the_one_that_failed_runs_again_alone(
     assert "3 points: 1 failed, 2 finished" in lines
     assert lines[-1] == "start failed points again: ddp-hpc sweep continue grid --failed"
     sweep = read_sweep(sweep_dir)
-    assert list(failed_attempts(sweep_dir, sweep)) == [1]
+    assert list(failed_attempts(sweep)) == [1]
     assert Path("out/order").read_text().split() == ["1", "2", "3"]
     Path("mended").touch()
 
@@ -164,7 +164,7 @@ def made_sweep(sweep_dir: SweepDir) -> None:
     """Make a sweep of four points of which two have a run."""
     base = resolve(None, ["name=grid"], {}, command=["python", "train.py", "{number}"])
     points = points_of([parse_axis("number=1,2"), parse_axis("train.lr=0.1,0.2")])
-    make_sweep(sweep_dir, base, Sweep(points=points, backend="local"))
+    make_sweep(Sweep(dir=sweep_dir, points=points, backend="local"), base)
     for point, accuracy, ending in ((points[1], 0.7, "finished"), (points[2], 0.9, "failed")):
         run = sweep_dir.run(point)
         run.path.mkdir()
@@ -286,7 +286,7 @@ def test_a_point_that_cannot_be_made_is_named_and_the_others_are_started(
     monkeypatch.setattr("ddp_hpc.launch.submission.run_dir_setup.make_run_dir", fail)
     base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
     points = points_of([], [{"number": 1}, {"number": 2, "seed": "no number"}, {"number": 3}])
-    make_sweep(sweep_dir, base, Sweep(points=points, backend="local"))
+    make_sweep(Sweep(dir=sweep_dir, points=points, backend="local"), base)
 
     run_points(sweep_dir, [0, 1, 2], {}, threading.Event())
 

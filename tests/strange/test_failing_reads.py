@@ -170,7 +170,7 @@ def sweep_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepDir:
     monkeypatch.chdir(tmp_path)
     made = SweepDir(tmp_path / "runs" / "grid")
     base = resolve(None, ["name=grid"], {}, command=["python", "train.py"])
-    make_sweep(made, base, Sweep(points=points_of([parse_axis("seed=0..1")]), backend="local"))
+    make_sweep(Sweep(dir=made, points=points_of([parse_axis("seed=0..1")]), backend="local"), base)
     return made
 
 

@@ -53,7 +53,8 @@ def made_sweep(words: tuple[str, ...] = ("a=1..3",)) -> SweepDir:
     """Make a sweep whose first point has finished."""
     sweep_dir = SweepDir(Path("runs/grid").absolute())
     base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
-    make_sweep(sweep_dir, base, Sweep(points=points_of([parse_axis(word) for word in words]), backend="local"))
+    points = points_of([parse_axis(word) for word in words])
+    make_sweep(Sweep(dir=sweep_dir, points=points, backend="local"), base)
     run = sweep_dir.run(read_sweep(sweep_dir).points[0])
     run.path.mkdir()
     run.config.write_text(f"name: {run.name}\n")
@@ -282,7 +283,7 @@ def test_a_point_whose_disk_does_not_answer_is_unknown_and_the_others_are_listed
 def test_a_text_with_control_characters_stays_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
     points = points_of([], [{"a": "\x1b[2Jx\ny"}, {"a": "z"}])
-    make_sweep(SweepDir(Path("runs/grid").absolute()), base, Sweep(points=points, backend="local"))
+    make_sweep(Sweep(dir=SweepDir(Path("runs/grid").absolute()), points=points, backend="local"), base)
 
     assert main(["list", "grid"]) == 0
     out = capsys.readouterr().out

@@ -114,7 +114,7 @@ def start(
     (tmp_path / "train.py").write_text("print('trained')\n")
     base = resolve(None, ["name=grid", f"runs_dir={tmp_path}/runs"], lab.environ, command=command.split())
     points = points_of([parse_axis(word) for word in words])
-    sweep = Sweep(points=points, at_most=at_most)
+    sweep = Sweep(dir=SweepDir(base.spec.path), points=points, at_most=at_most)
     request = SubmitRequest(resolved=base, import_paths=[tmp_path], environ=lab.environ)
     return submit_sweep(request, sweep, slurm_backend)
 
@@ -730,7 +730,7 @@ def test_sbatchs_refusal_for_another_reason_is_an_error(tmp_path: Path) -> None:
     lab.has("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2; exit 1")
 
     with pytest.raises(ConfigError, match="Invalid partition"):
-        send(sweep_dir, read_sweep(sweep_dir), [0], client.config(lab.environ), lab.environ)
+        send(read_sweep(sweep_dir), [0], client.config(lab.environ), lab.environ)
 
     shutil.rmtree(sweep_dir.path)
     lab.has(
@@ -748,7 +748,7 @@ def test_what_is_sent_after_a_point_has_begun_does_not_wait_again_for_the_jobs_t
     (tmp_path / "train.py").touch()
     words = ["name=grid", f"runs_dir={tmp_path}/runs", "slurm.dependency=afterok:123"]
     base = resolve(None, words, lab.environ, command=["python", "train.py"])
-    sweep = Sweep(points=points_of([parse_axis("seed=0..3")]))
+    sweep = Sweep(dir=SweepDir(base.spec.path), points=points_of([parse_axis("seed=0..3")]))
     request = SubmitRequest(resolved=base, import_paths=[tmp_path], environ=lab.environ)
     started = submit_sweep(request, sweep, slurm_backend)
     assert lab.arrays[1] == "--array=0-1 --dependency=afterok:123 0"

@@ -22,7 +22,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_config, add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
-from ddp_hpc.cli.sweeps import add_sweep, dry_run_of_sweep, start_sweep, sweep_of
+from ddp_hpc.cli.sweeps import add_sweep, asked_points, dry_run_of_sweep, start_sweep
 from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
@@ -91,19 +91,19 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path, settings = config_and_settings(args)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
-    sweep = sweep_of(args, backend)
+    points = asked_points(args)
     request = _request(args, path, [*settings, *here], backend, environment)
     if args.dry_run:
         text = (
             _dry_run(request, backend, is_explained=args.explain, is_json=args.json)
-            if sweep is None
-            else dry_run_of_sweep(request, sweep.points, backend, is_json=args.json)
+            if points is None
+            else dry_run_of_sweep(request, points, backend, is_json=args.json)
         )
         print(text, end="")
         return 0
-    if sweep is not None:
+    if points is not None:
         stays: Literal["wait", "follow"] | None = "follow" if args.follow else "wait" if args.wait else None
-        return start_sweep(request, sweep, backend, is_json=args.json, stays=stays)
+        return start_sweep(request, points, backend, args, stays=stays)
     run_dir = request.run
     changed = _changes(run_dir, request.spec)
     _note_stopping(run_dir, backend)

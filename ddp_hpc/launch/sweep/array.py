@@ -81,7 +81,7 @@ def make_for_slurm(
 
     From the moment when the directory exists, no other process sends its points before `until_sent` is closed.
     """
-    spec, sweep_dir, environ = base.spec, SweepDir(base.spec.path), base.environ
+    spec, sweep_dir, environ = base.spec, sweep.dir, base.environ
     client.require("sbatch", environ)
     refuse_existing(sweep_dir)
     script = array_script(spec, sweep_dir)
@@ -96,12 +96,12 @@ def make_for_slurm(
         notes.extend(questions.notes(spec, beside))
 
     sweep = replace(sweep, import_paths=tuple(slurm.job_import_paths(base)))
-    make_sweep(sweep_dir, base.resolved, sweep, fill, until_sent=until_sent)
+    make_sweep(sweep, base.resolved, fill, until_sent=until_sent)
     return notes
 
 
 def send(
-    sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], cluster: ClusterConfig, environ: Mapping[str, str]
+    sweep: Sweep, numbers: Sequence[int], cluster: ClusterConfig, environ: Mapping[str, str]
 ) -> tuple[dict[str, int], str]:
     """Send points to Slurm, in as few arrays as it accepts; record each array. The caller has locked the sweep's ledger.
 
@@ -110,7 +110,7 @@ def send(
     """
     jobs: dict[str, int] = {}
     size = cluster.max_array_size or DEFAULT_MAX_ARRAY_SIZE
-    users, last = _find_awaited(sweep_dir, sweep, environ)
+    users, last = _find_awaited(sweep, environ)
     # The numbers of an array's tasks end below MaxArraySize: https://slurm.schedmd.com/slurm.conf.html#OPT_MaxArraySize
     for chunk, group in groupby(sorted(numbers), key=lambda number: number // size):
         rest = list(group)
@@ -121,7 +121,7 @@ def send(
             count = min(max(count, fewest), len(rest))
             sent = SentArray(numbers=tuple(rest[:count]), offset=chunk * size)
             try:
-                job_id = _send_array(sweep_dir, sent, _dependency(users, last), environ, at_most=sweep.at_most)
+                job_id = _send_array(sweep, sent, _dependency(users, last), environ)
             except (SlurmRefusalError, SlurmBusyError) as error:
                 count = _fewer(count, fewest, error)
                 if count < fewest:
@@ -141,12 +141,12 @@ def _fewer(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -
     return count // 2
 
 
-def _find_awaited(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+def _find_awaited(sweep: Sweep, environ: Mapping[str, str]) -> tuple[str, list[str]]:
     """Return the user's dependency, and the arrays that share a limit of points at once with the next one, which waits for them."""
     # A point that has begun shows that the user's dependency was met.
-    runs = (sweep_dir.run(sweep.points[number]).config for array in sweep.arrays for number in array.numbers)
+    runs = (sweep.dir.run(sweep.points[number]).config for array in sweep.arrays for number in array.numbers)
     has_begun = any(known(config, lambda: is_there(config), unknown=False) for config in runs)  # noqa: B023  called at once
-    users = "" if has_begun else load_base(sweep_dir).spec.slurm.dependency or ""
+    users = "" if has_begun else load_base(sweep.dir).spec.slurm.dependency or ""
     if sweep.at_most is None or not sweep.arrays:
         return users, []
     queued = client.queue(environ)
@@ -170,22 +170,22 @@ def settle(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
     sweep = read_sweep(sweep_dir)
     if sweep.unanswered is None:
         return sweep
-    job_id = _lost_array(sweep_dir, sweep, environ)
+    job_id = _lost_array(sweep, environ)
     record(sweep_dir, **({"refused": True} if job_id is None else {"array": job_id}))
     return read_sweep(sweep_dir)
 
 
-def _lost_array(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> str | None:
+def _lost_array(sweep: Sweep, environ: Mapping[str, str]) -> str | None:
     """Return the newest array in the queue that has this sweep's script and that its ledger does not have; None where there is none."""
     try:
         commands = client.commands(environ)
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
-            f"An earlier sbatch for points of {sweep_dir.name} got no answer, so ddp-hpc must ask Slurm whether their jobs exist before it submits "
+            f"An earlier sbatch for points of {sweep.dir.name} got no answer, so ddp-hpc must ask Slurm whether their jobs exist before it submits "
             f"any. Nothing was submitted now. {error}"
         ) from error
     # By the script's directory, as another sweep or run may have the same name.
-    here, known = sweep_dir.path.resolve(), {array.job_id for array in sweep.arrays}
+    here, known = sweep.dir.path.resolve(), {array.job_id for array in sweep.arrays}
     folders = {job: command.rpartition("/job.sbatch")[0] for job, command in commands.items() if job not in known}
     return max(
         (job for job, folder in folders.items() if folder and Path(folder).resolve() == here), key=int, default=None
@@ -209,17 +209,15 @@ def cancel_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
             client.cancel_pending(one.job_id, environ)
 
 
-def _send_array(
-    sweep_dir: SweepDir, sent: SentArray, options: Sequence[str], environ: Mapping[str, str], *, at_most: int | None
-) -> str:
+def _send_array(sweep: Sweep, sent: SentArray, options: Sequence[str], environ: Mapping[str, str]) -> str:
     """Send one array. A line is written first, so that the next command asks Slurm for an array whose answer is lost."""
     tasks = as_ranges(number - sent.offset for number in sent.numbers)
-    throttle = "" if at_most is None else f"%{at_most}"
-    script, name, count = sweep_dir.job_script, sweep_dir.name, len(sent.numbers)
+    throttle = "" if sweep.at_most is None else f"%{sweep.at_most}"
+    sweep_dir, name, count = sweep.dir, sweep.dir.name, len(sent.numbers)
     record(sweep_dir, sending=as_ranges(sent.numbers), offset=sent.offset)
     try:
         job_id = allocate_array(
-            script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=[str(sent.offset)]
+            sweep_dir.job_script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=[str(sent.offset)]
         )
     except ConfigError:
         with suppress(OSError):  # a full disk; what Slurm has said is worth more
@@ -227,7 +225,7 @@ def _send_array(
         raise
     except SlurmBusyError:
         # sbatch was ended while it waited or while it asked again, so Slurm may have accepted the array.
-        found = _lost_array(sweep_dir, read_sweep(sweep_dir), environ)
+        found = _lost_array(read_sweep(sweep_dir), environ)
         if found is None:
             record(sweep_dir, refused=True)
             raise

@@ -80,7 +80,7 @@ def _must_end(sweep_dir: SweepDir) -> bool:
     """Return whether no other point may start: the user has cancelled the sweep, or too many points have failed."""
     sweep = patiently(str(sweep_dir.ledger), lambda: read_sweep(sweep_dir))
     most = sweep.stop_after_failures
-    if sweep.is_cancelled or most is None or num_failed(sweep_dir, sweep) < most:
+    if sweep.is_cancelled or most is None or num_failed(sweep) < most:
         return sweep.is_cancelled
     sys.stderr.write(f"note: {most} points have failed, so no other point is started (`--stop-after-failures`)\n")
     return True

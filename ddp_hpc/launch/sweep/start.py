@@ -71,18 +71,18 @@ def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started
     Raises:
         OSError: where the sweep's records cannot be written; nothing is left of a sweep that Slurm cannot know.
     """
-    environ, sweep_dir, numbers = base.environ, SweepDir(base.spec.path), [point.number for point in sweep.points]
+    environ, sweep_dir, numbers = base.environ, sweep.dir, [point.number for point in sweep.points]
     if not backend.HAS_QUEUE:
         check_points(base.resolved, sweep.points, environ, is_array=False)
         local.refuse_too_much(base.spec)
-        make_sweep(sweep_dir, base.resolved, replace(sweep, import_paths=tuple(base.import_paths)))
+        make_sweep(replace(sweep, import_paths=tuple(base.import_paths)), base.resolved)
         return Started(sweep_dir=sweep_dir, numbers=numbers, runs_here=True)
     questions = Questions(environ)  # Slurm answers while this process checks the points
     check_points(base.resolved, sweep.points, environ, is_array=True)
     with ExitStack() as until_sent:
         notes = array.make_for_slurm(base, sweep, questions, until_sent=until_sent)
         try:
-            jobs, refusal = array.send(sweep_dir, sweep, numbers, questions.config(), environ)
+            jobs, refusal = array.send(sweep, numbers, questions.config(), environ)
         except (ConfigError, OSError) as error:
             there = read_sweep(sweep_dir)
             if not there.arrays and (isinstance(error, ConfigError) or there.unanswered is None):
@@ -104,12 +104,12 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     with _kept_in(troubles):
         record_cancelled(sweep_dir)  # first: no other point starts any more
     if not backend.HAS_QUEUE:
-        begun = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+        begun = _cancel_begun(sweep, backend, environ, troubles)
         # The command that runs the points may be starting one now, of which no lock says so yet.
         end = time.monotonic() + _RUNNER_PATIENCE_S
         while is_being_sent(sweep_dir) and not troubles and time.monotonic() < end:
             time.sleep(_POLL_S)
-            begun |= _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+            begun |= _cancel_begun(sweep, backend, environ, troubles)
         _raise_first(troubles, sweep_dir)
         if is_being_sent(sweep_dir):
             raise RunBusyError(
@@ -126,10 +126,10 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
         with _kept_in(troubles):
             sweep = array.settle(sweep_dir, environ)  # what was being sent is to be cancelled, too
     # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
-    begun = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+    begun = _cancel_begun(sweep, backend, environ, troubles)
     with _kept_in(troubles):
         array.cancel_waiting(sweep, environ)
-    begun |= _cancel_begun(sweep_dir, sweep, backend, environ, troubles)  # those that began meanwhile
+    begun |= _cancel_begun(sweep, backend, environ, troubles)  # those that began meanwhile
     _raise_first(troubles, sweep_dir)
     return len(begun)
 
@@ -158,15 +158,11 @@ def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir)
 
 
 def _cancel_begun(
-    sweep_dir: SweepDir,
-    sweep: Sweep,
-    backend: Backend,
-    environ: Mapping[str, str],
-    troubles: list[DdpHpcError | OSError],
+    sweep: Sweep, backend: Backend, environ: Mapping[str, str], troubles: list[DdpHpcError | OSError]
 ) -> set[str]:
     """Cancel the runs that wait again or run; return their names. Add to `troubles` what was against it."""
     cancelled = set()
-    for run in map(sweep_dir.run, sweep.points):
+    for run in map(sweep.dir.run, sweep.points):
         with _kept_in(troubles):
             if not has_begun(run) or has_ended(run) or not _has_job(run, backend, environ):
                 continue
@@ -204,20 +200,18 @@ def continue_sweep(
             )
         sweep = array.settle(sweep_dir, environ)
         is_array = sweep.backend == "slurm"
-        numbers, notes = _points_left(sweep_dir, sweep, environ, is_failed=is_failed)
-        with _continued(sweep_dir, sweep, is_failed=is_failed, limits=limits):
+        numbers, notes = _points_left(sweep, environ, is_failed=is_failed)
+        with _continued(sweep, is_failed=is_failed, limits=limits):
             sweep = read_sweep(sweep_dir)
             if is_array and "at_most" in limits and sweep.arrays:
                 array.throttle_waiting(sweep, environ)
             if not is_array or not numbers:
                 return Started(sweep_dir=sweep_dir, numbers=numbers, runs_here=bool(numbers), notes=notes)
-            jobs, refusal = array.send(sweep_dir, sweep, numbers, client.config(environ), environ)
+            jobs, refusal = array.send(sweep, numbers, client.config(environ), environ)
             return Started(sweep_dir=sweep_dir, numbers=numbers, jobs=jobs, refusal=refusal, notes=notes)
 
 
-def _points_left(
-    sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool
-) -> tuple[list[int], list[str]]:
+def _points_left(sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool) -> tuple[list[int], list[str]]:
     """Return the points that are to be started, and a note on those whose files cannot be read."""
     from ddp_hpc.launch.sweep.point_states import PointReader  # late: a new sweep has no past
     from ddp_hpc.watch.queue import Queue, QueueStatus, asker, queue_now
@@ -233,14 +227,14 @@ def _points_left(
 
     # Slurm's word on jobs that have left the queue counts for failed points alone, and takes a question for each.
     ask = asker(environ, clock=time.time) if is_failed else no_job
-    states = PointReader(sweep_dir, ask).read(sweep, queue)
-    runs = {number: sweep_dir.run(sweep.points[number]) for number in states}
+    states = PointReader(sweep.dir, ask).read(sweep, queue)
+    runs = {number: sweep.dir.run(sweep.points[number]) for number in states}
     if sweep.backend != "slurm":
         busy = next((runs[number] for number, state in states.items() if state.status and state.status.is_alive), None)
         if busy is not None:
             raise RunBusyError(
-                f"{busy.name} of {sweep_dir.name} still runs on this machine, without the command that started it. Wait until it has ended "
-                f"(`ddp-hpc sweep follow {sweep_dir.name}`), or stop it: `ddp-hpc stop {busy.word}`."
+                f"{busy.name} of {sweep.dir.name} still runs on this machine, without the command that started it. Wait until it has ended "
+                f"(`ddp-hpc sweep follow {sweep.dir.name}`), or stop it: `ddp-hpc stop {busy.word}`."
             )
     if is_failed:  # of a lost point, Slurm may say that its job has failed
         numbers = [
@@ -266,10 +260,10 @@ def _points_left(
 
 
 @contextmanager
-def _continued(sweep_dir: SweepDir, before: Sweep, *, is_failed: bool, limits: Mapping[str, int]) -> Iterator[None]:
+def _continued(before: Sweep, *, is_failed: bool, limits: Mapping[str, int]) -> Iterator[None]:
     """Record that the user continues the sweep, as tasks that start read it; take it back where nothing could be sent."""
     # With `--failed`, the other points of a cancelled sweep stay cancelled.
-    is_cancelled, forgiven = before.is_cancelled and is_failed, failed_attempts(sweep_dir, before)
+    sweep_dir, is_cancelled, forgiven = before.dir, before.is_cancelled and is_failed, failed_attempts(before)
     record_continued(sweep_dir, is_cancelled=is_cancelled, forgiven=forgiven, limits=limits)
     try:
         yield

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import (
@@ -29,6 +29,10 @@ from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.run.config import Resolved, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, holds_sweep
+
+if TYPE_CHECKING:
+    from ddp_hpc.cluster.slurm.queries import QueuedEntry
+    from ddp_hpc.watch.queue import QueueStatus
 
 
 class SweepDir(RunDir):
@@ -71,6 +75,7 @@ class SentArray:
 class Sweep:
     """What a sweep's files say."""
 
+    dir: SweepDir
     points: Sequence[Point]
     arrays: Sequence[SentArray] = ()
     """Oldest first."""
@@ -127,9 +132,8 @@ def find_sweep(text: str, runs_dir: Path) -> SweepDir:
 
 
 def make_sweep(
-    sweep: SweepDir,
+    sweep: Sweep,
     base: Resolved,
-    made: Sweep,
     fill: Callable[[SweepDir], object] = lambda _beside: None,
     *,
     until_sent: ExitStack | None = None,
@@ -138,21 +142,22 @@ def make_sweep(
 
     No other process sends its points before `until_sent` is closed.
     """
-    refuse_existing(sweep)
+    path = sweep.dir.path
+    refuse_existing(sweep.dir)
     header = {
-        "sweep": sweep.name,
-        "num_points": len(made.points),
+        "sweep": sweep.dir.name,
+        "num_points": len(sweep.points),
         "at": time.time(),
-        "backend": made.backend,
-        "import_paths": [str(path) for path in made.import_paths],
+        "backend": sweep.backend,
+        "import_paths": [str(path) for path in sweep.import_paths],
         "work_dir": str(Path.cwd()),
-        "at_most": made.at_most,
-        "stop_after_failures": made.stop_after_failures,
+        "at_most": sweep.at_most,
+        "stop_after_failures": sweep.stop_after_failures,
     }
-    lines = [header, *({"point": one.number, "name": one.name, "set": one.settings} for one in made.points)]
-    beside = SweepDir(name_beside(sweep.path))
+    lines = [header, *({"point": one.number, "name": one.name, "set": one.settings} for one in sweep.points)]
+    beside = SweepDir(name_beside(path))
     try:
-        make_directories(sweep.path.parent)
+        make_directories(path.parent)
         beside.path.mkdir(mode=0o700)
         try:
             replace_text(beside.base, render_resolved(base), is_secret=True)
@@ -166,16 +171,16 @@ def make_sweep(
             lock_fd = None if until_sent is None else processes.take_lock(beside.ledger)
             if until_sent is not None and lock_fd is not None:
                 until_sent.callback(processes.release_lock, lock_fd)
-            beside.path.rename(sweep.path)
+            beside.path.rename(path)
         except BaseException as error:
             shutil.rmtree(beside.path, ignore_errors=True)
             if isinstance(error, OSError):
-                refuse_existing(sweep)
+                refuse_existing(sweep.dir)
             raise
-        fsync_path(sweep.path.parent)
+        fsync_path(path.parent)
     except OSError as error:
         raise ConfigError(
-            f"The sweep's directory {sweep.path} cannot be written: {error.strerror or error}. Choose another directory with `runs_dir=...`."
+            f"The sweep's directory {path} cannot be written: {error.strerror or error}. Choose another directory with `runs_dir=...`."
         ) from error
 
 
@@ -212,6 +217,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
         if [point.number for point in points] != list(range(header["num_points"])):
             raise ValueError(f"it has {len(points)} of {header['num_points']} points")  # noqa: TRY301  as any other damage
         found = Sweep(
+            dir=sweep,
             points=points,
             backend=str(header["backend"]),
             import_paths=tuple(map(Path, header["import_paths"])),
@@ -294,14 +300,14 @@ def _newest(run: RunDir) -> Attempt | None:
         return None
 
 
-def num_failed(sweep_dir: SweepDir, sweep: Sweep) -> int:
+def num_failed(sweep: Sweep) -> int:
     """Return how many points have failed since the user has continued the sweep for the last time."""
-    return sum(sweep.forgiven.get(number) != attempt for number, attempt in failed_attempts(sweep_dir, sweep).items())
+    return sum(sweep.forgiven.get(number) != attempt for number, attempt in failed_attempts(sweep).items())
 
 
-def failed_attempts(sweep_dir: SweepDir, sweep: Sweep) -> dict[int, int]:
+def failed_attempts(sweep: Sweep) -> dict[int, int]:
     """Return the points that have failed, and the attempt that has."""
-    newest = {point.number: _newest(sweep_dir.run(point)) for point in sweep.points}
+    newest = {point.number: _newest(sweep.dir.run(point)) for point in sweep.points}
     return {
         number: one.attempt
         for number, one in newest.items()
@@ -328,17 +334,7 @@ def is_being_sent(sweep_dir: SweepDir) -> bool:
         return False
 
 
-class Listed(Protocol):
-    """A job as squeue lists it."""
-
-    @property
-    def job_id(self) -> str: ...
-
-    @property
-    def state(self) -> str | None: ...
-
-
-def points_in_queue(array: SentArray, queued: Iterable[Listed]) -> set[int]:
+def points_in_queue(array: SentArray, queued: Iterable[QueuedEntry | QueueStatus]) -> set[int]:
     """Return which points of an array have a task that waits or runs."""
     tasks: set[int] = set()
     for entry in queued:

@@ -86,17 +86,15 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
         return None
     if has_it:
         return run  # Slurm has started the task again
-    why_not = _why_not(sweep_dir, sweep, run, before, environ)
+    why_not = _why_not(sweep, run, before, environ)
     if why_not is not None:
         sys.stderr.write(f"note: {point} of {sweep_dir.name} is not started: {why_not}\n")
         return None
-    _make(sweep_dir, sweep, point, allocation, environ)
+    _make(sweep, point, allocation, environ)
     return run
 
 
-def _why_not(
-    sweep_dir: SweepDir, sweep: Sweep, run: RunDir, before: QueuedJob | None, environ: Mapping[str, str]
-) -> str | None:
+def _why_not(sweep: Sweep, run: RunDir, before: QueuedJob | None, environ: Mapping[str, str]) -> str | None:
     """Return why the point is not to start in this job; None where it is."""
     if before is not None:
         try:
@@ -111,20 +109,20 @@ def _why_not(
         if newest is not None and newest.is_last and newest.ending == Ending.FINISHED:
             return "the run has finished"
     if sweep.stop_after_failures is not None:
-        failed = num_failed(sweep_dir, sweep)
+        failed, name = num_failed(sweep), sweep.dir.name
         if failed >= sweep.stop_after_failures:
             return (
                 f"{failed} points have failed since the sweep was submitted or continued, and the sweep stops at {sweep.stop_after_failures} "
-                f"(`--stop-after-failures`). List "
-                f"them with `ddp-hpc list {sweep_dir.name} --failed`; `ddp-hpc sweep continue {sweep_dir.name}` submits the others again, and counts failures from zero"
+                f"(`--stop-after-failures`). List them with `ddp-hpc list {name} --failed`; `ddp-hpc sweep continue {name}` submits the "
+                "others again, and counts failures from zero"
             )
     return None
 
 
-def _make(sweep_dir: SweepDir, sweep: Sweep, point: Point, allocation: Allocation, environ: Mapping[str, str]) -> None:
+def _make(sweep: Sweep, point: Point, allocation: Allocation, environ: Mapping[str, str]) -> None:
     """Make the run's directory as `submit` does, or renew it; record last that this task has it."""
-    run = sweep_dir.run(point)
-    resolved = Points(load_base(sweep_dir, is_patient=True), environ).resolved(point)
+    run = sweep.dir.run(point)
+    resolved = Points(load_base(sweep.dir, is_patient=True), environ).resolved(point)
     make_run_dir(run, render_resolved(resolved), is_new=not run.config.exists())
     make_directories(run.console.parent)
     replace_text(run.job_script, render(resolved.spec, run, sweep.import_paths, chdir=Path.cwd()))
