@@ -32,12 +32,8 @@ def render(
         python: The interpreter of the job's processes.
     """
     users = spec.slurm.template
+    options = directives(spec, run, chdir=chdir, cpus_per_worker=spec.cpus_per_task)
     values = {
-        "directives": as_rows(directives(spec, run, chdir=chdir, cpus_per_worker=spec.cpus_per_task)),
-        "name": spec.name,
-        "version": __version__,
-        "modules": spec.slurm.modules,
-        "setup": spec.slurm.setup,
         "config": run.config,
         "python": python,
         "image": spec.container.image,
@@ -53,13 +49,22 @@ def render(
         "spec": spec,
     }
     # Path.expanduser raises an error for `~nobody`.
-    return render_template(own_template(TEMPLATE) if users is None else Path(os.path.expanduser(users)), values)  # noqa: PTH111
+    template = own_template(TEMPLATE) if users is None else Path(os.path.expanduser(users))  # noqa: PTH111
+    return render_template(template, spec, options, values)
 
 
-def render_template(path: Path, values: Mapping[str, Any]) -> str:
-    """Return the text of a template."""
+def render_template(path: Path, spec: RunSpec, options: Mapping[str, str | None], more: Mapping[str, Any]) -> str:
+    """Return the text of a template, which reads sbatch's options as `directive.flag` and `directive.value`, a user's own, too."""
     from jinja2 import TemplateError  # late: only a submission to Slurm needs it
 
+    values = {
+        "directives": [{"flag": flag, "value": value} for flag, value in options.items()],
+        "name": spec.name,
+        "version": __version__,
+        "modules": spec.slurm.modules,
+        "setup": spec.slurm.setup,
+        **more,
+    }
     try:
         text: str = _environment().from_string(path.read_text(encoding="utf-8")).render(values)
     except (OSError, TemplateError, TypeError, ValueError) as error:  # unreadable, invalid, wrong types, not UTF-8
@@ -109,8 +114,3 @@ def quote_for_sbatch(value: object) -> str:
     # sbatch reads the line as a shell would, with one difference: a backslash escapes the next character within single
     # quotes, too (measured: 22.05, 24.11).
     return quote(value).replace("\\", "\\\\")
-
-
-def as_rows(options: Mapping[str, str | None]) -> list[dict[str, str | None]]:
-    """Return options of sbatch as a template reads them, a user's own, too: `directive.flag`, `directive.value`."""
-    return [{"flag": flag, "value": value} for flag, value in options.items()]

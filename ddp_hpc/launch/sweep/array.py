@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from ddp_hpc import __version__
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.base.patience import is_there, known
@@ -17,7 +16,7 @@ from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.cluster.slurm.queries import ClusterConfig
-from ddp_hpc.launch.render import as_rows, own_template, render_template
+from ddp_hpc.launch.render import own_template, render_template
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.submission.preflight import capacity
@@ -53,19 +52,8 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     # A dependency is an option of each sbatch: Slurm may have forgotten its jobs when later arrays are sent.
     asked = directives(base, sweep_dir, chdir=Path.cwd(), cpus_per_worker=base.cpus_per_task)
     made = {flag: value for flag, value in asked.items() if flag != "dependency"}
-    return render_template(
-        own_template(TEMPLATE),
-        {
-            "directives": as_rows({**made, "output": log}),
-            "name": base.name,
-            "version": __version__,
-            "modules": base.slurm.modules,
-            "setup": base.slurm.setup,
-            "python": sys.executable,
-            "base": sweep_dir.base,
-            "sweep": sweep_dir.path,
-        },
-    )
+    more = {"python": sys.executable, "base": sweep_dir.base, "sweep": sweep_dir.path}
+    return render_template(own_template(TEMPLATE), base, {**made, "output": log}, more)
 
 
 def describe(base: SubmitRequest, points: Sequence[Point]) -> tuple[str, list[str]]:
