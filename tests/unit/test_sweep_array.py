@@ -545,7 +545,7 @@ def test_a_continue_that_is_refused_changes_no_limit_and_leaves_the_sweep_cancel
     record_cancelled(sweep_dir)
     lab.lists()
     before = read_sweep(sweep_dir)
-    with sending_alone(sweep_dir), pytest.raises(RunBusyError):
+    with sending_alone(sweep_dir, "busy"), pytest.raises(RunBusyError):
         continue_sweep(sweep_dir, lab.environ, limits={"at_most": 3})
     assert read_sweep(sweep_dir) == before
 

@@ -186,7 +186,7 @@ def test_a_cancellation_says_so_where_another_process_goes_on_sending(
     sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
     monkeypatch.setattr("ddp_hpc.launch.sweep.start._SENDING_PATIENCE_S", 0.0)
 
-    with sending_alone(sweep_dir), pytest.raises(RunBusyError, match="sweep cancel grid` again"):
+    with sending_alone(sweep_dir, "busy"), pytest.raises(RunBusyError, match="sweep cancel grid` again"):
         cancel_sweep(sweep_dir, lab.environ)
 
     assert read_sweep(sweep_dir).is_cancelled
@@ -196,7 +196,7 @@ def test_who_follows_a_sweep_that_another_process_submits_does_not_take_it_for_o
     lab = Lab(tmp_path, limit=0)
     watched = Watched(lab, start(lab, tmp_path, "seed=0..1").sweep_dir)
 
-    with sending_alone(watched.sweep_dir):
+    with sending_alone(watched.sweep_dir, "busy"):
         assert not watched.look().is_over
 
     assert watched.look().is_over

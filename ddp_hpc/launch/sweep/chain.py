@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from ddp_hpc.base.errors import ConfigError, RunBusyError
+from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.launch.submission.backend import Backend, backend_of, find_job_elsewhere
 from ddp_hpc.launch.submission.request import SubmitRequest
@@ -104,11 +104,8 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
         raise ConfigError(
             f"`--after {name}` asks Slurm to wait for a sweep, but this one runs on one machine, without Slurm. Wait until it has ended: `ddp-hpc sweep follow {name}`."
         )
-    with sending_alone(sweep_dir) as is_alone:
-        if not is_alone:
-            raise RunBusyError(
-                f"Another process is submitting points of {name} at this moment. Submit again when it has ended."
-            )
+    busy = f"Another process is submitting points of {name} at this moment. Submit again when it has ended."
+    with sending_alone(sweep_dir, busy):
         sweep = array.settle(sweep_dir, environ)
     queued = client.queue(environ)
     waiting = {one.job_id: points_in_queue(one, queued) for one in sweep.arrays}

@@ -117,14 +117,12 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
                 f"point may still start or run. Run `ddp-hpc sweep cancel {sweep_dir.name}` again."
             )
         return len(begun)
-    with sending_alone(sweep_dir, patience_s=_SENDING_PATIENCE_S) as is_alone:
-        if not is_alone:
-            raise RunBusyError(
-                f"No other point of {sweep_dir.name} starts, but another process has been submitting its points for {_SENDING_PATIENCE_S:.0f} s, "
-                f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.name}` again when that process has ended."
-            )
-        with _kept_in(troubles):
-            sweep = array.settle(sweep_dir, environ)  # what was being sent is to be cancelled, too
+    busy = (
+        f"No other point of {sweep_dir.name} starts, but another process has been submitting its points for {_SENDING_PATIENCE_S:.0f} s, "
+        f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.name}` again when that process has ended."
+    )
+    with sending_alone(sweep_dir, busy, patience_s=_SENDING_PATIENCE_S), _kept_in(troubles):
+        sweep = array.settle(sweep_dir, environ)  # what was being sent is to be cancelled, too
     # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
     begun = _cancel_begun(sweep, backend, environ, troubles)
     with _kept_in(troubles):
@@ -193,11 +191,8 @@ def continue_sweep(
 
     Of points that the user has cancelled, it starts those that were cancelled with the whole sweep.
     """
-    with sending_alone(sweep_dir) as is_alone:
-        if not is_alone:
-            raise RunBusyError(
-                f"Another process is submitting points of {sweep_dir.name}, or runs them on this machine, at this moment. Try again when it has ended."
-            )
+    busy = f"Another process is submitting points of {sweep_dir.name}, or runs them on this machine, at this moment. Try again when it has ended."
+    with sending_alone(sweep_dir, busy):
         sweep = array.settle(sweep_dir, environ)
         is_array = sweep.backend == "slurm"
         numbers, notes = _points_left(sweep, environ, is_failed=is_failed)
@@ -290,13 +285,16 @@ def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{sweep_dir.path} is a symbolic link, so nothing was deleted. Give the path of its target directory, or remove the link."
         )
-    with sending_alone(sweep_dir) as is_alone:
-        problem = next(_reasons(sweep_dir, environ), None) if is_alone else "another process submits or runs its points"
-        if problem is not None:
-            raise RunBusyError(
-                f"The sweep {sweep_dir.name} cannot be deleted: {problem}. Cancel it first, and wait until its runs have ended: `ddp-hpc sweep "
-                f"cancel {sweep_dir.name}`."
-            )
+
+    def refusal(why: str) -> str:
+        return (
+            f"The sweep {sweep_dir.name} cannot be deleted: {why}. Cancel it first, and wait until its runs have ended: `ddp-hpc sweep "
+            f"cancel {sweep_dir.name}`."
+        )
+
+    with sending_alone(sweep_dir, refusal("another process submits or runs its points")):
+        for problem in _reasons(sweep_dir, environ):
+            raise RunBusyError(refusal(problem))
         away = renamed_away(sweep_dir.path)
     delete_renamed(away, f"The sweep {sweep_dir.name}")
 

@@ -21,7 +21,7 @@ from ddp_hpc.base.durable import (
     read_json_lines,
     replace_text,
 )
-from ddp_hpc.base.errors import ConfigError, UnreadableError
+from ddp_hpc.base.errors import ConfigError, RunBusyError, UnreadableError
 from ddp_hpc.base.leftovers import name_beside
 from ddp_hpc.base.patience import known
 from ddp_hpc.cluster.slurm import states
@@ -316,14 +316,15 @@ def failed_attempts(sweep: Sweep) -> dict[int, int]:
 
 
 @contextmanager
-def sending_alone(sweep_dir: SweepDir, *, patience_s: float = 0.0) -> Iterator[bool]:
-    """Keep other processes from sending points, or running them here, in the `with` block; yield False where one does so already."""
+def sending_alone(sweep_dir: SweepDir, refusal: str, *, patience_s: float = 0.0) -> Iterator[None]:
+    """Keep other processes from sending points, or running them here, in the `with` block; refuse where one does so already."""
     lock_fd = processes.take_lock(sweep_dir.ledger, patience_s=patience_s)
+    if lock_fd is None:
+        raise RunBusyError(refusal)
     try:
-        yield lock_fd is not None
+        yield
     finally:
-        if lock_fd is not None:
-            processes.release_lock(lock_fd)
+        processes.release_lock(lock_fd)
 
 
 def is_being_sent(sweep_dir: SweepDir) -> bool:
