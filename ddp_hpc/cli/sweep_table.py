@@ -39,7 +39,7 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
         )
     sweep = read_sweep(sweep_dir)
     queue = queue_now(environment, time.time()) if sweep.arrays else Queue()
-    states = PointReader(sweep_dir, slurm_asker(environment)).read(sweep, queue, is_being_sent=is_being_sent(sweep_dir))
+    states = PointReader(slurm_asker(environment)).read(sweep, queue, is_being_sent=is_being_sent(sweep_dir))
     every = [(point, states[point.number]) for point in sweep.points]
     rows = [(point, state) for point, state in every if state.word in _FAILED] if args.failed else every
     rows = _sorted(rows, args.sort, is_reversed=args.reverse) if args.sort else rows[:: -1 if args.reverse else 1]

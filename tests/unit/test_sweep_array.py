@@ -370,9 +370,7 @@ def test_a_task_of_an_array_that_came_late_does_not_start_a_point_that_has_finis
 def words_of(sweep_dir: SweepDir, lab: Lab) -> list[str]:
     """Return the points' states as `list` shows them."""
     sweep = read_sweep(sweep_dir)
-    states = PointReader(sweep_dir, asker(lab.environ, clock=time.time)).read(
-        sweep, queue_now(lab.environ, time.time())
-    )
+    states = PointReader(asker(lab.environ, clock=time.time)).read(sweep, queue_now(lab.environ, time.time()))
     return [str(states[point.number].word) for point in sweep.points]
 
 

@@ -104,11 +104,7 @@ def prepare(request: SubmitRequest) -> list[str]:
 
 
 def submit(request: SubmitRequest) -> Submission:
-    """Start the run, or go on with it, and return once its training has begun, or its script has run for a moment.
-
-    Raises:
-        WorkerError: where the workers failed before the first step.
-    """
+    """Start the run, or go on with it, and return once its training has begun, or its script has run for a moment."""
     run = request.run
     refuse_too_much(request.spec)
     with submitting_alone(run, patience_s=2 * START_PATIENCE_S) as claim:
@@ -260,11 +256,7 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
 
 
 def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
-    """Return the last attempt, of those from `attempt` on, once it has ended and no other follows.
-
-    Raises:
-        WorkerError: where all processes of the run are gone, and none wrote down how it ended.
-    """
+    """Return the last attempt, of those from `attempt` on, once it has ended and no other follows."""
     del environ
     files = rereading.LastRead()
     saves = rereading.SaveWatch(run, attempt, files)

@@ -67,9 +67,9 @@ class _Seen:
 class PointReader:
     """Reads where the points stand; read again, files that are unchanged and runs that have finished are not read."""
 
-    def __init__(self, sweep_dir: SweepDir, ask: Ask, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, ask: Ask, *, clock: Callable[[], float] = time.time) -> None:
         """`ask` asks Slurm about a job that is not in the queue."""
-        self._sweep_dir, self._ask, self._clock = sweep_dir, ask, clock
+        self._ask, self._clock = ask, clock
         self._files = LastRead()
         self.finished: dict[int, PointState] = {}
 
@@ -79,7 +79,7 @@ class PointReader:
         `queue` was read before this call, as a task that is in neither the queue nor the directory has left the queue without making its run.
         `is_being_sent`: another process sends points, or runs them on this machine.
         """
-        path, jobs = self._sweep_dir.path, list(queue.jobs.values())
+        path, jobs = sweep.dir.path, list(queue.jobs.values())
         never = [(one, why) for one in jobs if (why := states.why_never(one.reason))]
         seen = _Seen(
             sweep=sweep,
@@ -106,7 +106,7 @@ class PointReader:
 
     def _of_run(self, point: Point, seen: _Seen) -> PointState | None:
         """Return where a run stands; None where its directory is being made, and nothing has begun."""
-        run, problems = self._sweep_dir.run(point), []
+        run, problems = seen.sweep.dir.run(point), []
 
         def ask(job_id: str, submitted_at: float) -> QueueStatus:
             found = seen.queue.jobs.get(job_id) or self._ask(job_id, submitted_at)
@@ -184,7 +184,7 @@ def follow(
     pause: Callable[[float], object] = time.sleep,
 ) -> Iterator[SweepLook]:
     """Yield one look after another; the last one is of a sweep in which nothing waits or runs."""
-    files, reader = LastRead(), PointReader(sweep_dir, asker(environ, clock=clock), clock=clock)
+    files, reader = LastRead(), PointReader(asker(environ, clock=clock), clock=clock)
     read_queue = queue_reader(environ, clock=clock)
     missed: dict[int, float] = {}
     """Number of a point without a run -> when squeue first did not list its task."""

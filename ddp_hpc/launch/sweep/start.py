@@ -222,7 +222,7 @@ def _points_left(sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool) -
 
     # Slurm's word on jobs that have left the queue counts for failed points alone, and takes a question for each.
     ask = asker(environ, clock=time.time) if is_failed else no_job
-    states = PointReader(sweep.dir, ask).read(sweep, queue)
+    states = PointReader(ask).read(sweep, queue)
     runs = {number: sweep.dir.run(sweep.points[number]) for number in states}
     if sweep.backend != "slurm":
         busy = next((runs[number] for number, state in states.items() if state.status and state.status.is_alive), None)

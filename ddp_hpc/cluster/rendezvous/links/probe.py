@@ -28,11 +28,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ddp_hpc.cluster.rendezvous.choice import holder, source_address
-from ddp_hpc.cluster.rendezvous.interfaces import SYS_CLASS_NET, Interface, local_interfaces
+from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.rendezvous.links import pace
 from ddp_hpc.cluster.rendezvous.links.rounds import partners
 from ddp_hpc.cluster.slurm.allocation import node_name
@@ -84,10 +85,8 @@ def own_place(toward: str, interfaces: Sequence[Interface]) -> tuple[str, str, i
         for text in nic.addresses
         if ipaddress.ip_interface(text).ip == ipaddress.ip_address(address.partition("%")[0])
     )
-    mtu = _USUAL_MTU
-    with suppress(OSError, ValueError):
-        mtu = int(Path(SYS_CLASS_NET, nic.name, "mtu").read_text(encoding="ascii"))
-    return address, network, mtu
+    stats = psutil.net_if_stats().get(nic.name)
+    return address, network, stats.mtu if stats else _USUAL_MTU
 
 
 @dataclass(frozen=True)
