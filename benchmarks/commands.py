@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.rounds import Benchmark, Column, Row, Samples, Verdict, judge, run_rounds
-from ddp_hpc.run.config import render_resolved, resolve
+from ddp_hpc.run.config.resolve import render_resolved, resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent

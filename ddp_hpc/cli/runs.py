@@ -103,7 +103,7 @@ def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path
     is_set = any(name.startswith(ENVIRONMENT_PREFIX) for name in environment)
     if not is_set and not any(map(is_folder, settings_dirs(environment))):
         return Path(DEFAULT_RUNS_DIR)
-    from ddp_hpc.run.config import resolve_key  # late: the spec's classes take 30 ms to make
+    from ddp_hpc.run.config.resolve import resolve_key  # late: the spec's classes take 30 ms to make
 
     return Path(resolve_key("runs_dir", environment))
 

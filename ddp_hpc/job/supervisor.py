@@ -39,7 +39,7 @@ from ddp_hpc.job.notify import Notifier
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import moved, stage, unstage, wrapper_of
 from ddp_hpc.job.workers import workers_of
-from ddp_hpc.run.config import dropped_from, load_resolved
+from ddp_hpc.run.config.resolve import dropped_from, load_resolved
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger, Next
 from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses

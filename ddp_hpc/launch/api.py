@@ -22,7 +22,7 @@ from ddp_hpc.launch.submission.backend import AUTO, backend_of, choose_backend, 
 from ddp_hpc.launch.submission.removal import put_aside
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.unset import fill_unset
-from ddp_hpc.run.config import Resolved, flat, resolve
+from ddp_hpc.run.config.resolve import Resolved, flat, resolve
 from ddp_hpc.run.config.sources import DEFAULT
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec

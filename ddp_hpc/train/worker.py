@@ -26,7 +26,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, U
 from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
 from ddp_hpc.cluster.slow_ranks.reporter import Reporter
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, failure_of, is_lost_connection, write_failure
 from ddp_hpc.run.run_dir.joining import forget_missing, write_missing

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.config import flat, load_resolved
 from ddp_hpc.run.config.keys import key_of, parse_text, unknown_key
+from ddp_hpc.run.config.resolve import flat, load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus, State
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run.config import render_resolved, resolve
+from ddp_hpc.run.config.resolve import render_resolved, resolve
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 

@@ -16,7 +16,7 @@ import pytest
 from ddp_hpc.cli import main
 from ddp_hpc.launch.api import load as ddp_hpc_load
 from ddp_hpc.launch.api import submit as ddp_hpc_submit
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.environment import read_environment, write_environment
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir

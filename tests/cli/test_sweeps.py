@@ -30,7 +30,7 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     record_continued,
     sending_alone,
 )
-from ddp_hpc.run.config import resolve
+from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.spec import RunSpec
 from tests.made_run import add_attempt, add_progress

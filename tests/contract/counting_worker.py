@@ -11,7 +11,7 @@ from types import FrameType
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.processes import unblock_signals
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.contract.counting_workload import counted

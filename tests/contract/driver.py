@@ -17,7 +17,7 @@ from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.launch.submission import removal
 from ddp_hpc.launch.submission.backend import Backend, Submission, load_backend
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.run.config import resolve
+from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 
 

@@ -18,7 +18,7 @@ from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.launch.submission.backend import Description, Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import is_finished, make_run_dir
-from ddp_hpc.run.config import render_resolved
+from ddp_hpc.run.config.resolve import render_resolved
 from ddp_hpc.run.run_dir.ledger import Attempt, End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (

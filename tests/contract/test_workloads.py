@@ -21,7 +21,7 @@ import pytest
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.launch.submission.run_dir_setup import is_finished
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import is_done, write_done

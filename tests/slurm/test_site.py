@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
 

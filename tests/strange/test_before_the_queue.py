@@ -21,7 +21,7 @@ from ddp_hpc.job.script.source import imports
 from ddp_hpc.launch.submission import local
 from ddp_hpc.launch.submission.preflight import capacity, users_part
 from ddp_hpc.launch.submission.run_dir_setup import refuse_several_torchruns
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec
 from ddp_hpc.train.recipe import check_args

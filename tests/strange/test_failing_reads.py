@@ -21,7 +21,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import local, slurm
 from ddp_hpc.launch.sweep.points import parse_axis, points_of
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep
-from ddp_hpc.run.config import resolve
+from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job

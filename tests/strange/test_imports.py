@@ -11,7 +11,7 @@ import pytest
 
 from ddp_hpc.job.ending import node_probe
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.workload.table import workload_of
 from tests.distributed.whole_runs import Workplace, make_workplace
 from tests.made_run import make_run

@@ -20,7 +20,7 @@ from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.job.workers import ByTasks
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.run.config import Resolved, load_resolved
+from ddp_hpc.run.config.resolve import Resolved, load_resolved
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.cli.test_submit import CONFIG, RECIPE, submit, until

@@ -10,7 +10,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.cluster.slurm.directives import directives
-from ddp_hpc.run.config import load_resolved, render_resolved, resolve, resolve_key
+from ddp_hpc.run.config.resolve import load_resolved, render_resolved, resolve, resolve_key
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, SlurmSpec
 

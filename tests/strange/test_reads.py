@@ -21,7 +21,7 @@ from ddp_hpc.job.ending import takeover
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import prune, shard_name, verify
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end, record_start
 from ddp_hpc.run.run_dir.ownership import claim, claim_path, has_claim, is_fenced

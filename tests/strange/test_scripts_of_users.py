@@ -19,7 +19,7 @@ import pytest
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.job.script.plan import plan_of
-from ddp_hpc.run.config import render_resolved, resolve
+from ddp_hpc.run.config.resolve import render_resolved, resolve
 from ddp_hpc.run.run_dir.failure_reports import first_failure
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_remarks

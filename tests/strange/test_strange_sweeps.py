@@ -23,7 +23,7 @@ from ddp_hpc.launch.sweep.points import parse_axis, points_of, read_points
 from ddp_hpc.launch.sweep.resolving import Points
 from ddp_hpc.launch.sweep.start import continue_sweep
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, make_sweep, read_sweep, record_continued
-from ddp_hpc.run.config import resolve
+from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.full_disk import no_file_larger_than
 from tests.made_run import add_attempt

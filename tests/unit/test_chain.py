@@ -11,7 +11,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.chain import after_others, split_when
-from ddp_hpc.run.config import Resolved, flat, load_resolved
+from ddp_hpc.run.config.resolve import Resolved, flat, load_resolved
 from ddp_hpc.run.run_dir.ledger import End, Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_done

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.field_types import without_none
-from ddp_hpc.run.config import Resolved, changes, flat, load_resolved, render_resolved, resolve, resolve_key
 from ddp_hpc.run.config.keys import Key, all_keys
+from ddp_hpc.run.config.resolve import Resolved, changes, flat, load_resolved, render_resolved, resolve, resolve_key
 from ddp_hpc.run.config.yaml_text import dump_value
 from ddp_hpc.run.spec import RunSpec
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.config import resolve
 from ddp_hpc.run.config.foreign import FOREIGN
 from ddp_hpc.run.config.keys import all_keys, is_free, is_section, key_of, unknown_key
+from ddp_hpc.run.config.resolve import resolve
 
 
 def suggested(name: str) -> list[str]:

@@ -21,7 +21,7 @@ from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.rendezvous.worker_env import for_debug
 from ddp_hpc.cluster.slurm.queries import NodeState, parse_nodes
 from ddp_hpc.job import preflight
-from ddp_hpc.run.config import resolve
+from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight, read_preflight, write_preflight

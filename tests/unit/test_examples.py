@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch.utils.data import default_collate
 
-from ddp_hpc.run.config import resolve
+from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.recipe import Recipe, build_recipe
 

@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.slurm import freeze_code, job_import_paths
 from ddp_hpc.launch.submission.snapshot import live_folders
-from ddp_hpc.run.config import Resolved
+from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec, ScriptSpec
 from tests.unit.made_repository import git

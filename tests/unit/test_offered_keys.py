@@ -9,7 +9,7 @@ import pytest
 from ddp_hpc.job.launcher import STEPS, step_of_agents
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.launch.render import render
-from ddp_hpc.run.config import resolve
+from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from tests.made_launch import launch_of

@@ -15,7 +15,7 @@ from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.cluster.slurm.queries import JobRecord
 from ddp_hpc.launch.submission.release_hold import hasten, hastening, letting_in
 from ddp_hpc.launch.submission.slurm import _require_alive
-from ddp_hpc.run.config import Resolved, flat, render_resolved
+from ddp_hpc.run.config.resolve import Resolved, flat, render_resolved
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, record_end, record_start
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.config import dropped_from, load_resolved, resolve
 from ddp_hpc.run.config.keys import all_keys
 from ddp_hpc.run.config.removed import REMOVED
+from ddp_hpc.run.config.resolve import dropped_from, load_resolved, resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 
 NO_SITE = {"DDP_HPC_SITE_PROFILE": ""}

@@ -23,7 +23,7 @@ from ddp_hpc.job.script.life import Life
 from ddp_hpc.job.script.plan import frozen_code, plan_of, users_python_path
 from ddp_hpc.job.script.source import sets_endpoint, why_exec
 from ddp_hpc.job.script.watcher import meaning
-from ddp_hpc.run.config import load_resolved, render_resolved, resolve
+from ddp_hpc.run.config.resolve import load_resolved, render_resolved, resolve
 from ddp_hpc.run.requeue import Situation, decide
 from ddp_hpc.run.run_dir.failure_reports import first_failure
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger, record_start

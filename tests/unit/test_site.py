@@ -17,7 +17,7 @@ from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
 from ddp_hpc.job.launcher import step_of_agents
 from ddp_hpc.launch.render import render
-from ddp_hpc.run.config import flat, resolve, resolve_key
+from ddp_hpc.run.config.resolve import flat, resolve, resolve_key
 from ddp_hpc.run.config.site import examples_dir, find_profile, known_profiles, read_profile
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.diagnose.site_draft import Survey, propose, proposed_name, survey

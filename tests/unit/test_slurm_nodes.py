@@ -9,7 +9,7 @@ import pytest
 from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude
 from ddp_hpc.launch.submission import slurm as slurm_backend
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.run.config import Resolved
+from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, SlurmSpec
 from tests.made_run import make_run

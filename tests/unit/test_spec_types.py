@@ -12,7 +12,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run import spec as typed
-from ddp_hpc.run.config import Resolved, flat, load_resolved, render_resolved
+from ddp_hpc.run.config.resolve import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.run.spec import RunSpec
 
 MADE: Any = typed

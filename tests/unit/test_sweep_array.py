@@ -38,7 +38,7 @@ from ddp_hpc.launch.sweep.sweep_dir import (
 )
 from ddp_hpc.launch.sweep.task import main as task_main
 from ddp_hpc.launch.sweep.task import prepare_task
-from ddp_hpc.run.config import load_resolved, resolve
+from ddp_hpc.run.config.resolve import load_resolved, resolve
 from ddp_hpc.run.run_dir.ledger import End, Ending, Next, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job

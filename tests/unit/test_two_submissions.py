@@ -18,7 +18,7 @@ from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.removal import delete
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import submitting_alone
-from ddp_hpc.run.config import Resolved, flat
+from ddp_hpc.run.config.resolve import Resolved, flat
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec
 from tests.unit.fake_slurm import FakeSlurm

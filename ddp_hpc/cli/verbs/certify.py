@@ -111,7 +111,7 @@ def _certification(
 ) -> Certification:
     from ddp_hpc.prove.certify.certificate import Certification, ranks_of
     from ddp_hpc.prove.certify.faults import FAULTS
-    from ddp_hpc.run.config import resolve
+    from ddp_hpc.run.config.resolve import resolve
     from ddp_hpc.run.spec.script import program_of
 
     if not args.command:

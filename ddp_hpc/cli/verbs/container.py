@@ -92,7 +92,7 @@ def _digest(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _check(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.run.config import resolve
+    from ddp_hpc.run.config.resolve import resolve
     from ddp_hpc.watch.diagnose.image_probe import check_image
 
     path, settings = config_among([args.what, *args.settings])

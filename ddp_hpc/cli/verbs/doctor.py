@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print what was found."""
-    from ddp_hpc.run.config import resolve
+    from ddp_hpc.run.config.resolve import resolve
     from ddp_hpc.watch.diagnose.doctor import login, on_nodes
 
     settings = ["name=doctor", *args.settings, *runs_dir_setting(args.runs_dir)]

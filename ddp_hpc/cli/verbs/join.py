@@ -26,7 +26,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
     from ddp_hpc.cluster.rendezvous.launchers import RankPlace
-    from ddp_hpc.run.config import Resolved
+    from ddp_hpc.run.config.resolve import Resolved
 
 _BY_HAND = {
     "nnodes": "PET_NNODES",
@@ -130,7 +130,7 @@ def _resolve(
 ) -> tuple[RankPlace, Resolved]:
     """Return the place with its number of workers, and the configuration with the nodes and workers that the launcher gives."""
     from ddp_hpc.cluster.rendezvous.launchers import with_workers
-    from ddp_hpc.run.config import resolve
+    from ddp_hpc.run.config.resolve import resolve
 
     here, command = runs_dir_setting(args.runs_dir), args.command or ()
 
@@ -176,7 +176,7 @@ def _resolve(
 def _prepare(run_dir: RunDir, resolved: Resolved) -> bool:
     """Make the run's directory, or renew its configuration; return whether the run has finished already."""
     from ddp_hpc.launch.submission.run_dir_setup import is_finished, make_run_dir, refuse_unusable_place
-    from ddp_hpc.run.config import render_resolved
+    from ddp_hpc.run.config.resolve import render_resolved
 
     refuse_unusable_place(run_dir)
     is_new = not run_dir.config.exists()

@@ -134,7 +134,7 @@ def _print_reasons(statuses: Sequence[RunStatus]) -> None:
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
     """Return the runs that match the filters, sorted as the user asks, each with its values of the keys that differ."""
     from ddp_hpc.base.discretion import is_key_shown
-    from ddp_hpc.run.config import HIDDEN  # late: what compares runs reads configurations
+    from ddp_hpc.run.config.resolve import HIDDEN  # late: what compares runs reads configurations
     from ddp_hpc.watch.compare import ListedRun, differing_keys, filter_runs, sort_runs
 
     runs = filter_runs([ListedRun(status) for status in statuses], args.filter)

@@ -65,7 +65,7 @@ def _show(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
 def _shown(setting: Setting) -> Any:
     """Return a setting's value, or what stands for it where it may be a secret."""
     from ddp_hpc.base.discretion import is_key_shown
-    from ddp_hpc.run.config import HIDDEN
+    from ddp_hpc.run.config.resolve import HIDDEN
 
     return setting.value if is_key_shown(setting.key, setting.value) else HIDDEN
 

@@ -249,7 +249,7 @@ def config_among(words: Sequence[str]) -> tuple[Path, list[str]]:
 def _dry_run(request: SubmitRequest, backend: Backend, *, is_explained: bool, is_json: bool) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
     from ddp_hpc.base.discretion import is_key_shown
-    from ddp_hpc.run.config import HIDDEN, flat, render_resolved
+    from ddp_hpc.run.config.resolve import HIDDEN, flat, render_resolved
 
     resolved, description = request.resolved, backend.describe(request)
     print("".join(f"{note}\n" for note in description.notes), end="", file=sys.stderr)
@@ -272,7 +272,7 @@ def _dry_run(request: SubmitRequest, backend: Backend, *, is_explained: bool, is
 
 def _changes(run_dir: RunDir, spec: RunSpec) -> list[str]:
     """Return a line for each key that differs from what the run's directory holds, or that was removed since."""
-    from ddp_hpc.run.config import changes, dropped_from, load_resolved
+    from ddp_hpc.run.config.resolve import changes, dropped_from, load_resolved
 
     if not run_dir.config.exists():
         return []

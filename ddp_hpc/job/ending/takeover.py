@@ -14,7 +14,7 @@ from ddp_hpc.job.ending.stale_attempts import end_done
 from ddp_hpc.job.job_context import JobContext, given_world
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run import requeue
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_queued_job, since_submission

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError, text_of
 from ddp_hpc.job.node.python_environ import leave_at_once, make_users_code_importable
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.workload.protocol import load_worker
 
 

@@ -27,7 +27,7 @@ from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.gather import gather_at_port, gather_in_store
 from ddp_hpc.job.node.python_environ import IMPORT_PATH, make_users_code_importable, run_and_leave, run_worker
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, record_end

@@ -37,7 +37,7 @@ from ddp_hpc.job.script.source import imports
 from ddp_hpc.job.script.start import start
 from ddp_hpc.job.script.store import host_store, keep_while_used
 from ddp_hpc.job.script.watcher import Echo, Watcher, meaning
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.ownership import is_fenced
 from ddp_hpc.run.run_dir.paths import RunDir

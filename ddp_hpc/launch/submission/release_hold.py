@@ -11,7 +11,7 @@ from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
 from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude
 from ddp_hpc.cluster.slurm.queries import ESLURM_ACCESS_DENIED, JobRecord
 from ddp_hpc.run import requeue
-from ddp_hpc.run.config import load_resolved
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job

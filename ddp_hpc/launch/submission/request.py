@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.launch.submission.unset import fill_unset
-from ddp_hpc.run.config import Resolved, resolve
+from ddp_hpc.run.config.resolve import Resolved, resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Awaited
 from ddp_hpc.run.spec import RunSpec

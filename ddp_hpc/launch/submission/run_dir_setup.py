@@ -19,7 +19,7 @@ from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.base.leftovers import name_beside
 from ddp_hpc.launch.submission.backend import Submission, find_job_elsewhere
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.run.config import Resolved, render_resolved
+from ddp_hpc.run.config.resolve import Resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
 from ddp_hpc.run.run_dir.records import is_done

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
-from ddp_hpc.run.config import Overlay, Resolved, flat, keys_of_source, load_resolved
+from ddp_hpc.run.config.overlay import Overlay
+from ddp_hpc.run.config.resolve import Resolved, flat, keys_of_source, load_resolved
 from ddp_hpc.run.config.sources import COMMAND_LINE, DEFAULT
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec

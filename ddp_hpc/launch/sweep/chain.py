@@ -14,7 +14,8 @@ from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import is_finished
 from ddp_hpc.launch.sweep import array
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, find_sweep, points_in_queue, read_sweep, sending_alone
-from ddp_hpc.run.config import Overlay, load_resolved
+from ddp_hpc.run.config.overlay import Overlay
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.config.sources import COMMAND_LINE
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep

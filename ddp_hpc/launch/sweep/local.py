@@ -18,7 +18,7 @@ from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.resolving import Points
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep, record_cancelled
-from ddp_hpc.run.config import render_resolved
+from ddp_hpc.run.config.resolve import render_resolved
 
 
 @contextmanager

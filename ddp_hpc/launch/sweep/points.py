@@ -14,8 +14,8 @@ from typing import Any
 
 from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.config import HIDDEN
 from ddp_hpc.run.config.keys import is_section, key_of, parse_text
+from ddp_hpc.run.config.resolve import HIDDEN
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?", re.ASCII)
 _KEY = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)

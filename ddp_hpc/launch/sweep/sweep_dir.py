@@ -26,7 +26,7 @@ from ddp_hpc.base.leftovers import name_beside
 from ddp_hpc.base.patience import known
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.launch.sweep.points import Point
-from ddp_hpc.run.config import Resolved, load_resolved, render_resolved
+from ddp_hpc.run.config.resolve import Resolved, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, holds_sweep
 
@@ -275,7 +275,7 @@ def record_continued(
 
 def load_base(sweep: SweepDir, *, is_patient: bool = False) -> Resolved:
     """Return the configuration that all points share, as of the directory that the sweep is in now."""
-    from ddp_hpc.run.config import flat
+    from ddp_hpc.run.config.resolve import flat
 
     spec = load_resolved(sweep.base, is_patient=is_patient)
     spec = replace(spec, name=sweep.name, runs_dir=str(sweep.path.parent.absolute()))

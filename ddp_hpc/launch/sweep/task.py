@@ -25,7 +25,7 @@ from ddp_hpc.launch.submission.run_dir_setup import make_run_dir
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.resolving import Points
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep
-from ddp_hpc.run.config import render_resolved
+from ddp_hpc.run.config.resolve import render_resolved
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir

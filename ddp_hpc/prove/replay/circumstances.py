@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from ddp_hpc.prove.replay.history import History, environment_of, imported_content
-from ddp_hpc.run.config import changes, load_resolved
+from ddp_hpc.run.config.resolve import changes, load_resolved
 from ddp_hpc.run.run_dir.environment import differences
 from ddp_hpc.run.run_dir.replays import CHANGES_NO_NUMBER, AttemptInputs
 from ddp_hpc.run.spec import RunSpec

@@ -25,7 +25,7 @@ from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay.history import History, StepRange, edited_files, environ_of
 from ddp_hpc.prove.replay.record import Record, record_of, record_of_replay
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
-from ddp_hpc.run.config import Resolved, flat, load_resolved, render_resolved
+from ddp_hpc.run.config.resolve import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import AttemptInputs, ReplayRequest, write_request

@@ -24,7 +24,7 @@ from typing import Any, cast
 from ddp_hpc.base import processes
 from ddp_hpc.base.discretion import is_key_shown, masked, masked_record, secret_values
 from ddp_hpc.base.durable import make_directories, readers
-from ddp_hpc.run.config import flat, load_resolved
+from ddp_hpc.run.config.resolve import flat, load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import Tail
 from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Subject, identity_of, row_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_hpc import __version__
 from ddp_hpc.base.discretion import is_key_shown, masked, visible
-from ddp_hpc.run.config import HIDDEN
+from ddp_hpc.run.config.resolve import HIDDEN
 from ddp_hpc.run.run_dir.environment import Environment, differences
 from ddp_hpc.run.run_dir.machine_use import in_words, merged
 from ddp_hpc.watch.attempt_times import KINDS

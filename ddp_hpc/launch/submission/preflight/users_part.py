@@ -15,7 +15,7 @@ from pathlib import Path
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.job.node.python_environ import IMPORT_PATH, SAFE_PATH
-from ddp_hpc.run.config import Resolved, flat, render_resolved
+from ddp_hpc.run.config.resolve import Resolved, flat, render_resolved
 from ddp_hpc.run.config.sources import DEFAULT
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
