@@ -13,7 +13,7 @@ from ddp_hpc.watch.report.words import plural
 from ddp_hpc.watch.why.findings import EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import number_of
 from ddp_hpc.watch.why.reading import to_do
-from ddp_hpc.watch.why.signatures import BY_NAME, Role
+from ddp_hpc.watch.why.signatures import REGISTRY, Role
 
 _WIDTH = 110
 _LONGEST = 300
@@ -81,7 +81,7 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
     yield "others", _others(verdict)
     yield "means", about.means
     yield "to do", to_do(run, attempt, verdict, word=word)
-    ended = f"{BY_NAME[verdict.end].title}; " if verdict.end else ""
+    ended = f"{REGISTRY[verdict.end].title}; " if verdict.end else ""
     then = ended + _THEN[attempt.next] if attempt.end else ""
     yield "then", f"{then}: {attempt.why_last}" if attempt.why_last else then
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.watch.why.signatures import BY_NAME
+from ddp_hpc.watch.why.signatures import REGISTRY
 from tests.campaigns.deaths.blind import BLIND
 from tests.campaigns.deaths.peer import MEANS, Said
 from tests.campaigns.deaths.table import ON_CLUSTER, ON_MACHINE, Death
@@ -19,8 +19,8 @@ def test_every_death_has_a_name_of_its_own_and_right_answers_of_the_registry() -
     deaths = [*ON_MACHINE, *ON_CLUSTER, *BLIND]
 
     assert len({one.name for one in deaths}) == len(deaths) >= 240
-    assert {name for one in deaths for name in one.true} <= BY_NAME.keys()
-    assert {name for names in MEANS.values() for name in names} <= BY_NAME.keys()
+    assert {name for one in deaths for name in one.true} <= REGISTRY.keys()
+    assert {name for names in MEANS.values() for name in names} <= REGISTRY.keys()
 
 
 @pytest.mark.parametrize(

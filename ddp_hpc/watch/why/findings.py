@@ -13,7 +13,7 @@ from ddp_hpc.run.run_dir.ledger import Attempt
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.preflight import Preflight
 from ddp_hpc.watch.why.lines import LogLine
-from ddp_hpc.watch.why.signatures import BY_NAME, FailureClass, Role
+from ddp_hpc.watch.why.signatures import REGISTRY, FailureClass, Role
 
 Basis = Literal["record", "log", "none"]
 """What the verdict rests on: a field of a record, a text in a log, or nothing."""
@@ -90,7 +90,7 @@ class Verdict:
     @property
     def about(self) -> FailureClass:
         """What the registry says of the failure, if there is one."""
-        return BY_NAME[self.failure]
+        return REGISTRY[self.failure]
 
     @property
     def root(self) -> str:

@@ -30,7 +30,6 @@ class Pattern:
 class FailureClass:
     """One class of failures."""
 
-    name: str
     title: str
     means: str
     to_do: str
@@ -71,9 +70,8 @@ _DAEMON = r"(?:\[?\d[\d:.T-]*\]? )?"
 _STEPD = r"slurmstepd(?:-[\w.-]+)?: error: "
 """Where several slurmd share a machine, the daemon's name ends with the node's."""
 
-REGISTRY: Sequence[FailureClass] = (
-    FailureClass(
-        name="gpu-memory",
+REGISTRY: Mapping[str, FailureClass] = {
+    "gpu-memory": FailureClass(
         title="GPU out of memory",
         means="The model, its gradients, its optimizer and one micro batch do not fit into the memory of the GPU.",
         to_do="Compute each step in smaller pieces with `train.micro_batch_size` (a script: its own batch size), or use "
@@ -97,8 +95,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="shared-memory",
+    "shared-memory": FailureClass(
         title="shared memory (/dev/shm) is full",
         means="Processes of the DataLoader pass batches through /dev/shm, which is too small for them. Containers often limit it to 64 MB.",
         to_do="Use fewer loader processes (`data.num_workers=2`), or give the container more shared memory (`--shm-size`).",
@@ -124,8 +121,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="host-memory",
+    "host-memory": FailureClass(
         title="host or cgroup out of memory",
         means="A process asked for more memory than the node, or the job's limit, has.",
         to_do="Use fewer workers or loader processes (`data.num_workers`); on Slurm, ask for more with `resources.mem_gb`. Where the machine's own memory ran out, `ps aux --sort -rss` on the node names what else uses it.",
@@ -162,8 +158,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="port",
+    "port": FailureClass(
         title="a port is in use",
         means="Another process on the node listens at the port where the ranks were to meet, or at one that the code binds.",
         to_do="Do not set MASTER_PORT, so that a free port is chosen, or end the process that listens: "
@@ -177,15 +172,13 @@ REGISTRY: Sequence[FailureClass] = (
             _error("OSError", "[Errno 98]", " Address already in use"),
         ],
     ),
-    FailureClass(
-        name="socket-path",
+    "socket-path": FailureClass(
         title="a path is too long for a Unix socket",
         means="Processes of one node, such as those of a DataLoader, meet at a socket in the directory for temporary files; its path may have 107 bytes.",
         to_do="Set `env.TMPDIR=/tmp`, or another short path on the node's disk, and submit the run again; a script that sets TMPDIR itself needs the same.",
         patterns=[_error("OSError", "AF_UNIX path too long")],
     ),
-    FailureClass(
-        name="download",
+    "download": FailureClass(
         title="a download failed",
         means="The code downloads a file, a data set or a model, and this node does not reach the server: compute nodes often have no internet.",
         to_do="Download it on the login node first, to a directory that all nodes see, and have the code read it there: run its download "
@@ -218,8 +211,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="dns",
+    "dns": FailureClass(
         title="a host name cannot be resolved",
         means="This node cannot resolve a host name to an address.",
         to_do="Try `getent hosts NAME` on that node. If it prints nothing, use an IP address, or ask the administrators about DNS.",
@@ -235,8 +227,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="no-gpu",
+    "no-gpu": FailureClass(
         title="the code uses CUDA, and this process has no GPU",
         means="The run asks for no GPUs (`resources.gpus_per_node` is not set, or 0), or the node has none, or no driver.",
         to_do="Set `resources.gpus_per_node` to the number of GPUs of each node. Where it is set, run `nvidia-smi` on the node; if that "
@@ -246,8 +237,7 @@ REGISTRY: Sequence[FailureClass] = (
             _error("RuntimeError", "No CUDA GPUs are available"),
         ],
     ),
-    FailureClass(
-        name="driver",
+    "driver": FailureClass(
         title="PyTorch and the GPU's driver do not fit together",
         means="The node's NVIDIA driver is missing or too old for this build of PyTorch, or this build has no code for its GPUs.",
         to_do="Run `nvidia-smi` on the node; install a PyTorch for its CUDA version, or exclude the node (`slurm.exclude`).",
@@ -273,8 +263,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="wrong-device",
+    "wrong-device": FailureClass(
         title="wrong device",
         means="A rank uses a GPU that it does not have, that another rank uses, or tensors on different devices.",
         to_do="Have each rank use `cuda:LOCAL_RANK`, not a fixed number; compare `resources.gpus_per_node` with `nvidia-smi -L` on the node, and do not set CUDA_VISIBLE_DEVICES.",
@@ -295,8 +284,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="device-assert",
+    "device-assert": FailureClass(
         title="an index or a label is out of range on the GPU",
         means="A CUDA kernel checked its input and stopped. Mostly an index of an embedding, or a label of a loss, is not smaller than the number of classes.",
         to_do="Compare the labels and the indexes with the sizes. CUDA reports it at a later call, perhaps of a later step: submit the run "
@@ -313,8 +301,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="nccl-network",
+    "nccl-network": FailureClass(
         title="NCCL finds no network between the nodes",
         means="NCCL found no network interface, or there is no route from this node to the address of another one.",
         to_do="Set `network.interfaces` to the one that connects the nodes; NCCL_DEBUG=INFO prints which one NCCL takes.",
@@ -332,8 +319,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="gpu-fault",
+    "gpu-fault": FailureClass(
         title="a GPU, or a kernel on it, has failed",
         means="The device reported an error that ends every process that uses it: a fault of the hardware, or a kernel that accessed wrong memory.",
         to_do="Look for `Xid` in `dmesg` of the node. If there is one, exclude the node (`slurm.exclude`) and report it; if there "
@@ -356,8 +342,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="quota",
+    "quota": FailureClass(
         title="quota exceeded",
         means="Your quota of bytes or files on that file system is used up.",
         to_do="Delete what you do not need (`ddp-hpc delete OLD_RUN`; `checkpoint.keep_last` keeps fewer checkpoints), and submit the run again: {again}.",
@@ -370,8 +355,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="disk-full",
+    "disk-full": FailureClass(
         title="the disk is full, or a file may not become larger",
         means="A write failed: the file system has no space left, or the limit for the size of a file is reached (`ulimit -f`).",
         to_do="Free space on the file system that the evidence names (`df -h` and `df -i` there, on that node; `ulimit -f`), and submit the run again: {again}. To go on in another `runs_dir`, move the run's whole directory there first.",
@@ -385,8 +369,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="stale-mount",
+    "stale-mount": FailureClass(
         title="a file system does not answer, or its mount is stale",
         means="The file server was restarted or is unreachable, or the file was replaced on another node.",
         to_do="Run `ls` on the path that the evidence names, on that rank's node. If it fails, exclude the node (`slurm.exclude`) and report it to the administrators.",
@@ -396,8 +379,7 @@ REGISTRY: Sequence[FailureClass] = (
             _raised(_ERROR + r".*\[Errno 5\]", "OSError: [Errno 5] Input/output error: '/data/train/7.bin'"),
         ],
     ),
-    FailureClass(
-        name="not-saved",
+    "not-saved": FailureClass(
         title="no checkpoint could be written",
         means="A checkpoint could not be written, at the end of the training or for longer than `checkpoint.max_failing_s`, so the run ended: what it "
         "trained since the newest checkpoint is lost.",
@@ -410,8 +392,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="nan",
+    "nan": FailureClass(
         title="the loss or a gradient is not finite (NaN)",
         means="The training has diverged: a value became infinite or NaN.",
         to_do="Lower `train.lr`, or limit the gradients with `train.grad_clip_norm`, and submit the run again: {again}.",
@@ -426,8 +407,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="ranks-differ",
+    "ranks-differ": FailureClass(
         title="the ranks do not have equal weights",
         means="All ranks of a training by DDP have the same weights, to the bit. Where they do not, a processor or its memory was wrong, or the "
         "code does not do the same on each rank.",
@@ -441,8 +421,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="import",
+    "import": FailureClass(
         title="a module cannot be imported",
         means="Python on that node does not find a module or a library, or the module itself fails while it is imported.",
         to_do="Try `python -c 'import MODULE'` in the same environment, on a node; install what is missing, or name the right environment. Start a script that has relative imports as a module (`-- python -m pkg.train`).",
@@ -458,8 +437,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="data",
+    "data": FailureClass(
         title="a sample cannot be read",
         means="The data set raised an error for this sample or file.",
         to_do="Load that sample alone, on the same node; repair the file that the evidence names, or leave it out of the data set.",
@@ -475,8 +453,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="peer-gone",
+    "peer-gone": FailureClass(
         title="a rank lost its connection to another rank",
         means="Another rank's process ended first; this error follows from that, and is not the cause.",
         to_do="Find the rank that ended first: `ddp-hpc logs {run} --attempt {attempt} --all`, and `dmesg` on its node.",
@@ -521,8 +498,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="ranks-missing",
+    "ranks-missing": FailureClass(
         title="not all ranks joined",
         means="Some ranks did not join the process group within its timeout.",
         to_do="Read the logs of the ranks that are missing: `ddp-hpc logs {run} --attempt {attempt} --all`.",
@@ -539,8 +515,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="collective-timeout",
+    "collective-timeout": FailureClass(
         title="a collective operation timed out (NCCL or gloo)",
         means="Some rank did not take part in a collective operation in time: it is slow, it waits for something else, or the network fails.",
         to_do="Find the rank that did not come: its log has no such message, or another SeqNum. Compare `ddp-hpc logs {run} --attempt {attempt} --all`.",
@@ -569,8 +544,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="image",
+    "image": FailureClass(
         title="the container's image cannot be used",
         means="The container runtime could not open, pull or mount the image.",
         to_do="Check the image with `ddp-hpc container check`, and that every node sees the file of `container.image`.",
@@ -590,8 +564,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="launch-failed",
+    "launch-failed": FailureClass(
         title="the workers could not be started",
         means="Slurm, the agent of a node, or the system could not start the command.",
         to_do="Read `ddp-hpc logs {run}` for the message of srun or of the agent; check the command, and the node that it names.",
@@ -614,8 +587,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="preempted",
+    "preempted": FailureClass(
         title="Slurm preempted the job",
         means="A job of higher priority took the nodes.",
         to_do="If the run was not started again, submit it: {again}.",
@@ -627,8 +599,7 @@ REGISTRY: Sequence[FailureClass] = (
             )
         ],
     ),
-    FailureClass(
-        name="time-limit",
+    "time-limit": FailureClass(
         title="the job reached its time limit",
         means="Slurm ends a job at its limit; a checkpoint is written before that.",
         to_do="Submit the run again: {again}. A job that ends before its first checkpoint needs a larger `resources.time_limit_min`, or a smaller `checkpoint.every_steps`.",
@@ -640,8 +611,7 @@ REGISTRY: Sequence[FailureClass] = (
             )
         ],
     ),
-    FailureClass(
-        name="node-failed",
+    "node-failed": FailureClass(
         title="a node failed",
         means="A node is down by Slurm's records, or stopped answering.",
         to_do="If the run was not started again on other nodes, exclude the node (`slurm.exclude`) and submit again.",
@@ -653,58 +623,49 @@ REGISTRY: Sequence[FailureClass] = (
             )
         ],
     ),
-    FailureClass(
-        name="preflight",
+    "preflight": FailureClass(
         title="the check of the nodes before the training failed (`preflight`)",
         means="Before any worker started, a node differed from the others, or something that all of them need was missing; "
         "preflight.json beside the attempt's logs has each finding.",
         to_do="Correct what the evidence names, or exclude the node (`slurm.exclude`), and submit the run again; "
         "`preflight.on_fail=exclude` leaves such nodes out. `ddp-hpc doctor --nodes N` checks nodes without a run.",
     ),
-    FailureClass(
-        name="cancelled",
+    "cancelled": FailureClass(
         title="the user cancelled the run",
         means="`ddp-hpc cancel` or `scancel` ended the run.",
         to_do="If the run should go on, submit it again: {again}.",
     ),
-    FailureClass(
-        name="hang-behind",
+    "hang-behind": FailureClass(
         title="a hang: the others wait for one rank",
         means="No rank made progress, and one rank is elsewhere while all others wait for it in a collective operation.",
         to_do="Read where that rank is in the file of stacks. If its work may take longer, raise `restart.hang_timeout_s`.",
     ),
-    FailureClass(
-        name="hang-mismatch",
+    "hang-mismatch": FailureClass(
         title="a hang: ranks wait in different collective operations",
         means="All ranks wait, but not in the same call: the code took different branches on different ranks.",
         to_do="Compare the ranks' lines in the file of stacks: every rank must call the same collective operations in the same order.",
     ),
-    FailureClass(
-        name="hang-nobody",
+    "hang-nobody": FailureClass(
         title="a hang: all ranks wait in the same operation",
         means="Every rank waits in the same call, and none is behind: the network or a device does not move the data.",
         to_do="Check the network between the nodes, and try another one with `network.interfaces`.",
     ),
-    FailureClass(
-        name="hang-network",
+    "hang-network": FailureClass(
         title="nodes do not reach each other on the network",
         means="After the ranks had stopped making progress, the nodes probed each other on the network of the workers: packets do not pass to or from the named node, or between the named pair of nodes.",
         to_do="Report the nodes to the administrators. A node that no other reaches is left out of the next job; for a pair, exclude one of the two: `slurm.exclude`. Or use another network: `network.interfaces`.",
     ),
-    FailureClass(
-        name="hang",
+    "hang": FailureClass(
         title="a hang",
         means="No rank made progress for longer than `restart.hang_timeout_s`, and nothing proves which rank the others waited for, or that all waited.",
         to_do="If a step may take that long, raise `restart.hang_timeout_s`; else look where it waits, with `py-spy dump` on the node, before the timeout.",
     ),
-    FailureClass(
-        name="suspended",
+    "suspended": FailureClass(
         title="the job was suspended for too long",
         means="Slurm suspended the job for longer than the hang timeout.",
         to_do="Raise `restart.hang_timeout_s`.",
     ),
-    FailureClass(
-        name="native-crash",
+    "native-crash": FailureClass(
         title="native code crashed",
         means="A library in C, C++ or CUDA ended the process by a signal (segmentation fault, abort, bus error, illegal instruction).",
         to_do="Read the last lines of that rank: `ddp-hpc logs {run} --attempt {attempt} --rank {rank}`. PYTHONFAULTHANDLER=1 in the environment prints the Python stack of such a crash.",
@@ -731,8 +692,7 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="killed",
+    "killed": FailureClass(
         title="killed by SIGKILL, and no record says by whom",
         means="The kernel sends SIGKILL when memory runs out; a user, Slurm or another program may send it, too. No record shows which.",
         to_do="Look for `oom` in `dmesg` of the node; on Slurm, `sacct -j JOB --format=State,ExitCode,MaxRSS`. If memory ran out, use fewer workers or loader processes; on Slurm, raise `resources.mem_gb`.",
@@ -747,20 +707,17 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="signal",
+    "signal": FailureClass(
         title="ended by a signal",
         means="A signal that no crash causes, such as SIGTERM, ended the process.",
         to_do="Find out who sent it: a user, Slurm, or the program itself.",
     ),
-    FailureClass(
-        name="supervisor-died",
+    "supervisor-died": FailureClass(
         title="the supervisor of the job died",
         means="The process that starts the attempts was killed, so it did not record how the attempt ended.",
         to_do="Submit the run again. On Slurm, `sacct -j JOB` shows what became of the job.",
     ),
-    FailureClass(
-        name="arguments",
+    "arguments": FailureClass(
         title="the script rejects its arguments",
         means="The script's own reader of its command line (argparse, click, Typer, absl, Hydra, ...) rejects a word of it.",
         to_do="Correct the words after `--` that the message names, and submit the run again.",
@@ -793,14 +750,12 @@ REGISTRY: Sequence[FailureClass] = (
             ),
         ],
     ),
-    FailureClass(
-        name="exit-code",
+    "exit-code": FailureClass(
         title="the program exited with a code of its own",
         means="No record and no log shows an exception that ended it: it called `sys.exit` or `os._exit`, its shell passed a code on, or a library printed the exception in a form of its own.",
         to_do="Look up that code in the program: `ddp-hpc logs {run} --attempt {attempt} --rank {rank}` has what it printed before.",
     ),
-    FailureClass(
-        name="user-exception",
+    "user-exception": FailureClass(
         title="an exception in the user's code",
         means="The code of the model, the recipe or the script raised an exception that nothing caught.",
         to_do="Correct the code at the line that the evidence names, and submit the run again: {again}.",
@@ -811,14 +766,12 @@ REGISTRY: Sequence[FailureClass] = (
             )
         ],
     ),
-    FailureClass(
-        name="configuration",
+    "configuration": FailureClass(
         title="the configuration or the input is invalid",
         means="The run was refused, because it fails in the same way each time.",
         to_do="Change what the message names, and submit the run again.",
     ),
-    FailureClass(
-        name="unknown",
+    "unknown": FailureClass(
         title="unknown",
         means="Nothing that was recorded, and no known text in the logs, says why it ended.",
         to_do="Read the logs: `ddp-hpc logs {run} --attempt {attempt} --all`; and on Slurm `sacct -j JOB --format=State,ExitCode,MaxRSS`.",
@@ -829,10 +782,8 @@ REGISTRY: Sequence[FailureClass] = (
             )
         ],
     ),
-)
-"""In the order in which texts are compared: a more special class stands above a more general one."""
-
-BY_NAME: Mapping[str, FailureClass] = {one.name: one for one in REGISTRY}
+}
+"""By name, in the order in which texts are compared: a more special class stands above a more general one."""
 
 
 @dataclass(frozen=True)
@@ -868,8 +819,8 @@ def match_line(text: str) -> Match | None:
 
 
 def _match(text: str, source: Source) -> Match | None:
-    for failure in REGISTRY:
+    for name, failure in REGISTRY.items():
         for pattern in failure.patterns:
             if pattern.source == source and re.match(pattern.regex, text, re.DOTALL):
-                return Match(failure.name, pattern.role)
+                return Match(name, pattern.role)
     return None
