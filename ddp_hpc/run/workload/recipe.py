@@ -14,16 +14,10 @@ from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import newest_committed
-from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.protocol import UsersCode, Workload
 
 LISTING_PATIENCE_S = 10.0
 """How long to ask a file system which checkpoints there are, before the run's records are used instead."""
-
-
-def workload(spec: RunSpec) -> Workload:
-    """Return the training that this spec describes."""
-    return RecipeWorkload(spec)
 
 
 class RecipeWorkload(Workload):
@@ -59,9 +53,31 @@ class RecipeWorkload(Workload):
         """Return the ranks of `profile.ranks`, where nsys is to record them."""
         return self.spec.profile.ranks if self.spec.profile.kind == "nsys" else ()
 
-    def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
-        """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say."""
-        return progress(run, ledger, is_patient=is_patient)
+    @staticmethod
+    def progress(run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
+        """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say.
+
+        Raises:
+            UnreadableError: where the records cannot be read either.
+        """
+        patience_s = LISTING_PATIENCE_S if is_patient else 0.0
+        try:
+            steps = patiently(
+                str(run.checkpoints), lambda: checkpoint_names.committed_steps(run), patience_s=patience_s
+            )
+        except UnreadableError as error:
+            sys.stderr.write(
+                f"note: {error} ddp-hpc takes the newest checkpoint's step from the run's records instead.\n"
+            )
+        else:
+            return steps[-1] if steps else 0
+        try:
+            return newest_committed(run, ledger)
+        except OSError as error:
+            raise UnreadableError(
+                f"The newest checkpoint's step is not known: neither {run.checkpoints} nor {run.progress} can be read "
+                f"({type(error).__name__}: {error}). Check that the file system answers and that you may read there."
+            ) from error
 
     def seen_progress(self, run: RunDir) -> int | None:
         """Return the step of the newest checkpoint, 0 without one."""
@@ -88,26 +104,7 @@ class RecipeWorkload(Workload):
             yield from (Path(os.path.normpath(path)) for path in candidates)
 
 
-def progress(run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
-    """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say.
-
-    Raises:
-        UnreadableError: where the records cannot be read either.
-    """
-    patience_s = LISTING_PATIENCE_S if is_patient else 0.0
-    try:
-        steps = patiently(str(run.checkpoints), lambda: checkpoint_names.committed_steps(run), patience_s=patience_s)
-    except UnreadableError as error:
-        sys.stderr.write(f"note: {error} ddp-hpc takes the newest checkpoint's step from the run's records instead.\n")
-    else:
-        return steps[-1] if steps else 0
-    try:
-        return newest_committed(run, ledger)
-    except OSError as error:
-        raise UnreadableError(
-            f"The newest checkpoint's step is not known: neither {run.checkpoints} nor {run.progress} can be read "
-            f"({type(error).__name__}: {error}). Check that the file system answers and that you may read there."
-        ) from error
+workload = RecipeWorkload
 
 
 def code_dir_of(target: str, import_paths: Sequence[Path]) -> Path | None:

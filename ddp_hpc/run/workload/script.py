@@ -12,17 +12,11 @@ from ddp_hpc.base.patience import patiently
 from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.protocol import UsersCode, Workload
 from ddp_hpc.run.workload.script_progress import look, num_changes, read_seen
 
 LISTING_PATIENCE_S = 10.0
 """How long to ask a file system for the saved files, before the run's records are used instead."""
-
-
-def workload(spec: RunSpec) -> Workload:
-    """Return the script that this spec names."""
-    return ScriptWorkload(spec)
 
 
 class ScriptWorkload(Workload):
@@ -109,3 +103,6 @@ class ScriptWorkload(Workload):
             value = word.partition("=")[2] if word.startswith("-") else word
             if value.startswith("/"):
                 yield Path(value)
+
+
+workload = ScriptWorkload

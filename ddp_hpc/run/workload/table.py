@@ -16,7 +16,7 @@ WORKLOADS: dict[str, Callable[[RunSpec], bool]] = {
     "ddp_hpc.run.workload.recipe": lambda _: True,
 }
 """Module -> whether a spec asks for its workload. The first one that a spec asks for counts, so the one that every spec asks for stands
-last. The module is imported then, and has `workload(spec)`, which returns the `Workload`."""
+last. The module is imported then, and has `workload`, which makes a `Workload` of the spec."""
 
 
 def workload_of(spec: RunSpec) -> Workload:
@@ -27,4 +27,4 @@ def workload_of(spec: RunSpec) -> Workload:
 
 def progress_without_spec(run: RunDir, ledger: Ledger) -> int:
     """Return the progress of a run whose spec cannot be read: what the workload says that every spec asks for."""
-    return cast("int", import_module(list(WORKLOADS)[-1]).progress(run, ledger))
+    return cast("int", import_module(list(WORKLOADS)[-1]).workload.progress(run, ledger))
