@@ -27,6 +27,8 @@ class Key:
     annotation: Any
     default: Any
     """MISSING if the user must set the key."""
+    section: type | None = None
+    """The class whose field it is; None for a key that the user has invented."""
 
     @property
     def is_open(self) -> bool:
@@ -58,7 +60,7 @@ def _rows(section: type, prefix: str) -> Iterator[Key]:
             yield from _rows(annotation, f"{name}.")  # type: ignore[arg-type]  # mypy thinks it may be an instance
         else:
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            yield Key(name, annotation, default)
+            yield Key(name, annotation, default, section)
 
 
 def key_of(name: str) -> Key | None:

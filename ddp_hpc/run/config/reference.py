@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, is_dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, get_type_hints
 
 from ddp_hpc.base.field_types import type_in_words
-from ddp_hpc.run.config.keys import all_keys, is_below, is_free, is_section, unknown_key
+from ddp_hpc.run.config.keys import Key, all_keys, is_below, is_free, is_section, unknown_key
 from ddp_hpc.run.config.yaml_text import dump_value
-from ddp_hpc.run.spec import RunSpec
 
 NO_DEFAULT = "the file's name"
 """The default of `name`, the one key without a default in the spec."""
@@ -22,13 +21,12 @@ NO_DEFAULT = "the file's name"
 
 def reference() -> list[dict[str, str]]:
     """Return a row for every key, in the order of the spec: its `key`, `type`, `default` and `meaning`."""
-    meanings = dict(_meanings(RunSpec, ""))
     return [
         {
             "key": name,
             "type": type_in_words(key.annotation),
             "default": NO_DEFAULT if key.default is MISSING else dump_value(key.default),
-            "meaning": meanings[name],
+            "meaning": _meaning(key),
         }
         for name, key in all_keys().items()
     ]
@@ -56,18 +54,11 @@ def as_markdown(rows: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _meanings(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
-    annotations = get_type_hints(section)
-    texts: dict[str, str] = {}
-    for base in reversed(section.__mro__):
-        if is_dataclass(base):  # a field's text stands in the source of the class that declares the field
-            texts |= _texts_of_module(base.__module__).get(base.__name__, {})
-    for field in fields(section):
-        annotation = annotations[field.name]
-        if is_dataclass(annotation):
-            yield from _meanings(annotation, f"{prefix}{field.name}.")  # type: ignore[arg-type]  # a class
-        else:
-            yield prefix + field.name, texts.get(field.name, "")
+def _meaning(key: Key) -> str:
+    # A field's text stands in the source of the class that declares the field.
+    homes: list[type] = [base for base in (key.section or object).__mro__ if is_dataclass(base)]
+    texts = [_texts_of_module(base.__module__).get(base.__name__, {}) for base in homes]
+    return ChainMap(*texts).get(key.name.rpartition(".")[2], "")
 
 
 @cache
