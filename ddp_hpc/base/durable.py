@@ -251,6 +251,13 @@ def _content(path: Path, most_bytes: int) -> bytes:
         return file.read()
 
 
+def end_of(path: Path, num_bytes: int) -> tuple[int, bytes]:
+    """Return the last bytes of a file that a run has written, and where they begin in it."""
+    with open_record(path) as file, named(path):
+        start = file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+        return start, file.read(num_bytes)
+
+
 def record_text(path: Path) -> str:
     """Return all that is in a file that a run has written, as text; bytes that are no UTF-8 are replaced by a mark."""
     return record_bytes(path).decode("utf-8", errors="replace")

@@ -61,9 +61,15 @@ def joint(codes: Iterable[int], *, rank_zero: int | None = None) -> int:
     return STOPPED if STOPPED in known else FINISHED
 
 
+def signal_name(number: int) -> str:
+    """Return `SIGKILL`; empty where Python has no name, as for the real-time signals between SIGRTMIN and SIGRTMAX."""
+    return Signals(number).name if number in set(Signals) else ""
+
+
 def described(code: int) -> str:
     """Describe how a supervisor ended that decided nothing; a signal is minus its number, or 128 more, as in a shell."""
     number = -code if code < 0 else code - 128 if code > 128 else 0
     if number:
-        return f"was killed by signal {number}{f' ({Signals(number).name})' if number in set(Signals) else ''}"
+        name = signal_name(number)
+        return f"was killed by signal {number}{name and f' ({name})'}"
     return f"exited unexpectedly with code {code}"

@@ -30,20 +30,18 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
     """Have the kernel kill this process when its parent exits, for whatever reason."""
     # PR_SET_PDEATHSIG: https://man7.org/linux/man-pages/man2/prctl.2.html
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent_pid:  # a race: the parent exited before prctl, so no signal will come
-        os._exit(128 + signal.SIGKILL)
+        os._exit(128 + by)
 
 
 def terminate_with_parent(parent_pid: int) -> None:
     """Have the kernel send SIGTERM to this process when its parent exits; to be called between fork and exec."""
     # The kernel keeps this setting across exec, but clears it in a child of a fork (prctl(2)).
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:  # the same race
-        os._exit(128 + signal.SIGTERM)
+    die_with_parent(parent_pid, by=signal.SIGTERM)
 
 
 def open_files_of(num_ranks: int) -> int:
@@ -318,11 +316,6 @@ def signal_number(name: str) -> signal.Signals:
         return signal.Signals[f"SIG{name}"]
     except KeyError as error:
         raise ValueError(name) from error
-
-
-def signal_of(number: int) -> signal.Signals:
-    """Return the signal of a number."""
-    return signal.Signals(number)
 
 
 def request_stop(pids: Iterable[int]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_hpc.base.durable import open_record
+from ddp_hpc.base.durable import end_of
 from ddp_hpc.base.patience import is_answer
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -36,7 +35,5 @@ def last_words(run: RunDir, since: float = 0.0) -> str:
 
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a log."""
-    with open_record(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        return file.read().decode("utf-8", errors="replace").rstrip().splitlines()[-count:]
+    _, text = end_of(path, _TAIL_BYTES)
+    return text.decode("utf-8", errors="replace").rstrip().splitlines()[-count:]

@@ -71,10 +71,8 @@ class Queue:
         return cls()
 
     def write(self, path: Path) -> None:
-        try:
+        with suppress(OSError):  # no home directory, or a full disk: go without the cache
             write_record(path, self, durable=False)
-        except OSError:  # no home directory, or a full disk: go without the cache
-            return
 
     def must_ask(self, now: float, submitted_at: float) -> bool:
         """Tell whether the cached answer is too old, or older than the job."""

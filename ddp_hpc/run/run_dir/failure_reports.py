@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ddp_hpc.base.durable import open_record, record_text
+from ddp_hpc.base.durable import end_of, record_text
 from ddp_hpc.base.errors import ConfigError, DivergedError, RanksDifferError, text_of
+from ddp_hpc.base.exit_codes import signal_name
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.base.record import known_record, write_record
@@ -168,9 +168,8 @@ _LOG_END_BYTES = 64 * 1024
 
 def _why_aborted(log: Path) -> str:
     """Return what NCCL's watchdog wrote before it aborted its process; empty where it did not."""
-    with suppress(OSError), open_record(log) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_END_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    with suppress(OSError):
+        lines = end_of(log, _LOG_END_BYTES)[1].decode("utf-8", errors="replace").splitlines()
         return "\n".join(line for line in lines if any(text in line for text in _WATCHDOG_SAYS))
     return ""
 
@@ -199,8 +198,7 @@ def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_o
         else "the kernel does that when memory runs out; on Slurm, `resources.mem_gb` asks for more"
     )
     hint = by_kernel if number == signal.SIGKILL else f"its log may say why: {log}"
-    # Python has no names for the real-time signals between SIGRTMIN and SIGRTMAX.
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    name = signal_name(number) or f"signal {number}"
     watchdogs = _why_aborted(log) if number == signal.SIGABRT else ""
     failure = WorkerFailure(
         rank=rank,
@@ -225,7 +223,8 @@ def silent_end(code: int, step_code: int | None) -> str:
     # Python returns minus the signal's number (https://docs.python.org/3/library/subprocess.html#subprocess.Popen.returncode),
     # srun and shells return 128 plus it.
     number = 0 if step_code is None else -step_code if step_code < 0 else step_code - 128
-    if number not in set(signal.Signals):
+    name = signal_name(number)
+    if not name:
         return (
             f"the workers exited with code {code} and wrote no error report; read their logs (`ddp-hpc logs RUN --all`)"
         )
@@ -236,7 +235,7 @@ def silent_end(code: int, step_code: int | None) -> str:
         else "they crashed, or a user or Slurm sent it"
     )
     return (
-        f"signal {number} ({signal.Signals(number).name}) killed all workers before they could write an error report: "
+        f"signal {number} ({name}) killed all workers before they could write an error report: "
         f"{sender}. Read the kernel's log (`dmesg`), or on Slurm the output of `sacct -j JOB --format=State,ExitCode,MaxRSS`"
         f"{'; `resources.mem_gb` asks for more memory' if is_kill else ''}"
     )

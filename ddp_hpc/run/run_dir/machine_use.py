@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ddp_hpc.base.durable import append_json_line, open_record
+from ddp_hpc.base.durable import append_json_line, end_of
 from ddp_hpc.base.record import record_in
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -68,9 +67,7 @@ def read_uses(run: RunDir, attempt: int, *, most_bytes: int = _MOST_BYTES) -> li
     """Return the newest records of all nodes, node by node, oldest first: all of them, but for a long attempt on many nodes."""
     paths, lines = run.machine_uses(attempt), list[bytes]()
     for path in paths:
-        with open_record(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - max(_TAIL_BYTES, most_bytes // len(paths))))
-            lines += file.read().split(b"\n")
+        lines += end_of(path, max(_TAIL_BYTES, most_bytes // len(paths)))[1].split(b"\n")
     uses = (record_in(line, MachineUse) for line in lines)  # the first one of a node may have been cut
     return [use for use in uses if use is not None and use.seconds > 0]
 

@@ -225,9 +225,3 @@ class RunDir:
     def environments(self) -> list[Path]:
         """The recorded environments of all attempts."""
         return list(self.path.glob("logs/attempt-*/environment.json"))
-
-    def attempts_that_differed(self) -> list[int]:
-        """The attempts of which there is such a record."""
-        names = (path.parent.name for path in self.errors.glob("attempt-*/ranks-differ.json"))
-        numbers = (name.removeprefix("attempt-") for name in names)
-        return [int(number) for number in numbers if number.isdecimal()]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.base.durable import open_record
+from ddp_hpc.base.durable import end_of, open_record
 from ddp_hpc.base.patience import known
 
 TAIL_BYTES = 256 << 10
@@ -52,10 +51,7 @@ def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[LogLine]:
 
     def read() -> tuple[int, bytes]:
         try:
-            with open_record(path) as file:
-                start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
-                file.seek(start)
-                return start, file.read(num_bytes)
+            return end_of(path, num_bytes)
         except FileNotFoundError:
             return 0, b""
 

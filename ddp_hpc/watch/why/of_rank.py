@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ddp_hpc.base.processes import signal_number, signal_of
+from ddp_hpc.base.exit_codes import signal_name
+from ddp_hpc.base.processes import signal_number
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.watch.why.exceptions import Raised, tracebacks, uncaught
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
@@ -138,7 +139,7 @@ def _by_memory(finding: Verdict, whose: str | bool) -> Verdict:
 
 def by_signal(facts: AttemptFacts, finding: Verdict, number: int) -> Verdict:
     """Return the class of a rank that a signal ended; its log may say more."""
-    finding = replace(finding, detail=f"killed by {_name_of(number)}")
+    finding = replace(finding, detail=f"killed by {signal_name(number)}")
     if number == _KILL:
         return _killed(facts, finding)
     if number not in _CRASHES:
@@ -156,14 +157,6 @@ def by_signal(facts: AttemptFacts, finding: Verdict, number: int) -> Verdict:
     if not more:
         return replace(finding, failure="native-crash", evidence=(evidence,))
     return replace(finding, failure=match.name, role=match.role, basis="log", evidence=(evidence,))
-
-
-def _name_of(number: int) -> str:
-    """Return a signal's name; empty where there is no such signal."""
-    try:
-        return signal_of(number).name
-    except ValueError:
-        return ""
 
 
 def _at_end(facts: AttemptFacts, finding: Verdict) -> list[tuple[LogLine, Match]]:
@@ -184,7 +177,7 @@ def _killed(facts: AttemptFacts, finding: Verdict) -> Verdict:
 
 def _by_exit_code(facts: AttemptFacts, finding: Verdict, code: int) -> Verdict:
     """Return the class of a script that exited with a code; Python's own is 1 for an exception that nothing caught, argparse's is 2."""
-    if code > _OF_SHELL and _name_of(code - _OF_SHELL):
+    if code > _OF_SHELL and signal_name(code - _OF_SHELL):
         return by_signal(facts, finding, code - _OF_SHELL)
     found = of_log(facts, finding.rank) if finding.rank is not None and code in {1, 2, *_CANNOT_START} else None
     if found is not None:
@@ -237,7 +230,7 @@ def of_end(facts: AttemptFacts, rank: int) -> Verdict | None:
         return None
     finding = Verdict(failure="unknown", rank=rank, at=end.at)
     number = -end.code if end.code < 0 else end.code - _OF_SHELL  # as a shell says it, and Python after Ctrl-C
-    if _name_of(number):
+    if signal_name(number):
         return replace(by_signal(facts, finding, number), at=end.at)
     return with_line(replace(finding, failure="exit-code", detail=f"exit code {end.code}"), facts)
 

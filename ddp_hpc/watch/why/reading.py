@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.patience import known
 from ddp_hpc.run.run_dir.differences import read_difference
 from ddp_hpc.run.run_dir.failure_reports import read_failures, read_rank_ends
-from ddp_hpc.run.run_dir.joining import read_missing
+from ddp_hpc.run.run_dir.joining import read_missing, started_ranks
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.network import read_network
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -21,7 +19,6 @@ from ddp_hpc.watch.why.lines import LogLine, tail
 
 MOST_LOGS = 256
 """Of more ranks, only the logs of those that have an error report, and of the first, are read."""
-_RANK_LOG = re.compile(r"rank-(\d+)\.log")
 _ENDED = "ended: "
 """What the supervisor prints at the end of each attempt."""
 
@@ -46,11 +43,8 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> AttemptFacts:
     """Return what the run directory holds on an attempt."""
     number = attempt.attempt
     failures = read_failures(run, number)
-    folder = run.attempt_logs(number)
-    names: list[str] = known(folder, lambda: [path.name for path in folder.glob("rank-*.log")], unknown=[])
-    found = [int(match[1]) for match in map(_RANK_LOG.fullmatch, names) if match]
     reported = {failure.rank for failure in failures}
-    ranks = sorted(found, key=lambda rank: (rank not in reported, rank))[:MOST_LOGS]
+    ranks = sorted(started_ranks(run, number) or (), key=lambda rank: (rank not in reported, rank))[:MOST_LOGS]
     return AttemptFacts(
         attempt=attempt,
         failures=failures,
