@@ -32,12 +32,7 @@ _NO_FSYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSU
 """What CIFS and some FUSE file systems answer to an fsync of a directory."""
 _LONGEST_LINE = 16 << 20
 """Bytes; our lines are shorter."""
-_KINDS = (
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISSOCK, "a socket"),
-)
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 def fsync_path(path: Path) -> None:
@@ -215,9 +210,7 @@ def open_record(path: Path, *, most_bytes: int | None = None) -> BufferedReader:
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode):
-            raise _not_a_record(
-                path, next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "something else")
-            )
+            raise _not_a_record(path, _KINDS.get(stat.S_IFMT(found.st_mode), "something else"))
         if most_bytes is not None and found.st_size > most_bytes:
             raise NotARecordError(
                 errno.EFBIG,

@@ -1,8 +1,14 @@
-"""Which known name a misspelled one may mean."""
+"""Names in messages: the first of many, and which known one a misspelled one may mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """Return all names, or the first ones and how many there are more: `node1, node2 and 7 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def near_names(word: str, words: Iterable[str], *, cutoff: float = 0.5) -> list[str]:

@@ -16,7 +16,7 @@ from ddp_hpc.watch.status import RunStatus, State
 
 _OWN_KEYS = frozenset({"name", "runs_dir"})
 """Keys that differ between any two runs, and say nothing about the training."""
-_STATES = tuple(word for arm in get_args(State) for word in (get_args(arm) or (arm,)))
+_STATES = get_args(State)
 _COLUMNS: Mapping[str, Callable[[RunStatus], Any]] = {
     "name": lambda status: status.run,
     "state": lambda status: status.state,

@@ -15,10 +15,10 @@ class Removed:
 
     since: str
     """The date from which on versions do not have it."""
-    default: Any
-    """Its default until then."""
     instead: str
     """What to do instead: one or more sentences."""
+    default: Any = None
+    """Its default until then."""
 
 
 _FLAGS = ("mail_type", "mail_user", "comment", "reservation")
@@ -26,7 +26,6 @@ _FLAGS = ("mail_type", "mail_user", "comment", "reservation")
 REMOVED: Mapping[str, Removed] = {
     "integrity.recompute_every_steps": Removed(
         since="2026-11-26",
-        default=None,
         instead="`ddp-hpc audit RUN` computes steps of a run again afterwards and says whether it computed right; the ranks' weights "
         "are compared as before (`integrity.every_steps`).",
     ),
@@ -44,7 +43,6 @@ REMOVED: Mapping[str, Removed] = {
     ),
     "steps": Removed(
         since="2026-11-26",
-        default=None,
         instead="`ddp-hpc submit CONFIG --after RUN` submits a run that waits for another one; on one machine, use "
         "`ddp-hpc submit A --wait && ddp-hpc submit B`.",
     ),
@@ -56,7 +54,6 @@ REMOVED: Mapping[str, Removed] = {
     **{
         f"slurm.{flag}": Removed(
             since="2026-11-27",
-            default=None,
             instead=f"`slurm.extra.{flag}` takes the same value (in quotes where it looks like a number), as it does for each flag of sbatch that has no key.",
         )
         for flag in _FLAGS
@@ -66,7 +63,6 @@ REMOVED: Mapping[str, Removed] = {
     ),
     "site.report_notes": Removed(
         since="2026-11-27",
-        default=None,
         instead="`ddp-hpc status RUN --json` has the numbers for a program of the site; reports have our notes alone.",
     ),
 }

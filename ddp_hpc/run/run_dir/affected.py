@@ -24,22 +24,12 @@ some readers return None where a file system fails (`cv2.imread`); RuntimeError,
 and processes that are gone; EOFError, because `multiprocessing` raises it where a peer is gone."""
 _OF_DECODING = frozenset(
     {
-        ("PIL", "UnidentifiedImageError"),
-        ("_csv", "Error"),
-        ("_lzma", "LZMAError"),
-        ("_pickle", "UnpicklingError"),
-        ("binascii", "Error"),
-        ("builtins", "UnicodeDecodeError"),
-        ("gzip", "BadGzipFile"),
-        ("json.decoder", "JSONDecodeError"),
-        ("lzma", "LZMAError"),
-        ("pickle", "UnpicklingError"),
-        ("struct", "error"),
-        ("zipfile", "BadZipFile"),
-        ("zlib", "error"),
+        *("PIL.UnidentifiedImageError", "builtins.UnicodeDecodeError", "json.decoder.JSONDecodeError"),
+        *("_lzma.LZMAError", "lzma.LZMAError", "_pickle.UnpicklingError", "pickle.UnpicklingError"),
+        *("_csv.Error", "binascii.Error", "gzip.BadGzipFile", "struct.error", "zipfile.BadZipFile", "zlib.error"),
     }
 )
-"""Modules and names of the exceptions by which a decoder says that bytes are not of its format."""
+"""The exceptions by which a decoder says that bytes are not of its format."""
 _SETTLED_S = 60.0
 """A file that was written more recently may still be written."""
 ANSWER_S = 5.0
@@ -111,7 +101,7 @@ def _is_of_decoder(error: BaseException) -> bool:
     module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
     if module == "torch._utils":  # passed on by a loader process; what led to it is not known here
         return False
-    if any((kind.__module__, kind.__name__) in _OF_DECODING for kind in type(error).__mro__):
+    if any(f"{kind.__module__}.{kind.__name__}" in _OF_DECODING for kind in type(error).__mro__):
         return not isinstance(error, OSError) or error.errno is None
     # Pillow says of a truncated image `OSError`, without a number. What the operating system reports has one.
     # Other modules of it say the same where a font or a colour profile cannot be opened.

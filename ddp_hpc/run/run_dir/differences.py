@@ -11,6 +11,7 @@ from functools import partial
 from typing import Literal
 
 from ddp_hpc.base.durable import numbers_in
+from ddp_hpc.base.names import few
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -104,7 +105,7 @@ class Difference:
     def where_not_finite(self) -> str:
         """Say on which ranks the loss is not finite."""
         bad = [f"rank {rank} on {self.hosts[rank]}" for rank, one in enumerate(self.digests) if one == NOT_FINITE]
-        return f"on {_few(bad)} alone"
+        return f"on {few(bad, _MOST_NAMED)} alone"
 
     @property
     def who(self) -> str:
@@ -112,7 +113,7 @@ class Difference:
         if self.unlike:
             return f"{self.unlike}, so the code does not do the same on each rank"
         if self.odd_ranks:
-            named = _few([f"rank {rank} on {self.hosts[rank]}" for rank in self.odd_ranks])
+            named = few([f"rank {rank} on {self.hosts[rank]}" for rank in self.odd_ranks], _MOST_NAMED)
             were = "was wrong" if len(self.odd_ranks) == 1 else "were wrong"
             return f"{named} {were} ({self._proof})"
         if self.told_by == "undecided":
@@ -120,7 +121,7 @@ class Difference:
         if self.of_loss:
             return "a processor was wrong, or the training diverges; the next attempt computes the step again, which shows what it was"
         if self.is_of_processors:
-            kinds = _few(list(dict.fromkeys(self.processors)))
+            kinds = few(list(dict.fromkeys(self.processors)), _MOST_NAMED)
             return (
                 f"ranks on the same kind of processor are equal, and there are several kinds ({kinds}), which may round "
                 "differently: ask for one kind (`resources.gpu_type`, `slurm.constraint`), or switch the comparison off with "
@@ -155,11 +156,6 @@ class Difference:
         return self.not_comparable or (
             "the difference is small or many steps old, or the data or the code is not deterministic"
         )
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _majority(digests: Sequence[str]) -> str:

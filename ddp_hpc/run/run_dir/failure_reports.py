@@ -121,12 +121,8 @@ _LOST_CONNECTION = (
     # NCCL's, and those of its watchdog, where the error of another rank reaches this one
     *("remote process exited or there was a network error", "Connection closed by remote peer"),
     *("NCCL communicator was aborted", "Watchdog caught collective operation timeout"),
-    *(
-        "socketStartConnect: Connect to",
-        "socketPollConnect",
-        "SocketProgressOpt: Call to",
-        "socketProgressOpt: Call to",
-    ),
+    *("socketStartConnect: Connect to", "socketPollConnect"),
+    *("SocketProgressOpt: Call to", "socketProgressOpt: Call to"),
 )
 _OF_DEVICE = ("CUDA error", "Cuda failure", "HIP error", "ECC error", "cuDNN error")
 _OF_CODE = (

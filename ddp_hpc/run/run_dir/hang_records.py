@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +68,7 @@ def read_hang_records(run: RunDir, attempt: int) -> Sequence[HangRecord]:
         record = known_record(path, HangRecord)
         if record is not None:
             # By the file's time, which one file server gives: the clocks of nodes may differ by more.
-            found.append((known(path, partial(_written_at, path), unknown=0.0), record))
+            status = known(path, path.stat, unknown=None)
+            found.append((status.st_mtime if status else 0.0, record))
     newest = max((written for written, _ in found), default=0.0)
     return sorted((one for written, one in found if newest - written <= SAME_HANG_S), key=lambda one: one.rank)
-
-
-def _written_at(path: Path) -> float:
-    return path.stat().st_mtime

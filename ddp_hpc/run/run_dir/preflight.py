@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ddp_hpc.base.record import known_record, write_record
@@ -13,12 +13,12 @@ Level = Literal["ok", "warn", "fail", "unknown"]
 """`fail`: a training would fail there, or be wrong or slow. `unknown`: nothing answered, which is never taken for `ok`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """What one check found."""
 
-    check: str
-    """What was checked, in a word or two: `run directory`."""
+    check: str = field(default="", kw_only=True)
+    """What was checked, in a word or two: `run directory`. The doctor's checks leave it to their table."""
     level: Level
     found: str
     to_do: str = ""

@@ -24,9 +24,7 @@ from ddp_hpc.run.run_dir.paths import is_folder
 
 _SCRATCH_VARIABLES = ("SCRATCH", "WORK", "WORKSPACE")
 _SCRATCH_ROOTS = ("/scratch", "/work", "/lustre/scratch", "/gpfs/scratch", "/mnt/scratch")
-_SHARED_FILE_SYSTEMS = frozenset(
-    {"lustre", "gpfs", "beegfs", "nfs", "nfs4", "ceph", "panfs", "wekafs", "pvfs2", "daos"}
-)
+_SHARED_FILE_SYSTEMS = ("lustre", "gpfs", "beegfs", "nfs", "nfs4", "ceph", "panfs", "wekafs", "pvfs2", "daos")
 _RUNTIMES = ("apptainer", "singularity")
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from ddp_hpc.base.discretion import masked, secret_values
 from ddp_hpc.base.errors import DdpHpcError
+from ddp_hpc.base.names import few
 from ddp_hpc.run.run_dir.environment import Environment, read_environment
 from ddp_hpc.run.run_dir.joining import read_meeting
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
@@ -118,10 +119,7 @@ def _gaps(ledger: Ledger, series: Series, marks: Sequence[Mark], *, is_script: b
         )
     never = [name for name, points in series.evaluations.items() if not finite(points)]
     if never:
-        names = ", ".join(never[:_MOST_NAMES]) + (
-            f" and {len(never) - _MOST_NAMES} more" if len(never) > _MOST_NAMES else ""
-        )
-        found.append(f"{names}: NaN or infinite in every evaluation, so there is no chart.")
+        found.append(f"{few(never, _MOST_NAMES)}: NaN or infinite in every evaluation, so there is no chart.")
     if not marks and not is_script and finite(series.loss):
         found.append(
             "The run was made with an older version of ddp-hpc, which recorded neither the phases of a step nor waits for slow ranks."

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from ddp_hpc.base.names import few
 from ddp_hpc.cluster.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRITE_S, TIGHT_BYTES
 from ddp_hpc.cluster.node_checks.of_node import TO_FIT, misfit
 from ddp_hpc.cluster.slurm import client
@@ -18,7 +19,6 @@ from ddp_hpc.run.run_dir.environment import capture
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.diagnose.doctor import preemption, quota
-from ddp_hpc.watch.diagnose.doctor.answer import finding
 from ddp_hpc.watch.diagnose.doctor.questions import SlurmAnswers, ask, has_commands
 
 _NEVER_S = 180 * 86400.0
@@ -88,19 +88,19 @@ def _profile(site: LoginSite) -> Iterator[Finding]:
     profile = site.resolved.profile
     if profile is None:
         to_do = "`ddp-hpc site init` drafts one from this cluster's settings"
-        yield finding("warn", "no site profile applies to this host", to_do)
+        yield Finding("warn", "no site profile applies to this host", to_do)
     else:
-        yield finding("ok", f"{profile.site.name}: {profile.path} ({profile.why})")
+        yield Finding("ok", f"{profile.site.name}: {profile.path} ({profile.why})")
 
 
 def _job(site: LoginSite) -> Iterator[Finding]:
     is_so, said = site.job
     if is_so == "runs":
-        yield finding("ok", f"{said}; `--nodes` checks its nodes")
+        yield Finding("ok", f"{said}; `--nodes` checks its nodes")
     elif is_so == "gone":
-        yield finding("warn", said, TO_DO)
+        yield Finding("warn", said, TO_DO)
     elif is_so == "unknown":
-        yield finding("unknown", said, "try again, or open a new shell; until this is known, `--nodes` checks no nodes")
+        yield Finding("unknown", said, "try again, or open a new shell; until this is known, `--nodes` checks no nodes")
 
 
 def _driver(site: LoginSite) -> Iterator[Finding]:
@@ -108,13 +108,13 @@ def _driver(site: LoginSite) -> Iterator[Finding]:
     if site.spec.container.image or not here["torch"] or not (here["driver"] or site.spec.resources.gpus_per_node):
         return  # an image has a PyTorch of its own
     if found := misfit(here):
-        yield finding("warn", found, TO_FIT)
+        yield Finding("warn", found, TO_FIT)
     elif here["driver"]:
         built = f"CUDA {here['cuda']}" if here["cuda"] else f"ROCm {here['hip']}"
-        yield finding("ok", f"{here['driver']} runs PyTorch {here['torch']}, built with {built}")
+        yield Finding("ok", f"{here['driver']} runs PyTorch {here['torch']}, built with {built}")
     else:
         found = f"this host has no driver of NVIDIA's that PyTorch {here['torch']} could be compared with"
-        yield finding("unknown", found, "`--nodes` compares them on nodes")
+        yield Finding("unknown", found, "`--nodes` compares them on nodes")
 
 
 _ROOM = "free space: delete runs that you no longer need (`ddp-hpc delete RUN`)"
@@ -125,13 +125,13 @@ def _runs_dir(site: LoginSite) -> Iterator[Finding]:
     place = site.spec.path.parent
     if site.told.disk is None:
         to_do = "run `ls` on this directory; if that does not answer either, tell your cluster's support"
-        yield finding("unknown", f"{place}: {site.told.why_not('disk')}", to_do)
+        yield Finding("unknown", f"{place}: {site.told.why_not('disk')}", to_do)
         return
     existing, found_there = site.told.disk
     where = f"{place}" if existing == place else f"{place} (does not exist yet; {existing} does)"
     if found_there.error:
         to_do = "set `runs_dir` to a directory of yours that all nodes share, or free space of your quota"
-        yield finding("fail", f"{where} cannot be written: {found_there.error}", to_do)
+        yield Finding("fail", f"{where} cannot be written: {found_there.error}", to_do)
         return
     free = found_there.free_bytes or 0
     level: Level = "fail" if free < FULL_BYTES else "warn" if free < TIGHT_BYTES else "ok"
@@ -142,13 +142,13 @@ def _runs_dir(site: LoginSite) -> Iterator[Finding]:
     if seconds and level == "ok":
         level = "warn"
     to_do = "" if level == "ok" else _ROOM if free < TIGHT_BYTES or level == "fail" else _FASTER
-    yield finding(level, f"{where}: writable{seconds}, {quota.in_words(free)}{files} free", to_do)
+    yield Finding(level, f"{where}: writable{seconds}, {quota.in_words(free)}{files} free", to_do)
 
 
 def _no_slurm(site: LoginSite) -> Iterator[Finding]:
     del site
     to_do = "go to a login node, or load the Slurm module"
-    yield finding("unknown", "this host has no Slurm that finds a cluster", to_do)
+    yield Finding("unknown", "this host has no Slurm that finds a cluster", to_do)
 
 
 def _controller(site: LoginSite) -> Iterator[Finding]:
@@ -157,17 +157,17 @@ def _controller(site: LoginSite) -> Iterator[Finding]:
         return  # the next lines say what it answers
     if said == "down":
         to_do = "wait, or ask your cluster's support; no job starts meanwhile, and those that run go on"
-        yield finding("fail", "the controller does not answer: `scontrol ping` says DOWN", to_do)
+        yield Finding("fail", "the controller does not answer: `scontrol ping` says DOWN", to_do)
     else:
         why = site.told.why_not("controller") if said is None else "`scontrol ping` says neither UP nor DOWN"
         to_do = "try again; if it lasts, ask your cluster's support"
-        yield finding("unknown", f"the controller does not answer: {why}", to_do)
+        yield Finding("unknown", f"the controller does not answer: {why}", to_do)
 
 
 def _version(site: LoginSite) -> Iterator[Finding]:
     config = site.told.config
     if config is not None and config.version:
-        yield finding("ok", f"{config.version}, cluster {config.name}")
+        yield Finding("ok", f"{config.version}, cluster {config.name}")
     else:
         yield _unanswered(site, "config")
 
@@ -180,12 +180,12 @@ def _partition(site: LoginSite) -> Iterator[Finding]:
         asked = site.spec.slurm.partition
         what = f"there is no partition {asked!r}" if asked else "Slurm has no default partition"
         names = ", ".join(one.name for one in site.told.partitions)
-        yield finding("fail", what, f"set `slurm.partition` to one of {names}")
+        yield Finding("fail", what, f"set `slurm.partition` to one of {names}")
     elif partition.is_up:
-        yield finding("ok", f"{partition.name}, {partition.total_nodes} nodes")
+        yield Finding("ok", f"{partition.name}, {partition.total_nodes} nodes")
     else:
         found = f"{partition.name}, {partition.total_nodes} nodes, but it is not UP: Slurm starts no job there"
-        yield finding("fail", found, "choose another partition, or wait until it is UP")
+        yield Finding("fail", found, "choose another partition, or wait until it is UP")
 
 
 def _preemption(site: LoginSite) -> Iterator[Finding]:
@@ -203,7 +203,7 @@ def _preemption(site: LoginSite) -> Iterator[Finding]:
         found = f"PreemptType is {config.preempt_type or 'not shown'}; whether other jobs may preempt this run is not known: {why}"
         lists = "`sacctmgr show qos format=name,preempt,preemptmode,gracetime` lists the rules"
         to_do = f"try again; {lists}" if told.qos is None else f"set `slurm.qos`; {lists}"
-        yield finding("unknown", found, to_do)
+        yield Finding("unknown", found, to_do)
         return
     yield from answers
 
@@ -214,10 +214,10 @@ def _requeue(site: LoginSite) -> Iterator[Finding]:
         yield _unanswered(site, "config")
     elif not site.spec.slurm.requeue:
         to_do = "set `slurm.requeue=true`, or submit the run again after each end"
-        yield finding("warn", "`slurm.requeue` is false, so the run ends with its job", to_do)
+        yield Finding("warn", "`slurm.requeue` is false, so the run ends with its job", to_do)
     else:
         asked = "on request (JobRequeue=0), and ddp-hpc requests it for each job"
-        yield finding("ok", f"Slurm requeues jobs {'by default' if config.job_requeue else asked}")
+        yield Finding("ok", f"Slurm requeues jobs {'by default' if config.job_requeue else asked}")
 
 
 def _arrays(site: LoginSite) -> Iterator[Finding]:
@@ -225,27 +225,27 @@ def _arrays(site: LoginSite) -> Iterator[Finding]:
     if size is None:
         yield _unanswered(site, "config")
     elif size <= 1:
-        yield finding("warn", f"MaxArraySize is {size}: Slurm allows no job arrays, so sweeps do not work on it")
+        yield Finding("warn", f"MaxArraySize is {size}: Slurm allows no job arrays, so sweeps do not work on it")
     else:
-        yield finding("ok", f"MaxArraySize is {size}: a sweep may have {size - 1} points in one array")
+        yield Finding("ok", f"MaxArraySize is {size}: a sweep may have {size - 1} points in one array")
 
 
 def _accounts(site: LoginSite) -> Iterator[Finding]:
     config, known, asked = site.told.config, site.told.associations, site.spec.slurm.account
     if config is not None and not config.has_accounting:
-        yield finding("ok", "this cluster has no accounting, so jobs need no account")
+        yield Finding("ok", "this cluster has no accounting, so jobs need no account")
     elif known is None:
         yield _unanswered(site, "associations")
     elif not known:
         found = f"the accounting database has no account for {client.user_name()}"
-        yield finding("warn", found, "ask your administrators for one")
+        yield Finding("warn", found, "ask your administrators for one")
     else:
         names, words = [one.account for one in known], "; ".join(one.words for one in known)
         if asked is None or asked in names:
-            yield finding("ok", words)
+            yield Finding("ok", words)
         else:
             to_do = f"set `slurm.account` to one of {', '.join(names)}"
-            yield finding("fail", f"{words}; not {asked!r}, which `slurm.account` names", to_do)
+            yield Finding("fail", f"{words}; not {asked!r}, which `slurm.account` names", to_do)
 
 
 def _start(site: LoginSite) -> Iterator[Finding]:
@@ -256,16 +256,16 @@ def _start(site: LoginSite) -> Iterator[Finding]:
     elif answer.refusal is not None:
         last = answer.refusal.splitlines()[-1] if answer.refusal else "it gave no reason"
         found = f"Slurm would refuse a job of {nodes}: {last}"
-        yield finding("fail", found, "correct the setting that Slurm names")
+        yield Finding("fail", found, "correct the setting that Slurm names")
     elif answer.starts_at is None:
-        yield finding("unknown", f"Slurm would take a job of {nodes}, but does not say when it would start")
+        yield Finding("unknown", f"Slurm would take a job of {nodes}, but does not say when it would start")
     else:
         wait_s = max(answer.starts_at - time.time(), 0.0)
         when = f"in about {wait_s / 60:.0f} min" if wait_s > 60 else "at once"
         when = "not within half a year" if wait_s > _NEVER_S else when
         where = f" on {answer.nodes}" if answer.nodes else ""
         found = f"a job of {nodes} would start {when}{where}, by Slurm's estimate"
-        yield finding("warn" if wait_s > _NEVER_S else "ok", found)
+        yield Finding("warn" if wait_s > _NEVER_S else "ok", found)
 
 
 def _nodes(site: LoginSite) -> Iterator[Finding]:
@@ -275,7 +275,7 @@ def _nodes(site: LoginSite) -> Iterator[Finding]:
         return
     if not nodes:
         to_do = "a policy of the site may hide the nodes (PrivateData): `sinfo` shows what you may see; Slurm's estimate below counts"
-        yield finding("unknown", "Slurm shows this user no node", to_do)
+        yield Finding("unknown", "Slurm shows this user no node", to_do)
         return
     reasons = groups(nodes)
     num_good = len(nodes) - sum(map(len, reasons))
@@ -283,21 +283,20 @@ def _nodes(site: LoginSite) -> Iterator[Finding]:
     needed = site.spec.resources.nodes
     found = f"{num_good} of {len(nodes)} nodes{where} take jobs; the run asks for {needed}"
     if num_good >= needed:
-        yield finding("ok", found)
+        yield Finding("ok", found)
     else:
-        yield finding("fail", found, "ask for fewer nodes, or for another partition")
+        yield Finding("fail", found, "ask for fewer nodes, or for another partition")
     # A line that says that there is one more is no shorter than that one's own.
     num_shown = _MOST_GROUPS if len(reasons) > _MOST_GROUPS + 1 else len(reasons)
     for of_one in reasons[:num_shown]:
         one, names = of_one[0], tuple(each.node for each in of_one)
         reason = f": {one.reason}" if one.reason else ", without a reason"
-        shown = f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more are"
-        who = f"{one.node} is" if len(names) == 1 else shown if len(names) > _MOST_NAMES else f"{', '.join(names)} are"
-        yield finding("warn", f"{who} {one.state}{reason}", meaning(one.reason, one.state), names)
+        who = f"{few(names, _MOST_NAMES)} {'is' if len(names) == 1 else 'are'}"
+        yield Finding("warn", f"{who} {one.state}{reason}", meaning(one.reason, one.state), names)
     if rest := reasons[num_shown:]:
         names = tuple(each.node for of_one in rest for each in of_one)
         found = f"{len(names)} more nodes are out of service, for {len(rest)} other reasons"
-        yield finding("warn", found, "`sinfo --list-reasons` lists them", names)
+        yield Finding("warn", found, "`sinfo --list-reasons` lists them", names)
 
 
 _MOST_NAMES = 4
@@ -336,7 +335,7 @@ def _unanswered(site: LoginSite, question: str) -> Finding:
     if "denied" in site.told.why_not(question).lower():
         who = "a policy of the site keeps this from its users (PrivateData, or an access list)"
         to_do = f"{who}: ask your administrators"
-    return finding("unknown", site.told.why_not(question), to_do)
+    return Finding("unknown", site.told.why_not(question), to_do)
 
 
 Checks = Sequence[tuple[str, Callable[[LoginSite], Iterator[Finding]]]]

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from ddp_hpc.cluster.slurm.directives import STOP_SIGNAL
 from ddp_hpc.cluster.slurm.queries import Association, ClusterConfig, Partition, Qos
 from ddp_hpc.run.run_dir.preflight import Finding
-from ddp_hpc.watch.diagnose.doctor.answer import finding
 
 _ADDED = frozenset({"GANG", "PRIORITY", "WITHIN"})
 """Words of PreemptMode that say what else is considered, and not what becomes of a preempted job."""
@@ -70,15 +69,15 @@ def _of_qos(qos: Qos, all_qos: Sequence[Qos], config: ClusterConfig) -> Finding:
 def _answer(mode: str, grace_s: int, of: str, above: Sequence[str], config: ClusterConfig) -> Finding:
     """Return what a rule means for a run: `mode` is OFF, REQUEUE, CANCEL or SUSPEND, or a word of a later Slurm; jobs of `above` may preempt it."""
     if mode == "OFF":
-        return finding("ok", f"PreemptMode is OFF in {of}: a run there is not preempted")
+        return Finding("ok", f"PreemptMode is OFF in {of}: a run there is not preempted")
     if not above:
         found = f"PreemptMode is {mode} in {of}, but no partition or QOS has a higher rank, so no job would preempt a run there"
-        return finding("ok", found)
+        return Finding("ok", found)
     by = f"PreemptMode is {mode}, GraceTime {grace_s} s, by {of}; jobs of {', '.join(above)} may preempt a run there"
     if mode == "SUSPEND":
         found = f"{by}: Slurm suspends the run without a warning signal until those jobs end"
         to_do = "the run's GPU memory stays in use meanwhile; to avoid this, choose another partition or QOS"
-        return finding("warn", found, to_do)
+        return Finding("warn", found, to_do)
     kill_wait = "KillWait" if config.kill_wait_s is None else f"{config.kill_wait_s} s (KillWait)"
     asked = f"the run's own signal, SIG{STOP_SIGNAL}," if config.sends_user_signal else "SIGTERM"
     if grace_s:
@@ -87,8 +86,8 @@ def _answer(mode: str, grace_s: int, of: str, above: Sequence[str], config: Clus
         found = f"{by}: SIGTERM comes at once, SIGKILL {kill_wait} later"
     if mode == "CANCEL":
         to_do = "Slurm does not start a cancelled job again: if the run has not requeued itself in that time, submit it again"
-        return finding("warn", found, to_do)
+        return Finding("warn", found, to_do)
     if not grace_s:
         to_do = f"a checkpoint that takes longer than {kill_wait} is lost, with the steps since the previous one: lower `checkpoint.every_steps`"
-        return finding("warn", found, to_do)
-    return finding("ok", found)
+        return Finding("warn", found, to_do)
+    return Finding("ok", found)

@@ -18,7 +18,6 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.mounts import Mount, mount_of
 from ddp_hpc.cluster.node_checks.of_files import FEW_FILES, FULL_BYTES, TIGHT_BYTES
 from ddp_hpc.run.run_dir.preflight import Finding
-from ddp_hpc.watch.diagnose.doctor.answer import finding
 
 _KIB = 1024
 _NUM_COLUMNS = 8
@@ -100,20 +99,20 @@ def _limit(of: str, counts: Sequence[int], unit: int) -> Iterator[Quota]:
 def answers_of(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[Finding]:
     """Yield what is left."""
     if quotas is None:
-        yield finding("unknown", f"ddp-hpc cannot find out how much you may still write: {why_not}", _TO_DO)
+        yield Finding("unknown", f"ddp-hpc cannot find out how much you may still write: {why_not}", _TO_DO)
     elif not quotas:
-        yield finding("ok", "you have no limit of bytes or files on this file system")
+        yield Finding("ok", "you have no limit of bytes or files on this file system")
     for one in quotas or ():
         full, tight = (FULL_BYTES, TIGHT_BYTES) if one.of == "bytes" else (1, FEW_FILES)
         left = f"{one.left} of {one.limit} files left"
         if one.of == "bytes":
             left = f"{in_words(one.left)} of {in_words(one.limit)} left"
         if one.left >= tight and not one.is_over_soft:
-            yield finding("ok", left)
+            yield Finding("ok", left)
             continue
         over = "; the use is above the soft limit, so writing fails after the grace time" if one.is_over_soft else ""
         to_do = "delete runs that you no longer need (`ddp-hpc delete RUN`), or ask for a higher quota"
-        yield finding("fail" if one.left < full else "warn", f"{left}{over}", to_do)
+        yield Finding("fail" if one.left < full else "warn", f"{left}{over}", to_do)
 
 
 def in_words(num_bytes: int) -> str:
