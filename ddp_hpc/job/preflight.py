@@ -21,6 +21,7 @@ from pathlib import Path
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
+from ddp_hpc.base.record import write_record
 from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds
 from ddp_hpc.cluster.node_checks.checks import findings_of
 from ddp_hpc.cluster.node_checks.facts import facts_of
@@ -34,7 +35,7 @@ from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import ask_nodes
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.network import NetworkFindings
-from ddp_hpc.run.run_dir.preflight import Preflight, write_preflight
+from ddp_hpc.run.run_dir.preflight import Preflight
 
 ANSWER_S = 30.0
 """How long the nodes may take to start Python and to answer."""
@@ -109,7 +110,7 @@ def checked(context: JobContext, attempt: int) -> Outcome | None:
     if found is None or processes.is_stop_pending():
         return None  # what a check that was cut short found is no reason; the workers' start takes the signal
     with best_effort():
-        write_preflight(context.run, attempt, found)
+        write_record(context.run.preflight(attempt), found, indent=1)
     for finding in found.findings:
         if finding.level != "ok":
             sys.stderr.write(f"preflight: {finding.level}: {finding.check}: {finding.found}\n")

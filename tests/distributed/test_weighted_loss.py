@@ -18,8 +18,9 @@ from torch.utils.data import TensorDataset
 
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.record import write_record
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.replays import ReplayRequest, write_request
+from ddp_hpc.run.run_dir.replays import ReplayRequest
 from ddp_hpc.train.engine.replayed import follow_request
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.engine.weighted_loss import loss_of, warn_of_no_mean
@@ -252,7 +253,7 @@ def test_of_a_label_that_is_no_class_and_of_targets_that_are_no_tensor_pytorch_s
 
 def test_a_traced_replay_computes_a_loss_with_class_weights_as_the_run_did(tmp_path: Path) -> None:
     def traced(training: Training) -> None:
-        write_request(training.run, ReplayRequest(end_step=4, trace_from=1))
+        write_record(training.run.replay_request, ReplayRequest(end_step=4, trace_from=1))
         follow_request(training)
 
     made: dict[str, Any] = {"train__max_steps": 4, "train__micro_batch_size": 2}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.base.record import write_record
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.failure_reports import write_rank_end
 from ddp_hpc.run.run_dir.hang_records import HangRecord, write_hang_record
@@ -16,7 +17,7 @@ from ddp_hpc.run.run_dir.joining import write_meeting, write_missing
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, Root, record_end, record_start
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault, write_network
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.preflight import Finding, Preflight, write_preflight
+from ddp_hpc.run.run_dir.preflight import Finding, Preflight
 from ddp_hpc.run.run_dir.records import Awaited, QueuedJob, ask_to_stop, write_awaited, write_queued_job, write_report
 from ddp_hpc.run.run_dir.timeline import Alarm, Look, Mark, encode, record
 from tests.made_run import add_failure, add_log, add_metrics, add_progress, make_run
@@ -81,7 +82,9 @@ def add_everything(run: RunDir) -> None:
         )
         write_network(run, attempt, network)
         one = Finding(check="GPUs", level="fail", found="two differ", nodes=("node2",))
-        write_preflight(run, attempt, Preflight(at=1.0, seconds=1.0, nodes=("node1", "node2"), findings=(one,)))
+        write_record(
+            run.preflight(attempt), Preflight(at=1.0, seconds=1.0, nodes=("node1", "node2"), findings=(one,)), indent=1
+        )
     write_report(run, {"step": 5, "loss": 0.5})
     ask_to_stop(run)
 

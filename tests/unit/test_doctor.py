@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE
 from ddp_hpc.cluster.node_checks.gather import disk, gather, networks, num_gpus, shared, state_of
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
@@ -24,7 +25,7 @@ from ddp_hpc.job import preflight
 from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.preflight import Finding, Preflight, read_preflight, write_preflight
+from ddp_hpc.run.run_dir.preflight import Finding, Preflight
 from ddp_hpc.watch.diagnose.doctor import login, questions
 from ddp_hpc.watch.diagnose.doctor.login import LoginSite, groups, meaning
 from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, result_of
@@ -509,10 +510,10 @@ FAILED = Preflight(
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    write_preflight(run, 0, FAILED)
+    write_record(run.preflight(0), FAILED, indent=1)
 
-    assert read_preflight(run, 0) == FAILED
-    assert read_preflight(run, 1) is None
+    assert known_record(run.preflight(0), Preflight) == FAILED
+    assert known_record(run.preflight(1), Preflight) is None
 
 
 @pytest.mark.parametrize("plain", [None, {}, {"at": 1, "seconds": 1, "nodes": [], "findings": [{"level": "green"}]}])
@@ -521,7 +522,7 @@ def test_a_damaged_record_is_no_record(plain: Any, tmp_path: Path) -> None:
     run.preflight(0).parent.mkdir(parents=True)
     run.preflight(0).write_text(json.dumps(plain))
 
-    assert read_preflight(run, 0) is None
+    assert known_record(run.preflight(0), Preflight) is None
 
 
 def test_only_failures_exclude_nodes_and_never_all_of_them() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.base.processes import take_lock
+from ddp_hpc.base.record import read_record, write_record
 from ddp_hpc.cli import main
 from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.replay_text import audit_text, replay_text
@@ -37,9 +38,7 @@ from ddp_hpc.run.run_dir.replays import (
     AttemptInputs,
     ReplayRequest,
     read_inputs,
-    read_request,
     write_inputs,
-    write_request,
 )
 from ddp_hpc.run.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data.sample_order import Position
@@ -153,12 +152,12 @@ def test_what_an_attempt_computed_with_is_read_back_and_nobody_else_reads_it(tmp
 
 def test_an_ordinary_run_asks_for_no_replay_and_a_replay_is_read_back(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert read_request(run) is None
+    assert read_record(run.replay_request, ReplayRequest) is None
     asked = ReplayRequest(end_step=9, state_steps=(4, 8), digest_steps=(2,), trace_from=5)
 
-    write_request(run, asked)
+    write_record(run.replay_request, asked)
 
-    assert read_request(run) == asked
+    assert read_record(run.replay_request, ReplayRequest) == asked
     assert [asked.traces(step) for step in (4, 5, 9)] == [False, True, True]
 
 
@@ -198,7 +197,7 @@ def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of
     with pytest.raises(UnreadableError, match=r"checkpoint of step 20 of .* was deleted meanwhile"):
         compute_again(wanted, {}, folder=tmp_path / "private", say=print)
 
-    write_request(run, ReplayRequest(start_step=20, end_step=30))
+    write_record(run.replay_request, ReplayRequest(start_step=20, end_step=30))
     from_the_beginning = cast(
         "Any",
         SimpleNamespace(

@@ -20,6 +20,7 @@ import psutil
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, NotComputedError, UnreadableError
+from ddp_hpc.base.record import write_record
 from ddp_hpc.cluster.machine.gpus import visible_gpus
 from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay.history import History, StepRange, edited_files, environ_of
@@ -28,7 +29,7 @@ from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.config.resolve import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.replays import AttemptInputs, ReplayRequest, write_request
+from ddp_hpc.run.run_dir.replays import AttemptInputs, ReplayRequest
 from ddp_hpc.run.spec import RunSpec
 
 IN_REPLAY = "DDP_HPC_REPLAY"
@@ -127,7 +128,7 @@ def compute_again(
         digest_steps=tuple(record_of(history.run, begin, end).digests),
     )
     for (low, high, inputs), world in zip(stretches, worlds, strict=True):
-        write_request(replayed.run, replace(request, start_step=low, end_step=high, commits=high < end))
+        write_record(replayed.run.replay_request, replace(request, start_step=low, end_step=high, commits=high < end))
         try:
             _compute(wanted, replayed, inputs, world, environ)
         except NotComputedError as error:  # what has changed since may be why

@@ -463,9 +463,8 @@ class ChunkReader:
             checksum.update(some)
             self._on_progress()
 
-        with _explained(
-            self._path, self.close
-        ):  # on NFS, an open file may stay stale (ESTALE) for ever; the next try opens it again
+        # On NFS, an open file may stay stale (ESTALE) for ever; the next try opens it again.
+        with _explained(self._path, self.close):
             if self._file is None:
                 self._file = _open_shard(self._path, self._record)
             self._file.seek(number * self._record.chunk_bytes)

@@ -67,9 +67,8 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     stem = path.stem if path is not None else program_of(command).name if command else ""
     asked: list[Setting] = []
     if path is not None:
-        run = RunDir(
-            path.parent
-        )  # a run keeps its configuration, with a value for every key of the version that wrote it
+        # A run keeps its configuration, with a value for every key of the version that wrote it.
+        run = RunDir(path.parent)
         asked += from_file(path, is_of_run=path == run.config and run.attempts.exists())
     asked += from_environment(environ)
     if isinstance(overrides, Mapping):

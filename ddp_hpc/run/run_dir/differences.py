@@ -83,9 +83,8 @@ class Difference:
     @property
     def is_of_processors(self) -> bool:
         """Tell whether ranks with equal processors are equal, and there are several kinds: these may round differently."""
-        return len(set(self.processors)) > 1 and len(set(zip(self.processors, self.digests, strict=True))) == len(
-            set(self.processors)
-        )
+        num_kinds = len(set(self.processors))
+        return num_kinds > 1 and len(set(zip(self.processors, self.digests, strict=True))) == num_kinds
 
     @property
     def odd_hosts(self) -> tuple[str, ...]:

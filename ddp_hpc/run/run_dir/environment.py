@@ -20,9 +20,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 _RECORDED = re.compile(r"(?:NCCL|FI|UCX|GLOO|TORCH|CUDA|CUBLAS|HSA|OMP|MKL|RDMAV|OFI)_|PYTHONHASHSEED")
 """How variables begin that change results or speed."""
-_DIFFERENT_EACH_TIME = frozenset(
-    {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
-)
+_DIFFERENT_EACH_TIME = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 """Variables that differ between workers or jobs without any meaning for the run."""
 _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 

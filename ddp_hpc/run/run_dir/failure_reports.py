@@ -91,9 +91,7 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
     """Return the report of a process that ends because of `error`, which its caller has just caught."""
     import traceback  # late: only a process that fails pays for it
 
-    is_plain = isinstance(
-        error, ConfigError | DivergedError | RanksDifferError
-    )  # the message is clear without the type
+    is_plain = isinstance(error, ConfigError | DivergedError | RanksDifferError)  # clear without the type
     affected = affected_by(error)
     return WorkerFailure(
         rank=rank,

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddp_hpc.base.record import known_record, write_record
-from ddp_hpc.run.run_dir.paths import RunDir
-
 Level = Literal["ok", "warn", "fail", "unknown"]
 """`fail`: a training would fail there, or be wrong or slow. `unknown`: nothing answered, which is never taken for `ok`."""
 
@@ -58,13 +55,3 @@ class Preflight:
     def words(self) -> str:
         """The failures in one line, with what to do."""
         return "; ".join(f"{one.check}: {one.found}{one.to_do and f' ({one.to_do})'}" for one in self.failures)
-
-
-def write_preflight(run: RunDir, attempt: int, found: Preflight) -> None:
-    """Write what a check found before an attempt."""
-    write_record(run.preflight(attempt), found, indent=1)
-
-
-def read_preflight(run: RunDir, attempt: int) -> Preflight | None:
-    """Return what a check found; None where there was none, or its record cannot be read."""
-    return known_record(run.preflight(attempt), Preflight)

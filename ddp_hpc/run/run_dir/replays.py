@@ -42,16 +42,6 @@ class ReplayRequest:
         return self.trace_from is not None and self.trace_from <= step <= (self.trace_to or self.end_step)
 
 
-def write_request(run: RunDir, request: ReplayRequest) -> None:
-    """Ask the workers of a private run directory for a replay, at their next start."""
-    write_record(run.replay_request, request)
-
-
-def read_request(run: RunDir) -> ReplayRequest | None:
-    """Return what a replay asks for; None in the directory of an ordinary run."""
-    return read_record(run.replay_request, ReplayRequest)
-
-
 def read_trace(run: RunDir, rank: int) -> Iterator[dict[str, Any]]:
     """Yield what a rank has written down of its steps, in their order (`train.engine.replayed`)."""
     return read_json_lines(run.rank_trace(rank))

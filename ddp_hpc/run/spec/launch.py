@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_hpc.run.run_dir.paths import DEFAULT_RUNS_DIR
-from ddp_hpc.run.spec.checked import (
-    Checked,
-    require,
-    require_command,
-    require_one_line,
-)
+from ddp_hpc.run.spec.checked import Checked, require, require_command, require_one_line
 from ddp_hpc.run.world import World
 
 _CPU_WORKER_GB = 2

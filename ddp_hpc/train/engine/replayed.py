@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ddp_hpc.base.durable import make_directories, open_private
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.run_dir.replays import ReplayRequest, read_request
+from ddp_hpc.base.record import read_record
+from ddp_hpc.run.run_dir.replays import ReplayRequest
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.data.sample_records import SampleRecorder
 from ddp_hpc.train.engine.training import Training
@@ -31,7 +32,7 @@ Entry = dict[str, Any]
 
 def follow_request(t: Training) -> None:
     """Have the training end where its run directory asks for, if it is that of a replay; otherwise do nothing."""
-    request = read_request(t.run)
+    request = read_record(t.run.replay_request, ReplayRequest)
     if request is None:
         return
     path = t.run.rank_trace(t.group.rank_info.rank)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.record import known_record
 from ddp_hpc.run.run_dir.differences import read_difference
 from ddp_hpc.run.run_dir.failure_reports import read_failures, read_rank_ends
 from ddp_hpc.run.run_dir.joining import read_missing, started_ranks
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.network import read_network
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.preflight import read_preflight
+from ddp_hpc.run.run_dir.preflight import Preflight
 from ddp_hpc.watch.failure import last_words
 from ddp_hpc.watch.status import goes_on
 from ddp_hpc.watch.why.findings import AttemptFacts, Verdict
@@ -53,7 +54,7 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> AttemptFacts:
         missing=read_missing(run, number),
         network=read_network(run, number),
         difference=read_difference(run, number),
-        preflight=read_preflight(run, number),
+        preflight=known_record(run.preflight(number), Preflight),
         ends=read_rank_ends(run, number, sorted(ranks)),
     )
 
