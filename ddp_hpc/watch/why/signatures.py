@@ -55,10 +55,21 @@ def _system(number: int, text: str, more: str = "") -> Pattern:
     return _raised(_ERROR + rf".*\[Errno {number}\]|RuntimeError: .*{text}", f"OSError: [Errno {number}] {text}{more}")
 
 
+def _logged(numbers: str, error: str) -> Pattern:
+    """Return the pattern of what ddp-hpc goes on after, as a save that fails: the reason only where nothing else says one, as a full disk takes no report."""
+    example = f"2026-06-18 13:05:36,123 WARNING the checkpoint of step 6 could not be written: rank 0 on node1: OSError: {error}"
+    return _printed(rf"\d{{4}}-\d\d-\d\d \S+ (?:WARNING|ERROR) .*\[Errno {numbers}\]", example, "either")
+
+
+def _cancelled(what: str, why: str) -> Pattern:
+    """Return the pattern of the line by which Slurm says why it cancels a job or a step."""
+    regex = _DAEMON + _STEPD + rf"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO {why}"
+    example = f"slurmstepd: error: *** {what} ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO {why} ***"
+    return _printed(regex, example, "confirmation")
+
+
 _ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
 """Any exception's type."""
-_LOGGED = r"\d{4}-\d\d-\d\d \S+ (?:WARNING|ERROR) .*\[Errno {0}\]"
-"""What ddp-hpc goes on after, as a save that fails: the reason of an end only where nothing else says one, as a full disk takes no report."""
 _OF_LOADER = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: {0}"
 """A process of a DataLoader that a signal ended."""
 _GPU_FAULT = r"CUDA error: (?:uncorrectable (?:NVLink|ECC)|an illegal memory access|unspecified launch failure|misaligned address|unknown error)"
@@ -216,10 +227,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="This node cannot resolve a host name to an address.",
         to_do="Try `getent hosts NAME` on that node. If it prints nothing, use an IP address, or ask the administrators about DNS.",
         patterns=[
-            _raised(
-                r"(?:socket\.)?gaierror: \[Errno -\d+\]",
-                "socket.gaierror: [Errno -2] Name or service not known",
-            ),
+            _raised(r"(?:socket\.)?gaierror: \[Errno -\d+\]", "socket.gaierror: [Errno -2] Name or service not known"),
             _raised(
                 _ERROR + r".*\(gai error: -\d+",
                 "torch.distributed.DistNetworkError: The IPv4 network addresses of (node7, 29500) cannot be retrieved (gai error: -2 - "
@@ -326,8 +334,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         "is none, submit the run again with `env.CUDA_LAUNCH_BLOCKING=1`, and the traceback names the kernel's call.",
         patterns=[
             _raised(
-                _ERROR + _GPU_FAULT,
-                "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+                _ERROR + _GPU_FAULT, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
             ),
             _error("RuntimeError", "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
             _printed(
@@ -348,11 +355,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Delete what you do not need (`ddp-hpc delete OLD_RUN`; `checkpoint.keep_last` keeps fewer checkpoints), and submit the run again: {again}.",
         patterns=[
             _system(122, "Disk quota exceeded", ": '/scratch/me/file'"),
-            _printed(
-                _LOGGED.replace("{0}", "122"),
-                "2026-06-18 13:05:36,123 WARNING the checkpoint of step 6 could not be written: rank 0 on node1: OSError: [Errno 122] Disk quota exceeded",
-                "either",
-            ),
+            _logged("122", "[Errno 122] Disk quota exceeded"),
         ],
     ),
     "disk-full": FailureClass(
@@ -362,11 +365,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _system(28, "No space left on device", ": '/tmp/cache.bin'"),
             _system(27, "File too large"),
-            _printed(
-                _LOGGED.replace("{0}", "2[78]"),
-                "2026-06-18 13:05:36,123 WARNING the checkpoint of step 6 could not be written: rank 0 on node1: OSError: [Errno 28] No space left on device",
-                "either",
-            ),
+            _logged("2[78]", "[Errno 28] No space left on device"),
         ],
     ),
     "stale-mount": FailureClass(
@@ -591,25 +590,13 @@ REGISTRY: Mapping[str, FailureClass] = {
         title="Slurm preempted the job",
         means="A job of higher priority took the nodes.",
         to_do="If the run was not started again, submit it: {again}.",
-        patterns=[
-            _printed(
-                _DAEMON + _STEPD + r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO PREEMPTION",
-                "slurmstepd: error: *** JOB 12 ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO PREEMPTION ***",
-                "confirmation",
-            )
-        ],
+        patterns=[_cancelled("JOB 12", "PREEMPTION")],
     ),
     "time-limit": FailureClass(
         title="the job reached its time limit",
         means="Slurm ends a job at its limit; a checkpoint is written before that.",
         to_do="Submit the run again: {again}. A job that ends before its first checkpoint needs a larger `resources.time_limit_min`, or a smaller `checkpoint.every_steps`.",
-        patterns=[
-            _printed(
-                _DAEMON + _STEPD + r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO TIME LIMIT",
-                "slurmstepd: error: *** STEP 12.0 ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO TIME LIMIT ***",
-                "confirmation",
-            )
-        ],
+        patterns=[_cancelled("STEP 12.0", "TIME LIMIT")],
     ),
     "node-failed": FailureClass(
         title="a node failed",
