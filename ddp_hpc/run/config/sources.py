@@ -91,13 +91,10 @@ def _read_bytes(path: Path) -> bytes:
         with path.open("rb") as file:  # also a pipe of the shell's, such as <(command)
             content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError as error:
-        beside = sorted(other.name for pattern in ("*.yaml", "*.yml") for other in path.parent.glob(pattern))
-        found = (
-            f" Correct the path; the directory {str(path.parent)!r} has {', '.join(beside[:10])}."
-            if beside
-            else " Check the path."
-        )
-        raise ConfigError(f"The configuration file {str(path)!r} does not exist.{found}") from error
+        names = sorted(other.name for pattern in ("*.yaml", "*.yml") for other in path.parent.glob(pattern))
+        beside = f"Correct the path; the directory {str(path.parent)!r} has {', '.join(names[:10])}."
+        to_do = beside if names else "Check the path."
+        raise ConfigError(f"The configuration file {str(path)!r} does not exist. {to_do}") from error
     except OSError as error:
         raise ConfigError(
             f"The configuration file {str(path)!r} cannot be read: {error.strerror}. Check its permissions."

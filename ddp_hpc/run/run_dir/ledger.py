@@ -334,9 +334,8 @@ def record_start(run: RunDir, *, attempt: int, job_id: str, first_step: int = 0,
         "started_at": time.time(),
         "first_step": first_step,
     }
-    append_json_line(
-        run.attempts, {**start, **{key: value for key, value in of_job.items() if value not in (None, "")}}
-    )
+    known = {key: value for key, value in of_job.items() if value not in (None, "")}
+    append_json_line(run.attempts, {**start, **known})
 
 
 def record_more(run: RunDir, *, attempt: int, **known: object) -> None:

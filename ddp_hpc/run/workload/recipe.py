@@ -60,11 +60,9 @@ class RecipeWorkload(Workload):
         Raises:
             UnreadableError: where the records cannot be read either.
         """
-        patience_s = LISTING_PATIENCE_S if is_patient else 0.0
+        wait_s = LISTING_PATIENCE_S if is_patient else 0.0
         try:
-            steps = patiently(
-                str(run.checkpoints), lambda: checkpoint_names.committed_steps(run), patience_s=patience_s
-            )
+            steps = patiently(str(run.checkpoints), lambda: checkpoint_names.committed_steps(run), patience_s=wait_s)
         except UnreadableError as error:
             sys.stderr.write(
                 f"note: {error} ddp-hpc takes the newest checkpoint's step from the run's records instead.\n"

@@ -43,14 +43,9 @@ class ScriptWorkload(Workload):
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return how often the files of `script.progress` have changed, plus the newest step that the script has committed."""
         # Each of them only grows, so their sum does.
-        pattern = self.spec.script.progress
-
+        files, wait_s = self.spec.script.progress or str(run.checkpoints), LISTING_PATIENCE_S if is_patient else 0.0
         try:
-            return patiently(
-                pattern or str(run.checkpoints),
-                lambda: self._count(run),
-                patience_s=LISTING_PATIENCE_S if is_patient else 0.0,
-            )
+            return patiently(files, lambda: self._count(run), patience_s=wait_s)
         except UnreadableError as error:
             sys.stderr.write(f"note: {error} ddp-hpc takes the script's progress from the run's ledger instead.\n")
             return max((one.last_step or one.first_step for one in ledger.attempts), default=0)

@@ -63,7 +63,7 @@ def _steps(time: AttemptTime) -> str:
 
 def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> dict[str, Any]:
     attempt, width = time.attempt, end - begin
-    saves = [mark for mark in marks if mark.kind == "save"]
+    saves = [((mark.at - begin) / width, f"checkpoint of step {mark.step}") for mark in marks if mark.kind == "save"]
     names = attempt.nodes or [attempt.host]
     return {
         "number": attempt.attempt,
@@ -79,9 +79,7 @@ def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> 
             (kind, (one - begin) / width, (two - one) / width, f"{kind} {duration(two - one)}")
             for kind, one, two in parts_of(time)
         ],
-        "saves": [((mark.at - begin) / width, f"checkpoint of step {mark.step}") for mark in saves]
-        if len(saves) <= _MOST_TICKS
-        else [],
+        "saves": saves if len(saves) <= _MOST_TICKS else [],
     }
 
 

@@ -47,12 +47,10 @@ def of_report(facts: AttemptFacts, failure: WorkerFailure) -> Verdict:
     )
     if failure.is_diverged:
         return with_line(replace(finding, failure="nan"), facts)
+    if failure.signal is not None and failure.memory_ran_out:
+        return _by_memory(finding, failure.memory_ran_out)
     if failure.signal is not None:
-        return (
-            _by_memory(finding, failure.memory_ran_out)
-            if failure.memory_ran_out
-            else by_signal(facts, finding, failure.signal)
-        )
+        return by_signal(facts, finding, failure.signal)
     if failure.exit_code is not None:
         return _by_exit_code(facts, finding, failure.exit_code)
     all_raised = tracebacks(failure.traceback.splitlines())
