@@ -13,9 +13,9 @@ from ddp_hpc.cli import main
 from ddp_hpc.launch.submission.backend import Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.prove.drill import scenario
-from ddp_hpc.prove.drill.checks import check
 from ddp_hpc.prove.drill.faults import FAULTS
 from ddp_hpc.prove.drill.injector import NodeProcess, processes_by_kind
+from ddp_hpc.prove.drill.scenario import check
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, encode

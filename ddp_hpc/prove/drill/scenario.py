@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +15,14 @@ from ddp_hpc.cluster.slurm import client
 from ddp_hpc.launch.submission.backend import Backend, load_backend
 from ddp_hpc.launch.submission.release_hold import require_start
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.prove.drill.checks import Check, check
-from ddp_hpc.prove.drill.faults import FAULTS, Injection
+from ddp_hpc.prove.drill.faults import FAULTS, Fault, Injection
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.run_dir.timeline import read_marks
 from ddp_hpc.watch.checkpoints import choose_step, digest
-from ddp_hpc.watch.samples import read_steps_taken
+from ddp_hpc.watch.samples import StepsTaken, read_steps_taken, used_twice
 
 T = TypeVar("T")
 CONFIG = Path(__file__).with_name("drill.yaml")
@@ -32,6 +31,16 @@ POLL_S = 0.05
 """How often the run directory is read."""
 SLURM_POLL_S = 3.0
 """How often Slurm is asked whether the run still has a job."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition that must hold."""
+
+    name: str
+    is_good: bool
+    told: str
+    """What was measured. The name is a key of `drill --json`."""
 
 
 @dataclass(kw_only=True)
@@ -243,3 +252,49 @@ def _every_steps(run: RunDir, asked: int | Literal["auto"] | None, num_before: i
         return asked or 0
     chosen = [mark.interval for mark in read_marks(run) if mark.kind == "interval" and mark.attempt < num_before]
     return int(chosen[-1].get("every_steps", 0.0)) if chosen else 0
+
+
+def check(
+    fault: Fault,
+    *,
+    every_steps: int,
+    more_attempts: int,
+    digests: tuple[str, str],
+    taken: tuple[StepsTaken, StepsTaken],
+) -> list[Check]:
+    """Return all checks, those that hold and those that do not.
+
+    `every_steps` is `checkpoint.every_steps`, and `more_attempts` is how many began after the fault. `digests` and `taken` are of
+    the run with the fault, and of the one without.
+    """
+    lost, (mine, other) = taken[0].num_repeated, digests
+    # Twice the interval: the newest save may not have been committed yet when the fault came.
+    may_lose = 0 if fault.is_graceful or not fault.restarts else 2 * every_steps
+    told = f"the last checkpoint has the hash {mine} in the run with the fault, {other} in the one without"
+    return [
+        Check(
+            "starts again" if fault.restarts else "goes on",
+            bool(more_attempts) == fault.restarts,
+            f"{more_attempts} attempts began after the fault, where {'some' if fault.restarts else 'none'} should",
+        ),
+        Check("lost steps", lost <= may_lose, f"{lost} steps had to be trained again, at most {may_lose} may be"),
+        Check("same bits", mine == other, mine if mine == other else told),
+        _samples(*taken),
+    ]
+
+
+def _samples(taken: StepsTaken, unbroken: StepsTaken) -> Check:
+    mine, others, twice = taken.steps, unbroken.steps, used_twice(taken)
+    other = [step for step in sorted({*mine, *others}) if mine.get(step) != others.get(step)]
+    if not others:
+        told = "the run without a fault did not record its samples; set `train.record_samples=true` in it"
+    elif twice or other:
+        told = f"samples used twice (epoch, sample): {_few(twice)}; steps with other samples than the run without a fault: {_few(other)}"
+    else:
+        told = f"checked in {len(mine)} steps"
+    return Check("each sample once", bool(others) and not twice and not other, told)
+
+
+def _few(items: Sequence[object]) -> str:
+    shown = ", ".join(map(str, items[:3])) or "none"
+    return shown if len(items) <= 3 else f"{shown} and {len(items) - 3} more"
