@@ -11,29 +11,11 @@ from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known
-from ddp_hpc.cluster.containers import (
-    BARE,
-    CommandWrapper,
-    HostPaths,
-    candidate_runtimes,
-    command_wrapper,
-    container_setup,
-    find_runtime,
-)
+from ddp_hpc.cluster import containers
+from ddp_hpc.cluster.rendezvous import worker_env
 from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
-from ddp_hpc.cluster.rendezvous.worker_env import (
-    ENDPOINT,
-    OURS,
-    Fact,
-    endpoint,
-    import_path,
-    node_variables,
-    of_user,
-    ranks_by_shape,
-    settled,
-    threads,
-)
+from ddp_hpc.cluster.rendezvous.worker_env import OURS, Fact
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
@@ -94,20 +76,21 @@ def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Pat
     resources = spec.resources
     wrapper = _container_command(spec, run, import_paths, environment)
     context = JobContext(
-        run=run,
-        spec=spec,
-        workload=workload_of(spec),
-        world=resources.world,
-        environ=environment,
-        wrapper=wrapper,
+        run=run, spec=spec, workload=workload_of(spec), world=resources.world, environ=environment, wrapper=wrapper
     )
     steps, facts, is_inherited = start(context, spec)
     paths = list(dict.fromkeys(map(str, import_paths)))
-    ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0)
-    environ = {**(of_user(environment) if is_inherited else {}), **spec.environ}
+    ranks = worker_env.ranks_by_shape(
+        node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0
+    )
+    environ = {**(worker_env.of_user(environment) if is_inherited else {}), **spec.environ}
     return LaunchPlan(
         steps=steps,
-        variables={**ranks, **settled(facts, environ, fixed=ENDPOINT), **import_path(paths, os.pathsep.join(paths))},
+        variables={
+            **ranks,
+            **worker_env.settled(facts, environ, fixed=worker_env.ENDPOINT),
+            **worker_env.import_path(paths, os.pathsep.join(paths)),
+        },
         users=list(spec.environ),
         saves=_saves(spec, run),
     )
@@ -125,17 +108,18 @@ def _saves(spec: RunSpec, run: RunDir) -> str:
 
 def _container_command(
     spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environment: Mapping[str, str]
-) -> CommandWrapper:
+) -> containers.CommandWrapper:
     here = Path.cwd()
     inputs = [*workload_of(spec).input_paths(here)]
-    inside = container_setup(spec, run, HostPaths(work_dir=here, import_paths=import_paths, inputs=inputs), environment)
+    paths = containers.HostPaths(work_dir=here, import_paths=import_paths, inputs=inputs)
+    inside = containers.container_setup(spec, run, paths, environment)
     if inside is None:
-        return BARE
+        return containers.BARE
     try:
-        runtime = find_runtime(spec, environment)
-    except ConfigError:
-        runtime = candidate_runtimes(spec.container.runtime)[0]  # the job's nodes may have it, or load its module
-    return command_wrapper(inside, runtime, spec.container.python)
+        runtime = containers.find_runtime(spec, environment)
+    except ConfigError:  # the job's nodes may have it, or load its module
+        runtime = containers.candidate_runtimes(spec.container.runtime)[0]
+    return containers.command_wrapper(inside, runtime, spec.container.python)
 
 
 _Start = tuple[dict[str, str], dict[str, Fact], bool]
@@ -147,14 +131,14 @@ def _start_here(context: JobContext, spec: RunSpec) -> _Start:
     address = Fact(value=LOOPBACK, source=OURS, rule="the run uses this machine only")
     computing = share_here({}, resources.local_world_size, resources.cpus_per_worker).threads
     facts = {
-        **endpoint(address, Fact(rule="ddp-hpc takes a free port when the workers start")),
-        **node_variables(this_host().interface_towards(LOOPBACK), computing),
+        **worker_env.endpoint(address, Fact(rule="ddp-hpc takes a free port when the workers start")),
+        **worker_env.node_variables(this_host().interface_towards(LOOPBACK), computing),
     }
     return {"the workers": shlex.join(agent_argv(context))}, facts, True
 
 
 def _start_on_slurm(context: JobContext, spec: RunSpec) -> _Start:
-    workers = spec.resources.local_world_size
+    workers, cpus = spec.resources.local_world_size, spec.resources.cpus_per_worker
     if spec.launcher == "agent":
         step = shlex.join(step_of_agents(context))
     else:
@@ -163,10 +147,10 @@ def _start_on_slurm(context: JobContext, spec: RunSpec) -> _Start:
     probe = shlex.join([*probe_argv(context.world.num_nodes), "..."])
     address = Fact(rule="the job chooses the network when it has its nodes")
     interface = Fact(rule="each node takes its own interface on the network that leads to rank zero")
-    computing = threads(spec.cpus_per_task * workers, workers, spec.resources.cpus_per_worker, source="Slurm")
+    computing = worker_env.threads(spec.cpus_per_task * workers, workers, cpus, source="Slurm")
     facts = {
-        **endpoint(address, Fact(rule="the job takes a free port on its first node")),
-        **node_variables(interface, computing),
+        **worker_env.endpoint(address, Fact(rule="the job takes a free port on its first node")),
+        **worker_env.node_variables(interface, computing),
     }
     # sbatch passes all variables on by default: https://slurm.schedmd.com/sbatch.html#OPT_export
     is_inherited = str(spec.slurm.extra.get("export", "")).upper() != "NONE"

@@ -29,12 +29,19 @@ def add_run(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Declare CONFIG and KEY=VALUE, before the command of a script."""
+    """Declare CONFIG, KEY=VALUE, `--site` and `--runs-dir`, before the command of a script."""
     parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", help="the configuration file (YAML); not needed for a script"
     )
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides the file's value")
+    add_settings(parser, "set a key; it overrides the file's value")
+
+
+def add_settings(parser: argparse.ArgumentParser, told: str) -> None:
+    """Declare KEY=VALUE, `--site` and `--runs-dir`."""
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help=told)
+    add_site(parser)
+    add_runs_dir(parser)
 
 
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +61,12 @@ def add_site(parser: argparse.ArgumentParser) -> None:
         metavar="SITE",
         help="the name or file of a site profile (a cluster's default settings); default: the profile for this host",
     )
+
+
+def add_patience(parser: argparse.ArgumentParser, seconds: float, told: str) -> None:
+    """Declare `--patience`."""
+    told = f"{told} (default: {seconds:g})"
+    parser.add_argument("--patience", type=float, default=seconds, metavar="SECONDS", help=told)
 
 
 def count(text: str) -> int:

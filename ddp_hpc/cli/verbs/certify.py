@@ -24,7 +24,7 @@ from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.cli.formatting import as_json, table
-from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
+from ddp_hpc.cli.runs import add_patience, add_settings, chosen_runs_dir, runs_dir_setting
 
 if TYPE_CHECKING:
     from ddp_hpc.prove.certify.certificate import Certificate, Certification
@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ddp_hpc.prove.certify.faults import FAULTS
 
     parser.usage = "%(prog)s [KEY=VALUE ...] [options] -- COMMAND ..."
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key of the configuration")
     parser.add_argument(
         "--faults",
         metavar="NAME,NAME",
@@ -52,13 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the seed of the random moments; certify prints it, so that you can repeat them",
     )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="a run that prints, writes and computes nothing for this long hangs (default: 60)",
-    )
+    add_patience(parser, 60.0, "a run that prints, writes and computes nothing for this long hangs")
     parser.add_argument(
         "--may-change",
         action="append",
@@ -71,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", action="store_true", help="keep the directories of all runs, not only of those that show a defect"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    add_site(parser)
-    add_runs_dir(parser)
+    add_settings(parser, "set a key of the configuration")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +17,14 @@ from typing import TYPE_CHECKING, Any
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
+from ddp_hpc.cli.runs import add_patience, add_settings, runs_dir_setting
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ddp_hpc.run.run_dir.preflight import Finding, Preflight
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key, such as `slurm.partition=gpu`")
     parser.add_argument("--config", type=Path, help="check for a run of this configuration, with its data")
     parser.add_argument(
         "--path",
@@ -39,16 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes", metavar="N|LIST", help="also check this number of nodes, or these (`node[1-4]`), by a short job"
     )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="how many seconds that job may wait and run (default: 600)",
-    )
+    add_patience(parser, 600.0, "how many seconds that job may wait and run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    add_site(parser)
-    add_runs_dir(parser)
+    add_settings(parser, "set a key, such as `slurm.partition=gpu`")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, or_dash, table
-from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
+from ddp_hpc.cli.runs import add_patience, add_settings, runs_dir_setting
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.request import SubmitRequest
@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "fault", choices=FAULTS, help="; ".join(f"{name}: {one.description}" for name, one in FAULTS.items())
     )
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides every other value")
     parser.add_argument("--config", type=Path, help="train this configuration instead; it must take a minute or more")
     parser.add_argument(
         "--by-hand",
@@ -45,16 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--signal", choices=("TERM", "USR2"), default="TERM", help="the signal that `preempt` sends (default: TERM)"
     )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="FAIL when a run makes no progress for so many seconds (default: 600)",
-    )
+    add_patience(parser, 600.0, "FAIL when a run makes no progress for so many seconds")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    add_site(parser)
-    add_runs_dir(parser)
+    add_settings(parser, "set a key; it overrides every other value")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

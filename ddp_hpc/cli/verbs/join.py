@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.runs import add_config, add_runs_dir, add_site, runs_dir_setting
+from ddp_hpc.cli.runs import add_config, runs_dir_setting
 from ddp_hpc.cli.verbs.submit import config_and_settings
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -44,15 +44,13 @@ _NODE = "ddp_hpc.job.node.join_node"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_config(parser)
     parser.add_argument("--nnodes", metavar="N", help="by hand: how many nodes there are")
     parser.add_argument("--node-rank", metavar="N", help="by hand: the number of this node, from 0")
     parser.add_argument("--master-addr", metavar="ADDRESS", help="by hand: the address of node 0")
     parser.add_argument(
         "--master-port", metavar="PORT", help=f"by hand: a free port of node 0 (default: {_PORT_BY_HAND})"
     )
-    add_site(parser)
-    add_runs_dir(parser)
+    add_config(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

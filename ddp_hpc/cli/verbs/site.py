@@ -96,12 +96,13 @@ def _as_text(profile: Profile) -> str:
         ("no runs in", ", ".join(site.no_write)),
     ]
     lines = [table(("", ""), [row for row in told if row[1]]).lstrip("\n")]
-    rows = [("", setting.key, dump_value(_shown(setting)), setting.origin.line) for setting in profile.settings]
-    for name, settings in profile.partitions.items():
-        rows += [(name, setting.key, dump_value(_shown(setting)), setting.origin.line) for setting in settings]
+    rows = [
+        (or_dash(partition), setting.key, dump_value(_shown(setting)), str(setting.origin.line))
+        for partition, settings in {"": profile.settings, **profile.partitions}.items()
+        for setting in settings
+    ]
     if rows:
-        cells = [(or_dash(partition), key, value, str(line)) for partition, key, value, line in rows]
-        lines += ["", table(("PARTITION", "KEY", "DEFAULT", "LINE"), cells)]
+        lines += ["", table(("PARTITION", "KEY", "DEFAULT", "LINE"), rows)]
     return "\n".join(lines)
 
 

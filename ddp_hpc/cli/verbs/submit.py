@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Literal, TextIO
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known, patiently
+from ddp_hpc.cli import INTERRUPTED
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_config, add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
+from ddp_hpc.cli.runs import add_config, runs_dir_setting, slurm_asker, word_for
 from ddp_hpc.cli.sweeps import add_sweep, asked_points, dry_run_of_sweep, start_sweep
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from ddp_hpc.launch.submission.request import SubmitRequest
     from ddp_hpc.run.spec import RunSpec
 
-INTERRUPTED = 130
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 
 
@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         BACKENDS,
     )
 
-    add_config(parser)
     parser.add_argument(
         "--cluster",
         choices=(AUTO, *sorted(BACKENDS)),
@@ -76,8 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_sweep(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    add_site(parser)
-    add_runs_dir(parser)
+    add_config(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
