@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base import processes
+from ddp_hpc.base.errors import DdpHpcError
+from ddp_hpc.launch.submission.backend import backend_of
 from ddp_hpc.prove.certify.faults import Action, TrialFault, Trigger
 from ddp_hpc.prove.certify.file_events import FileEvents, Kind
 from ddp_hpc.prove.certify.live_files import LiveFiles, LiveOutput
@@ -291,16 +293,10 @@ class Trial:
         return end_survivors(self.directory, " ".join(self.command))
 
     def _cancel(self) -> None:
-        run = self.directory
-        newest = Ledger.read(run).newest
-        if newest is not None and newest.is_last:
-            return
-        with suppress(OSError):  # a file system without locks
-            if not processes.is_locked(run.lock):
-                return
-        argv = [sys.executable, "-m", "ddp_hpc", "cancel", str(run.path)]
-        environ, nothing = dict(self.environ), subprocess.DEVNULL
-        subprocess.run(argv, env=environ, stdin=nothing, capture_output=True, check=False, start_new_session=True)
+        newest = Ledger.read(self.directory).newest
+        if newest is None or not newest.is_last:
+            with suppress(DdpHpcError, OSError):  # it has not begun; or its records cannot be written
+                backend_of(self.directory).cancel(self.directory, self.environ)
 
 
 _ACTIONS: Mapping[Action, Callable[[LiveProcesses, LiveOutput], None]] = {
