@@ -98,13 +98,13 @@ def unbroken_digest(workplace: Workplace, case: Case) -> str:
     return workplace.finish(f"unbroken-{case.name}", *case.settings())
 
 
-def run_trial(workplace: Workplace, case: Case, seed: int) -> Outcome:
-    """Kill a run of `case` a few times, at moments that follow from `seed`, and let it end."""
+def run_trial(workplace: Workplace, case: Case, seed: int, num_kills: int = MAX_KILLS) -> Outcome:
+    """Kill a run of `case` up to so many times, at moments that follow from `seed`, and let it end."""
     chance = random.Random(seed)
     name = f"killed-{case.name}-{seed}"
     run = workplace.run(name)
     outcome = Outcome(case, digest="")
-    for _ in range(MAX_KILLS):
+    for _ in range(num_kills):
         begun = workplace.submit(name, *case.settings())
         assert begun.returncode == 0, begun.stdout + begun.stderr
         if run.done.exists():

@@ -15,6 +15,7 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.launch.submission import local
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Ledger
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from tests.distributed.kill_trials import CONFIG
 from tests.distributed.whole_runs import Workplace, live_processes, make_workplace
@@ -35,7 +36,9 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_whose_supervisor_is_killed_amid_training_finishes_with_the_same_bits(workplace: Workplace) -> None:
+@pytest.fixture(scope="module")
+def killed(workplace: Workplace) -> RunDir:
+    """Return a run whose supervisor was killed amid training, at its end."""
     assert workplace.submit("killed", *WORDS).returncode == 0
     run = workplace.run("killed")
     until(lambda: len(committed_steps(run)) >= 2)
@@ -45,13 +48,23 @@ def test_a_run_whose_supervisor_is_killed_amid_training_finishes_with_the_same_b
     os.kill(first.pid, signal.SIGKILL)
     last = local.wait(run, 0, os.environ)  # what `submit --wait` does: it follows to the attempt after
 
-    first, second = Ledger.read(run).attempts
-    assert (first.cause, first.next, first.ending) == ("supervisor died", "in place", "failed")
-    assert first.reason == "ddp-hpc's supervisor process was killed by signal 9 (SIGKILL)"
-    assert (last.attempt, last.ending, second.first_step) == (1, "finished", first.last_step)
+    assert (last.attempt, last.ending) == (1, "finished")
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in before)
     until(lambda: not processes.is_locked(run.lock))
-    assert workplace.digest("killed") == workplace.finish("unbroken", *WORDS)
+    return run
+
+
+def test_a_run_whose_supervisor_is_killed_amid_training_goes_on_by_itself_and_finishes(killed: RunDir) -> None:
+    first, second = Ledger.read(killed).attempts
+
+    assert (first.cause, first.next, first.ending) == ("supervisor died", "in place", "failed")
+    assert first.reason == "ddp-hpc's supervisor process was killed by signal 9 (SIGKILL)"
+    assert (second.ending, second.first_step) == ("finished", first.last_step)
+
+
+@pytest.mark.long
+def test_it_ends_with_the_bits_of_the_undisturbed_run(workplace: Workplace, killed: RunDir) -> None:
+    assert workplace.digest(killed.name) == workplace.finish("unbroken", *WORDS)
 
 
 @pytest.mark.long

@@ -123,10 +123,10 @@ def open_mpi(rank: int, port: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "environ_of",
     [
-        skypilot,
+        pytest.param(skypilot, marks=pytest.mark.long),
         pytest.param(kubeflow, marks=pytest.mark.long),
         pytest.param(dstack, marks=pytest.mark.long),
-        pytest.param(open_mpi, marks=pytest.mark.long),
+        open_mpi,  # a process for each worker; the others start torchrun, which imports torch once more on each node
     ],
 )
 def test_two_nodes_of_another_launcher_train_as_two_workers_of_ours(
@@ -255,7 +255,7 @@ def test_a_script_that_asks_to_be_started_again_has_its_node_exit_with_99_until_
     assert len(attempts(workplace, "again")) == 2
 
 
-@pytest.mark.parametrize("name", ["INT", pytest.param("HUP", marks=pytest.mark.long), "KILL"])
+@pytest.mark.parametrize("name", [*(pytest.param(one, marks=pytest.mark.long) for one in ("INT", "HUP")), "KILL"])
 def test_no_process_outlives_a_join_whose_terminal_or_user_ends_it(name: str, workplace: Workplace, port: str) -> None:
     place = ("--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}")
     script = ("sh", "-c", "echo $$ > started.part; mv started.part started; exec sleep 600")

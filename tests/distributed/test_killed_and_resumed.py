@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.kill_trials import CONFIG, Case, Outcome, cases_for, run_trial, unbroken_digest
+from tests.distributed.kill_trials import CONFIG, MAX_KILLS, Case, Outcome, cases_for, run_trial, unbroken_digest
 from tests.distributed.whole_runs import Workplace, cases_of, make_workplace
 
 NUM_TRIALS = 20
-QUICK_TRIALS = {5}
-"""Of these, in `make test`: two workers with accumulation, loaders and bf16."""
+QUICK_TRIALS = {5: 2}
+"""Of these, in `make test`: two workers with accumulation, loaders and bf16. Trial -> how many kills; the others have more."""
 NUM_CAMPAIGN_TRIALS = 200
 
 
@@ -39,7 +39,8 @@ class _SideBySide:
             plain = self._plain(case)
             if plain not in self._unbroken:
                 self._unbroken[plain] = self._pool.submit(unbroken_digest, workplace, plain)
-            self.outcomes[seed] = self._pool.submit(run_trial, workplace, case, seed)
+            num_kills = QUICK_TRIALS.get(seed, MAX_KILLS)
+            self.outcomes[seed] = self._pool.submit(run_trial, workplace, case, seed, num_kills)
 
     def close(self) -> None:
         """Begin no more of them; return once those under way have ended."""

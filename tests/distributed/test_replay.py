@@ -40,6 +40,7 @@ def answer_of(text: str) -> Any:
     return json.loads(text)
 
 
+@pytest.mark.long
 def test_the_step_the_sample_and_the_tensor_are_named_in_which_two_runs_part(tmp_path: Path) -> None:
     case = planted("label of one sample")
     one = train(tmp_path / "one", "one", None, ranks=1)
@@ -80,7 +81,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return workplace
 
 
-@pytest.mark.long
 def test_steps_between_checkpoints_begin_at_the_newest_one_and_leave_a_trace_for_each_rank(trained: Workplace) -> None:
     done = trained.command("replay", "run", "--from", "23", "--to", "26", "--trace", "--json")
 

@@ -115,12 +115,15 @@ def are_equal(one: Path, other: Path) -> bool:
 # --- training ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_tutorials_script_trains_to_the_bits_that_torchrun_gives_undisturbed_and_killed_and_resumed(
-    place: Place,
-) -> None:
+def train_by_torchrun(place: Place) -> None:
+    """Train the tutorial's script as its own users do, to `torchrun.pt`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = ["multinode.py", str(EPOCHS), "--snapshot", "torchrun.pt"]
     subprocess.run([*torchrun, *command], cwd=place.path, env=ENVIRON, check=True, capture_output=True)
+
+
+def test_the_tutorials_script_trains_to_the_bits_that_torchrun_gives(place: Place) -> None:
+    train_by_torchrun(place)
     script = ("python", "multinode.py", str(EPOCHS), "--snapshot", "ours.pt")
 
     done = place.submit((*TWO, "script.progress=*.pt", "name=ours"), *script)
@@ -133,6 +136,10 @@ def test_the_tutorials_script_trains_to_the_bits_that_torchrun_gives_undisturbed
     assert "[RANK 1]" not in place.console("ours")
     assert f"[RANK 1] Epoch {EPOCHS - 1}" in place.log("ours", rank=1)
 
+
+@pytest.mark.long
+def test_it_does_so_killed_and_resumed(place: Place) -> None:
+    train_by_torchrun(place)
     killed = ("python", "multinode.py", str(EPOCHS), "--snapshot", "killed.pt", "--hold-at", "2")
     settings = (*TWO, "name=killed", "script.progress=killed.pt", "restart.in_place=false")
     assert place.submit(settings, *killed, wait=False).returncode == 0

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -81,20 +82,26 @@ def until_met(place: Path, num_ranks: int, *, restart: int = 0) -> None:
         time.sleep(0.02)
 
 
+def overwrite(place: Path, port: int, num_nodes: int) -> None:
+    """Put what would make the file `ran` where it is unpickled in the place of all that the agents exchange."""
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    ours = [f"none/torchelastic/{what}/{rank}" for what in ("role_info", "assigned_ranks") for rank in range(num_nodes)]
+    keys = [*ours, "torch.rendezvous.none"]  # the last one is where torchrun's own rendezvous has its pickle
+    assert store.check(ours)
+    pickled = pickle.dumps(Planted(place / "ran"))
+    for key in keys:
+        for value in (pickled, base64.b64encode(pickled)):
+            store.set(key, value.decode("latin-1"))
+
+
+@pytest.mark.long
 def test_a_stranger_who_overwrites_the_agents_keys_runs_no_code_and_the_run_ends_well(
     torchrun: Torchrun, tmp_path: Path
 ) -> None:
     port = free_port()
     agents = torchrun(nodes=2, endpoint=f"127.0.0.1:{port}")
     until_met(tmp_path, 2)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
-    ours = [f"none/torchelastic/{what}/{rank}" for what in ("role_info", "assigned_ranks") for rank in range(2)]
-    keys = [*ours, "torch.rendezvous.none"]  # the last one is where torchrun's own rendezvous has its pickle
-    assert store.check(ours)
-    pickled = pickle.dumps(Planted(tmp_path / "ran"))
-    for key in keys:
-        for value in (pickled, base64.b64encode(pickled)):
-            store.set(key, value.decode("latin-1"))
+    overwrite(tmp_path, port, 2)
     (tmp_path / "go").touch()
 
     codes = [agent.wait(timeout=PATIENCE_S) for agent in agents]
@@ -104,21 +111,26 @@ def test_a_stranger_who_overwrites_the_agents_keys_runs_no_code_and_the_run_ends
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_single_node_listens_on_loopback_alone(torchrun: Torchrun, tmp_path: Path) -> None:
+def listening(process: psutil.Process) -> list[Any]:
+    """Return the addresses at which a process listens."""
+    return [one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+
+
+def test_a_single_node_listens_on_loopback_alone_where_a_stranger_who_overwrites_its_keys_runs_no_code(
+    torchrun: Torchrun, tmp_path: Path
+) -> None:
     (agent,) = torchrun(nodes=1, endpoint="127.0.0.1:0")
     until_met(tmp_path, 1)
-    family = psutil.Process(agent.pid)
-    listening = {
-        one.laddr.ip
-        for process in [family, *family.children(recursive=True)]
-        for one in process.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN
-    }
+    node = psutil.Process(agent.pid)
+    (store,) = listening(node)
+    at = {address.ip for process in [node, *node.children(recursive=True)] for address in listening(process)}
+    overwrite(tmp_path, store.port, 1)
     (tmp_path / "go").touch()
 
     assert agent.wait(timeout=PATIENCE_S) == 0
-    assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
-    assert listening
+    assert at <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    assert (tmp_path / "sum-0").read_text() == "1.0"
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.long

@@ -287,7 +287,7 @@ def test_what_a_step_does_besides_its_kernels_is_left_out_of_a_skipped_update_to
         torch.testing.assert_close(now.detach(), one * 0.5**9)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", pytest.param("Adagrad", marks=pytest.mark.long)])
 def test_a_run_that_does_not_wait_to_skip_has_the_bits_of_one_that_waits(kind: str, tmp_path: Path) -> None:
     found = []
     for waits in ("", "waits"):

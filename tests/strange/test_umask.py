@@ -47,7 +47,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(params=[0o000, 0o077], ids=oct)
+@pytest.fixture(params=[0o000, pytest.param(0o077, marks=pytest.mark.long)], ids=oct)
 def _umask(request: pytest.FixtureRequest) -> Iterator[None]:
     before = os.umask(request.param)
     yield
