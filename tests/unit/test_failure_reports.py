@@ -140,6 +140,17 @@ def test_an_error_of_this_rank_is_no_lost_connection(text: str) -> None:
     assert not is_lost_connection(f"DistBackendError: {text}")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE",
+        "The IPv4 network addresses of (node7, 29500) cannot be retrieved (gai error: -2 - Name or service not known).",
+    ],
+)
+def test_a_store_that_cannot_begin_has_lost_no_connection(text: str) -> None:
+    assert not is_lost_connection(f"DistNetworkError: {text}")
+
+
 OF_WATCHDOG = (
     "[rank1]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:2108] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog "
     "thread terminated with exception: "

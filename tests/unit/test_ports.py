@@ -49,6 +49,11 @@ def test_the_next_attempt_begins_where_the_last_would_have_gone_on() -> None:
     assert next(candidate_ports("7", 1, 32768)) == list(islice(candidate_ports("7", 0, 32768), 2))[1]
 
 
+@given(st.integers(1, 19_999))
+def test_no_job_begins_at_the_port_that_its_script_would_compute_itself(job_id: int) -> None:
+    assert next(candidate_ports(str(job_id), 0, 32768)) != 10_000 + job_id % 20_000
+
+
 def test_all_ports_have_their_turn() -> None:
     assert sorted(candidate_ports("7", 0, 32768)) == list(range(LOWEST, 32768))
 

@@ -40,7 +40,8 @@ def candidate_ports(job_id: str, attempt: int = 0, low: int | None = None) -> It
     # stride that has no divisor in common with the number of ports comes by all of them.
     stride = next(stride for stride in range(_STRIDE, 2 * _STRIDE) if math.gcd(stride, num_ports) == 1)
     first = int(job_id) if job_id.isdecimal() else zlib.crc32(job_id.encode())
-    for turn in range(num_ports):
+    # Not at 10000 and the job's number itself: many scripts take that for a MASTER_PORT of their own, in the same job.
+    for turn in range(1, num_ports + 1):
         yield LOWEST + (first + (attempt + turn) * stride) % num_ports
 
 

@@ -122,6 +122,8 @@ _LOST_CONNECTION = (
     *("socketStartConnect: Connect to", "socketPollConnect"),
     *("SocketProgressOpt: Call to", "socketProgressOpt: Call to"),
 )
+_OF_THIS_RANK = ("The server socket has failed to listen", "(gai error:")
+"""The store's own errors before it has met any other rank: its port is in use, or the address has no name."""
 _OF_DEVICE = ("CUDA error", "Cuda failure", "HIP error", "ECC error", "cuDNN error")
 _OF_CODE = (
     *("device-side assert triggered", "invalid device ordinal", "invalid argument", "invalid configuration argument"),
@@ -135,7 +137,7 @@ access that was illegal is not among them, as a broken device causes it, too."""
 
 def is_lost_connection(text: str) -> bool:
     """Tell whether an exception's text, with its type, says that another rank is gone: gloo, NCCL and the store say so."""
-    return any(phrase in text for phrase in _LOST_CONNECTION)
+    return any(phrase in text for phrase in _LOST_CONNECTION) and not any(phrase in text for phrase in _OF_THIS_RANK)
 
 
 def is_of_hardware(error: BaseException) -> bool:

@@ -111,8 +111,8 @@ def after_stop(run: RunDir) -> str:
     if progress is None or progress.saves is None or progress.saves or newest_committed(run):
         return f"{run.name} was asked to save and stop. Submit it again to continue from what it has saved."
     return (
-        f"{run.name} was asked to stop. ddp-hpc knows of nothing that its script has saved (`script.progress` names the files that it saves "
-        "its state to), so submit it again to see whether the script continues or starts over."
+        f"{run.name} was asked to stop. So far, ddp-hpc has seen no save of its script (it looks now and then for the files that "
+        "`script.progress` names), so submit it again to see whether the script continues or starts over."
     )
 
 
