@@ -23,7 +23,7 @@ from ddp_hpc.prove.certify.live_processes import end_all_below
 from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
 from ddp_hpc.prove.certify.outside import texts_in_source
 from ddp_hpc.prove.certify.records import Save
-from ddp_hpc.prove.certify.saved_files import is_half_written, read
+from ddp_hpc.prove.certify.saved_files import is_half_written, read, read_in
 from ddp_hpc.prove.certify.verdicts import FaultResult
 from ddp_hpc.run.spec.script import program_of
 from tests.certify.made_records import lines_of, undisturbed
@@ -41,6 +41,7 @@ from tests.certify.planted import PLANTED
         ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.294", 1, None, 2.294),
         ("Epoch [2/10], Step [100/600], Loss: 0.1234", 2, 100, 0.1234),
         ("{'loss': nan, 'epoch': 0.5}", 0.5, None, None),
+        ("{'loss': '1.386', 'learning_rate': '4.844e-05', 'epoch': '0.125'}", 0.125, None, 1.386),
         (" 12%|#2        | 12/100 [00:01<00:09,  9.51it/s, loss=0.25]", None, None, 0.25),
         ("12it [00:01,  9.51it/s]", None, None, None),
         ("global_step=7 train_loss=inf", None, 7, float("inf")),
@@ -188,6 +189,39 @@ def test_what_an_attempt_reads_after_it_wrote_it_is_not_read_back() -> None:
 
     assert files.reads == ["a.pt", "a.pt"]
     assert files.written == {Path("/data/b.pt")}
+
+
+def test_a_file_with_two_names_is_read_by_both(tmp_path: Path) -> None:
+    (tmp_path / "epoch_3.pt").write_bytes(b"state")
+    (tmp_path / "last.pt").hardlink_to(tmp_path / "epoch_3.pt")
+    files = LiveFiles(tmp_path)
+
+    files.note("read", tmp_path / "last.pt", lambda: False)
+
+    assert files.reads == ["last.pt", "epoch_3.pt"]
+
+
+def test_a_state_that_is_moved_here_whole_was_begun() -> None:
+    files = LiveFiles(Path("/data"))
+
+    for name in ("a.pt", "b.pt"):
+        files.note("named", Path("/data", name), lambda: False)
+
+    assert files.num_begun == 2
+
+
+def test_the_place_of_a_copy_is_no_value_of_what_is_saved_in_it(tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        torch.save({"best_k_models": {f"{folder}/a.ckpt": torch.ones(1)}, "dirpath": str(folder)}, folder / "last.ckpt")
+        (folder / "log.txt").write_text(f"saves in {folder}")
+        found.append([read_in(folder, folder / file) for file in ("last.ckpt", "log.txt")])
+
+    (state, log), (other_state, other_log) = found
+    assert (state.values, log.lines) == (other_state.values, other_log.lines)
+    assert {"best_k_models../a.ckpt", "dirpath"} == {*state.values}
 
 
 # --- sources -----------------------------------------------------------------------------------------------------------

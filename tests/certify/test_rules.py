@@ -10,7 +10,7 @@ import pytest
 
 from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS
-from ddp_hpc.prove.certify.output_lines import PrintedLine
+from ddp_hpc.prove.certify.output_lines import PrintedLine, parse
 from ddp_hpc.prove.certify.records import RunRecord, Save
 from ddp_hpc.prove.certify.rules import RULES
 from ddp_hpc.prove.certify.saved_files import Contents
@@ -36,6 +36,24 @@ def test_repeated_steps_with_the_same_end_are_lost_ones_and_at_most_what_lies_be
     finding = found("kill-at-random", faulty(), undisturbed())
 
     assert (finding.verdict, finding.words, finding.is_good) == ("loses", "loses at most 2 steps", True)
+
+
+def test_a_line_that_names_the_step_that_was_loaded_is_no_step_done_again() -> None:
+    then = (parse("resumed from step_5.pt at step 5"), *lines_of(6, 10))
+
+    finding = found("term", faulty(then=then, signal_action="caught", attempt={"ending": "stopped"}), undisturbed())
+
+    assert finding.verdict == "exact"
+
+
+@pytest.mark.parametrize(("num_printed", "is_blamed"), [(4, False), (5, True)])
+def test_a_state_counts_as_the_newest_once_the_script_has_gone_on_after_it(num_printed: int, is_blamed: bool) -> None:
+    """A kill may come before the file that names it: Megatron's `latest_checkpointed_iteration.txt`, DeepSpeed's `latest`."""
+    record = faulty(lines_of(1, num_printed), lines_of(3, 10), later={"reads": ("step_2.pt",)})
+
+    names = [one.name for one in found("kill-after-save", record, undisturbed()).defects]
+
+    assert names == (["resumes from the wrong file"] if is_blamed else [])
 
 
 def test_a_script_without_a_handler_is_not_at_fault_but_the_cost_is_noted() -> None:

@@ -13,7 +13,7 @@ from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS, TrialFault, Trigger, trigger_of
-from ddp_hpc.prove.certify.output_lines import parse, scale_of
+from ddp_hpc.prove.certify.output_lines import PrintedLine, losses, parse, scale_of
 from ddp_hpc.prove.certify.outside import STATE_SUFFIXES, command_in, named_paths, refuse_saved_states, texts_in_source
 from ddp_hpc.prove.certify.records import RunRecord
 from ddp_hpc.prove.certify.sandbox import copy_of, files_in
@@ -158,12 +158,13 @@ class Certification:
                 f"The script does not finish without a fault, so certify tried no fault: {text.strip()[-600:].rstrip('.')}. "
                 f"{hint_on(text, self.work_dir)}Read {trial.runs_dir}."
             )
-        # The rank whose lines say where the training is: rank zero, if its lines do or none do.
-        logs = {} if scale_of(last.lines).unit else last.logs
-        rank = next((rank for rank, log in sorted(logs.items()) if scale_of(map(parse, log.splitlines())).unit), 0)
+        # The rank whose lines say most of where the training is: rank zero, if no other says more.
+        said = {rank: _says([parse(line) for line in log.splitlines()]) for rank, log in sorted(last.logs.items())}
+        said[0] = _says(last.lines)
+        rank = max(sorted(said), key=said.__getitem__)
         if rank and not self._printing_rank:
             self._printing_rank = rank
-            found = f"rank {rank} prints the training's step, and rank zero does not"
+            found = f"rank {rank} prints the training's {'loss' if said[0] else 'step'}, and rank zero does not"
             self.notes.append(f"{found}, so certify reads that rank's lines")
             self.say(f"{found}; certify runs the script again to read that rank's lines")
             return self._undisturbed(f"{name}-of-rank-{rank}")
@@ -260,6 +261,12 @@ class Certification:
                 f"directory above: `cd ..`, then `ddp-hpc certify -- python {self.work_dir.name}/...`. Or give it a path below the "
                 "working directory for its output."
             )
+
+
+def _says(lines: Sequence[PrintedLine]) -> int:
+    """Return how much lines say: 1 where the training is, 2 its loss there as well."""
+    scale = scale_of(lines)
+    return bool(scale.unit) + bool(losses(lines, scale))
 
 
 def _limits(baseline: Baseline) -> Iterator[str]:

@@ -183,6 +183,20 @@ class TrialEvidence:
         """The newest whole state that the script could have read back."""
         return self._states[-1] if self._states else ""
 
+    @cached_property
+    def states_to_read(self) -> list[str]:
+        """The newest state after which the script went on, and those since: such a one counts only with the file that names it (`latest`)."""
+        went_on = {
+            save.path
+            for number, attempt in enumerate(self.record.attempts[: self.injected.attempt + 1])
+            for save in attempt.saves
+            if number < self.injected.attempt
+            or {*positions(attempt.lines, self.baseline.scale)}
+            - {*positions(attempt.lines[: save.num_lines], self.baseline.scale)}
+        }
+        last = max((number for number, path in enumerate(self._states) if path in went_on), default=0)
+        return self._states[last:]
+
     @property
     def half_written(self) -> list[str]:
         """Files that were cut off, and are of a kind that the undisturbed run has saved to its end."""
@@ -201,7 +215,10 @@ class TrialEvidence:
 
     @cached_property
     def _after(self) -> list[Position]:
-        return positions([line for attempt in self._later for line in attempt.lines], self.baseline.scale)
+        """Without lines such as `resumed at step 50`, which print no loss where that step's own line does."""
+        scale, told = self.baseline.scale, losses(self.baseline.attempt.lines, self.baseline.scale)
+        lines = (line for attempt in self._later for line in attempt.lines)
+        return positions([line for line in lines if line.loss is not None or scale.position(line) not in told], scale)
 
     @cached_property
     def is_measured(self) -> bool:

@@ -29,7 +29,8 @@ class LiveFiles:
     begun_names: set[str] = field(default_factory=set)
     """Of all files that were begun, `plain`, in this attempt and earlier ones."""
     num_begun: int = 0
-    """How many files of saves were begun."""
+    """How many files of saves were begun; one that is moved here from elsewhere (Lightning's, from `/tmp`) begins with its end."""
+    _num_done: int = 0
     reads: list[str] = field(default_factory=list)
     """Saved states that were read before this attempt wrote them, and before the first position was printed."""
     written: set[Path] = field(default_factory=set)
@@ -43,7 +44,7 @@ class LiveFiles:
         """
         is_save = self.is_of_save(path)
         if kind == "read" and is_save and path not in self.written and not has_position():
-            self.reads.append(self.relative(path))
+            self.reads.extend(map(self.relative, self._names_of(path)))
         if kind not in {"read", "gone"}:
             self.written.add(path)
         if kind == "begun":
@@ -53,6 +54,8 @@ class LiveFiles:
                 self.num_begun += 1
         elif kind in {"done", "named"}:
             self.being_written.discard(path)
+            self._num_done += self.is_state(path)
+            self.num_begun = max(self.num_begun, self._num_done)
             return self.is_state(path)
         return False
 
@@ -71,6 +74,14 @@ class LiveFiles:
     def relative(self, path: Path) -> str:
         """Return a file's path below the copy."""
         return path.relative_to(self.root).as_posix()
+
+    def _names_of(self, path: Path) -> list[Path]:
+        """Return a file's names, this one first: `last.pt` may be a hard link to the newest `epoch_3.pt`."""
+        with suppress(OSError):
+            if path.stat().st_nlink > 1:
+                others = (self.root / one for one in files_in(self.root))
+                return [path, *(one for one in others if one != path and one.samefile(path))]
+        return [path]
 
     def states_now(self) -> tuple[tuple[str, ...], list[str]]:
         """Return the files of saves that end before their end, and the saved states that are whole, the oldest first."""

@@ -9,7 +9,8 @@ from itertools import pairwise
 from statistics import median
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf"
-_BETWEEN = r"[\"']?\s*[:=#|]?\s*[\[(]?\s*"
+_BETWEEN = r"[\"']?\s*[:=#|]?\s*[\[(]?\s*[\"']?"
+"""Also a quote before the number: the Trainer of Transformers 5 prints `'epoch': '0.5'`."""
 _STEP = re.compile(
     rf"(?<![a-zA-Z])(?:global[ _])?(?:step|iter|iteration|batch|it|update)\b(?!\s*\[\d+:){_BETWEEN}(\d+)", re.IGNORECASE
 )

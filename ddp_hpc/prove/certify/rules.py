@@ -77,12 +77,12 @@ def _starts_over(seen: TrialEvidence) -> str:
 
 
 def _resumes_wrong_file(seen: TrialEvidence) -> str:
-    is_newest = not seen.newest_state or seen.newest_state in seen.read_back
-    if is_newest or not seen.read_back or not seen.num_repeated:
+    newest = seen.states_to_read
+    if not newest or not seen.read_back or {*newest}.intersection(seen.read_back) or not seen.num_repeated:
         return ""
     return (
         f"the script continued at {seen.unit} {position_text(seen.resumed_at)}, and did {seen.unit}s again: "
-        f"it read {', '.join(seen.read_back)}, but the newest is {seen.newest_state}"
+        f"it read {', '.join(seen.read_back)}, but the newest is {newest[0]}"
     )
 
 

@@ -11,7 +11,7 @@ import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -90,6 +90,13 @@ def is_half_written(path: Path) -> bool:
     except (zipfile.BadZipFile, ValueError, OSError):
         return True
     return path.suffix in {".pt", ".pth", ".ckpt"} and not start.strip(b"\0")
+
+
+def read_in(root: Path, path: Path) -> Contents:
+    """Return what a file holds, with `.` for the copy that it lies in: two runs that save their own paths save the same."""
+    found, here = read(path), str(root)
+    values = {name.replace(here, "."): text.replace(here, ".") for name, text in found.values.items()}
+    return replace(found, values=values, lines=tuple(line.replace(here, ".") for line in found.lines))
 
 
 def read(path: Path) -> Contents:

@@ -22,7 +22,7 @@ from ddp_hpc.prove.certify.live_files import LiveFiles, LiveOutput
 from ddp_hpc.prove.certify.live_processes import MARK, VANISH_S, LiveProcesses, end_all_below, end_survivors
 from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord, Save
 from ddp_hpc.prove.certify.sandbox import files_in
-from ddp_hpc.prove.certify.saved_files import read
+from ddp_hpc.prove.certify.saved_files import read_in
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -113,7 +113,11 @@ class Trial:
             outcome=outcome,
             attempts=tuple(attempts),
             injected=self.injected,
-            final={path: read(self.work_dir / path) for path, look in after.items() if before.get(path) != look},
+            final={
+                path: read_in(self.work_dir, self.work_dir / path)
+                for path, look in after.items()
+                if before.get(path) != look
+            },
             stacks=self._stacks,
             seconds=time.monotonic() - self.began,
             longest_silence_s=self._longest_silence_s,
@@ -191,7 +195,7 @@ class Trial:
         contents, at = None, time.monotonic() - self.began
         if self.fault is None:  # the undisturbed run: what it has saved is what others are compared with
             with suppress(OSError):
-                contents = read(path)
+                contents = read_in(self.work_dir, path)
         self._read_output()
         num_lines = len(self._output.lines)
         return Save(path=self._files.relative(path), num_lines=num_lines, at=at, contents=contents, in_place=in_place)

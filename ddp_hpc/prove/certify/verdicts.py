@@ -139,7 +139,7 @@ def _notes(finding: FaultResult, evidence: TrialEvidence) -> Iterator[str]:
     fault = evidence.fault
     if fault.is_stop and evidence.injected.signal_action == "default":
         yield f"the script sets no handler for SIG{fault.stop_signal}, so at each such stop the work since its last save is lost"
-    if fault.moment == "in a save" and not evidence.injected.was_in_save:
+    if fault.moment == "in a save" and not evidence.injected.was_in_save and finding.is_good:
         yield "no kill came while the script wrote a file: its saves are too short for certify to hit"
     if evidence.baseline.is_deterministic is False:
         missing = _missing(evidence)
