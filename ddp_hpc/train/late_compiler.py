@@ -110,8 +110,8 @@ def _import_itself(package: str, *, asked: str) -> None:
     with _removal:  # of two threads, the second must not take away what the first is importing
         if isinstance(sys.modules.get(package), StandIn):
             log.info(
-                "importing %s, which takes some seconds, because `%s` is used. `import %s` at the top of the recipe's module "
-                "would do it once for all workers of a node",
+                "importing %s, which takes some seconds, because `%s` is used. `import %s` at the top of the script, or of the "
+                "recipe's module, would do it once for all workers of a node",
                 package,
                 asked,
                 package,

@@ -253,6 +253,18 @@ def test_the_last_line_of_a_log_with_a_progress_bar_is_what_the_bar_showed_last(
     assert failure.exception == "the script exited with code 4; its last line: 50%|#  | 3/6 [00:01]"
 
 
+def test_the_last_line_of_an_app_of_hydra_is_its_error_and_not_how_to_see_more_of_it(tmp_path: Path) -> None:
+    error = (
+        r"Connection closed by peer\n\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
+    )
+    _, run = work(tmp_path, "/bin/sh", "-c", f"printf 'Traceback ...\nRuntimeError: {error}'; exit 1")
+
+    failure = first_failure(run, 0)
+    assert failure is not None
+    assert failure.exception.endswith("its last line: RuntimeError: Connection closed by peer")
+    assert failure.is_secondary
+
+
 # --- signals that Slurm sends to all processes of a step ----------------------------------------------------------------
 
 
