@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,19 @@ def test_a_directory_of_a_thousand_ignored_files_is_named_instead(code: Path, ru
     assert len(list((taken.path / "package").iterdir())) == 1
     [note] = notes_on_copy(taken, run, [])
     assert f"{code}/package holds more than 1,000 entries" in note
+
+
+@pytest.mark.parametrize(("submitted_from", "num_notes"), [(".", 0), ("..", 1), ("/", 1)])
+def test_without_git_it_is_said_that_a_scripts_own_directory_is_all_that_is_copied(
+    submitted_from: str, num_notes: int, code: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shape of lightning-hydra-template: `python src/train.py` reads `../configs`."""
+    monkeypatch.chdir(code / submitted_from)
+
+    notes = [*notes_on_copy(replace(take(code, run), commit=None), run, [])]
+
+    assert len(notes) == num_notes
+    assert all(f"holds {code} alone" in note for note in notes)
 
 
 @pytest.mark.parametrize(
