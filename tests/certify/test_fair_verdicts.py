@@ -68,6 +68,19 @@ def test_steps_that_are_counted_from_the_resume_on_end_no_random_script_too_earl
     assert (finding.verdict, names(finding)) == ("comes back", set())
 
 
+def test_a_script_that_prints_at_other_steps_after_the_resume_has_not_ended_early() -> None:
+    """As one that prints an episode's return does: its steps are those at which episodes end."""
+    then = tuple(parse(f"global_step={step}, episodic_return=3.0") for step in (51, 74, 99))
+    first = tuple(parse(f"global_step={step}, episodic_return=3.0") for step in range(10, 60, 10))
+    whole = tuple(parse(f"global_step={step}, episodic_return=3.0") for step in range(10, 110, 10))
+    baseline = undisturbed()
+    record = replace(baseline.record, attempts=(replace(baseline.attempt, lines=whole),))
+
+    finding = found("kill-after-save", faulty(first, then), replace(baseline, record=record))
+
+    assert finding.verdict == "exact"
+
+
 def test_a_script_that_reads_its_state_and_does_all_steps_again_starts_over() -> None:
     finding = found("kill-at-random", faulty(then=lines_of(1, 10), later=LOADED), undisturbed())
 

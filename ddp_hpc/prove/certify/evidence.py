@@ -260,8 +260,9 @@ class TrialEvidence:
         """The last position, where the script ended well before the last one of the undisturbed run."""
         if not (self.is_measured and self.has_result):
             return None
-        whole, reached = self.baseline.positions, {*self._before, *self._after}
-        numbers = [number for number, one in enumerate(whole) if one in reached]
+        # A script may print at other steps than the undisturbed one did: at each episode's end, for instance.
+        whole, last = self.baseline.positions, max([*self._before, *self._after], default=())
+        numbers = [number for number, one in enumerate(whole) if one <= last]
         if not numbers or len(whole) - 1 - numbers[-1] <= (_MOST_LEFT if self._after else 0):
             return None
         return whole[numbers[-1]]
