@@ -68,6 +68,30 @@ def test_steps_that_are_counted_from_the_resume_on_end_no_random_script_too_earl
     assert (finding.verdict, names(finding)) == ("comes back", set())
 
 
+def test_a_script_that_prints_its_last_epoch_alone_and_saves_all_again_starts_over() -> None:
+    """Lightning's progress bar, and Hydra's directory of the day, which holds nothing to resume from after a restart."""
+    baseline = undisturbed()
+    end = (parse("Epoch 7/7 16/16 0:00:00 24.56it/s"),)
+    attempt = replace(baseline.attempt, lines=end)
+    baseline = replace(baseline, record=replace(baseline.record, attempts=(attempt,)))
+    record = faulty((), end, later={"saves": attempt.saves})
+
+    finding = found("kill-after-save", record, baseline)
+
+    assert (finding.verdict, finding.reason) == ("does not come back", "starts over")
+
+
+def test_undisturbed_runs_that_name_a_tensor_otherwise_do_not_differ() -> None:
+    def named(folder: str, weight: str = "x") -> dict[str, Contents]:
+        return {"step_10.pt": values({f"best.{folder}/a.ckpt": "tensor 1", "model.weight": f"tensor {weight}"})}
+
+    baseline = undisturbed(final=named("02-11"))
+    again = replace(baseline.record, final=named("02-12"))
+
+    assert replace(baseline, second=again).is_deterministic
+    assert not replace(baseline, second=replace(again, final=named("02-12", "y"))).is_deterministic
+
+
 def test_a_script_that_prints_at_other_steps_after_the_resume_has_not_ended_early() -> None:
     """As one that prints an episode's return does: its steps are those at which episodes end."""
     then = tuple(parse(f"global_step={step}, episodic_return=3.0") for step in (51, 74, 99))

@@ -49,7 +49,9 @@ def test_a_line_that_names_the_step_that_was_loaded_is_no_step_done_again() -> N
 @pytest.mark.parametrize(("num_printed", "is_blamed"), [(4, False), (5, True)])
 def test_a_state_counts_as_the_newest_once_the_script_has_gone_on_after_it(num_printed: int, is_blamed: bool) -> None:
     """A kill may come before the file that names it: Megatron's `latest_checkpointed_iteration.txt`, DeepSpeed's `latest`."""
-    record = faulty(lines_of(1, num_printed), lines_of(3, 10), later={"reads": ("step_2.pt",)})
+    saves = tuple(Save(path=f"step_{step}.pt", num_lines=step, at=float(step), in_place=True) for step in (2, 4))
+    first, then = lines_of(1, num_printed), lines_of(3, 10)
+    record = faulty(first, then, attempt={"saves": saves}, later={"reads": ("step_2.pt",)})
 
     names = [one.name for one in found("kill-after-save", record, undisturbed()).defects]
 

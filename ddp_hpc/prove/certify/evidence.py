@@ -64,7 +64,9 @@ class Baseline:
         if self.second is None:
             return None
         same_losses = losses(self.second.attempts[-1].lines, self.scale) == losses(self.attempt.lines, self.scale)
-        return same_losses and not any(one.here.startswith("tensor") for one in self._own_differences)
+        # A tensor that only one of them has is one by another name, such as Lightning's best score by the path of a directory.
+        both = ((one.here, one.undisturbed) for one in self._own_differences)
+        return same_losses and not any(here.startswith("tensor") and there.startswith("tensor") for here, there in both)
 
     @cached_property
     def checkpoint(self) -> Contents | None:
@@ -185,12 +187,16 @@ class TrialEvidence:
 
     @cached_property
     def states_to_read(self) -> list[str]:
-        """The newest state after which the script went on, and those since: such a one counts only with the file that names it (`latest`)."""
+        """The newest state that got its name at once or after which the script went on, and those since.
+
+        One of those since may count only with the file that names it (`latest`), which was still to be written.
+        """
         went_on = {
             save.path
             for number, attempt in enumerate(self.record.attempts[: self.injected.attempt + 1])
             for save in attempt.saves
             if number < self.injected.attempt
+            or not save.in_place
             or {*positions(attempt.lines, self.baseline.scale)}
             - {*positions(attempt.lines[: save.num_lines], self.baseline.scale)}
         }
@@ -228,7 +234,7 @@ class TrialEvidence:
             return False
         first = next((line for attempt in self._later for line in attempt.lines if line.step is not None), None)
         counts_otherwise = scale.unit == "step" and first is not None and scale.position(first) is None
-        return bool(whole) and not counts_otherwise
+        return len(whole) > 1 and not counts_otherwise
 
     @property
     def resumed_at(self) -> Position | None:
