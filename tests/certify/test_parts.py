@@ -44,6 +44,7 @@ from tests.certify.planted import PLANTED
         ("{'loss': '1.386', 'learning_rate': '4.844e-05', 'epoch': '0.125'}", 0.125, None, 1.386),
         (" 12%|#2        | 12/100 [00:01<00:09,  9.51it/s, loss=0.25]", None, None, 0.25),
         ("12it [00:01,  9.51it/s]", None, None, None),
+        ("\x1b[31mstep: 10  \x1b[32mloss:  0.7386  \x1b[38;5;208mgrad_norm:  0.5\x1b[39m", None, 10, 0.7386),
         ("global_step=7 train_loss=inf", None, 7, float("inf")),
         ("2026-01-01 12:00:00 INFO nothing to see", None, None, None),
     ],

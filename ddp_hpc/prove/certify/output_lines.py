@@ -20,6 +20,8 @@ _EVAL = re.compile(
     r"(?<![a-zA-Z])(?:val|valid|validation|eval|evaluat\w*|test|accuracy|acc)(?![a-zA-Z])", re.IGNORECASE
 )
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
 Position = tuple[float, ...]
 """Where a line says that the training is: its step, or its epoch; with both where steps begin anew in each epoch."""
 
@@ -39,6 +41,7 @@ class PrintedLine:
 
 def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> PrintedLine:
     """Read one line; a step whose line names no epoch gets the last one, as from a header above the steps."""
+    text = _COLOUR.sub("", text)
     step, epoch, loss = (pattern.search(text) for pattern in (_STEP, _EPOCH, _LOSS))
     return PrintedLine(
         at=at,
