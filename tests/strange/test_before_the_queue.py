@@ -357,6 +357,25 @@ def test_an_image_that_is_not_there_is_refused_by_all_alike(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_script_that_hydra_gives_another_directory_at_each_start_is_told_so_before_it_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_login_node(tmp_path, monkeypatch)
+    (tmp_path / "bin/sbatch").write_text(SBATCH)
+    monkeypatch.setattr(users_part, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
+    (tmp_path / "train.py").write_text("import hydra\n\n\n@hydra.main(version_base=None)\ndef main(cfg): ...\n")
+    (tmp_path / "plain.py").write_text("# not @hydra.main\n")
+    (tmp_path / "hydra.py").write_text("def main(**kwargs): return lambda function: function\n")
+
+    def said(*words: str) -> str:
+        assert main(["submit", "--cluster=slurm", "name=net", "--dry-run", "--", "python", *words]) == 0
+        return capsys.readouterr().err
+
+    assert "add `hydra.run.dir=out/NAME`" in said("train.py", "lr=0.1")
+    assert "Hydra" not in said("train.py", "hydra.run.dir=out/net")
+    assert "Hydra" not in said("plain.py")
+
+
 def test_without_a_snapshot_the_job_imports_the_code_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ddp_hpc.job.node.python_environ import IMPORT_PATH, SAFE_PATH
 from ddp_hpc.run.config.resolve import Resolved, flat, render_resolved
 from ddp_hpc.run.config.sources import DEFAULT
 from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.protocol import UsersCode
 from ddp_hpc.run.workload.table import workload_of
 
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -44,7 +46,20 @@ def check_users_part(specs: Sequence[RunSpec], import_paths: Sequence[Path], env
         refused, unchecked = "", [str(error)]
     if refused:
         raise ConfigError(refused)
-    return [f"note: not checked before the queue: {' '.join(text.split())}" for text in unchecked]
+    notes = [f"note: not checked before the queue: {' '.join(text.split())}" for text in unchecked]
+    return [*notes, *_note_on_hydra(spec.script.command, code)]
+
+
+def _note_on_hydra(command: Sequence[str], code: UsersCode | None) -> Iterator[str]:
+    """Yield a note where Hydra makes a new directory at each start, in which no attempt finds what the one before has saved."""
+    if code is None or code.needed is None or any(word.lstrip("+").startswith("hydra.run.dir=") for word in command):
+        return
+    with suppress(OSError):
+        if re.search(rb"^@hydra\.main\b", (code.directory / code.needed).read_bytes(), re.MULTILINE):
+            yield (
+                "note: Hydra gives each start of the script another directory (outputs/DATE/TIME). If the script saves there, it starts over "
+                "after each requeue: add `hydra.run.dir=out/NAME` to its words, unless Hydra's own configuration has a fixed one."
+            )
 
 
 def _run(argv: Sequence[str], environ: Mapping[str, str]) -> str:
