@@ -264,6 +264,19 @@ def test_a_file_that_is_written_in_place_is_a_defect_though_no_kill_has_cut_it_o
     assert "no kill came while the file was open" in finding.defects[0].evidence
 
 
+def test_a_file_in_place_that_no_kill_has_cut_off_is_not_why_a_result_differs() -> None:
+    saves = (Save(path="step_4.pt", num_lines=4, at=4.0, in_place=True),)
+    record = faulty(then=ALL_DIFFER, final=OTHER, attempt={"saves": saves}, later={"reads": ("step_4.pt",)})
+
+    finding = found("kill-in-save", record, undisturbed())
+
+    assert finding.verdict == "differs"
+    assert finding.reason.startswith(
+        "certify does not know why; what differs first: the first loss after the resume, at step 5"
+    )
+    assert finding.reason.endswith("; not the reason, but to be mended, too: half-written file used")
+
+
 def test_a_log_with_times_of_day_is_not_compared() -> None:
     def final(hour: int, *more: str) -> dict[str, Contents]:
         return {"step_10.pt": values(), "train.log": text(*(f"{hour}:0{second} step" for second in range(3)), *more)}

@@ -106,8 +106,17 @@ def judge(name: str, evidence: TrialEvidence) -> FaultResult:
 
 
 def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
-    if finding.defects:
-        return " and ".join(dict.fromkeys(one.name for one in finding.defects))
+    named = " and ".join(dict.fromkeys(one.name for one in finding.defects))
+    if (
+        evidence.differs
+        and finding.verdict == "differs"
+        and not any(_has_come(one, evidence) for one in finding.defects)
+    ):
+        missing = _missing(evidence)
+        unknown = f"certify does not know why; what differs first: {finding.first_difference}{f'; its saved state has {missing}' if missing else ''}"
+        return f"{unknown}; not the reason, but to be mended, too: {named}" if named else unknown
+    if named:
+        return named
     if finding.verdict in {"hangs", "does not come back"}:
         if evidence.ended_at is None:
             return evidence.error or "the script starts over from its beginning"
@@ -115,10 +124,12 @@ def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
         return f"the script ended with exit code 0 at {at}, but the undisturbed run goes on after that"
     if finding.verdict == "saves nothing":
         return "certify recognised no saved state among the script's files, and the script started over; name the files with `script.progress=PATTERN`"
-    if finding.verdict == "differs":
-        missing = _missing(evidence)
-        return f"certify does not know why; what differs first: {finding.first_difference}{f'; its saved state has {missing}' if missing else ''}"
     return ""
+
+
+def _has_come(defect: Defect, evidence: TrialEvidence) -> bool:
+    """Tell whether the defect did harm in this run: a file that could have been cut off, and was not, alters no result."""
+    return defect.name != "half-written file used" or evidence.injected.was_in_save
 
 
 def _difference_text(difference: FileDifference) -> str:
