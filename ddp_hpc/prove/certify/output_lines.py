@@ -9,12 +9,25 @@ from itertools import pairwise
 from statistics import median
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf"
+_SETTINGS = (
+    *("start", "resume", "begin", "end", "stop", "max", "min", "num", "total", "warmup", "decay"),
+    *("save", "eval", "val", "log", "print", "last", "best"),
+)
+_NO_SETTING = "".join(rf"(?<!{word}[_-])" for word in _SETTINGS)
+"""`start_epoch=0` among the arguments that a script prints says nothing of where it is."""
+_PHASE = r"(?:\(\w+\))?"
+"""MMEngine prints `Epoch(train) [1][10/50]`."""
 _BETWEEN = r"[\"']?\s*[:=#|]?\s*[\[(]?\s*[\"']?"
 """Also a quote before the number: the Trainer of Transformers 5 prints `'epoch': '0.5'`."""
 _STEP = re.compile(
-    rf"(?<![a-zA-Z])(?:global[ _])?(?:step|iter|iteration|batch|it|update)\b(?!\s*\[\d+:){_BETWEEN}(\d+)", re.IGNORECASE
+    rf"(?<![a-zA-Z]){_NO_SETTING}(?:(?:global[ _])?(?:step|iter|iteration|batch|it|update)|num_updates)\b{_PHASE}(?!\s*\[\d+:){_BETWEEN}(\d+)(?!\d|\.\d)",
+    re.IGNORECASE,
 )
-_EPOCH = re.compile(rf"(?<![a-zA-Z])epoch\b{_BETWEEN}(\d+(?:\.\d+)?)", re.IGNORECASE)
+_EPOCH = re.compile(
+    # timm names the phase alone: `Train: 0 [  50/1251 (  4%)]`
+    rf"(?<![a-zA-Z]){_NO_SETTING}(?:epoch\b{_PHASE}{_BETWEEN}|train:\s*(?=\d+\s*\[\s*\d+/\d))(\d+(?:\.\d+)?)",
+    re.IGNORECASE,
+)
 _LOSS = re.compile(rf"loss{_BETWEEN}({_NUMBER})", re.IGNORECASE)
 _EVAL = re.compile(
     r"(?<![a-zA-Z])(?:val|valid|validation|eval|evaluat\w*|test|accuracy|acc)(?![a-zA-Z])", re.IGNORECASE
