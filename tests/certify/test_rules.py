@@ -287,6 +287,23 @@ def test_a_log_with_times_of_day_is_not_compared() -> None:
     assert found("kill-at-random", faulty(final=final(3, "resumed")), baseline).verdict == "loses"
 
 
+def test_records_that_a_logger_begins_anew_in_each_attempt_do_not_make_another_result() -> None:
+    def final(folder: str, first: int) -> dict[str, Contents]:
+        records = text(*(f'{{"loss": 1.0, "step": {step}}}' for step in range(first, 11)))
+        return {"step_10.pt": values(), f"work/{folder}/vis_data/scalars.json": records}
+
+    record = faulty(final={**final("20261128_02", 5), **final("20261128_01", 6)})
+
+    assert found("kill-at-random", record, undisturbed(final=final("20261128_00", 1))).verdict == "loses"
+
+
+def test_a_state_in_json_that_differs_is_another_result() -> None:
+    def final(step: int) -> dict[str, Contents]:
+        return {"step_10.pt": values(), "trainer_state.json": text("{", f'  "seen": {step},', '  "best": 1', "}")}
+
+    assert found("kill-at-random", faulty(final=final(9)), undisturbed(final=final(10))).verdict == "differs"
+
+
 def test_a_hang_shows_the_rank_that_hangs() -> None:
     record = faulty(then=None, attempt={"ending": "hung"}, signal_action="default")
     record = replace(

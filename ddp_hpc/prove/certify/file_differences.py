@@ -25,11 +25,13 @@ class FileDifference:
     """Of the value in the file; a line's number in a text; empty for a whole file."""
     here: str
     undisturbed: str
+    is_of_records: bool = False
+    """Whether the file has a JSON object on each line, as `scalars.json` of MMEngine: a table, whatever its name ends with."""
 
     @property
     def is_of_log(self) -> bool:
         """Whether it is a line of a log or a table."""
-        return self.path.startswith("line ") and PurePosixPath(self.file).suffix in _LOGS
+        return self.path.startswith("line ") and (self.is_of_records or PurePosixPath(self.file).suffix in _LOGS)
 
 
 def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents]) -> list[FileDifference]:
@@ -48,7 +50,12 @@ def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents
                 lines = enumerate(zip_longest(mine.lines, other.lines), 1)
                 pairs |= {f"line {number}": pair for number, pair in lines}
             found += [
-                FileDifference(file, path, *("nothing" if text is None else text for text in pair))
+                FileDifference(
+                    file,
+                    path,
+                    *("nothing" if text is None else text for text in pair),
+                    is_of_records=_are_records(other.lines),
+                )
                 for path, pair in pairs.items()
                 if pair[0] != pair[1]
             ]
@@ -56,6 +63,12 @@ def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents
             texts = (one.digest[:16] or f"{one.num_bytes} bytes" for one in (mine, other))
             found.append(FileDifference(file, "", *texts))
     return found
+
+
+def _are_records(lines: Sequence[str]) -> bool:
+    return len(lines) > 1 and all(
+        line.startswith("{") and line.rstrip().endswith("}") for line in lines if line.strip()
+    )
 
 
 def _has_all_lines(mine: Sequence[str], other: Sequence[str]) -> bool:
