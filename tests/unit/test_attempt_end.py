@@ -15,7 +15,7 @@ from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.differences import Difference, by_vote, write_difference
 from ddp_hpc.run.run_dir.ledger import Ledger, record_start
-from ddp_hpc.run.run_dir.records import ask_to_stop
+from ddp_hpc.run.run_dir.records import ask_to_stop, write_remark
 from tests.made_run import add_checkpoint, add_failure
 from tests.unit.made_job import CRASHED, NODES, STOPPED, Make, Supervised
 
@@ -120,6 +120,35 @@ def refuses(one: Supervised, *, rank: int = 1, host: str = "node2") -> None:
     attempt = one.begin()
     add_failure(one.run, attempt, rank=rank, host=host, exception="no GPU is visible", is_input_error=True)
     one.conclude(attempt, Outcome(code=exit_codes.REFUSED))
+
+
+def test_a_rank_that_the_stop_ended_first_is_named_as_why_another_lost_its_connection(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    ask_to_stop(one.run)
+    add_failure(one.run, attempt, rank=1, exception="Connection closed by peer", is_secondary=True, of_script=True)
+
+    conclude(one.context, attempt, CRASHED)
+
+    assert one.last.cause == "stop asked"
+    assert one.last.reason.startswith(
+        "rank 1 on node1 lost its connection to a rank that the stop had ended before it; submit"
+    )
+
+
+def test_a_rank_that_finished_alone_is_named_where_the_others_lost_their_connections(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_failure(one.run, attempt, rank=1, exception="Connection closed by peer", is_secondary=True, of_script=True)
+    one.run.remark(attempt, 0).parent.mkdir(parents=True, exist_ok=True)
+    write_remark(
+        one.run, attempt, 0, "the script exited with code 0 after 2 s; its last line: Experiment already exists"
+    )
+
+    conclude(one.context, attempt, CRASHED)
+
+    assert one.last.reason.startswith("rank 1 on node1 lost its connection to another rank")
+    assert "the script exited with code 0 after 2 s; its last line: Experiment already exists" in one.last.reason
 
 
 def test_input_that_cannot_be_ends_the_run(supervised: Make) -> None:

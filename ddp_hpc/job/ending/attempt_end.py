@@ -72,7 +72,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     end = End(
         ending=decision.ending,
         exit_code=decision.ending.exit_code,
-        reason="; ".join(filter(None, [message, *_remarks(context, attempt, cause, outcome), decision.why])),
+        reason="; ".join(filter(None, [message, *_remarks(context, attempt, cause, outcome, explained), decision.why])),
         cause=cause,
         last_step=newest_step,
         next=decision.next,
@@ -85,13 +85,16 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     return Conclusion(attempt=attempt, end=end, exclude=decision.exclude, is_slurm_away=is_slurm_away)
 
 
-def _remarks(context: JobContext, attempt: int, cause: Cause, outcome: Outcome) -> Sequence[str]:
-    """Return what the workers of a run that has finished have remarked, and what is wrong with the network where they lost connections."""
+def _remarks(
+    context: JobContext, attempt: int, cause: Cause, outcome: Outcome, failure: WorkerFailure | None
+) -> Sequence[str]:
+    """Return what ranks that have finished have remarked, and what is wrong with the network where ranks lost connections."""
     remarks: Sequence[str] = []
-    if cause == Cause.FINISHED:
+    has_left_others = cause == Cause.WORKER_CRASHED and failure is not None and failure.is_secondary
+    if cause == Cause.FINISHED or has_left_others:
         with best_effort():
             remarks = read_remarks(context.run, attempt, context.world.world_size)
-    elif cause == Cause.WORKER_CRASHED and outcome.network is not None and outcome.network.is_faulty:
+    if cause == Cause.WORKER_CRASHED and outcome.network is not None and outcome.network.is_faulty:
         return [outcome.network.words]  # the report of a hang says it itself
     return remarks[:_MOST_REMARKS]
 
@@ -146,6 +149,11 @@ def _words(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str
     if cause == Cause.FINISHED or (cause == Cause.STOP_ASKED and outcome.code in _OBEYED):
         return ""
     if cause in _OF_WORKERS and failure is not None:
+        if failure.is_secondary and cause == Cause.STOP_ASKED and failure.of_script:
+            return (
+                f"rank {failure.rank} on {failure.host} lost its connection to a rank that the stop had ended before it; submit the run "
+                "again to go on from what its script saved before that. A script that saves when it is stopped has to agree on a step"
+            )
         if failure.is_secondary:
             return (
                 f"rank {failure.rank} on {failure.host} lost its connection to another rank, or waited for it in vain, and no rank "

@@ -249,13 +249,13 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
         with suppress(OSError):  # without it, the supervisor takes the code for the answer to a signal
             script_rank.run.script_asked(script_rank.attempt, script_rank.rank).touch(mode=0o600)
     left = _care_for_leftovers(script_rank, has_finished=means == exit_codes.FINISHED)
+    if means == exit_codes.FINISHED:  # before it waits for the other ranks, which may fail without this one
+        remark(script_rank, [what_was_short(script_rank, watcher.seen, ran_s), left])
     if script_rank.rank != 0:
         with suppress(OSError):
             script_rank.run.script_ended(script_rank.attempt, script_rank.rank).touch(mode=0o600)
     elif store is not None and means in exit_codes.GOOD:
         keep_while_used(script_rank, environ)
-    if means == exit_codes.FINISHED:
-        remark(script_rank, [what_was_short(script_rank, watcher.seen, ran_s), left])
     return means
 
 
