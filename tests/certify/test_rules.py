@@ -297,6 +297,21 @@ def test_records_that_a_logger_begins_anew_in_each_attempt_do_not_make_another_r
     assert found("kill-at-random", record, undisturbed(final=final("20261128_00", 1))).verdict == "loses"
 
 
+@pytest.mark.parametrize(
+    ("path", "verdict"),
+    [
+        ("args.__state__.resume", "loses"),
+        ("args.__state__.start_epoch", "loses"),
+        ("start_epoch", "differs"),
+        ("args.lr", "differs"),
+    ],
+)
+def test_a_saved_argument_that_told_the_script_to_resume_is_no_other_result(path: str, verdict: str) -> None:
+    whole, resumed = ({"step_10.pt": values({path: text})} for text in ("''", "'out/checkpoint.pth'"))
+
+    assert found("kill-at-random", faulty(final=resumed), undisturbed(final=whole)).verdict == verdict
+
+
 def test_a_state_in_json_that_differs_is_another_result() -> None:
     def final(step: int) -> dict[str, Contents]:
         return {"step_10.pt": values(), "trainer_state.json": text("{", f'  "seen": {step},', '  "best": 1', "}")}

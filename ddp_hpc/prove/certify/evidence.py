@@ -328,6 +328,7 @@ class TrialEvidence:
             if (one.file, one.path) not in self.baseline.volatile
             and one.file not in self._left_out
             and one.undisturbed != NO_FILE
+            and not one.is_of_resume
             and not (one.here == NO_FILE and one.file in earlier)
         ]
 

@@ -15,6 +15,10 @@ NO_FILE = "no such file"
 _TABLES = frozenset({".csv", ".tsv", ".jsonl"})
 _LOGS = _TABLES | {".log", ".out", ".err"}
 
+_TOLD_TO_RESUME = re.compile(
+    r"(?:^|\.)(?:args|opts?|cfg|config|hparams|hyper_parameters)\.(?:\w+\.)*(?:resume\w*|auto_resume|start_epoch|start_iter|init_from)$"
+)
+
 
 @dataclass(frozen=True)
 class FileDifference:
@@ -32,6 +36,11 @@ class FileDifference:
     def is_of_log(self) -> bool:
         """Whether it is a line of a log or a table."""
         return self.path.startswith("line ") and (self.is_of_records or PurePosixPath(self.file).suffix in _LOGS)
+
+    @property
+    def is_of_resume(self) -> bool:
+        """Whether it is an argument that the script has saved, by which it was told to resume: `args.resume`."""
+        return _TOLD_TO_RESUME.search(self.path) is not None
 
 
 def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents]) -> list[FileDifference]:
