@@ -306,7 +306,7 @@ def test_records_that_a_logger_begins_anew_in_each_attempt_do_not_make_another_r
         ("args.lr", "differs"),
     ],
 )
-def test_a_saved_argument_that_told_the_script_to_resume_is_no_other_result(path: str, verdict: str) -> None:
+def test_a_saved_argument_for_the_resume_is_no_other_result(path: str, verdict: str) -> None:
     whole, resumed = ({"step_10.pt": values({path: text})} for text in ("''", "'out/checkpoint.pth'"))
 
     assert found("kill-at-random", faulty(final=resumed), undisturbed(final=whole)).verdict == verdict

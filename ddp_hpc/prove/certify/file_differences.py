@@ -15,7 +15,7 @@ NO_FILE = "no such file"
 _TABLES = frozenset({".csv", ".tsv", ".jsonl"})
 _LOGS = _TABLES | {".log", ".out", ".err"}
 
-_TOLD_TO_RESUME = re.compile(
+_RESUME_ARGUMENT = re.compile(
     r"(?:^|\.)(?:args|opts?|cfg|config|hparams|hyper_parameters)\.(?:\w+\.)*(?:resume\w*|auto_resume|start_epoch|start_iter|init_from)$"
 )
 
@@ -39,8 +39,8 @@ class FileDifference:
 
     @property
     def is_of_resume(self) -> bool:
-        """Whether it is an argument that the script has saved, by which it was told to resume: `args.resume`."""
-        return _TOLD_TO_RESUME.search(self.path) is not None
+        """Whether it is an argument, saved with the state, that names what to resume from or where: `args.resume`."""
+        return _RESUME_ARGUMENT.search(self.path) is not None
 
 
 def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents]) -> list[FileDifference]:
