@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next, Root
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Next, Root
 from ddp_hpc.run.spec.launch import RestartSpec
 
 SLURMS_SLOP_S = 60.0
@@ -99,6 +100,17 @@ class Decision:
     """Nodes that the next attempt should not get."""
     why: str = ""
     """Why there is no next attempt, where one might be expected."""
+
+    def end(self, *reasons: str, **of_attempt: Any) -> End:
+        """Return the end of an attempt that this decision follows, with the reasons for it, and more fields of `End`."""
+        return End(
+            ending=self.ending,
+            exit_code=self.ending.exit_code,
+            reason="; ".join(filter(None, [*reasons, self.why])),
+            next=self.next,
+            why_last=self.why,
+            **of_attempt,
+        )
 
 
 def decide(situation: Situation, policy: RestartSpec) -> Decision:

@@ -69,17 +69,8 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     )
     decision = requeue.decide(situation, context.spec.restart)
     message = _message(cause, outcome, explained)
-    end = End(
-        ending=decision.ending,
-        exit_code=decision.ending.exit_code,
-        reason="; ".join(filter(None, [message, *_remarks(context, attempt, cause, outcome, explained), decision.why])),
-        cause=cause,
-        last_step=newest_step,
-        next=decision.next,
-        failed_nodes=failed_nodes,
-        root=root,
-        why_last=decision.why,
-    )
+    reasons = [message, *_remarks(context, attempt, cause, outcome, explained)]
+    end = decision.end(*reasons, cause=cause, last_step=newest_step, failed_nodes=failed_nodes, root=root)
     _write(context, attempt, end)
     is_slurm_away = context.allocation is not None and evidence.job is None
     return Conclusion(attempt=attempt, end=end, exclude=decision.exclude, is_slurm_away=is_slurm_away)

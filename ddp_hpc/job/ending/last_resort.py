@@ -18,7 +18,7 @@ from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.slurm_job import await_slurm
 from ddp_hpc.job.workers import Workers
 from ddp_hpc.run import requeue
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, record_end
+from ddp_hpc.run.run_dir.ledger import Cause, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
 
 PATIENCE_S = 600.0
@@ -47,9 +47,9 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     try:
         return attempt_end.conclude(context, attempt, outcome)
     except Exception as error:  # noqa: BLE001  whatever failed, the job must not end because of it
-        reason = "; ".join(part for part in (outcome.reason, print_error(error)) if part)
+        reasons = [outcome.reason, print_error(error)]
     if outcome.code == exit_codes.FENCED:
-        end = End(ending=Ending.FENCED, exit_code=exit_codes.FENCED, reason=reason, cause=Cause.FENCED)
+        end = requeue.Decision(ending=Ending.FENCED).end(*reasons, cause=Cause.FENCED)
         return Conclusion(attempt=attempt, end=end)
     num, newest_step, ledger = 1, None, None
     with suppress(Exception):
@@ -68,15 +68,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         may_requeue=context.spec.slurm.requeue,
     )
     decision = requeue.decide(situation, context.spec.restart)
-    end = End(
-        ending=decision.ending,
-        exit_code=decision.ending.exit_code,
-        reason="; ".join(part for part in (reason, decision.why) if part),
-        cause=_CAUSE,
-        last_step=newest_step,
-        next=decision.next,
-        why_last=decision.why,
-    )
+    end = decision.end(*reasons, cause=_CAUSE, last_step=newest_step)
     try:
         record_end(context.run, attempt, end)
     except Exception as error:  # noqa: BLE001  requeueing the job matters more

@@ -15,7 +15,7 @@ from ddp_hpc.job.job_context import JobContext, given_world
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run import requeue
 from ddp_hpc.run.config.resolve import load_resolved
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
 from ddp_hpc.run.spec.launch import RestartSpec
@@ -92,18 +92,10 @@ def write_down_death(run: RunDir, ledger: Ledger, job: SlurmJob | None, reason: 
     decision = requeue.decide(situation, context.spec.restart if context else RestartSpec())
     # Without Slurm, too, another attempt follows: the guardian starts a supervisor for it.
     follows = Next.IN_PLACE if job is None and decision.next else decision.next
-    reason = "; ".join(part for part in (reason, decision.why) if part)
-    end = End(
-        ending=Ending.FAILED,
-        exit_code=exit_codes.FAILED,
-        reason=reason,
-        cause=cause,
-        last_step=newest_step,
-        next=follows if may_go_on else Next.NOTHING,
-    )
+    end = replace(decision, next=follows if may_go_on else Next.NOTHING).end(reason, cause=cause, last_step=newest_step)
     record_end(run, newest.attempt, end)
     then = "; ddp-hpc tries to continue the run on the same nodes" if end.next == Next.IN_PLACE else ""
-    sys.stderr.write(f"note: attempt {newest.attempt} ended: {reason}{then}\n")
+    sys.stderr.write(f"note: attempt {newest.attempt} ended: {end.reason}{then}\n")
     return end
 
 
