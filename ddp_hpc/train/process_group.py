@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cluster.rendezvous.store import listening_on
 from ddp_hpc.cluster.rendezvous.worker_env import SHARED_GPU
-from ddp_hpc.train.joining import Report, announce, missing_reported
 from ddp_hpc.train.sealed_store import SealedStore, prefix_of
 
 JOIN_TIMEOUT = timedelta(minutes=10)
@@ -25,6 +25,9 @@ JOIN_TIMEOUT = timedelta(minutes=10)
 PARTING_S = 30.0
 """How long rank zero waits until the others have read its last message."""
 _GLOO_LAG_S = 60.0
+FIRST_LOOK_S = 25.0
+"""How long rank zero waits before it looks who is missing: nodes rarely start in the same second."""
+LOOK_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +238,7 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     token: str = "",
     listen_fd: int | None = None,
     timeout_s: float = 1800.0,
-    report_missing: Report | None = None,
+    report_missing: Callable[[Sequence[int]], object] | None = None,
 ) -> Group:
     """Join the process group; a world of one is normal.
 
@@ -247,7 +250,12 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     prefix = f"{prefix_of(token)}/start-{rank_info.restart}"
     store, side_store = (dist.PrefixStore(prefix, one) for one in _connect(rank_info, listen_fd))
     announce(store, rank_info.rank)
-    with _missing_reported(rank_info, prefix, report_missing):
+    waiting: AbstractContextManager[None] = nullcontext()
+    if report_missing is not None and rank_info.is_rank_zero and rank_info.world_size > 1:
+        waiting = missing_reported(
+            lambda: dist.PrefixStore(prefix, _tcp_store(rank_info)), rank_info.world_size, report_missing
+        )
+    with waiting:
         dist.init_process_group(
             store=dist.PrefixStore("group", store),
             rank=rank_info.rank,
@@ -275,32 +283,62 @@ def group_options(device: torch.device, timeout_s: float, *, shares_gpu: bool = 
     return {"backend": backend, "timeout": timedelta(seconds=timeout_s + _GLOO_LAG_S)}
 
 
-def _missing_reported(rank_info: RankInfo, prefix: str, report: Report | None) -> AbstractContextManager[None]:
-    if report is None or not rank_info.is_rank_zero or rank_info.world_size == 1:
-        return nullcontext()
-
-    def connect() -> dist.Store:
-        place, timeout = (rank_info.master_addr, rank_info.master_port), JOIN_TIMEOUT
-        return dist.PrefixStore(prefix, dist.TCPStore(*place, is_master=False, timeout=timeout, wait_for_workers=False))
-
-    return missing_reported(connect, rank_info.world_size, report)
-
-
 def _connect(rank_info: RankInfo, listen_fd: int | None) -> tuple[dist.Store, dist.Store]:
     if rank_info.world_size == 1:
         alone = dist.HashStore()
         return alone, alone
-    options: dict[str, Any] = {
-        "host_name": rank_info.master_addr,
-        "port": rank_info.master_port,
-        "world_size": rank_info.world_size,
-        "timeout": JOIN_TIMEOUT,
-        "wait_for_workers": False,
-    }
+    is_host = rank_info.is_rank_zero and not rank_info.is_store_hosted
     listening = {} if listen_fd is None else listening_on(listen_fd, torch.__version__)
     # Two connections: a TCPStore client holds a lock while it waits for a key, which would block the other thread.
-    store = dist.TCPStore(is_master=rank_info.is_rank_zero and not rank_info.is_store_hosted, **options, **listening)
-    return store, dist.TCPStore(is_master=False, **options)
+    return _tcp_store(rank_info, is_master=is_host, **listening), _tcp_store(rank_info)
+
+
+def _tcp_store(rank_info: RankInfo, *, is_master: bool = False, **listening: Any) -> dist.TCPStore:
+    place = rank_info.master_addr, rank_info.master_port, rank_info.world_size
+    return dist.TCPStore(*place, is_master=is_master, timeout=JOIN_TIMEOUT, wait_for_workers=False, **listening)
+
+
+def announce(store: dist.Store, rank: int) -> None:
+    """Say that this rank has reached the store."""
+    store.set(f"here/{rank}", "")
+
+
+@contextmanager
+def missing_reported(
+    connect: Callable[[], dist.Store],
+    world_size: int,
+    report: Callable[[Sequence[int]], object],
+    *,
+    first_look_s: float = FIRST_LOOK_S,
+) -> Iterator[None]:
+    """While the `with` block takes long, report which ranks have not reached the store: none where all have, and still wait.
+
+    `connect` opens another connection: a request that waits blocks all others on its own.
+    """
+    is_over = threading.Event()
+
+    def look() -> None:
+        if is_over.wait(first_look_s):
+            return
+        try:
+            store = connect()
+            before: list[int] | None = None
+            while not is_over.is_set():
+                missing = [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
+                if missing != before:
+                    report(missing)
+                before = missing
+                is_over.wait(LOOK_S)
+        except (RuntimeError, OSError):  # the store is gone, or the disk is full: joining itself says what is wrong
+            return
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(LOOK_S)
 
 
 def leave() -> None:

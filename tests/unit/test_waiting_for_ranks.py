@@ -18,7 +18,7 @@ from ddp_hpc.run.run_dir.joining import MissingRanks, forget_missing, read_missi
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
-from ddp_hpc.train.joining import announce, missing_reported
+from ddp_hpc.train.process_group import announce, missing_reported
 from tests.unit.made_job import Make
 
 CARRIES = NetworkFindings(at=0.0, seconds=3.0, address="10.2.0.1", num_nodes=2, num_pairs=1)
