@@ -76,7 +76,11 @@ def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Pat
     resources = spec.resources
     wrapper = _container_command(spec, run, import_paths, environment)
     context = JobContext(
-        run=run, spec=spec, workload=workload_of(spec), world=resources.world, environ=environment, wrapper=wrapper
+        run=run,
+        spec=spec,
+        world=resources.world,
+        environ=environment,
+        wrapper=wrapper,
     )
     steps, facts, is_inherited = start(context, spec)
     paths = list(dict.fromkeys(map(str, import_paths)))
