@@ -50,24 +50,15 @@ class RunRecorder:
         if self._is_writer:
             spec.log.require_recorders()
         self._run = run
-        self._attempt = attempt
         self.timeline = Timeline(run, attempt, group, phases)
         self.total_steps = total_steps
         self._order = order
-        self._epochs = spec.train.epochs
         self._file = MetricsFile(run, attempt)
         self._followers = Followers(run, attempt, tuple(dict.fromkeys(spec.log.recorders)))
-        self._loss: float | None = None
-        self._metrics: dict[str, float] = {}
-        self._saved_step: int | None = None
-        self._save_s: float | None = None
-        self._save_error: str | None = None
-        self._saved_at: float | None = None
-        self._save_bytes: dict[str, int] = {}
-        self._rate: float | None = None
+        self._known: dict[str, Any] = {"attempt": attempt, "epochs": spec.train.epochs}
+        """The fields of `Progress` that do not follow from the position; the checkpoint writer's thread sets some of them."""
         self._is_rate_new = False
         """Whether the rate was measured after the last line of the log."""
-        self._token_rate: float | None = None
         self._taken_at = Position()
         self._num_taken = 0
         self._steps_per_s: float | None = None
@@ -101,9 +92,9 @@ class RunRecorder:
         for line in lines:
             numbers = {key: value for key, value in line.items() if isinstance(value, float) and key != "at"}
             if line.get("kind") == "train":
-                self._loss = numbers.get("loss")
+                self._known["loss"] = numbers.get("loss")
             elif line.get("kind") == "eval":
-                self._metrics = numbers
+                self._known["metrics"] = numbers
 
     def take_samples(self, position: Position) -> int:
         """Return how many samples were used since the last call: those of the next line's interval."""
@@ -133,14 +124,15 @@ class RunRecorder:
         """Write the mean loss of a log interval, and more numbers; `num_tokens` counts the interval's tokens, over all ranks."""
         if not self._is_writer:
             return
-        self._loss = loss
+        self._known["loss"] = loss
         self._measure_rate(position)
-        rates = {"samples_per_s": self._rate if self._is_rate_new else None}
+        if num_tokens is not None and (samples_per_s := self._known.get("samples_per_s")) is not None:
+            self._known["tokens_per_s"] = samples_per_s * (
+                num_tokens / self._num_taken if self._num_taken else math.nan
+            )
+        names = ["samples_per_s", *([] if num_tokens is None else ["tokens_per_s"])]
+        rates = {name: self._known.get(name) if self._is_rate_new else None for name in names}
         self._is_rate_new = False
-        if num_tokens is not None:
-            a_sample = num_tokens / self._num_taken if self._num_taken else math.nan
-            self._token_rate = None if self._rate is None else self._rate * a_sample
-            rates["tokens_per_s"] = None if rates["samples_per_s"] is None else self._token_rate
         self._write("train", position, {"loss": loss, "lr": lr, **more, **rates})
         words = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
         shown = "".join(f"  {rate:.0f} {words[name]}" for name, rate in rates.items() if rate is not None)
@@ -158,7 +150,7 @@ class RunRecorder:
         if not self._is_writer or not metrics:
             return
         self.timeline.evaluated(position.step, seconds=self._newest_pause_s)
-        self._metrics = dict(metrics)
+        self._known["metrics"] = dict(metrics)
         self._write("eval", position, metrics)
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info("evaluation at step %d  %s", position.step, numbers)
@@ -166,7 +158,7 @@ class RunRecorder:
 
     def saved(self, step: int, seconds: float, error: str | None) -> None:
         """Record how a save ended; the checkpoint writer's thread calls this."""
-        self._save_error = error
+        self._known["save_error"] = error
         if error is not None:
             log.warning(
                 "the checkpoint of step %d could not be written: %s. Earlier checkpoints are not affected. While the training goes on, each save tries again.",
@@ -174,20 +166,20 @@ class RunRecorder:
                 error,
             )
             return
-        self._saved_step, self._save_s, self._saved_at = step, seconds, time.time()
+        self._known.update(last_checkpoint=step, save_s=seconds, last_checkpoint_at=time.time())
         self.timeline.saved(step, seconds=seconds)
         log.info("checkpoint of step %d committed in %.2f s", step, seconds)
 
     def buffers_made(self, num_bytes: Mapping[str, int]) -> None:
         """Record how much memory a save takes; the checkpoint writer's thread calls this."""
-        self._save_bytes = dict(num_bytes)
+        self._known["save_bytes"] = dict(num_bytes)
 
     def resumed(self, step: int) -> None:
         """Record the checkpoint from which the run resumes."""
         manifest = checkpoint_names.checkpoint_path(self._run, step) / checkpoint_names.MANIFEST
-        self._saved_step = step
+        self._known["last_checkpoint"] = step
         with suppress(OSError):  # the file system does not answer: leave the time unknown
-            self._saved_at = manifest.stat().st_mtime
+            self._known["last_checkpoint_at"] = manifest.stat().st_mtime
 
     def progress(self, position: Position, *, now: bool = False) -> None:
         """Replace progress.json, at most about once a second; nothing before `open`. The loop also calls this after its first step."""
@@ -215,7 +207,8 @@ class RunRecorder:
             self._measured_at = now, position
         seconds, before = now - self._measured_at[0], self._measured_at[1]
         if seconds >= PROGRESS_INTERVAL_S / 2 and position.step > before.step:
-            self._rate, self._is_rate_new = self._order.samples_between(before, position) / seconds, True
+            self._known["samples_per_s"] = self._order.samples_between(before, position) / seconds
+            self._is_rate_new = True
             self._steps_per_s = (position.step - before.step) / seconds
             self._measured_at = now, position
 
@@ -228,22 +221,12 @@ class RunRecorder:
         self._written_at = time.monotonic()
         steps_left = self.total_steps - position.step
         progress = Progress(
-            attempt=self._attempt,
             step=position.step,
             total_steps=self.total_steps,
             epoch=_epoch_of(position),
-            epochs=self._epochs,
-            loss=self._loss,
-            samples_per_s=self._rate,
-            tokens_per_s=self._token_rate,
             eta_s=None if self._steps_per_s is None else steps_left / self._steps_per_s,
-            metrics=self._metrics,
-            last_checkpoint=self._saved_step,
-            last_checkpoint_at=self._saved_at,
-            save_s=self._save_s,
-            save_error=self._save_error,
-            save_bytes=self._save_bytes,
             at=time.time(),
+            **self._known,
         )
         with self._errors_logged("progress"), suppress(FencedError):  # the ranks learn of it when they agree to stop
             write_progress(self._run, progress)
