@@ -17,14 +17,12 @@ import torch
 
 from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.base.exit_codes import FINISHED, STOPPED
-from ddp_hpc.base.processes import host_name, unclaimed_stop_signals
-from ddp_hpc.cluster.rank_probe.client import RankProbe
+from ddp_hpc.base.processes import unclaimed_stop_signals
 from ddp_hpc.cluster.rank_probe.deadlines import Deadline, HangCollector, deadline_file
 from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.cluster.rank_probe.server import serve
 from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, USERS_CODE
-from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
-from ddp_hpc.cluster.slow_ranks.reporter import Reporter
+from ddp_hpc.cluster.slow_ranks.reporter import reporter_of
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.environment import capture, differences, newest_environment, write_environment
@@ -164,7 +162,8 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
             _record_inputs(run, attempt, environ, rank_info.world_size)
         follow_request(training)
         rng.seed_everything("rank", spec.seed, 0, rank_info.rank)  # from here on, ranks draw different numbers
-        _report_launches(run, training, attempt, environ)
+        # From here on, report when this rank launches its collectives, and how long its phases take.
+        reporter_of(run, attempt, environ, phases=training.phases.so_far).start()
         code = _trained(training, watchdog)
     except BaseException as raised:  # noqa: BLE001  whatever ends a worker is recorded
         step = training.state.position.step if training else 0
@@ -212,25 +211,6 @@ def _answer_questions(run: RunDir, attempt: int, rank: int, environ: Mapping[str
         collector = HangCollector(run, attempt, folder, [rank])
         threading.Thread(target=collector.look_for_ever, name="hang collector", daemon=True).start()
     return deadline
-
-
-def _report_launches(run: RunDir, training: Training, attempt: int, environ: Mapping[str, str]) -> None:
-    """Report from here on when this rank launches its collectives, and how long its phases take."""
-    rank_info, folder = training.group.rank_info, environ.get(PROBE_FOLDER)
-    if folder:
-        clocks = ClockComparison(run=run, attempt=attempt, environ=environ)
-        clocks.start()
-        Reporter(
-            run=run,
-            attempt=attempt,
-            rank=rank_info.rank,
-            world_size=rank_info.world_size,
-            node=host_name(),
-            node_rank=int(environ.get("NODE_RANK", 0)),
-            probe=RankProbe(path=socket_of(Path(folder), rank_info.rank)),
-            phases=training.phases.so_far,
-            compare_clocks=clocks.compare,
-        ).start()
 
 
 def _join(  # noqa: PLR0913  a rank, and what it needs to join the others

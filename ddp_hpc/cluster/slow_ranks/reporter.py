@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from ddp_hpc.base.processes import host_name
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
+from ddp_hpc.cluster.rank_probe.folder import socket_of
+from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER
+from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
 from ddp_hpc.cluster.slow_ranks.launches import read_launches
 from ddp_hpc.cluster.slow_ranks.summary import Clock, Phases, Summary, write_summary
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -136,3 +141,32 @@ class Reporter:
             return now
         seconds = {name: now.seconds[name] - before.seconds.get(name, 0.0) for name in now.seconds}
         return Phases(num_steps=now.num_steps - before.num_steps, seconds=seconds)
+
+
+def reporter_of(
+    run: RunDir,
+    attempt: int,
+    environ: Mapping[str, str],
+    *,
+    phases: Callable[[], Phases | None] = lambda: None,
+    has_store: bool = True,
+) -> Reporter:
+    """Return what reports for the rank that a worker's environment names; nothing where its node has no directory for sockets.
+
+    With `has_store`, nodes compare their clocks through the store at which the ranks meet.
+    """
+    folder, rank = environ.get(PROBE_FOLDER, ""), int(environ["RANK"])
+    clocks = ClockComparison(run=run, attempt=attempt, environ=environ)
+    if has_store:
+        clocks.start()
+    return Reporter(
+        run=run,
+        attempt=attempt,
+        rank=rank,
+        world_size=int(environ["WORLD_SIZE"]) if folder else 1,
+        node=host_name(),
+        node_rank=int(environ.get("NODE_RANK", 0)),
+        probe=RankProbe(path=socket_of(Path(folder), rank)),
+        phases=phases,
+        compare_clocks=clocks.compare if has_store else lambda: None,
+    )

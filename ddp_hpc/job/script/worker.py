@@ -26,11 +26,8 @@ from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.cluster.machine.cgroups import memory_kills, ran_out_since
-from ddp_hpc.cluster.rank_probe.client import RankProbe
-from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
-from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
-from ddp_hpc.cluster.slow_ranks.reporter import Reporter
+from ddp_hpc.cluster.slow_ranks.reporter import reporter_of
 from ddp_hpc.job.script.plan import ScriptPlan, ScriptRank, frozen_code, plan_of
 from ddp_hpc.job.script.report import remark, report_exit, what_was_short
 from ddp_hpc.job.script.source import imports
@@ -228,7 +225,10 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     # After the fork, because the store has threads. The socket listens already: ranks that connect meanwhile wait.
     store = None if listen_fd is None else host_store(environ, listen_fd)
     began = time.monotonic()
-    reporter = _reporter(script_rank, environ, is_hosted=is_hosted)
+    # It says when the script launches its collectives. A store that the script hosts itself is not for others.
+    reporter = reporter_of(
+        script_rank.run, script_rank.attempt, environ, has_store=is_hosted and "torch" in sys.modules
+    )
     reporter.start()
     code = watcher.wait_for(pid)
     reporter.close()
@@ -257,25 +257,6 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     elif store is not None and means in exit_codes.GOOD:
         keep_while_used(script_rank, environ)
     return means
-
-
-def _reporter(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: bool) -> Reporter:
-    """Return what reports when the script launches its collectives, once it has met the other ranks."""
-    clocks = ClockComparison(run=script_rank.run, attempt=script_rank.attempt, environ=environ)
-    # A store that the script hosts itself is not for others.
-    is_compared = is_hosted and "torch" in sys.modules
-    if is_compared:
-        clocks.start()
-    return Reporter(
-        run=script_rank.run,
-        attempt=script_rank.attempt,
-        rank=script_rank.rank,
-        world_size=int(environ["WORLD_SIZE"]) if environ.get(PROBE_FOLDER) else 1,
-        node=processes.host_name(),
-        node_rank=int(environ.get("NODE_RANK", 0)),
-        probe=RankProbe(path=socket_of(Path(environ.get(PROBE_FOLDER, "")), script_rank.rank)),
-        compare_clocks=clocks.compare if is_compared else lambda: None,
-    )
 
 
 def _care_for_leftovers(script_rank: ScriptRank, *, has_finished: bool) -> str:
