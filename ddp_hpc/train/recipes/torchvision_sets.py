@@ -15,8 +15,6 @@ from ddp_hpc.run.config.paths import refuse_unknown_home
 from ddp_hpc.train.recipes.images import Images, ImagesWanted
 from ddp_hpc.train.recipes.rank_zero_first import rank_zero_first
 
-Transform = Callable[[Any], Any]
-
 
 class TorchvisionSet(NamedTuple):
     """How torchvision opens a set, and the properties of its images."""
@@ -46,8 +44,8 @@ def load(source: TorchvisionSet, wanted: ImagesWanted) -> Images:
             f"The training's and the held-out classes in {data_dir} differ in {', '.join(odd[:5])}. "
             "A class is numbered by its place among the directories, so both parts must have the same ones."
         )
-    train.transform = training_transform(source, wanted) if wanted.augment else plain_transform(source, wanted)
-    held_out.transform = plain_transform(source, wanted)
+    train.transform = _transform(source, wanted, at_random=wanted.augment)
+    held_out.transform = _transform(source, wanted, at_random=False)
     return train, held_out, len(train.classes)
 
 
@@ -73,30 +71,18 @@ def _open_both(source: TorchvisionSet, data_dir: Path, *, may_write: bool) -> tu
         ) from error
 
 
-def plain_transform(source: TorchvisionSet, wanted: ImagesWanted) -> Transform:
-    """From a PIL image to a normalised tensor, without random changes."""
+def _transform(source: TorchvisionSet, wanted: ImagesWanted, *, at_random: bool) -> Callable[[Any], Any]:
+    """From a PIL image to a normalised tensor, without random changes, or cropped and mirrored `at_random`."""
+    import torch
     from torchvision.transforms import v2  # type: ignore[import-untyped]  # torchvision ships no types
 
+    size = wanted.image_size
     if source.photos:  # a margin of an eighth round the crop, as is usual: 256 for 224
-        return _composed(source, wanted, [v2.Resize(wanted.image_size * 8 // 7), v2.CenterCrop(wanted.image_size)])
-    return _composed(source, wanted, [v2.Resize(wanted.image_size)])
-
-
-def training_transform(source: TorchvisionSet, wanted: ImagesWanted) -> Transform:
-    """From a PIL image to a normalised tensor, cropped and mirrored at random."""
-    from torchvision.transforms import v2
-
-    if source.photos:
-        crop = [v2.RandomResizedCrop(wanted.image_size)]
+        geometry = [v2.RandomResizedCrop(size)] if at_random else [v2.Resize(size * 8 // 7), v2.CenterCrop(size)]
     else:
-        crop = [v2.Resize(wanted.image_size), v2.RandomCrop(wanted.image_size, padding=wanted.image_size // 8)]
-    return _composed(source, wanted, [*crop, v2.RandomHorizontalFlip()] if source.flip else crop)
-
-
-def _composed(source: TorchvisionSet, wanted: ImagesWanted, geometry: list[Any]) -> Transform:
-    import torch
-    from torchvision.transforms import v2
-
+        geometry = [v2.Resize(size), *([v2.RandomCrop(size, padding=size // 8)] if at_random else [])]
+    if source.flip and at_random:
+        geometry.append(v2.RandomHorizontalFlip())
     repeats = wanted.channels // len(source.mean)  # repeats the grey channel for a network that expects three
     return v2.Compose(  # type: ignore[no-any-return]  # torchvision ships no types
         [
