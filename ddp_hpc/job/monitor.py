@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -56,7 +57,7 @@ class Monitor:
         """Return what to do with the workers now; `number` is the signal that came, if one did."""
         had_time = not self.is_out_of_time
         self.is_out_of_time = self.is_out_of_time or self._has_run_out(now)
-        if self.is_out_of_time and not self.is_cut_short and self._is_past(self._kill_time(), now):
+        if self.is_out_of_time and not self.is_cut_short and now >= self._kill_time():
             self.is_cut_short = True
             return "end"
         if number in STOP_SIGNALS:
@@ -76,36 +77,30 @@ class Monitor:
     def patience_s(self, now: float) -> float:
         """Return how long to wait at most before the next look."""
         moment = self._kill_time() if self.is_out_of_time else self._stop_time()
-        if moment is None or self.is_cut_short:
-            return LOOK_S
-        return max(0.0, min(LOOK_S, moment - now))
+        return LOOK_S if self.is_cut_short else max(0.0, min(LOOK_S, moment - now))
 
     def ends_within(self, seconds: float, now: float) -> bool:
         """Tell whether the workers are asked to stop within this time, or have been."""
-        return self.is_signalled or self.is_out_of_time or self._is_past(self._stop_time(), now + seconds)
+        return self.is_signalled or self.is_out_of_time or now + seconds >= self._stop_time()
 
     def _has_run_out(self, now: float) -> bool:
         """Tell whether it is time to stop; ask now and then when the job ends, and in any case before it is time."""
         if self._asked_end_at is None:
             self._asked_end_at = now
-        if self._is_past(self._stop_time(), now) or now - self._asked_end_at >= ASK_S:
+        if now >= self._stop_time() or now - self._asked_end_at >= ASK_S:
             self._asked_end_at, known_end = now, self.ends_at
             self.ends_at = self.ask_end() or known_end
             if self.ends_at is not None and self.ends_at != known_end:
                 self.note_end(self.ends_at)
-        return self._is_past(self._stop_time(), now)
+        return now >= self._stop_time()
 
-    def _stop_time(self) -> float | None:
+    def _stop_time(self) -> float:
         """Return when the workers are asked to stop."""
-        return None if self.ends_at is None else self.ends_at - self.lead_s
+        return inf if self.ends_at is None else self.ends_at - self.lead_s
 
-    def _kill_time(self) -> float | None:
+    def _kill_time(self) -> float:
         """Return when the workers are killed, so that the job can be requeued before its time limit."""
-        return None if self.ends_at is None else self.ends_at - reserve_s(self.lead_s)
-
-    @staticmethod
-    def _is_past(moment: float | None, now: float) -> bool:
-        return moment is not None and now >= moment
+        return inf if self.ends_at is None else self.ends_at - reserve_s(self.lead_s)
 
     def _has_missed_signal(self) -> bool:
         """Ask once, when the workers handle signals, whether Slurm preempted the job before: it does not signal again."""
