@@ -74,14 +74,14 @@ def _missing(source: object, run: RunDir, step: int | None, steps: Sequence[int]
 
 
 def _newest_sound(run: RunDir, steps: Sequence[int]) -> Checkpoint:
-    for number in reversed(steps):
+    for number in reversed(steps[1:]):
         try:
             return _load(checkpoint_path(run, number))
         except CorruptCheckpointError as error:
-            if number == steps[0] or number not in committed_steps(run):
+            if number not in committed_steps(run):
                 raise
             log.warning("The checkpoint of step %d is damaged, so an older one is read: %s", number, error)
-    raise AssertionError  # the loop has returned or raised
+    return _load(checkpoint_path(run, steps[0]))
 
 
 def _load(path: Path) -> Checkpoint:
