@@ -40,12 +40,12 @@ _LEAST_S = 1.0
 
 
 class AutoInterval:
-    """The interval of one attempt."""
+    """The interval of one attempt; made when its training begins."""
 
     def __init__(  # noqa: PLR0913  most are callbacks
         self,
         keys: CheckpointSpec,
-        read_past: Callable[[], Past],
+        past: Past,
         *,
         num_nodes: int,
         phases: Callable[[], Phases],
@@ -53,30 +53,22 @@ class AutoInterval:
         wait_for_device: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read_past` is called once; `phases` are the times of this process; `note` records a choice, after a step."""
+        """`past` is what earlier attempts say; `phases` are the times of this process; `note` records a choice, after a step."""
         self._keys = keys
-        self._read_past = read_past
+        self._past = past
         self._num_nodes = num_nodes
         self._phases = phases
         self._note = note
         self._wait_for_device = wait_for_device
         self._clock = clock
-        self._past = Past()
         self._began_at = clock()
-        self._stalls: deque[float] = deque(maxlen=_NEWEST_SAVES)
-        self._writes: deque[float] = deque(maxlen=_NEWEST_SAVES)
+        self._stalls = deque(past.stalls_s, maxlen=_NEWEST_SAVES)
+        self._writes = deque(past.writes_s, maxlen=_NEWEST_SAVES)
         self._saved_at = 0.0
         self._num_saves = self._num_written = 0
         self._speeds: deque[tuple[int, float]] = deque(maxlen=_NEWEST_SPEEDS)
         self._every = 0
         self._has_reported_measured = False
-
-    def begin(self) -> None:
-        """Read what earlier attempts have recorded; training begins now."""
-        self._past = self._read_past()
-        self._stalls.extend(self._past.stalls_s)
-        self._writes.extend(self._past.writes_s)
-        self._began_at = self._clock()
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
@@ -148,19 +140,18 @@ class AutoInterval:
         )
 
     def _report(self, step: int, step_s: float, costs: SaveCosts, why: Why) -> None:
-        seconds = self._every * step_s
+        seconds, num_failures, is_measured = self._every * step_s, self._past.num_failures, bool(self._stalls)
         self._note(
             step,
             {
                 "every_steps": self._every,
                 "seconds": round(seconds, 3),
                 **{name: round(value, 4) for name, value in asdict(costs).items()},
-                "is_measured": float(bool(self._stalls)),
-                "num_failures": self._past.num_failures,
+                "is_measured": float(is_measured),
+                "num_failures": num_failures,
                 "expected_cost": round(costs.share(seconds), 6),
             },
         )
-        num_failures, is_measured = self._past.num_failures, bool(self._stalls)
         reason = save_interval.reason(costs, why, num_failures=num_failures, is_measured=is_measured)
         log.info("the run saves %s: %s", save_interval.every(self._every, seconds), reason)
 

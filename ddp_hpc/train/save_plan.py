@@ -23,14 +23,15 @@ class SavePlan:
     def __init__(
         self,
         every: int | Literal["auto"] | None,
-        auto: AutoInterval | None = None,
+        make_auto: Callable[[], AutoInterval] | None = None,
         *,
         max_failing_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`auto` measures and chooses; only rank zero of a training with `every="auto"` has it."""
+        """`make_auto` makes what measures and chooses; only rank zero of a training with `every="auto"` has it."""
         self._every = every
-        self._auto = auto
+        self._make_auto = make_auto
+        self._auto: AutoInterval | None = None
         self._max_failing_s = max_failing_s
         self._clock = clock
         self._failing_since: float | None = None
@@ -43,8 +44,7 @@ class SavePlan:
     def begin(self, step: int) -> None:
         """Begin to count after `step`, from which the training resumes."""
         self._saved_step = step
-        if self._auto is not None:
-            self._auto.begin()
+        self._auto = self._make_auto and self._make_auto()
 
     def is_due(self, step: int) -> bool:
         """Tell whether to save after this step."""

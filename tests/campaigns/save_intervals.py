@@ -180,13 +180,12 @@ class Auto(Policy):
         self.since = self.steps = self.every = 0
         self.auto = AutoInterval(
             KEYS,
-            lambda: past if past.restart_s is not None else replace(past, restart_s=case.restart_s),
+            past if past.restart_s is not None else replace(past, restart_s=case.restart_s),
             num_nodes=case.num_nodes,
             phases=lambda: Phases(num_steps=self.steps, seconds={"forward": self.steps * STEP_S}),
             note=lambda _step, _interval: None,
             clock=lambda: self.world.now,
         )
-        self.auto.begin()
 
     def steps_until_save(self) -> int:
         return max(1, self.every - self.since)

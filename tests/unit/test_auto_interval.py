@@ -25,14 +25,13 @@ class Training:
         self.notes: list[Mapping[str, float]] = []
         self.auto = AutoInterval(
             CheckpointSpec(min_interval_s=shortest_s, max_interval_s=longest_s),
-            lambda: past or Past(restart_s=7.0),
+            past or Past(restart_s=7.0),
             num_nodes=1,
             phases=lambda: Phases(num_steps=self.step, seconds=dict(self.seconds)),
             note=lambda _, interval: self.notes.append(interval),
             wait_for_device=self.wait,
             clock=lambda: self.now,
         )
-        self.auto.begin()
 
     def wait(self) -> None:
         self.now += self.waited_s

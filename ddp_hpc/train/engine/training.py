@@ -250,18 +250,20 @@ def _save_plan(
     spec: CheckpointSpec, group: Group, phases: PhaseTimes, read_past: Callable[[], Past], timeline: Timeline
 ) -> SavePlan:
     """Return what says when to save; with `auto`, rank zero measures."""
-    interval = None
-    if group.rank_info.is_rank_zero and spec.every_steps == "auto":
+
+    def make_auto() -> AutoInterval:
         on_gpu = partial(torch.cuda.synchronize, group.device)
-        interval = AutoInterval(
+        return AutoInterval(
             spec,
-            read_past,
+            read_past(),
             num_nodes=group.rank_info.num_nodes,
             phases=phases.so_far,
             note=timeline.planned,
             wait_for_device=on_gpu if group.device.type == "cuda" else lambda: None,
         )
-    return SavePlan(spec.every_steps, interval, max_failing_s=spec.max_failing_s)
+
+    measures = group.rank_info.is_rank_zero and spec.every_steps == "auto"
+    return SavePlan(spec.every_steps, make_auto if measures else None, max_failing_s=spec.max_failing_s)
 
 
 def _initial_state(
