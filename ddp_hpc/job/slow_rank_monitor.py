@@ -119,6 +119,5 @@ class SlowRankMonitor:
         progress = read_progress(self.run)
         if progress is None or progress.attempt != self.attempt:
             return None
-        return progress.step or (
-            0 if progress.saves is None else None
-        )  # a script's steps are known where it reports them
+        # A script's steps are known where it reports them.
+        return progress.step or (0 if progress.saves is None else None)

@@ -91,9 +91,8 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
         # https://slurm.schedmd.com/scontrol.html#OPT_requeue). So the note comes first, and nothing after it is vital.
         try:
             job.requeue()
-        except (
-            ConfigError
-        ):  # a refusal means nothing where the job is back, by Slurm or by an order whose answer was lost
+        except ConfigError:
+            # A refusal means nothing where the job is back, by Slurm or by an order whose answer was lost.
             if not job.is_back():
                 raise
     _exclude(context, job, ledger, conclusion.exclude)

@@ -57,9 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "No launcher that ddp-hpc knows has started this process as a worker. Start it with `ddp-hpc join`."
         )
     if place.launcher == TORCHRUN.name:
-        processes.die_with_parent(
-            os.getppid()
-        )  # a killed torchrun ends no worker, and this one would hold the run and its GPU
+        # A killed torchrun ends no worker, and this one would hold the run and its GPU.
+        processes.die_with_parent(os.getppid())
     run, place = RunDir(arguments.run), of_run(place, RunDir(arguments.run).path.absolute())
 
     def begin() -> int:

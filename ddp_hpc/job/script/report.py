@@ -116,9 +116,8 @@ def _last_line(log: Path) -> str:
     """Return the last line of a log that has any text, and is not Hydra's hint after an error."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        lines = re.split(
-            r"[\r\n]", file.read().decode("utf-8", errors="replace")
-        )  # progress bars return without a new line
+        # Progress bars return without a new line.
+        lines = re.split(r"[\r\n]", file.read().decode("utf-8", errors="replace"))
         texts = ["".join(char if char.isprintable() else "?" for char in line).strip() for line in lines]
         return next((text[:200] for text in reversed(texts) if text and not text.startswith(_HINT)), "")
     return ""
