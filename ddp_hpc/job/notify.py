@@ -37,22 +37,17 @@ class Notifier:
 
     def begun(self, attempt: int) -> None:
         """Note the start of an attempt: the first of the user's submission is the run's start."""
-        run = self.context.run
+        run, is_in_job = self.context.run, self.context.allocation is not None
         queued, before = read_queued_job(run), Ledger.read(run).before(attempt)
-        if self.context.allocation is not None:
-            since = attempt if queued is None else queued.since
-        elif before is not None and before.next:
-            return  # it goes on after a supervisor that died
-        else:
-            since = attempt
-        self._tell("start", since, state="running", attempt=attempt)
+        if is_in_job or before is None or not before.next:  # else it goes on after a supervisor that died
+            self._tell("start", attempt, number=queued.since if is_in_job and queued else attempt)
 
     def silent(self, attempt: int, silence_s: float) -> None:
         """Note that no worker has made progress for some time."""
         reason = (
             f"no worker has made progress for {silence_s:.0f} s; after `restart.hang_timeout_s`, ddp-hpc restarts them"
         )
-        self._tell("no_progress", attempt, state="running", attempt=attempt, reason=reason)
+        self._tell("no_progress", attempt, reason=reason)
 
     def look(self, attempt: int) -> None:
         """Note the first save of an attempt that fails."""
@@ -60,8 +55,7 @@ class Notifier:
             return
         progress = known_record(self.context.run.progress, Progress, may_have_nan=True)
         if progress is not None and progress.attempt == attempt and progress.save_error:
-            reason = failed_save(progress.save_error)
-            self._tell("save_failed", attempt, state="running", attempt=attempt, reason=reason)
+            self._tell("save_failed", attempt, reason=failed_save(progress.save_error))
 
     def ended(self, conclusion: Conclusion) -> None:
         """Note the end of an attempt. One that was stopped and goes on does not count."""
@@ -69,9 +63,9 @@ class Notifier:
         if end.ending == Ending.FENCED:
             return  # a newer start of the run says what becomes of it
         if end.ending not in _ENDED_WELL:
-            self._tell("failure", number, state=end.ending, attempt=number, reason=end.reason, follows=end.next)
+            self._tell("failure", number, state=end.ending, reason=end.reason, follows=end.next)
         elif not end.next:
-            self._tell("end", number, state=end.ending, attempt=number, reason=end.reason)
+            self._tell("end", number, state=end.ending, reason=end.reason)
 
     def leave(self, *, goes_on: bool) -> None:
         """Wait for the commands that still run, before this process ends or gives its job back."""
@@ -80,19 +74,16 @@ class Notifier:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(deadline - time.monotonic(), 0.0))
 
-    def _tell(  # noqa: PLR0913  what a command can learn of an event
-        self, event: NotifyEvent, number: int, *, state: str, attempt: int, reason: str = "", follows: str = ""
-    ) -> None:
+    def _tell(self, event: NotifyEvent, attempt: int, *, number: int | None = None, **more: str) -> None:
+        """Start the command, once for each event and number: that of the attempt, or another one."""
+        number = attempt if number is None else number
         if not self._is_wanted(event, number):
             return
         self._seen.add((event, number))
         try:
             if not self._record(event, number):
                 return
-            environ = {
-                **self.context.environ,
-                **self._variables(event, state=state, attempt=attempt, reason=reason, follows=follows),
-            }
+            environ = {**self.context.environ, **self._variables(event, attempt, **more)}
             self._running.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "ddp_hpc.job.notifier", *self.context.spec.notify.command],
@@ -118,7 +109,9 @@ class Notifier:
         append_json_line(file, {**key, "at": time.time()})
         return True
 
-    def _variables(self, event: str, *, state: str, attempt: int, reason: str, follows: str) -> Mapping[str, str]:
+    def _variables(
+        self, event: str, attempt: int, *, state: str = "running", reason: str = "", follows: str = ""
+    ) -> Mapping[str, str]:
         context = self.context
         progress = read_progress(context.run)
         values = {
