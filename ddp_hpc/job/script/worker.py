@@ -83,12 +83,10 @@ def _what_a_fork_would_lose() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "importing the modules of `script.preload` initialised CUDA, which a forked process cannot use"
-    names = processes.lasting_threads()
-    left = ", ".join(sorted(set(names)))
+    if not (left := ", ".join(sorted(set(processes.lasting_threads())))):
+        return ""
     return (
         f"importing PyTorch and `script.preload` left threads running, which a forked process would not have ({left})"
-        if names
-        else ""
     )
 
 

@@ -289,11 +289,8 @@ def _initial_state(
     modes.settle(bare)
     warn_of_single_samples(order, bare)
     bare.zero_grad()  # the recipe may have called backward while it built the model
-    optimizer = (
-        recipe.optimizer(bare, spec.train.lr)
-        if recipe.optimizer
-        else build_optimizer(spec.optimizer, bare, spec.train.lr)
-    )
+    make_optimizer = recipe.optimizer or partial(build_optimizer, spec.optimizer)
+    optimizer = make_optimizer(bare, spec.train.lr)
     refuse_closure(optimizer)
     scaler = precision.make_scaler()
     begin_momentum(optimizer, may_skip=scaler is not None or spec.train.on_nonfinite == "skip")

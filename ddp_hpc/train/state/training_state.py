@@ -343,11 +343,7 @@ class _WeightsToLoad:
         self._is_plain = loads_plainly(module)
         if misfits and self._is_plain:
             raise _of_another_model(misfits)
-        kept = (
-            {}
-            if misfits or not self._is_plain
-            else {name: one for name, one in own.items() if _can_be_filled(one, found[name])}
-        )
+        kept = {name: one for name, one in own.items() if self._is_plain and _can_be_filled(one, found[name])}
         self._found = {name: kept[name] if name in kept else one.empty() for name, one in found.items()}
         self._is_in_place = len(kept) == len(found)
         self.into = {names[name]: one for name, one in self._found.items()}
