@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from functools import partial
 from statistics import median
 
 from ddp_hpc.base.patience import known
@@ -39,48 +40,44 @@ _LEAST_S = 1.0
 """Steps that took less together do not show how long one takes."""
 
 
+@dataclass
 class AutoInterval:
     """The interval of one attempt; made when its training begins."""
 
-    def __init__(  # noqa: PLR0913  most are callbacks
-        self,
-        keys: CheckpointSpec,
-        past: Past,
-        *,
-        num_nodes: int,
-        phases: Callable[[], Phases],
-        note: Callable[[int, Mapping[str, float]], None],
-        wait_for_device: Callable[[], object] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`past` is what earlier attempts say; `phases` are the times of this process; `note` records a choice, after a step."""
-        self._keys = keys
-        self._past = past
-        self._num_nodes = num_nodes
-        self._phases = phases
-        self._note = note
-        self._wait_for_device = wait_for_device
-        self._clock = clock
-        self._began_at = clock()
-        self._stalls = deque(past.stalls_s, maxlen=_NEWEST_SAVES)
-        self._writes = deque(past.writes_s, maxlen=_NEWEST_SAVES)
-        self._saved_at = 0.0
-        self._num_saves = self._num_written = 0
-        self._speeds: deque[tuple[int, float]] = deque(maxlen=_NEWEST_SPEEDS)
-        self._every = 0
-        self._has_reported_measured = False
+    keys: CheckpointSpec
+    past: Past
+    """What earlier attempts say."""
+    _: KW_ONLY
+    num_nodes: int
+    phases: Callable[[], Phases]
+    """The times of this process."""
+    note: Callable[[int, Mapping[str, float]], None]
+    """Records a choice, after a step."""
+    wait_for_device: Callable[[], object] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+    _saved_at: float = 0.0
+    _num_saves: int = 0
+    _num_written: int = 0
+    _speeds: deque[tuple[int, float]] = field(default_factory=partial(deque, maxlen=_NEWEST_SPEEDS))
+    _every: int = 0
+    _has_reported_measured: bool = False
+
+    def __post_init__(self) -> None:
+        self._began_at = self.clock()
+        self._stalls = deque(self.past.stalls_s, maxlen=_NEWEST_SAVES)
+        self._writes = deque(self.past.writes_s, maxlen=_NEWEST_SAVES)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
         """Measure how long training waits for the save after `step`."""
-        self._wait_for_device()  # what the device still has to compute is no part of the save
-        began = self._clock()
+        self.wait_for_device()  # what the device still has to compute is no part of the save
+        began = self.clock()
         yield
         # The first save makes the buffers, so it counts only until there is another.
         if self._num_saves == 1:
             self._stalls.clear()
         self._num_saves += 1
-        self._saved_at = self._clock()
+        self._saved_at = self.clock()
         self._stalls.append(self._saved_at - began)
         if self._every and not self._has_reported_measured:
             self.choose(step)  # the attempt may fail before the next exchange, and the next one needs what was measured
@@ -101,22 +98,22 @@ class AutoInterval:
         if step_s is None:
             return self._every
         costs = self._costs()
-        first_within_s = self._past.first_within_s if self._num_saves == 0 else None
+        first_within_s = self.past.first_within_s if self._num_saves == 0 else None
         is_measured = bool(self._stalls)
-        best_s, why = choose(costs, self._keys, is_measured=is_measured, first_within_s=first_within_s)
+        best_s, why = choose(costs, self.keys, is_measured=is_measured, first_within_s=first_within_s)
         every = max(1, round(best_s / step_s))
         is_news = self._every == 0 or is_worth_changing(self._every, every)
         if is_news or is_measured > self._has_reported_measured:
             self._every, self._has_reported_measured = every, is_measured
             self._report(step, step_s, costs, why)
-        return max(1, round(within(self._every * step_s, why, self._keys) / step_s))
+        return max(1, round(within(self._every * step_s, why, self.keys) / step_s))
 
     def _step_s(self) -> float | None:
         """Return how long a step takes, without saves and evaluations; None as long as that is not known.
 
         The first step is left out: it may compile.
         """
-        phases = self._phases()
+        phases = self.phases()
         if phases.num_steps == 0:
             return None
         trained_s = sum(seconds for name, seconds in phases.seconds.items() if name not in _NOT_STEPS)
@@ -126,7 +123,7 @@ class AutoInterval:
         return (here - then) / (now - before) if here - then >= _LEAST_S else None
 
     def _costs(self) -> SaveCosts:
-        now, past = self._clock(), self._past
+        now, past = self.clock(), self.past
         writing_s = now - self._saved_at if self._num_saves > self._num_written else 0.0
         return SaveCosts(
             stall_s=median(self._stalls) if self._stalls else ASSUMED_STALL_S,
@@ -135,13 +132,13 @@ class AutoInterval:
             between_failures_s=between_failures_s(
                 num_failures=past.num_failures,
                 trained_s=past.trained_s + now - self._began_at,
-                num_nodes=self._num_nodes,
+                num_nodes=self.num_nodes,
             ),
         )
 
     def _report(self, step: int, step_s: float, costs: SaveCosts, why: Why) -> None:
-        seconds, num_failures, is_measured = self._every * step_s, self._past.num_failures, bool(self._stalls)
-        self._note(
+        seconds, num_failures, is_measured = self._every * step_s, self.past.num_failures, bool(self._stalls)
+        self.note(
             step,
             {
                 "every_steps": self._every,

@@ -154,20 +154,16 @@ class Group:
         length = torch.tensor([len(text)])
         dist.all_reduce(length, dist.ReduceOp.MAX)
         padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
-        into = (
-            [torch.empty_like(padded) for _ in range(self.rank_info.world_size)]
-            if self.rank_info.is_rank_zero
-            else None
-        )
-        dist.gather(padded, into)
-        return [json.loads(one.numpy().tobytes()) for one in into or ()]
+        num_received = self.rank_info.world_size if self.rank_info.is_rank_zero else 0
+        into = [torch.empty_like(padded) for _ in range(num_received)]
+        dist.gather(padded, into or None)
+        return [json.loads(one.numpy().tobytes()) for one in into]
 
-    def numbers_of_all(self, own: int) -> list[int]:
-        """Return the number of each rank, by rank; it has at most 64 bits."""
+    def digests_of_all(self, own: str) -> list[str]:
+        """Return the digest of each rank, by rank: 16 hex digits, which are exchanged as a signed number of 64 bits."""
         slots = torch.zeros(self.rank_info.world_size, dtype=torch.int64)
-        slots[self.rank_info.rank] = own
-        numbers: list[int] = self.sum(slots).tolist()
-        return numbers
+        slots[self.rank_info.rank] = int.from_bytes(bytes.fromhex(own), "big", signed=True)
+        return [number.to_bytes(8, "big", signed=True).hex() for number in self.sum(slots).tolist()]
 
     def last_word(self, key: str, text: str | None) -> str:
         """Return rank zero's text on every rank, when all have it: rank zero serves the store, so it must not leave before."""

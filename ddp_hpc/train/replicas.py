@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -50,36 +51,32 @@ _PART = 1 << 24
 """Elements that the ranks compare at a time."""
 
 
+@dataclass
 class Replicas:
     """The ranks' copies of the training state, as one rank sees them."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        group: Group,
-        *,
-        attempt: int,
-        every_steps: int | None,
-        wait_for_save: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Compare at multiples of `every_steps`; None: never. `wait_for_save` returns when no save is being written any more."""
-        self.run = run
-        self.group = group
-        self.attempt = attempt
-        self.is_on = every_steps is not None
-        self._every = every_steps
-        self._wait_for_save = wait_for_save
-        self.next_step = _NEVER if every_steps is None else 0
+    run: RunDir
+    group: Group
+    _: KW_ONLY
+    attempt: int
+    every_steps: int | None
+    """Compare at multiples of this number; None: never."""
+    wait_for_save: Callable[[], object] = lambda: None
+    """Returns when no save is being written any more."""
+    _compared: int | None = None
+    _open: list[Difference] | None = None
+    """Earlier differences whose steps no attempt has computed again; only rank zero knows more than their steps."""
+    _open_steps: list[int] = field(default_factory=list)
+    _open_losses: list[Difference] | None = None
+    """On rank zero, earlier attempts whose losses no attempt has computed again."""
+    _left_out: set[str] = field(default_factory=set)
+    """Tensors that are not compared, as the log says."""
+    _is_losing: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_on = self.every_steps is not None
+        self.next_step = 0 if self.is_on else _NEVER
         """After this step, or the first one behind it, the ranks compare."""
-        self._compared: int | None = None
-        self._open: list[Difference] | None = None
-        """Earlier differences whose steps no attempt has computed again; only rank zero knows more than their steps."""
-        self._open_steps: list[int] = []
-        self._open_losses: list[Difference] | None = None
-        """On rank zero, earlier attempts whose losses no attempt has computed again."""
-        self._left_out: set[str] = set()
-        """Tensors that are not compared, as the log says."""
-        self._is_losing = False
 
     def compare_due(self, state: TrainingState) -> None:
         """Compare, if that is due after this step."""
@@ -89,23 +86,21 @@ class Replicas:
     def compare(self, state: TrainingState) -> None:
         """Compare the state of all ranks after this step, if that is switched on, and record its digest."""
         step = state.position.step
-        if self._every is None or step == self._compared:
+        if self.every_steps is None or step == self._compared:
             return
         if self._open is None:
             self._read_open()
         self._compared = step
         self.next_step = min(
-            (step // self._every + 1) * self._every, *(one for one in self._open_steps if one > step), _NEVER
+            (step // self.every_steps + 1) * self.every_steps, *(one for one in self._open_steps if one > step), _NEVER
         )
         compared, left_out = training_state.tensors_to_compare(state)
         self._note_left_out(left_out)
         mine = digests.of_tensors({item.name: item.tensor for item in compared})
-        rank_info = self.group.rank_info
-        numbers = self.group.numbers_of_all(digests.as_number(digests.of_all(mine)))
-        found = [digests.from_number(number) for number in numbers]
+        found = self.group.digests_of_all(digests.of_all(mine))
         if len(set(found)) > 1:
             self._end(step, found, mine, state)
-        if rank_info.is_rank_zero:
+        if self.group.rank_info.is_rank_zero:
             self._agreed(step, found[0], state)
 
     def _read_open(self) -> None:
@@ -155,7 +150,7 @@ class Replicas:
 
     def _end(self, step: int, found: Sequence[str], mine: dict[str, int], state: TrainingState) -> None:
         """Tell all ranks what differs, once the checkpoint that is being written is committed; it was equal everywhere."""
-        self._wait_for_save()
+        self.wait_for_save()
         named = {item.name: item.tensor for item in training_state.tensors_of_all(state)}
         tensors = {name: [mine[name], [*one.shape], str(one.dtype)] for name, one in named.items()}
         reports = self._reports(tensors=tensors)

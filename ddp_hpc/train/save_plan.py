@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from ddp_hpc.train.auto_interval import AutoInterval
@@ -17,34 +18,28 @@ from ddp_hpc.train.auto_interval import AutoInterval
 _NEVER = 2**62
 
 
+@dataclass
 class SavePlan:
     """When the next periodic checkpoint is due, the same on all ranks."""
 
-    def __init__(
-        self,
-        every: int | Literal["auto"] | None,
-        make_auto: Callable[[], AutoInterval] | None = None,
-        *,
-        max_failing_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`make_auto` makes what measures and chooses; only rank zero of a training with `every="auto"` has it."""
-        self._every = every
-        self._make_auto = make_auto
-        self._auto: AutoInterval | None = None
-        self._max_failing_s = max_failing_s
-        self._clock = clock
-        self._failing_since: float | None = None
-        """On rank zero, when the first failed save since the newest checkpoint ended."""
-        self.is_last_try = False
-        """Whether to save now, and to end the run if that fails."""
-        self._announced = _NEVER
-        self._saved_step = 0
+    every: int | Literal["auto"] | None
+    make_auto: Callable[[], AutoInterval] | None = None
+    """Makes what measures and chooses; only rank zero of a training with `every="auto"` has it."""
+    _: KW_ONLY
+    max_failing_s: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    is_last_try: bool = False
+    """Whether to save now, and to end the run if that fails."""
+    _auto: AutoInterval | None = None
+    _failing_since: float | None = None
+    """On rank zero, when the first failed save since the newest checkpoint ended."""
+    _announced: int = _NEVER
+    _saved_step: int = 0
 
     def begin(self, step: int) -> None:
         """Begin to count after `step`, from which the training resumes."""
         self._saved_step = step
-        self._auto = self._make_auto and self._make_auto()
+        self._auto = self.make_auto and self.make_auto()
 
     def is_due(self, step: int) -> bool:
         """Tell whether to save after this step."""
@@ -54,9 +49,9 @@ class SavePlan:
         """Return the first step after `step` that is due, as far as is known."""
         if self.is_last_try:
             return step + 1
-        if self._every == "auto":
+        if self.every == "auto":
             return max(step + 1, self._saved_step + self._announced)
-        return _NEVER if self._every is None else (step // self._every + 1) * self._every
+        return _NEVER if self.every is None else (step // self.every + 1) * self.every
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
@@ -72,8 +67,8 @@ class SavePlan:
 
     def to_announce(self, step: int) -> tuple[int, bool]:
         """Return what rank zero announces after `step`: how many steps lie between two saves, and whether a last try is due now."""
-        since, most_s = self._failing_since, self._max_failing_s
-        is_last_try = since is not None and most_s is not None and self._clock() - since >= most_s
+        since, most_s = self._failing_since, self.max_failing_s
+        is_last_try = since is not None and most_s is not None and self.clock() - since >= most_s
         every = 0 if self._auto is None or is_last_try else self._auto.choose(step)
         return every or _NEVER, is_last_try
 
@@ -83,6 +78,6 @@ class SavePlan:
 
     def written(self, seconds: float | None) -> None:
         """Take note that a save was committed in so many seconds, or has failed (None); the writer's thread calls this."""
-        self._failing_since = None if seconds is not None else self._failing_since or self._clock()
+        self._failing_since = None if seconds is not None else self._failing_since or self.clock()
         if self._auto is not None:
             self._auto.written(seconds)

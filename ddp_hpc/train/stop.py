@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -110,22 +111,22 @@ def _is_loader_process() -> bool:
     return False
 
 
+@dataclass
 class EarlyStop:
     """Whether any rank has been asked to stop before the first step, as far as this rank knows."""
 
-    def __init__(self, group: Group, is_asked: Callable[[], bool]) -> None:
-        self._group = group
-        self._is_asked_here = is_asked
-        self._is_known = False
-        self._looked_at = float("-inf")
+    group: Group
+    is_asked_here: Callable[[], bool]
+    _is_known: bool = False
+    _looked_at: float = float("-inf")
 
     def is_asked(self) -> bool:
         """Tell all ranks whether this one has been asked, and return whether any has; nearly free if called often."""
         now = time.monotonic()
         if not self._is_known and now - self._looked_at >= _EARLY_INTERVAL_S:
             self._looked_at = now
-            store = self._group.store
-            if self._is_asked_here():
+            store = self.group.store
+            if self.is_asked_here():
                 store.set(_EARLY_KEY, "")
                 self._is_known = True
             else:
@@ -144,6 +145,7 @@ class Ranks(Protocol):
         """Add up a tensor over the ranks, in place, and return it."""
 
 
+@dataclass
 class StopConsensus:
     """Decides at which steps the ranks exchange their flags, and whether all of them stop.
 
@@ -151,17 +153,15 @@ class StopConsensus:
     after the same step, without communication in between.
     """
 
-    def __init__(
-        self, group: Ranks, flag: StopFlag, *, is_fenced: Callable[[], bool], news: SavePlan | None = None
-    ) -> None:
-        """`news` tells all ranks numbers of rank zero's at each exchange, so that this costs no exchange of its own."""
-        self._group = group
-        self._flag = flag
-        self._is_fenced = is_fenced
-        self._news = news
-        self.next_step = 0
-        """After this step, or the first one behind it, the ranks exchange their flags."""
-        self._exchanged_at: tuple[int, float] | None = None
+    group: Ranks
+    flag: StopFlag
+    _: KW_ONLY
+    is_fenced: Callable[[], bool]
+    news: SavePlan | None = None
+    """Tells all ranks numbers of rank zero's at each exchange, so that this costs no exchange of its own."""
+    next_step: int = 0
+    """After this step, or the first one behind it, the ranks exchange their flags."""
+    _exchanged_at: tuple[int, float] | None = None
 
     def agree_before_first_step(self, step: int) -> bool:
         """Exchange the flags after a restore, as `agree_to_stop` does."""
@@ -175,24 +175,24 @@ class StopConsensus:
         Raises:
             FencedError: on all ranks, if another attempt has taken the run over.
         """
-        is_rank_zero = self._group.rank_info.is_rank_zero
-        vote = int(self._flag.is_set(look_at_file=is_rank_zero))
+        is_rank_zero = self.group.rank_info.is_rank_zero
+        vote = int(self.flag.is_set(look_at_file=is_rank_zero))
         pause, news = 0, (0, 0)
         if is_rank_zero:
-            vote += _FENCED_VOTE if self._is_fenced() else 0
+            vote += _FENCED_VOTE if self.is_fenced() else 0
             pause = self._steps_until_next(step)
-            news = (0, 0) if self._news is None else self._news.to_announce(step)
+            news = (0, 0) if self.news is None else self.news.to_announce(step)
         # All that the ranks decide here comes from this one sum, so all decide the same: a rank that stopped alone would
         # leave the others waiting for it in the next step's all-reduce.
-        votes = self._group.sum(torch.tensor([vote, pause, *news], dtype=torch.int64))
+        votes = self.group.sum(torch.tensor([vote, pause, *news], dtype=torch.int64))
         stop_votes, pause_sum, *announced = votes.tolist()
         if stop_votes >= _FENCED_VOTE:
             raise FencedError(
                 f"A newer start of the run has replaced this one, which stops at step {step} without a checkpoint. You need do nothing."
             )
         self.next_step = step + pause_sum
-        if self._news is not None:
-            self._news.take_over(*announced)
+        if self.news is not None:
+            self.news.take_over(*announced)
         return bool(stop_votes > 0)
 
     def _steps_until_next(self, step: int) -> int:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from ddp_hpc.base.durable import open_private
@@ -25,6 +26,7 @@ TEARDOWN_S = 30.0
 """How long a finished worker may take to leave the process group."""
 
 
+@dataclass
 class Watchdog:
     """Kills this process if it is not fed for `timeout_s`; without a timeout it does nothing.
 
@@ -32,59 +34,53 @@ class Watchdog:
     run makes progress.
     """
 
-    def __init__(
-        self,
-        timeout_s: float | None,
-        *,
-        touches_log: bool = False,
-        allowance: Path | None = None,
-        deadline: Deadline | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._touches_log = touches_log
-        self._allowance = allowance
-        self._deadline = deadline
-        self._is_allowed = False
-        self._clock = clock
-        self._fed_at = self._touched_at = float("-inf")
+    timeout_s: float | None
+    _: KW_ONLY
+    touches_log: bool = False
+    allowance: Path | None = None
+    """A file that says that this rank may take longer (`allow`)."""
+    deadline: Deadline | None = None
+    clock: Callable[[], float] = time.monotonic
+    _is_allowed: bool = False
+    _fed_at: float = float("-inf")
+    _touched_at: float = float("-inf")
 
     def feed(self) -> None:
         """Report progress of this rank; nearly free if called often."""
-        if self._timeout_s is None:
+        if self.timeout_s is None:
             return
-        now = self._clock()
+        now = self.clock()
         if now - self._fed_at >= FEED_INTERVAL_S:
             self._fed_at = now
             # A C thread of faulthandler waits for the timeout, and needs neither the GIL nor the main thread: it also fires
             # while an extension hangs. With `exit=True` it calls _exit, without cleanup. Each call replaces the timer before:
             # https://docs.python.org/3/library/faulthandler.html#faulthandler.dump_traceback_later
-            faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=sys.stderr)
-            self._put_off(self._timeout_s)
-            if self._is_allowed and self._allowance is not None:
+            faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=sys.stderr)
+            self._put_off(self.timeout_s)
+            if self._is_allowed and self.allowance is not None:
                 self._is_allowed = False
                 with suppress(OSError):
-                    self._allowance.unlink(missing_ok=True)
-        if self._touches_log and now - self._touched_at >= LOG_TOUCH_INTERVAL_S:
+                    self.allowance.unlink(missing_ok=True)
+        if self.touches_log and now - self._touched_at >= LOG_TOUCH_INTERVAL_S:
             self._touched_at = now
             with suppress(OSError):  # no file, or a full disk
                 os.utime(sys.stderr.fileno())
 
     def allow(self, seconds: float) -> None:
         """Allow this rank, which builds the recipe, to take `seconds` until it is fed again, instead of the timeout."""
-        if self._timeout_s is None:
+        if self.timeout_s is None:
             return
         self._fed_at = self._touched_at = float("-inf")
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
         self._put_off(seconds)
-        if self._allowance is not None:
+        if self.allowance is not None:
             # The supervisor learns of it by a file whose modification time lies in the future. The log cannot serve for that:
             # each line that is printed sets its time to now.
             until, self._is_allowed = time.time() + seconds, True
             with suppress(OSError):
-                with open_private(self._allowance, "w") as file:
+                with open_private(self.allowance, "w") as file:
                     file.write("building")  # a `Phase`
-                os.utime(self._allowance, (until, until))
+                os.utime(self.allowance, (until, until))
 
     def dismiss(self) -> None:
         """Stop watching."""
@@ -93,8 +89,8 @@ class Watchdog:
 
     def _put_off(self, seconds: float) -> None:
         """Let this node know when to ask what this process does, before it ends."""
-        if self._deadline is not None:
-            self._deadline.put_off(seconds)
+        if self.deadline is not None:
+            self.deadline.put_off(seconds)
 
 
 def leave_within(seconds: float, leave: Callable[[], object]) -> threading.Timer:

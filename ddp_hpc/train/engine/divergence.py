@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NoReturn
 
 import torch
@@ -33,6 +34,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 
+@dataclass
 class LossWatch:
     """Ends a training whose losses are no longer finite.
 
@@ -40,26 +42,22 @@ class LossWatch:
     synchronise anyway (`StopConsensus`).
     """
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        replicas: Replicas,
-        state: TrainingState,
-        *,
-        policy: OnNonfinite,
-    ) -> None:
-        self._checkpointer = checkpointer
-        self._replicas = replicas
-        self._state = state
-        self._policy = policy
-        self._limit = MOST_IN_A_ROW.get(policy)
-        self._steps: list[int] = []
-        self._losses: list[Tensor] = []
-        self._began: tuple[int, bool] | None = None
-        """The first step of the row of bad ones, and whether this rank's loss was bad in it."""
-        self._may_try_again = policy == "stop" and replicas.is_on and replicas.group.rank_info.world_size > 1
+    checkpointer: Checkpointer
+    replicas: Replicas
+    state: TrainingState
+    _: KW_ONLY
+    policy: OnNonfinite
+    _steps: list[int] = field(default_factory=list)
+    _losses: list[Tensor] = field(default_factory=list)
+    _began: tuple[int, bool] | None = None
+    """The first step of the row of bad ones, and whether this rank's loss was bad in it."""
+
+    def __post_init__(self) -> None:
+        self._limit = MOST_IN_A_ROW.get(self.policy)
+        has_others = self.replicas.group.rank_info.world_size > 1
+        self._may_try_again = self.policy == "stop" and self.replicas.is_on and has_others
         if self._limit is not None:
-            checkpointer.newest_losses = self._newest
+            self.checkpointer.newest_losses = self._newest
 
     def _newest(self) -> Sequence[Tensor]:
         return self._losses[bisect_left(self._steps, self._steps[-1]) :] if self._steps else []
@@ -83,9 +81,9 @@ class LossWatch:
         # (`StopConsensus`), so the tensor has the same length on all of them, as an all-reduce requires.
         votes = torch.zeros(last - first + 2, dtype=torch.int64)
         votes.index_add_(0, torch.tensor(self._steps) - first, is_bad)
-        votes[-1] = int(self._checkpointer.refused is not None)
+        votes[-1] = int(self.checkpointer.refused is not None)
         own = votes.tolist()
-        *num_bad, is_refused = self._replicas.group.sum(votes).tolist()
+        *num_bad, is_refused = self.replicas.group.sum(votes).tolist()
         self._steps, self._losses = [], []
         for step, count in enumerate(num_bad, first):
             if count:
@@ -93,22 +91,22 @@ class LossWatch:
             else:
                 self._began = None
                 if self._may_try_again:
-                    self._replicas.note_finite_losses(step)
+                    self.replicas.note_finite_losses(step)
             if self._began is not None and step - self._began[0] + 1 == self._limit:
                 self.end(f"the loss is not finite since step {self._began[0]}")
-        if is_last and self._began is not None and self._policy == "stop":
+        if is_last and self._began is not None and self.policy == "stop":
             self.end(f"the loss is not finite since step {self._began[0]}")
         if is_refused:
-            self.end(str(self._checkpointer.refused))
+            self.end(str(self.checkpointer.refused))
 
     def end(self, what: str) -> NoReturn:
         """End the run on all ranks as diverged; or with a RanksDifferError, where that is a better reason."""
-        run, group = self._replicas.run, self._replicas.group
-        self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
-        self._replicas.compare(self._state)
+        run, group = self.replicas.run, self.replicas.group
+        self.checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
+        self.replicas.compare(self.state)
         if self._may_try_again and self._began is not None:
             step, is_mine = self._began
-            what += self._replicas.where_losses_began(step, is_mine=is_mine)
+            what += self.replicas.where_losses_began(step, is_mine=is_mine)
         text = diverged(run, what) if group.rank_info.is_rank_zero else None
         raise DivergedError(group.last_word("diverged", text))
 
@@ -124,6 +122,7 @@ def of_nan_check(error: BaseException, run: RunDir, *, rank: int, step: int) -> 
     return DivergedError(diverged(run, what))
 
 
+@dataclass
 class UpdateGuard:
     """With the policy `skip`, skips updates whose gradients are not finite; with fp16 the loss scaler skips them.
 
@@ -131,37 +130,37 @@ class UpdateGuard:
     where the optimizer has no kernels that leave an update out, or where the forward changes more than tensors.
     """
 
-    def __init__(self, model: nn.Module, *, is_active: bool, end: Callable[[str], object]) -> None:
-        """`end` ends the run on all ranks, for a reason."""
-        self._end = end
-        self._model = model
-        self.is_active = is_active
-        self._places: list[Place] | None = None
-        self._copies: list[Copied] = []
-        self._attributes: dict[str, tuple[list[object], list[int]]] = {}
-        self._keeps_attributes = True
-        self._not_kept = ""
-        self._restores: Sequence[Callable[[], object]] = ()
-        self.why_waits = "the first step is watched"
-        """Why the host waits for the device in each step; empty if it does not."""
-        self._noted: list[tuple[int, Tensor]] = []
-        self._num_skipped = 0
-        self._num_in_a_row = 0
-        self._last_word = ""
-        """Why the run ends at the next check."""
+    model: nn.Module
+    _: KW_ONLY
+    is_active: bool
+    end: Callable[[str], object]
+    """Ends the run on all ranks, for a reason."""
+    why_waits: str = "the first step is watched"
+    """Why the host waits for the device in each step; empty if it does not."""
+    _places: list[Place] | None = None
+    _copies: list[Copied] = field(default_factory=list)
+    _attributes: dict[str, tuple[list[object], list[int]]] = field(default_factory=dict)
+    _keeps_attributes: bool = True
+    _not_kept: str = ""
+    _restores: Sequence[Callable[[], object]] = ()
+    _noted: list[tuple[int, Tensor]] = field(default_factory=list)
+    _num_skipped: int = 0
+    _num_in_a_row: int = 0
+    _last_word: str = ""
+    """Why the run ends at the next check."""
 
     def keep(self) -> None:
         """Copy what the forward may change, to put it back if the update is skipped."""
         if self._places is None:  # a copy of the weights, beside the optimizer's state
-            self._attributes = _attributes(self._model)
-            weights = [*self._model.parameters()]
+            self._attributes = _attributes(self.model)
+            weights = [*self.model.parameters()]
             copies_on = room_for_copies(weights, weights[0].device) if weights else None
-            self._copies = copy_places(places(self._model), copies_on=copies_on)
+            self._copies = copy_places(places(self.model), copies_on=copies_on)
         else:
             self._copies = copy_places(self._places)
         if self._keeps_attributes:
             try:
-                self._restores = to_keep(self._model, ()).restores()
+                self._restores = to_keep(self.model, ()).restores()
             except NotKeptError as error:
                 self._not_kept = str(error)
 
@@ -207,13 +206,13 @@ class UpdateGuard:
             (one.module, one.name) for one in found if not isinstance(one.tensor, nn.Parameter) or one.is_changed()
         ]
         before = {key: signs for key, (_, signs) in self._attributes.items()}
-        changed = [key for key, (_, signs) in _attributes(self._model).items() if signs != before.get(key)]
+        changed = [key for key, (_, signs) in _attributes(self.model).items() if signs != before.get(key)]
         self.why_waits = ""
         if changed:
             self.why_waits = f"the forward changes `{changed[0]}`, which is neither a buffer nor a parameter"
         elif not can_skip(optimizer):
             self.why_waits = f"the optimizer ({type(optimizer).__name__}) has no fused kernels that leave an update out"
-        if self.why_waits and any(one.is_cuda for one in self._model.parameters()):
+        if self.why_waits and any(one.is_cuda for one in self.model.parameters()):
             log.info("`train.on_nonfinite=skip` waits for the device in each step: %s", self.why_waits)
         if changed and self._not_kept:
             log.warning("a skipped update puts back tensors alone (`train.on_nonfinite=skip`): %s", self._not_kept)
@@ -223,7 +222,7 @@ class UpdateGuard:
         """Count the updates that were skipped since the last check, which waits for the device; all ranks call this after the same step."""
         self._count()
         if self._last_word:
-            self._end(self._last_word)
+            self.end(self._last_word)
 
     def _count(self) -> None:
         noted, self._noted = self._noted, []

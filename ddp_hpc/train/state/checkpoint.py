@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from heapq import heapreplace
 from typing import Any
@@ -46,6 +46,7 @@ from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
 from ddp_hpc.train.state.restore import DTYPES, Restorer, without_garbage_collection
 from ddp_hpc.train.state.save_buffers import NotFiniteError, SaveBuffers
 from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
+from ddp_hpc.train.stop import EarlyStop
 
 log = logging.getLogger(__name__)
 
@@ -71,63 +72,53 @@ def partition_tensors(named: Sequence[NamedTensor], *, rank: int, world_size: in
     return sorted(mine, key=lambda item: (-item.tensor.element_size(), item.name))
 
 
+@dataclass
 class Checkpointer:
     """Saves and restores the state of one rank; made once in an attempt."""
 
-    def __init__(  # noqa: PLR0913  # most of them are callbacks
-        self,
-        run: RunDir,
-        group: Group,
-        *,
-        attempt: int,
-        keep: CheckpointSpec,
-        before_commit: Callable[[], object] = lambda: None,
-        on_result: Callable[[int, float, str | None], object] = lambda *_: None,
-        on_progress: Callable[[], object] = lambda: None,
-        on_buffers: Callable[[Mapping[str, int]], object] = lambda _: None,
-        is_stop_asked: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._run = run
-        self._group = group
-        self._attempt = attempt
-        self._restorer = Restorer(run, group, attempt=attempt, on_progress=on_progress, is_stop_asked=is_stop_asked)
-        self._keep = keep
-        self._before_commit = before_commit
-        self._on_result = on_result
-        """Called by rank zero's writer thread at the end of a save: with the step, the seconds that it took, and why it failed, if it did."""
-        self._on_progress = on_progress
-        """Called by the main thread while a writer that it waits for, here or on another rank, makes progress."""
-        self._on_buffers = on_buffers
-        """Called by the writer's thread with the memory that a save takes (`SaveBuffers.memory`)."""
-        self._num_moves = 0
-        """How often this rank's writer thread, or one that it waits for, has made progress."""
-        self._buffers = SaveBuffers(group.device)
+    run: RunDir
+    group: Group
+    _: KW_ONLY
+    attempt: int
+    keep: CheckpointSpec
+    before_commit: Callable[[], object] = lambda: None
+    on_result: Callable[[int, float, str | None], object] = lambda *_: None
+    """Called by rank zero's writer thread at the end of a save: with the step, the seconds that it took, and why it failed, if it did."""
+    on_progress: Callable[[], object] = lambda: None
+    """Called by the main thread while a writer that it waits for, here or on another rank, makes progress."""
+    on_buffers: Callable[[Mapping[str, int]], object] = lambda _: None
+    """Called by the writer's thread with the memory that a save takes (`SaveBuffers.memory`)."""
+    is_stop_asked: Callable[[], bool] = lambda: False
+    newest_losses: Callable[[], Sequence[Tensor]] = tuple
+    """Returns the losses of the last step. If one is not finite, a periodic save is not committed: the weights may still be
+    finite, but too large to continue from."""
+    refused: str | None = None
+    """On rank zero, why a save was refused because the state was not finite."""
+    _num_moves: int = 0
+    """How often this rank's writer thread, or one that it waits for, has made progress."""
+    _writing: Future[None] | None = None
+    _last_saved: int | None = None
+    _restored: int | None = None
+    _watched: frozenset[str] = frozenset()
+    _made: dict[str, dict[str, SavedTensor]] | None = None
+    """Names and shapes of what the model saves, as they were before any forward; None where that was not asked."""
+    _is_checked_again: bool = False
+    _watch: unsaved.Watch | None = None
+    """On rank zero, until the first save."""
+    _committed_at: float = field(default_factory=time.time)
+    """On rank zero, when the newest checkpoint was committed; before the first one, when the attempt began."""
+    _num_tries: int = 0
+    """How often a final save was repeated; the same on every rank."""
+
+    def __post_init__(self) -> None:
+        stop = EarlyStop(self.group, self.is_stop_asked)
+        self._restorer = Restorer(self.run, self.group, attempt=self.attempt, on_progress=self.on_progress, stop=stop)
+        self._buffers = SaveBuffers(self.group.device)
         self.wait_for_copy = self._buffers.wait_for_copy
         # One thread for all saves, not one for each: a process that is forked (as data loader workers are) while a thread starts
         # or ends can hang in CPython's fork.
-        self._writer = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="checkpoint-writer",
-            initializer=partial(select_device, group.device),
-        )
-        self._writing: Future[None] | None = None
-        self._last_saved: int | None = None
-        self._restored: int | None = None
-        self._watched: frozenset[str] = frozenset()
-        self._made: dict[str, dict[str, SavedTensor]] | None = None
-        """Names and shapes of what the model saves, as they were before any forward; None where that was not asked."""
-        self._is_checked_again = False
-        self._watch: unsaved.Watch | None = None
-        """On rank zero, until the first save."""
-        self.newest_losses: Callable[[], Sequence[Tensor]] = tuple
-        """Returns the losses of the last step. If one is not finite, a periodic save is not committed: the weights may still be
-        finite, but too large to continue from."""
-        self.refused: str | None = None
-        """On rank zero, why a save was refused because the state was not finite."""
-        self._committed_at = time.time()
-        """On rank zero, when the newest checkpoint was committed; before the first one, when the attempt began."""
-        self._num_tries = 0
-        """How often a final save was repeated; the same on every rank."""
+        select = partial(select_device, self.group.device)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer", initializer=select)
 
     def check(self, state: TrainingState) -> None:
         """Find out before the first step whether `state` can be saved and restored."""
@@ -150,20 +141,20 @@ class Checkpointer:
 
     def watch(self, state: TrainingState, **functions: object) -> None:
         """Note, before the first forward, what no checkpoint holds of the model, the optimizer and these functions, to name it if the training changes it."""
-        if self._group.rank_info.is_rank_zero:
+        if self.group.rank_info.is_rank_zero:
             self._watch = unsaved.Watch(state.model, state.optimizer, **functions)
 
     def _compare_between_ranks(self, state: TrainingState) -> None:
         """Find out whether all ranks have what rank zero alone saves."""
-        rank_info = self._group.rank_info
+        rank_info = self.group.rank_info
         if rank_info.world_size == 1:
             return
         mine = round_trip.of_all_ranks(state)
-        if len({*self._group.numbers_of_all(digests.as_number(digests.of_all(mine)))}) == 1:
+        if len({*self.group.digests_of_all(digests.of_all(mine))}) == 1:
             return
-        reports = self._group.gathered_by_rank_zero(mine)
+        reports = self.group.gathered_by_rank_zero(mine)
         text = round_trip.why_ranks_differ(reports) if rank_info.is_rank_zero else None
-        raise ConfigError(self._group.last_word("ranks-differ", text))
+        raise ConfigError(self.group.last_word("ranks-differ", text))
 
     def check_again(self, state: TrainingState, *, why: str = "") -> None:
         """Find out whether what would be saved now could be restored, as a forward may have changed what the model has; `why` says why not, if known.
@@ -174,11 +165,11 @@ class Checkpointer:
         if self._made is None or state.position.step == self._last_saved:
             return
         why = training_state.changes(state, self._made) or why
-        if not self._group.sum(torch.tensor([bool(why)], dtype=torch.int64, device=self._group.device)).item():
+        if not self.group.sum(torch.tensor([bool(why)], dtype=torch.int64, device=self.group.device)).item():
             return
         self.wait()  # commit the checkpoint that is being written: it can be restored
-        found = self._group.gathered_by_rank_zero(why) if self._group.rank_info.world_size > 1 else [why]
-        raise ConfigError(self._group.last_word("changed-model", next(filter(None, found), None)))
+        found = self.group.gathered_by_rank_zero(why) if self.group.rank_info.world_size > 1 else [why]
+        raise ConfigError(self.group.last_word("changed-model", next(filter(None, found), None)))
 
     def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
         """Restore the newest checkpoint that is not damaged, the same on all ranks; return its step, or None (see `restore`)."""
@@ -211,7 +202,7 @@ class Checkpointer:
         if self._watch is not None:  # a teacher that begins as its student changes with the second step
             unsaved.warn_of_changes(self._watch.changed(), "the training")
             self._watch = None
-        rank_info = self._group.rank_info
+        rank_info = self.group.rank_info
         with without_garbage_collection():
             kept = state.kept_of_optimizer()
             self._buffers.fill(self._mine(state, kept))
@@ -223,7 +214,7 @@ class Checkpointer:
                 metrics=dict(metrics or {}),
                 made={
                     "at": time.time(),
-                    "attempt": self._attempt,
+                    "attempt": self.attempt,
                     "torch": torch.__version__,
                     "ddp_hpc": ddp_hpc.__version__,
                     "gradient_order": state.gradient_order,
@@ -235,7 +226,7 @@ class Checkpointer:
         self._writing = self._writer.submit(self._write, manifest, () if is_final else self.newest_losses())
 
     def _mine(self, state: TrainingState, kept: KeptByOptimizer | None = None) -> list[NamedTensor]:
-        rank_info = self._group.rank_info
+        rank_info = self.group.rank_info
         return partition_tensors(
             training_state.tensors(state, kept), rank=rank_info.rank, world_size=rank_info.world_size
         )
@@ -251,36 +242,31 @@ class Checkpointer:
         """
         step = state.position.step
         was_tried = step == self._last_saved
-        self.save(state, metrics=metrics, is_final=True)
-        self.wait()
-        if step == self._restored:
-            return
-        error, refused, since = self._outcome(step)
-        if error is not None and was_tried:
-            # By a periodic save: a disk that was full then, or a network, may work again.
-            self._last_saved = None
-            self._num_tries += 1
+        while True:
             self.save(state, metrics=metrics, is_final=True)
             self.wait()
-            error, refused, since = self._outcome(step)
-        self._group.let_all_read(self._key(step, "read"), store=self._group.side_store)
+            if step == self._restored:
+                return
+            key, store = self._key(step, "outcome"), self.group.side_store
+            error, refused, since = json.loads(store.get(key, on_heartbeat=self.on_progress))
+            if error is None or not was_tried:
+                break
+            # It was tried by a periodic save: a disk that was full then, or a network, may work again.
+            was_tried, self._last_saved = False, None
+            self._num_tries += 1
+        self.group.let_all_read(self._key(step, "read"), store=self.group.side_store)
         if refused is not None:
-            raise DivergedError(diverged(self._run, refused))
+            raise DivergedError(diverged(self.run, refused))
         if error is not None:
-            ends = (
-                f" None has been committed since {since}, so the run ends (`checkpoint.max_failing_s`)."
-                if or_end
-                else ""
-            )
-            again = ", then submit the run again" if or_end else ""
+            ends = again = ""
+            if or_end:
+                ends = f" None has been committed since {since}, so the run ends (`checkpoint.max_failing_s`)."
+                again = ", then submit the run again"
             raise (NotSavedError if or_end else CheckpointError)(
                 f"The checkpoint of step {step} could not be committed: {str(error).rstrip('.')}.{ends} Earlier ones in "
-                f"{self._run.checkpoints} are not affected: the next attempt continues from the newest, if there is one. Check "
+                f"{self.run.checkpoints} are not affected: the next attempt continues from the newest, if there is one. Check "
                 f"the space, the quota and the permissions there{again}."
             )
-
-    def _outcome(self, step: int) -> Any:
-        return json.loads(self._group.side_store.get(self._key(step, "outcome"), on_heartbeat=self._on_progress))
 
     def wait(self) -> None:
         """Wait until this rank has written its shard; rank zero also until the save is committed or has failed."""
@@ -290,7 +276,7 @@ class Checkpointer:
         while futures.wait([self._writing], timeout=_CHECK_S).not_done:
             if num_moves != self._num_moves:
                 num_moves = self._num_moves
-                self._on_progress()
+                self.on_progress()
         self._writing.result()
         self._writing = None
 
@@ -299,7 +285,7 @@ class Checkpointer:
     def _make_buffers(self, mine: Sequence[NamedTensor]) -> None:
         self._buffers.prepare(mine)
         log.info("a save takes %s", memory_text(self._buffers.memory))
-        self._on_buffers(self._buffers.memory)
+        self.on_buffers(self._buffers.memory)
 
     def _key(self, step: int, name: str) -> str:
         return f"checkpoint/{step}.{self._num_tries}/{name}"
@@ -307,18 +293,18 @@ class Checkpointer:
     def _send_heartbeat(self, key: str) -> None:
         """Show that the writer's thread makes progress: to the main thread, and to the ranks that wait for `key`."""
         self._num_moves += 1
-        self._group.side_store.heartbeat(key)
+        self.group.side_store.heartbeat(key)
 
     def _write(self, manifest: Manifest, losses: Sequence[Tensor]) -> None:
         """Write this rank's shard; on rank zero, also commit. An error is reported as a value, since no caller can catch it."""
         began = time.monotonic()
-        rank_info, store = self._group.rank_info, self._group.side_store
-        uncommitted = checkpoint_store.uncommitted_path(self._run, manifest.step, self._attempt)
+        rank_info, store = self.group.rank_info, self.group.side_store
+        uncommitted = checkpoint_store.uncommitted_path(self.run, manifest.step, self.attempt)
         report: dict[str, Any]
         own_key = self._key(manifest.step, "outcome" if rank_info.is_rank_zero else str(rank_info.rank))
         send_heartbeat = partial(self._send_heartbeat, own_key)
         try:
-            checkpoint_store.make_uncommitted(self._run, manifest.step, self._attempt)
+            checkpoint_store.make_uncommitted(self.run, manifest.step, self.attempt)
             if not all(math.isfinite(loss.item()) for loss in losses):
                 raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  reported below, as all others
             parts = self._buffers.parts(self._watched)
@@ -340,8 +326,8 @@ class Checkpointer:
         try:
             reports = [report, *(json.loads(store.get(key, on_heartbeat=send_heartbeat)) for key in others)]
             shards = tuple(_shard_of(item, manifest.step) for item in reports)
-            self._before_commit()
-            checkpoint_store.commit(self._run, uncommitted, replace(manifest, shards=shards))
+            self.before_commit()
+            checkpoint_store.commit(self.run, uncommitted, replace(manifest, shards=shards))
             message = self._why_not_read_back(manifest.step, send_heartbeat)
             if message is None:
                 self._prune()
@@ -353,29 +339,29 @@ class Checkpointer:
             shutil.rmtree(uncommitted, ignore_errors=True)
             message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         self._report_outcome(own_key, message)
-        self._on_result(manifest.step, time.monotonic() - began, message)
+        self.on_result(manifest.step, time.monotonic() - began, message)
 
     def _report_outcome(self, key: str, message: str | None) -> None:
         """Tell all ranks whether a save was committed, and since when none was."""
         if message is None:
             self._committed_at = time.time()
         since = time.strftime("%F %T", time.localtime(self._committed_at))
-        self._group.side_store.set(key, json.dumps([message, self.refused, since]))
+        self.group.side_store.set(key, json.dumps([message, self.refused, since]))
 
     def _why_not_read_back(self, step: int, on_progress: Callable[[], object]) -> str | None:
         """Say why a restore would not take the newest checkpoint; then older ones have to stay."""
         try:
-            checkpoint_store.check_headers(checkpoint_names.checkpoint_path(self._run, step), on_progress)
+            checkpoint_store.check_headers(checkpoint_names.checkpoint_path(self.run, step), on_progress)
         except (CorruptCheckpointError, UnreadableError) as error:
             return f"it is written, but does not read back, so older checkpoints are kept: {error}"
         return None
 
     def _prune(self) -> None:
-        keep = self._keep
+        keep = self.keep
         try:
             checkpoint_store.prune(
-                self._run,
-                attempt=self._attempt,
+                self.run,
+                attempt=self.attempt,
                 keep_last=keep.keep_last,
                 keep_best=keep.keep_best,
                 metric=keep.best_metric,

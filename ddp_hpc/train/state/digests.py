@@ -151,16 +151,6 @@ def _mixed(values: Tensor) -> Tensor:
     return values
 
 
-def as_number(digest: str) -> int:
-    """Return a digest of all tensors as a signed 64-bit number, as ranks exchange it."""
-    return int.from_bytes(bytes.fromhex(digest), "big", signed=True)
-
-
-def from_number(number: int) -> str:
-    """Return the digest that `as_number` made this number of."""
-    return number.to_bytes(8, "big", signed=True).hex()
-
-
 def differing(reports: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the names of the tensors of which the ranks do not report the same, in the order of the first rank that has them."""
     names = dict.fromkeys(name for one in reports for name in one)

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -79,24 +80,17 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass
 class Restorer:
     """Restores the state of one rank; made once in an attempt."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        group: Group,
-        *,
-        attempt: int,
-        on_progress: Callable[[], object],
-        is_stop_asked: Callable[[], bool],
-    ) -> None:
-        self._run = run
-        self._group = group
-        self._attempt = attempt
-        self._stop = EarlyStop(group, is_stop_asked)
-        self._on_progress = on_progress
-        """Called while this rank, or one that it waits for, makes progress."""
+    run: RunDir
+    group: Group
+    _: KW_ONLY
+    attempt: int
+    on_progress: Callable[[], object]
+    """Called while this rank, or one that it waits for, makes progress."""
+    stop: EarlyStop
 
     @without_garbage_collection()
     def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
@@ -105,10 +99,10 @@ class Restorer:
         for number in itertools.count():
             key = f"resume/{number}"
             decided: list[Any] = []
-            if self._group.rank_info.is_rank_zero:
+            if self.group.rank_info.is_rank_zero:
                 with suppress(StopAskedError):
                     decided = [self._offer(key, damaged)]
-            decided = self._group.broadcast_through_store(key, decided, on_heartbeat=self._move)
+            decided = self.group.broadcast_through_store(key, decided, on_heartbeat=self._move)
             if not decided:
                 raise StopAskedError("The ranks were asked to stop while they restored a checkpoint.")
             (offered,) = decided
@@ -129,17 +123,17 @@ class Restorer:
         if damaged:
             self._set_aside(*damaged, key)
         with suppress(OSError):  # leftovers cost only space
-            for name in ownership.remove_leftovers(self._run):
+            for name in ownership.remove_leftovers(self.run):
                 log.info(
                     "removed %s, which a killed process left half-written; committed checkpoints are not affected", name
                 )
         return patiently(
-            str(self._run.checkpoints), partial(self._newest, key, damaged), on_wait=partial(self._send_heartbeat, key)
+            str(self.run.checkpoints), partial(self._newest, key, damaged), on_wait=partial(self._send_heartbeat, key)
         )
 
     def _newest(self, key: str, damaged: tuple[int, str] | None) -> dict[str, Any] | None:
-        for step in reversed(checkpoint_names.committed_steps(self._run)):
-            path = checkpoint_names.checkpoint_path(self._run, step)
+        for step in reversed(checkpoint_names.committed_steps(self.run)):
+            path = checkpoint_names.checkpoint_path(self.run, step)
             try:
                 manifest = checkpoint_store.read_manifest(path)
                 checkpoint_store.check_sizes(path, manifest, on_progress=partial(self._send_heartbeat, key))
@@ -152,8 +146,8 @@ class Restorer:
 
     def _set_aside(self, step: int, found: str, key: str) -> None:
         """Rename a damaged checkpoint, while the others wait for `key`."""
-        ownership.refuse_fenced(self._run, self._attempt)  # by now, the directory may be a newer attempt's
-        path = checkpoint_names.checkpoint_path(self._run, step)
+        ownership.refuse_fenced(self.run, self.attempt)  # by now, the directory may be a newer attempt's
+        path = checkpoint_names.checkpoint_path(self.run, step)
         with suppress(FileNotFoundError):  # renamed already: NFS may repeat a rename whose answer was lost
             aside = patiently(
                 str(path), partial(checkpoint_store.set_aside, path), on_wait=partial(self._send_heartbeat, key)
@@ -166,14 +160,14 @@ class Restorer:
 
     def _refuse_to_begin_anew(self, damaged: tuple[int, str] | None) -> None:
         """Refuse where the run had a checkpoint: with ConfigError if it is surely gone or damaged, UnreadableError if it may come back."""
-        run, folder = self._run, self._run.checkpoints
+        run, folder = self.run, self.run.checkpoints
         known_step = newest_committed(run) or (damaged and damaged[0])
         aside = checkpoint_names.steps_set_aside(run)
         if not is_there(run.config):
             raise UnreadableError(f"{run.path} does not exist; perhaps its file system is not mounted.")
         if not known_step and not aside:
             return
-        if not aside and not ownership.has_claim(run, self._attempt):
+        if not aside and not ownership.has_claim(run, self.attempt):
             raise UnreadableError(
                 f"{folder} has no checkpoint, but one of step {known_step} was committed: perhaps the file system does not show it "
                 "now. If you deleted it, start over with `ddp-hpc submit --fresh`."
@@ -190,15 +184,15 @@ class Restorer:
 
     def _send_heartbeat(self, key: str) -> None:
         """Tell the ranks that wait for this one under `key` that it makes progress."""
-        self._group.store.heartbeat(key)
-        self._on_progress()
-        if self._stop.is_asked():
+        self.group.store.heartbeat(key)
+        self.on_progress()
+        if self.stop.is_asked():
             raise StopAskedError("The ranks were asked to stop before the first step.")
 
     def _move(self) -> None:
         """Report progress of a rank that this one waits for; let rank zero know if this rank is asked to stop."""
-        self._on_progress()
-        self._stop.is_asked()
+        self.on_progress()
+        self.stop.is_asked()
 
     def _take(self, key: str, state: TrainingState, *, seed: int, step: int, checksum: str) -> None:
         """Restore the state from the checkpoint of a step, whose manifest has this `checksum`, once every rank has verified all of it.
@@ -210,14 +204,14 @@ class Restorer:
             UnreadableError: on every rank, if only some found it damaged; or on the rank whose file system does not answer, while the
                 others wait until the attempt ends.
         """
-        moved = partial(self._send_heartbeat, self._group.barrier_key(key))
-        path = checkpoint_names.checkpoint_path(self._run, step)
+        moved = partial(self._send_heartbeat, self.group.barrier_key(key))
+        path = checkpoint_names.checkpoint_path(self.run, step)
         report = {"host": socket.gethostname()}
         restoration: Restoration | None = None
         refused: ConfigError | None = None
         try:
             manifest = patiently(str(path), partial(_manifest, path, checksum), on_wait=moved)
-            reader = ShardReader(path, manifest, self._group, moved)
+            reader = ShardReader(path, manifest, self.group, moved)
             stored = shards.stored_tensors(path, manifest.shards, reader.headers())
             saved = {name: SavedTensor(torch.Size(one.shape), _TORCH_DTYPES[one.dtype]) for name, one in stored.items()}
             restoration = Restoration(state, saved, manifest.state, seed=seed, about=manifest.made)
@@ -229,8 +223,8 @@ class Restorer:
         except ConfigError as error:
             refused = error
         # The slowest reader may take as long as it sends heartbeats; a stop comes as the report of a rank that reads.
-        reports = self._group.barrier_through_store(key, report, on_heartbeat=self._move)
-        self._group.sum(torch.zeros(1))  # all have read these: rank zero serves the store, so it must not leave before
+        reports = self.group.barrier_through_store(key, report, on_heartbeat=self._move)
+        self.group.sum(torch.zeros(1))  # all have read these: rank zero serves the store, so it must not leave before
         _judge(reports)
         if refused is not None:
             raise refused
