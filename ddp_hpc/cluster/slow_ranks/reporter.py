@@ -12,7 +12,6 @@ from pathlib import Path
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.rank_probe.folder import socket_of
-from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER
 from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
 from ddp_hpc.cluster.slow_ranks.launches import read_launches
 from ddp_hpc.cluster.slow_ranks.summary import Clock, Phases, Summary, write_summary
@@ -143,20 +142,20 @@ class Reporter:
         return Phases(num_steps=now.num_steps - before.num_steps, seconds=seconds)
 
 
-def reporter_of(
+def reporter_of(  # noqa: PLR0913  which rank of which attempt, and what it can compare
     run: RunDir,
     attempt: int,
     environ: Mapping[str, str],
+    folder: str | None,
     *,
     phases: Callable[[], Phases | None] = lambda: None,
     has_store: bool = True,
 ) -> Reporter:
-    """Return what reports for the rank that a worker's environment names; nothing where its node has no directory for sockets.
+    """Return what reports for the rank that a worker's environment names; nothing where its node has no `folder` for sockets.
 
     With `has_store`, nodes compare their clocks through the store at which the ranks meet.
     """
-    folder, rank = environ.get(PROBE_FOLDER, ""), int(environ["RANK"])
-    clocks = ClockComparison(run=run, attempt=attempt, environ=environ)
+    rank, clocks = int(environ["RANK"]), ClockComparison(run=run, attempt=attempt, environ=environ)
     if has_store:
         clocks.start()
     return Reporter(
@@ -166,7 +165,7 @@ def reporter_of(
         world_size=int(environ["WORLD_SIZE"]) if folder else 1,
         node=host_name(),
         node_rank=int(environ.get("NODE_RANK", 0)),
-        probe=RankProbe(path=socket_of(Path(folder), rank)),
+        probe=RankProbe(path=socket_of(Path(folder or ""), rank)),
         phases=phases,
         compare_clocks=clocks.compare if has_store else lambda: None,
     )

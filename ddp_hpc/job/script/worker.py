@@ -225,7 +225,11 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     began = time.monotonic()
     # It says when the script launches its collectives. A store that the script hosts itself is not for others.
     reporter = reporter_of(
-        script_rank.run, script_rank.attempt, environ, has_store=is_hosted and "torch" in sys.modules
+        script_rank.run,
+        script_rank.attempt,
+        environ,
+        environ.get(PROBE_FOLDER),
+        has_store=is_hosted and "torch" in sys.modules,
     )
     reporter.start()
     code = watcher.wait_for(pid)
