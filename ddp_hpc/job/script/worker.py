@@ -235,11 +235,7 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     code = watcher.wait_for(pid)
     reporter.close()
     ran_s = time.monotonic() - began
-    means = meaning(
-        code,
-        stop_signal=watcher.sent_signal,
-        resume_codes=script_rank.spec.script.resume_exit_codes,
-    )
+    means = meaning(code, stop_signal=watcher.sent_signal, resume_codes=script_rank.spec.script.resume_exit_codes)
     if means == exit_codes.STOPPED and watcher.was_stopped_for_failure:
         means = exit_codes.FAILED  # the rank that has failed has written why
     elif means == exit_codes.FAILED and is_fenced(script_rank.run, script_rank.attempt):
