@@ -155,7 +155,7 @@ def test_rank_zeros_main_thread_hears_that_another_rank_still_writes(tmp_path: P
     for state in states:
         take_step(state)
     heard = threading.Event()
-    first._on_progress = heard.set
+    first.on_progress = heard.set
     first.save(states[0])
     waiting = threading.Thread(target=first.wait)
     waiting.start()
