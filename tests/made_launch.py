@@ -17,6 +17,7 @@ def launch_of(spec: RunSpec, run: RunDir | None = None, wrapper: CommandWrapper 
     return JobContext(
         spec=spec,
         run=run or RunDir(spec.path),
+        workload=workload_of(spec),
         world=spec.resources.world,
         environ={},
         wrapper=wrapper,
@@ -30,6 +31,7 @@ def context_of(
     return JobContext(
         run=run,
         spec=spec,
+        workload=workload_of(spec),
         world=spec.resources.world,
         allocation=allocation,
         is_for_slurm=is_for_slurm,

@@ -78,6 +78,7 @@ def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Pat
     context = JobContext(
         run=run,
         spec=spec,
+        workload=workload_of(spec),
         world=resources.world,
         environ=environment,
         wrapper=wrapper,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from ddp_hpc.cluster.containers import BARE, CommandWrapper
-from ddp_hpc.cluster.slurm.allocation import Allocation
+from ddp_hpc.cluster.slurm.allocation import Allocation, shape_problem
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.requeue import reserve_s
 from ddp_hpc.run.run_dir.ledger import Ledger
@@ -16,7 +15,6 @@ from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec.launch import LaunchSpec
 from ddp_hpc.run.workload.protocol import Workload
-from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.run.world import World
 
 
@@ -26,6 +24,7 @@ class JobContext:
 
     run: RunDir
     spec: LaunchSpec
+    workload: Workload
     world: World
     """The nodes and workers that this job was given; what the run asked for stands in the spec."""
     allocation: Allocation | None = None
@@ -36,11 +35,6 @@ class JobContext:
     """How commands run on the nodes: in the run's image, or without one."""
     is_supervised: bool = False
     """Whether a supervisor starts the attempts, without Slurm, too; under `ddp-hpc join`, another program's launcher does."""
-
-    @cached_property
-    def workload(self) -> Workload:
-        """What the workers do."""
-        return workload_of(self.spec)
 
     @property
     def job(self) -> SlurmJob | None:
@@ -67,10 +61,15 @@ class JobContext:
 def given_world(spec: LaunchSpec, allocation: Allocation | None) -> World:
     """Return the nodes of this job, or this machine, with as many workers on each as were asked for.
 
-    No worker starts before `shape_problem` has found that a job has room for them.
+    No worker starts before `misfit` has found that a job has room for them.
     """
     num_nodes = len(allocation.node_names) if allocation else 1
     return World(num_nodes=num_nodes, workers_per_node=spec.resources.world.workers_per_node)
+
+
+def misfit(spec: LaunchSpec, allocation: Allocation) -> str | None:
+    """Return why this job is not the world that the run asked for; None if it is."""
+    return shape_problem(allocation, spec.resources.world)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -226,6 +226,7 @@ def _context(run: RunDir, job: SlurmJob | None, *, is_for_slurm: bool) -> JobCon
     return JobContext(
         run=run,
         spec=spec,
+        workload=workload,
         world=given_world(spec, allocation),
         allocation=allocation,
         is_for_slurm=is_for_slurm,

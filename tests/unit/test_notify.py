@@ -17,6 +17,7 @@ from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, record_end, rec
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, QueuedJob, write_progress, write_queued_job
 from ddp_hpc.run.spec import NotifySpec, RunSpec
+from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.run.world import World
 from tests.unit.made_network import batch
 
@@ -34,6 +35,7 @@ def notifier(run: RunDir, *, on_slurm: bool = False, **notify: Any) -> Notifier:
         context=JobContext(
             run=run,
             spec=spec,
+            workload=workload_of(spec),
             world=World(num_nodes=1, workers_per_node=1),
             allocation=read_allocation(batch()) if on_slurm else None,
             is_for_slurm=on_slurm,

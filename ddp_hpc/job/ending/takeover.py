@@ -19,7 +19,7 @@ from ddp_hpc.run.run_dir.ledger import Cause, End, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
 from ddp_hpc.run.spec.launch import RestartSpec
-from ddp_hpc.run.workload.table import progress_without_spec
+from ddp_hpc.run.workload.table import progress_without_spec, workload_of
 
 LEAVE_S = 10.0
 """How long the processes of a dead supervisor may take to exit, as srun and the agents notice its death."""
@@ -110,6 +110,7 @@ def _context(run: RunDir, job: SlurmJob | None) -> JobContext | None:
     return JobContext(
         run=run,
         spec=spec,
+        workload=workload_of(spec),
         world=given_world(spec, allocation),
         allocation=allocation,
         environ=job.environ if job else {},

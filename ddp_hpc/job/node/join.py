@@ -93,6 +93,7 @@ def _context(run: RunDir, place: RankPlace) -> JobContext:
     return JobContext(
         run=run,
         spec=spec,
+        workload=workload_of(spec),
         world=World(num_nodes=place.num_nodes, workers_per_node=place.local_world_size or 1),
         environ=dict(os.environ),
     )
