@@ -58,20 +58,20 @@ def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents
             if not _has_all_lines(mine.lines, other.lines):
                 lines = enumerate(zip_longest(mine.lines, other.lines), 1)
                 pairs |= {f"line {number}": pair for number, pair in lines}
+            is_of_records = _are_records(other.lines)
             found += [
-                FileDifference(
-                    file,
-                    path,
-                    *("nothing" if text is None else text for text in pair),
-                    is_of_records=_are_records(other.lines),
-                )
+                FileDifference(file, path, _shown(pair[0]), _shown(pair[1]), is_of_records)
                 for path, pair in pairs.items()
                 if pair[0] != pair[1]
             ]
         elif (mine.digest, mine.num_bytes) != (other.digest, other.num_bytes):
-            texts = (one.digest[:16] or f"{one.num_bytes} bytes" for one in (mine, other))
-            found.append(FileDifference(file, "", *texts))
+            here_text, there_text = (one.digest[:16] or f"{one.num_bytes} bytes" for one in (mine, other))
+            found.append(FileDifference(file, "", here_text, there_text))
     return found
+
+
+def _shown(text: str | None) -> str:
+    return "nothing" if text is None else text
 
 
 def _are_records(lines: Sequence[str]) -> bool:
