@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
-from ddp_hpc.base.durable import numbers_in
 from ddp_hpc.base.names import few
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _MOST_NAMED = 4
-_ATTEMPT = re.compile(r"attempt-(\d+)")
 
 ToldBy = Literal["", "vote", "repetition", "undecided"]
 """How it is known which ranks were wrong. Empty: it is not known, and the step has not been computed again. vote: more than half of
@@ -261,6 +257,11 @@ def read_difference(run: RunDir, attempt: int) -> Difference | None:
 
 def read_differences(run: RunDir) -> list[Difference]:
     """Return the records of all attempts, oldest first."""
-    numbers: list[int] = known(run.errors, partial(numbers_in, run.errors, _ATTEMPT), unknown=[])
+
+    def numbers_of_attempts() -> list[int]:
+        names = (path.parent.name.removeprefix("attempt-") for path in run.errors.glob("attempt-*/ranks-differ.json"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    numbers: list[int] = known(run.errors, numbers_of_attempts, unknown=[])
     found = (read_difference(run, number) for number in numbers)
     return [one for one in found if one is not None]
