@@ -376,6 +376,21 @@ def test_a_script_that_hydra_gives_another_directory_at_each_start_is_told_so_be
     assert "Hydra" not in said("plain.py")
 
 
+@pytest.mark.parametrize(("pattern", "is_told"), [("runs/train/*/last.pt", True), ("out/last.pt", False)])
+def test_a_script_that_saves_beside_itself_among_the_runs_is_told_where_its_files_land(
+    pattern: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)
+    (tmp_path / "train.py").write_text("")
+
+    assert main(["render", "name=yolo", f"script.progress={pattern}", "--", "python", "train.py"]) == 0
+
+    said = capsys.readouterr()
+    assert ("names files among the runs" in f"{said.out}{said.err}") is is_told
+    assert (tmp_path / pattern.partition("/*")[0].removesuffix("/last.pt")).is_dir()
+
+
 def test_without_a_snapshot_the_job_imports_the_code_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

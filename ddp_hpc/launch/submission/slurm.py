@@ -250,17 +250,19 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
     spec, code = request.spec, workload_of(request.spec).users_code(request.import_paths)
     if code is None or not spec.snapshot.enabled:
         return []
-    saved, notes = [], []
+    saved: list[Path] = []
+    notes: list[str] = []
     if (pattern := spec.script.progress) is not None:
         saved = [Path(path).resolve() for path in look(pattern, Path.cwd())]
         folder = folder_of(pattern, Path.cwd()).resolve()
         if folder.is_relative_to(source_of(code.directory)):
             make_directories(folder)  # its link leads the files to where the pattern has them
             if folder.is_relative_to(run.path.parent.resolve()):  # of which a copy shows nothing: it would hold itself
-                notes = [
+                note = (
                     f"note: `script.progress` names files among the runs, in {folder}. If the script finds that place by its own file (`__file__`), "
                     "they land in the copy of the code instead, where nothing sees them: have it save elsewhere, or set another `runs_dir`."
-                ]
+                )
+                notes.append(note)
     snapshot = take_snapshot(
         code.directory, run, max_bytes=spec.snapshot.max_mb * 10**6, needed=code.needed, outputs=saved
     )
