@@ -163,7 +163,8 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         follow_request(training)
         rng.seed_everything("rank", spec.seed, 0, rank_info.rank)  # from here on, ranks draw different numbers
         # From here on, report when this rank launches its collectives, and how long its phases take.
-        reporter_of(run, attempt, environ, environ.get(PROBE_FOLDER), phases=training.phases.so_far).start()
+        folder = environ.get(PROBE_FOLDER)
+        reporter_of(run, attempt, environ, folder, phases=training.phases.so_far, has_store=bool(folder)).start()
         code = _trained(training, watchdog)
     except BaseException as raised:  # noqa: BLE001  whatever ends a worker is recorded
         step = training.state.position.step if training else 0

@@ -81,15 +81,64 @@ def test_a_script_that_prints_its_last_epoch_alone_and_saves_all_again_starts_ov
     assert (finding.verdict, finding.reason) == ("does not come back", "starts over")
 
 
-def test_undisturbed_runs_that_name_a_tensor_otherwise_do_not_differ() -> None:
-    def named(folder: str, weight: str = "x") -> dict[str, Contents]:
-        return {"step_10.pt": values({f"best.{folder}/a.ckpt": "tensor 1", "model.weight": f"tensor {weight}"})}
+def test_a_script_that_obeyed_a_stop_and_reads_an_older_state_resumes_from_the_wrong_file() -> None:
+    saves = tuple(Save(path=f"step_{step}.pt", num_lines=step, at=float(step), in_place=True) for step in (2, 4, 5))
+    record = faulty(
+        then=lines_of(5, 10),
+        attempt={"saves": saves, "ending": "stopped"},
+        later={"reads": ("step_4.pt",)},
+        present=("step_2.pt", "step_4.pt", "step_5.pt"),
+        signal_action="caught",
+    )
 
-    baseline = undisturbed(final=named("02-11"))
-    again = replace(baseline.record, final=named("02-12"))
+    assert "resumes from the wrong file" in names(found("term", record, undisturbed()))
 
-    assert replace(baseline, second=again).is_deterministic
-    assert not replace(baseline, second=replace(again, final=named("02-12", "y"))).is_deterministic
+
+def test_a_higher_number_that_is_printed_at_the_start_hides_no_early_end() -> None:
+    def epochs(first: int, last: int) -> tuple[PrintedLine, ...]:
+        return tuple(
+            parse(f"epoch {epoch} loss {1 / (epoch + 1):.4f}", float(epoch)) for epoch in range(first, last + 1)
+        )
+
+    plan = (parse("no checkpoint: training from scratch to epoch 10"),)
+    baseline = undisturbed()
+    attempt = replace(baseline.attempt, lines=(*plan, *epochs(0, 9)))
+    baseline = replace(baseline, record=replace(baseline.record, attempts=(attempt,)))
+
+    finding = found("kill-at-random", faulty((*plan, *epochs(0, 3)), epochs(4, 5)), baseline)
+
+    assert finding.verdict == "does not come back"
+
+
+def test_a_step_done_again_is_one_also_where_its_line_has_no_loss_yet() -> None:
+    again = (parse("step 5 loss n/a"), *lines_of(6, 10))
+
+    assert found("kill-at-random", faulty(then=again), undisturbed()).verdict == "loses"
+
+
+@pytest.mark.parametrize(
+    ("file", "mine", "undisturbeds"),
+    [
+        (
+            "sampler.json",
+            text('{"rank": 0, "consumed": 35}', '{"rank": 1}'),
+            text('{"rank": 0, "consumed": 40}', '{"rank": 1}'),
+        ),
+        ("more.pt", values({"config.resume_samples_seen": "35"}), values({"config.resume_samples_seen": "40"})),
+    ],
+)
+def test_state_that_looks_like_records_or_arguments_is_compared(
+    file: str, mine: Contents, undisturbeds: Contents
+) -> None:
+    whole = {"step_10.pt": values()}
+    record = faulty(
+        then=lines_of(6, 10),
+        final={**whole, file: mine},
+        attempt={"ending": "stopped"},
+        signal_action="caught",
+    )
+
+    assert found("term", record, undisturbed(final={**whole, file: undisturbeds})).verdict == "differs"
 
 
 def test_a_script_that_prints_at_other_steps_after_the_resume_has_not_ended_early() -> None:

@@ -64,9 +64,7 @@ class Baseline:
         if self.second is None:
             return None
         same_losses = losses(self.second.attempts[-1].lines, self.scale) == losses(self.attempt.lines, self.scale)
-        # A tensor that only one of them has is one by another name, such as Lightning's best score by the path of a directory.
-        both = ((one.here, one.undisturbed) for one in self._own_differences)
-        return same_losses and not any(here.startswith("tensor") and there.startswith("tensor") for here, there in both)
+        return same_losses and not any(one.here.startswith("tensor") for one in self._own_differences)
 
     @cached_property
     def checkpoint(self) -> Contents | None:
@@ -189,13 +187,16 @@ class TrialEvidence:
     def states_to_read(self) -> list[str]:
         """The newest state that got its name at once or after which the script went on, and those since.
 
-        One of those since may count only with the file that names it (`latest`), which was still to be written.
+        One of those since may count only with the file that names it (`latest`), which a kill left unwritten. A script that obeyed a
+        stop has written all that it wanted to.
         """
+        has_obeyed = self.injected.signal_action == "caught" and self.faulty.ending == "stopped"
         went_on = {
             save.path
             for number, attempt in enumerate(self.record.attempts[: self.injected.attempt + 1])
             for save in attempt.saves
             if number < self.injected.attempt
+            or has_obeyed
             or not save.in_place
             or {*positions(attempt.lines, self.baseline.scale)}
             - {*positions(attempt.lines[: save.num_lines], self.baseline.scale)}
@@ -221,10 +222,8 @@ class TrialEvidence:
 
     @cached_property
     def _after(self) -> list[Position]:
-        """Without lines such as `resumed at step 50`, which print no loss where that step's own line does."""
-        scale, told = self.baseline.scale, losses(self.baseline.attempt.lines, self.baseline.scale)
         lines = (line for attempt in self._later for line in attempt.lines)
-        return positions([line for line in lines if line.loss is not None or scale.position(line) not in told], scale)
+        return positions([line for line in lines if not line.is_mention], self.baseline.scale)
 
     @cached_property
     def is_measured(self) -> bool:
@@ -267,7 +266,7 @@ class TrialEvidence:
         if not (self.is_measured and self.has_result):
             return None
         # A script may print at other steps than the undisturbed one did: at each episode's end, for instance.
-        whole, last = self.baseline.positions, max([*self._before, *self._after], default=())
+        whole, last = self.baseline.positions, max(self._after or self._before, default=())
         numbers = [number for number, one in enumerate(whole) if one <= last]
         if not numbers or len(whole) - 1 - numbers[-1] <= (_MOST_LEFT if self._after else 0):
             return None

@@ -16,7 +16,7 @@ _TABLES = frozenset({".csv", ".tsv", ".jsonl"})
 _LOGS = _TABLES | {".log", ".out", ".err"}
 
 _RESUME_ARGUMENT = re.compile(
-    r"(?:^|\.)(?:args|opts?|cfg|config|hparams|hyper_parameters)\.(?:\w+\.)*(?:resume\w*|auto_resume|start_epoch|start_iter|init_from)$"
+    r"(?:^|\.)(?:args|opts?|cfg|config|hparams|hyper_parameters)\.(?:\w+\.)*(?:resume(?:_from\w*|_path|_checkpoint)?|auto_resume|start_epoch|start_iter|init_from)$"
 )
 
 
@@ -30,7 +30,7 @@ class FileDifference:
     here: str
     undisturbed: str
     is_of_records: bool = False
-    """Whether the file has a JSON object on each line, as `scalars.json` of MMEngine: a table, whatever its name ends with."""
+    """Whether it is a table of JSON objects, of which the resumed run has a part (MMEngine's `scalars.json` begins anew in each attempt)."""
 
     @property
     def is_of_log(self) -> bool:
@@ -58,7 +58,7 @@ def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents
             if not _has_all_lines(mine.lines, other.lines):
                 lines = enumerate(zip_longest(mine.lines, other.lines), 1)
                 pairs |= {f"line {number}": pair for number, pair in lines}
-            is_of_records = _are_records(other.lines)
+            is_of_records = _are_records(other.lines) and {*mine.lines} <= {*other.lines}
             found += [
                 FileDifference(file, path, _shown(pair[0]), _shown(pair[1]), is_of_records)
                 for path, pair in pairs.items()
@@ -75,9 +75,8 @@ def _shown(text: str | None) -> str:
 
 
 def _are_records(lines: Sequence[str]) -> bool:
-    return len(lines) > 1 and all(
-        line.startswith("{") and line.rstrip().endswith("}") for line in lines if line.strip()
-    )
+    texts = [line.strip() for line in lines if line.strip()]
+    return len(texts) > 1 and all(text.startswith("{") and text.endswith("}") for text in texts)
 
 
 def _has_all_lines(mine: Sequence[str], other: Sequence[str]) -> bool:

@@ -79,8 +79,8 @@ class LiveFiles:
         """Return a file's names, this one first: `last.pt` may be a hard link to the newest `epoch_3.pt`."""
         with suppress(OSError):
             if path.stat().st_nlink > 1:
-                others = (self.root / one for one in files_in(self.root))
-                return [path, *(one for one in others if one != path and one.samefile(path))]
+                others = {*self.written, *path.parent.iterdir()} - {path}
+                return [path, *(one for one in others if one.exists() and one.samefile(path))]
         return [path]
 
     def states_now(self) -> tuple[tuple[str, ...], list[str]]:

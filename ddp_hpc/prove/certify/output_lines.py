@@ -9,18 +9,15 @@ from itertools import pairwise
 from statistics import median
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf"
-_SETTINGS = (
-    *("start", "resume", "begin", "end", "stop", "max", "min", "num", "total", "warmup", "decay"),
-    *("save", "eval", "val", "log", "print", "last", "best"),
-)
+_SETTINGS = (*("start", "resume", "begin", "end", "stop", "max", "min", "warmup", "decay", "save", "last", "best"),)
 _NO_SETTING = "".join(rf"(?<!{word}[_-])" for word in _SETTINGS)
 """`start_epoch=0` among the arguments that a script prints says nothing of where it is."""
-_PHASE = r"(?:\(\w+\))?"
-"""MMEngine prints `Epoch(train) [1][10/50]`."""
+_PHASE = r"(?:\(train\))?"
+"""MMEngine prints `Epoch(train) [1][10/50]`; `Iter(val)` counts something else."""
 _BETWEEN = r"[\"']?\s*[:=#|]?\s*[\[(]?\s*[\"']?"
 """Also a quote before the number: the Trainer of Transformers 5 prints `'epoch': '0.5'`."""
 _STEP = re.compile(
-    rf"(?<![a-zA-Z]){_NO_SETTING}(?:(?:global[ _])?(?:step|iter|iteration|batch|it|update)|num_updates)\b{_PHASE}(?!\s*\[\d+:){_BETWEEN}(\d+)(?!\d|\.\d)",
+    rf"(?<![a-zA-Z]){_NO_SETTING}(?:(?:global[ _])?(?:step|iter|iteration|batch|it|update)|num_updates)\b{_PHASE}(?!\s*\[\d+:){_BETWEEN}(\d+)(?!\d|\.\d*[1-9])",
     re.IGNORECASE,
 )
 _EPOCH = re.compile(
@@ -33,7 +30,11 @@ _EVAL = re.compile(
     r"(?<![a-zA-Z])(?:val|valid|validation|eval|evaluat\w*|test|accuracy|acc)(?![a-zA-Z])", re.IGNORECASE
 )
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""Colours and moves of the cursor."""
+_MENTION = re.compile(
+    r"(?<![a-zA-Z])(?:resum\w*|restor\w*|(?:re)?load(?:ed|ing)?|continu\w*)(?![a-zA-Z])", re.IGNORECASE
+)
 
 Position = tuple[float, ...]
 """Where a line says that the training is: its step, or its epoch; with both where steps begin anew in each epoch."""
@@ -50,11 +51,13 @@ class PrintedLine:
     """Also a part of one: the Trainer of Transformers prints `'epoch': 0.5`."""
     loss: float | None = None
     is_evaluation: bool = False
+    is_mention: bool = False
+    """Whether it tells where the training goes on (`resumed at step 50`), and not that this is done."""
 
 
 def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> PrintedLine:
     """Read one line; a step whose line names no epoch gets the last one, as from a header above the steps."""
-    text = _COLOUR.sub("", text)
+    text = _CONTROL.sub("", text)
     step, epoch, loss = (pattern.search(text) for pattern in (_STEP, _EPOCH, _LOSS))
     return PrintedLine(
         at=at,
@@ -62,6 +65,7 @@ def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> Printe
         epoch=(float if "." in epoch[1] else int)(epoch[1]) if epoch else (last_epoch if step else None),
         loss=float(loss[1]) if loss else None,
         is_evaluation=_EVAL.search(text) is not None,
+        is_mention=loss is None and _MENTION.search(text) is not None,
     )
 
 

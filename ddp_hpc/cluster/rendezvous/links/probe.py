@@ -85,8 +85,9 @@ def own_place(toward: str, interfaces: Sequence[Interface]) -> tuple[str, str, i
         for text in nic.addresses
         if ipaddress.ip_interface(text).ip == ipaddress.ip_address(address.partition("%")[0])
     )
-    stats = psutil.net_if_stats().get(nic.name)
-    return address, network, stats.mtu if stats else _USUAL_MTU
+    with suppress(OSError, KeyError):  # a card may go at any moment
+        return address, network, psutil.net_if_stats()[nic.name].mtu
+    return address, network, _USUAL_MTU
 
 
 @dataclass(frozen=True)
