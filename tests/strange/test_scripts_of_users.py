@@ -245,6 +245,16 @@ def test_what_a_user_may_not_expect_of_a_script_that_has_finished_is_said(
         os.kill(int(child.read_text()), signal.SIGKILL)
 
 
+def test_a_script_that_leaves_at_once_after_earlier_saves_is_quoted(tmp_path: Path) -> None:
+    """OpenCLIP without `--resume` finds its directory and ends with exit code 0, while the other ranks wait for rank zero."""
+    settings = ("script.progress=*.pt",)
+    work(tmp_path, "/bin/sh", "-c", "touch a.pt", settings=settings)
+    _, run = work(tmp_path, "/bin/sh", "-c", "echo Error. Experiment already exists", settings=settings)
+
+    (remark,) = read_remarks(run, 0, 1)
+    assert remark.endswith("its last line: Error. Experiment already exists")
+
+
 def test_the_last_line_of_a_log_with_a_progress_bar_is_what_the_bar_showed_last(tmp_path: Path) -> None:
     _, run = work(tmp_path, "/bin/sh", "-c", r"printf '\r  0%%|   |\r 50%%|#  | 3/6 [00:01]'; exit 4")
 

@@ -69,12 +69,15 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_
     write_failure(path, failure)
 
 
-def what_was_short(script_rank: ScriptRank, seen: SeenFiles, ran_s: float) -> str:
-    """Return why a user may doubt that a script that has finished has trained; rank zero does that for all."""
+def what_was_short(script_rank: ScriptRank, before: SeenFiles, seen: SeenFiles, ran_s: float) -> str:
+    """Return why a user may doubt that a script that has finished has trained; rank zero does that for all.
+
+    `before`: what it had saved in earlier attempts, which may have left it little to do.
+    """
     pattern = script_rank.spec.script.progress
-    if script_rank.rank != 0 or seen.num_changes or _may_have_committed(script_rank):
+    if script_rank.rank != 0 or seen.num_changes > before.num_changes or _may_have_committed(script_rank):
         return ""
-    if pattern is None and ran_s >= SHORT_S:
+    if (pattern is None or before.num_changes) and ran_s >= SHORT_S:
         return ""
     saved = "" if pattern is None else f" and saved no file of `script.progress` ({pattern!r})"
     text = _last_line(script_rank.log)

@@ -201,18 +201,18 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     """Start the script, and wait for its end."""
     processes.show_as_listening()
     processes.adopt_orphans()  # so that processes that the script leaves behind are found
-    seen = patiently(str(script_rank.run.script_progress), lambda: read_seen(script_rank.run))
     watcher = Watcher(
         script_rank=script_rank,
-        seen=seen,
+        seen=patiently(str(script_rank.run.script_progress), lambda: read_seen(script_rank.run)),
         echo=Echo(script_rank.log) if script_rank.rank == 0 else None,
         probe_folder=Path(environ[PROBE_FOLDER]) if PROBE_FOLDER in environ else None,
     )
     watcher.count_saves()  # of the attempts before: what this one adds is counted from there
+    before = watcher.seen
     # The script of a worker that is alone hosts the store itself, as it may start ranks of its own and say where they meet; torchrun
     # hosts one in any case. A script in a fork is looked after in `seal_at_rendezvous`.
     has_store = environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items()
-    is_elsewhere = bool(script_rank.plan.why_exec) and script_rank.plan.sets_endpoint
+    is_elsewhere = script_rank.plan.why_exec and script_rank.plan.sets_endpoint
     is_hosted = has_store and not is_elsewhere and find_spec("torch") is not None
     if listen_fd is not None and not is_hosted:
         os.close(listen_fd)  # the script listens there itself
@@ -248,7 +248,7 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
             script_rank.run.script_asked(script_rank.attempt, script_rank.rank).touch(mode=0o600)
     left = _care_for_leftovers(script_rank, has_finished=means == exit_codes.FINISHED)
     if means == exit_codes.FINISHED:  # before it waits for the other ranks, which may fail without this one
-        remark(script_rank, [what_was_short(script_rank, watcher.seen, ran_s), left])
+        remark(script_rank, [what_was_short(script_rank, before, watcher.seen, ran_s), left])
     if script_rank.rank != 0:
         with suppress(OSError):
             script_rank.run.script_ended(script_rank.attempt, script_rank.rank).touch(mode=0o600)

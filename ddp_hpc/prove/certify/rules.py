@@ -170,7 +170,7 @@ RULES: Mapping[str, tuple[str, str, Callable[[TrialEvidence], str]]] = {
         _miscounts,
     ),
     "optimizer not restored": (
-        "When the script resumes, its optimizer starts over: momentum and moments are lost.",
+        "When the script resumes, its optimizer starts over: momentum and moments are lost, if it keeps any.",
         "state['optimizer'] = optimizer.state_dict(); ...; optimizer.load_state_dict(state['optimizer'])",
         _optimizer_lost,
     ),
