@@ -22,6 +22,8 @@ from ddp_hpc.train.state import group_options
 Optimizer = torch.optim.Optimizer
 Attributes = Mapping[str, str]
 """The attributes of an optimizer as text, to find out which have changed."""
+_STRIDES: dict[tuple[torch.Size, tuple[int, ...]], tuple[int, ...]] = {}
+"""Of a tensor like one of that shape and those strides."""
 
 
 class SavedTensor(NamedTuple):
@@ -129,15 +131,16 @@ def _usual_place(
     group = group_of.get(parameter, {})
     is_on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
     # In the memory layout of the parameter: fused kernels pair elements by address.
-    strides = _usual_strides(shape, parameter.stride() if shape == parameter.shape else None)
+    strides = _strides_like(parameter) if shape == parameter.shape else torch.empty(shape, device="meta").stride()
     return "cpu" if is_on_cpu else parameter.device.type, strides
 
 
-@functools.cache  # a save asks for each tensor, while the training waits
-def _usual_strides(shape: torch.Size, strides: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the strides that PyTorch gives to a tensor like one with `strides`."""
-    like = torch.empty(shape, device="meta") if strides is None else torch.empty_strided(shape, strides, device="meta")
-    return torch.empty_like(like).stride()
+def _strides_like(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides that PyTorch gives to a tensor like this one; asked once for each layout, as a training waits for a save."""
+    key = parameter.shape, parameter.stride()
+    if key not in _STRIDES:
+        _STRIDES[key] = torch.empty_like(parameter, device="meta").stride()
+    return _STRIDES[key]
 
 
 def restored(
