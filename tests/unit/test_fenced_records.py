@@ -157,7 +157,7 @@ def test_no_step_is_committed_whose_line_is_not_on_the_disk(tmp_path: Path, monk
     def refuse() -> None:
         raise OSError("the disk takes no line")
 
-    monkeypatch.setattr(t.checkpointer, "_before_commit", refuse)
+    monkeypatch.setattr(t.checkpointer, "before_commit", refuse)
     with pytest.raises(Exception, match="the disk takes no line"):
         train(t)
     close(t)
