@@ -2,72 +2,44 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import NamedTuple
-from urllib.error import URLError
+from typing import Any, NamedTuple
 
 import pytest
 
-from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipes.rank_zero_first import rank_zero_first
-from tests.distributed.processes import in_group
-
-
-class SlowDownload:
-    """Behaves like torchvision's data, and keeps count of its downloads."""
-
-    def __init__(self, root: Path, rank: int, *, download: bool) -> None:
-        if download:
-            with (root / "downloads").open("a") as count:
-                count.write(f"rank {rank}\n")
-            time.sleep(0.3)
-            (root / "data").write_text("the data")
-        if not (root / "data").exists():
-            raise RuntimeError("Dataset not found. You can use download=True to download it")
-        self.text = (root / "data").read_text()
-
-
-def _fail(_may_write: bool) -> SlowDownload:
-    raise URLError("no route to host")
 
 
 class Outcome(NamedTuple):
-    """What a rank got, and what it was told when the download failed."""
+    """What the two ranks wrote, and who downloaded."""
 
-    got: str
-    told: str
-
-
-def _ask_twice(group: Group, root: Path) -> Outcome:
-    """Ask twice, once in vain."""
-    got = rank_zero_first(lambda may_write: SlowDownload(root, group.rank_info.rank, download=may_write)).text
-    try:
-        told = f"nothing, but got {rank_zero_first(_fail).text}"
-    except ConfigError as error:
-        told = str(error)
-    return Outcome(got, told)
+    ranks: list[dict[str, Any]]
+    downloads: str
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    root = tmp_path_factory.mktemp("data")
+    script = Path(__file__).with_name("two_ranks_download.py")
+    package = Path(__file__).parents[2]
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(package)}
+    ranks = [subprocess.Popen([sys.executable, script, str(rank), root], env=environ) for rank in range(2)]
+    assert [rank.wait(timeout=90) for rank in ranks] == [0, 0]
+    written = [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return Outcome(written, (root / "downloads").read_text())
 
 
-@pytest.fixture(scope="module")
-def ranks(root: Path) -> list[Outcome]:
-    return in_group(2, partial(_ask_twice, root=root), root / "ranks")
+def test_only_rank_zero_downloads_and_all_get_the_data(outcome: Outcome) -> None:
+    assert outcome.downloads == "rank 0\n"
+    assert [rank["got"] for rank in outcome.ranks] == ["the data", "the data"]
 
 
-def test_only_rank_zero_downloads_and_all_get_the_data(ranks: list[Outcome], root: Path) -> None:
-    assert (root / "downloads").read_text() == "rank 0\n"
-    assert [rank.got for rank in ranks] == ["the data", "the data"]
-
-
-def test_a_failed_download_is_told_to_every_rank_in_the_same_words(ranks: list[Outcome]) -> None:
-    assert [rank.told for rank in ranks] == ["URLError: <urlopen error no route to host>"] * 2
+def test_a_failed_download_is_told_to_every_rank_in_the_same_words(outcome: Outcome) -> None:
+    assert [rank["told"] for rank in outcome.ranks] == ["URLError: <urlopen error no route to host>"] * 2
 
 
 def test_a_process_without_a_group_may_write() -> None:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from ddp_hpc.base import exit_codes
-from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.run_dir.failure_reports import allowed_phase, first_failure
-from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.train import worker
 from tests.made_run import make_run
 
 PATIENCE_S = 100.0
@@ -165,38 +158,29 @@ def test_feeding_again_at_once_is_no_work(log: Path) -> None:
     assert "in feed" in log.read_text() or "in <module>" in log.read_text()
 
 
-def code_of_a_worker(run: RunDir, world_size: int) -> int:
-    """Return the exit code of a worker in a fork of this process, which has imported PyTorch."""
-    run.config.write_text("name: digits\nrestart: {hang_timeout_s: 1}\n")
-    place = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    environ = {**place, "WORLD_SIZE": str(world_size), "MASTER_PORT": "1"}
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    code = -1
-    try:
-        for name in ("stdout", "stderr"):  # not pytest's, which are no descriptors 1 and 2
-            setattr(sys, name, getattr(sys, f"__{name}__"))
-        code = worker.main(str(run.path), environ, attempt=0)
-    finally:
-        os._exit(code)
+SLOW_JOIN = """
+import os, sys, time
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.train import worker
+
+def join(*_, **__):
+    time.sleep(4.0)
+    raise ConfigError("the others have come")
+
+worker._join = join
+environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+os._exit(worker.main(sys.argv[1], environ, attempt=0))
+"""
 
 
-def slowly(told: str) -> Callable[..., NoReturn]:
-    """Return what takes longer than a step may, and ends the worker then."""
-
-    def wait(*_: object, **__: object) -> NoReturn:
-        time.sleep(4.0)
-        raise ConfigError(told)
-
-    return wait
-
-
-def test_who_waits_for_others_to_start_is_not_bitten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_others_to_start_is_not_bitten(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    monkeypatch.setattr(worker, "_join", slowly("the others have come"))
+    run.config.write_text("name: digits\nrestart: {hang_timeout_s: 1}\n")
 
-    assert code_of_a_worker(run, world_size=2) == exit_codes.REFUSED
+    done = subprocess.run([sys.executable, "-c", SLOW_JOIN, str(run.path)], capture_output=True, text=True, check=False)
+
+    assert done.returncode == exit_codes.REFUSED, done.stderr
     assert "the others have come" in run.rank_log(0, 0).read_text()
 
 
@@ -223,13 +207,31 @@ stand_still()
     )
 
 
-def test_a_recipe_that_takes_longer_to_build_than_a_step_may_is_no_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path)
-    monkeypatch.setattr(worker, "build_recipe", slowly("it is built"))
+SLOW_BUILD = """
+import os, sys, time
+from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.train import worker
 
-    assert code_of_a_worker(run, world_size=1) == exit_codes.REFUSED
+def recipe(target, args):
+    time.sleep(4.0)
+    raise ConfigError("it is built")
+
+worker.build_recipe = recipe
+environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+os._exit(worker.main(sys.argv[1], environ, attempt=0))
+"""
+
+
+def test_a_recipe_that_takes_longer_to_build_than_a_step_may_is_no_hang(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text("name: digits\nrestart: {hang_timeout_s: 1}\n")
+
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_BUILD, str(run.path)], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == exit_codes.REFUSED, done.stderr
     assert "it is built" in run.rank_log(0, 0).read_text()
     failure = first_failure(run, 0)
     assert failure is not None
