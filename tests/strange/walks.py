@@ -92,7 +92,9 @@ def begin(case: Case, group: Group, path: Path, *, attempt: int = 0, stop_at: in
     spec = case.spec(group.rank_info.world_size)
     torch.manual_seed(1)
     recipe = case.recipe()
-    t = prepare(spec, recipe, run, group_of(group, attempt), attempt=attempt, stop=StopFlag(run.stop_request))
+    t = prepare(
+        spec, recipe, run, group_of(group, f"{path}/{attempt}"), attempt=attempt, stop=StopFlag(run.stop_request)
+    )
     if stop_at:
         flag = StopAtMeeting(run, stop_at + 1)  # the ranks meet once before the first step, too
         t.stop_consensus = StopConsensus(t.group, flag, is_fenced=lambda: False)
@@ -100,10 +102,10 @@ def begin(case: Case, group: Group, path: Path, *, attempt: int = 0, stop_at: in
     return t
 
 
-def group_of(group: Group, attempt: int) -> Group:
-    """Return the group with stores of the attempt's own, as processes that are started anew have."""
+def group_of(group: Group, prefix: str) -> Group:
+    """Return the group with stores of an attempt's own, as processes that are started anew have: no word of another save is in them."""
     stores = [
-        SealedStore(torch.distributed.PrefixStore(f"attempt-{attempt}", sealed._store), "")
+        SealedStore(torch.distributed.PrefixStore(prefix, sealed._store), "")
         for sealed in (group.store, group.side_store)
     ]
     return Group(group.rank_info, group.device, *stores)
