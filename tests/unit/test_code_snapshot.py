@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -243,17 +242,25 @@ def test_a_directory_of_a_thousand_ignored_files_is_named_instead(code: Path, ru
     assert f"{code}/package holds more than 1,000 entries" in note
 
 
-@pytest.mark.parametrize(("submitted_from", "num_notes"), [(".", 0), ("..", 1), ("/", 1)])
+@pytest.mark.parametrize(
+    ("submitted_from", "has_git", "num_notes"), [(".", False, 0), ("..", False, 1), ("/", False, 1), ("..", True, 0)]
+)
 def test_without_git_it_is_said_that_a_scripts_own_directory_is_all_that_is_copied(
-    submitted_from: str, num_notes: int, code: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, *, submitted_from: str, has_git: bool, num_notes: int
 ) -> None:
-    """The shape of lightning-hydra-template: `python src/train.py` reads `../configs`."""
-    monkeypatch.chdir(code / submitted_from)
+    """The shape of lightning-hydra-template: `python src/train.py` reads `../configs`. A work tree may have no commit yet."""
+    source = tmp_path / "src"
+    source.mkdir()
+    (source / "train.py").touch()
+    if has_git:
+        git(source, "init", "--quiet")
+        git(source, "add", ".")
+    monkeypatch.chdir(source / submitted_from)
 
-    notes = [*notes_on_copy(replace(take(code, run), commit=None), run, [])]
+    notes = [*notes_on_copy(take(source, run), run, [])]
 
     assert len(notes) == num_notes
-    assert all(f"holds {code} alone" in note for note in notes)
+    assert all(f"holds {source} alone" in note for note in notes)
 
 
 @pytest.mark.parametrize(

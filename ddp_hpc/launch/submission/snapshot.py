@@ -127,7 +127,7 @@ def _editable() -> Iterator[str]:
 
 def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[str]) -> Iterator[str]:
     """Yield what a user may not expect of a copy; `outside` are other directories that its jobs import from."""
-    if copy.commit is None and copy.source.parent.is_relative_to(Path.cwd()):
+    if not (copy.source / ".git").exists() and copy.source.parent.is_relative_to(Path.cwd()):
         yield (
             f"note: without git, the copy of the code holds {copy.source} alone. If the script reads or imports what lies beside that "
             "directory (`../configs`), put all of it under git (`git init`, `git add`, `git commit`), or set `snapshot.enabled=false`."
