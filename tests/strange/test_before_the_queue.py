@@ -364,14 +364,15 @@ def test_a_script_that_hydra_gives_another_directory_at_each_start_is_told_so_be
     (tmp_path / "bin/sbatch").write_text(SBATCH)
     monkeypatch.setattr(users_part, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
     (tmp_path / "train.py").write_text("import hydra\n\n\n@hydra.main(version_base=None)\ndef main(cfg): ...\n")
-    (tmp_path / "plain.py").write_text("# not @hydra.main\n")
+    (tmp_path / "short.py").write_text("from hydra import main\n\n\n@main(version_base=None)\ndef run(cfg): ...\n")
+    (tmp_path / "plain.py").write_text("import hydra  # not @hydra.main\n")
     (tmp_path / "hydra.py").write_text("def main(**kwargs): return lambda function: function\n")
 
     def said(*words: str) -> str:
         assert main(["submit", "--cluster=slurm", "name=net", "--dry-run", "--", "python", *words]) == 0
         return capsys.readouterr().err
 
-    assert "add `hydra.run.dir=out/NAME`" in said("train.py", "lr=0.1")
+    assert all("add `hydra.run.dir=out/NAME`" in said(name, "lr=0.1") for name in ("train.py", "short.py"))
     assert "Hydra" not in said("train.py", "hydra.run.dir=out/net")
     assert "Hydra" not in said("plain.py")
 

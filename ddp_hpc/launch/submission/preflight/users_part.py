@@ -55,7 +55,8 @@ def _note_on_hydra(command: Sequence[str], code: UsersCode | None) -> Iterator[s
     if code is None or code.needed is None or any(word.lstrip("+").startswith("hydra.run.dir=") for word in command):
         return
     with suppress(OSError):
-        if re.search(rb"^@hydra\.main\b", (code.directory / code.needed).read_bytes(), re.MULTILINE):
+        source = (code.directory / code.needed).read_bytes()
+        if re.search(rb"^(?:import|from) hydra\b.*^@(?:\w+\.)?main\b", source, re.MULTILINE | re.DOTALL):
             yield (
                 "note: Hydra gives each start of the script another directory (outputs/DATE/TIME). If the script saves there, it starts over "
                 "after each requeue: add `hydra.run.dir=out/NAME` to its words, unless Hydra's own configuration has a fixed one."
