@@ -11,17 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import pytest
 import torch
-from torch._C._distributed_c10d import _get_handler_names  # type: ignore[attr-defined]  # the stubs leave it out
 
 from ddp_hpc.train import process_group
 from ddp_hpc.train.process_group import Group, RankInfo
 
 T = TypeVar("T")
-has_record_of_gloo = pytest.mark.skipif(
-    "fr_trace_json" not in _get_handler_names(), reason="this PyTorch keeps no record of gloo's collectives"
-)
 
 
 def in_group(world_size: int, function: Callable[[Group], T], folder: Path) -> list[T]:

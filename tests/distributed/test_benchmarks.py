@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import launch, loader, loop
+from benchmarks.run import NAMES
 
 
 @pytest.mark.parametrize(
@@ -59,3 +62,15 @@ def test_both_loaders_are_measured_on_each_data_set(data: str, num_workers: int)
     measured = loader.side_by_side(loader.Case(data, batch=4, num_workers=num_workers, num_batches=3))
 
     assert all(measured[name] > 0 for name in ("ours", "pytorch", "ratio", "by_cpu"))
+
+
+@pytest.mark.long
+def test_benchmarks_need_no_library_of_the_tests() -> None:
+    code = f"""import importlib, sys
+sys.modules.update(pytest=None, hypothesis=None)  # as in .venv-bench
+for name in {NAMES}:
+    importlib.import_module(f"benchmarks.{{name}}")"""
+
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+
+    assert ended.returncode == 0, ended.stderr

@@ -24,7 +24,7 @@ from ddp_hpc.cluster.rank_probe.server import serve
 from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records
 from ddp_hpc.run.run_dir.paths import RunDir
-from tests.distributed.processes import has_record_of_gloo
+from tests.distributed.skips import has_record_of_gloo
 
 WORLD_SIZE = 3
 

@@ -30,7 +30,7 @@ from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder
 from ddp_hpc.cluster.rank_probe.server import serve, serve_at_rendezvous
 from ddp_hpc.run.run_dir.hang_records import read_hang_records
 from ddp_hpc.run.run_dir.paths import RunDir
-from tests.distributed.processes import has_record_of_gloo
+from tests.distributed.skips import has_record_of_gloo
 from tests.unit.test_worker_env import free_port
 
 assert torch.distributed.is_available()
