@@ -19,7 +19,7 @@ def agent_argv(context: JobContext) -> list[str]:
 
 
 def step_of_agents(context: JobContext) -> list[str]:
-    """Return the command that starts one agent on each node; each gets its orders over its standard input (`line`)."""
+    """Return the command that starts one agent on each node; each gets its orders over its standard input (`job.wire.control_channel`)."""
     return [*_step(context, tasks_per_node=1), *agent_argv(context), "--in-step"]
 
 
@@ -30,7 +30,7 @@ def step_of_tasks(context: JobContext, attempt: int, endpoint: Endpoint) -> list
 
 
 def step_of_torchrun(context: JobContext, attempt: int, endpoint: Endpoint) -> list[str]:
-    """Return the command that starts one torchrun a node, through `job.torchrun_node`, which knows the node's address."""
+    """Return the command that starts one torchrun a node, through `job.node.torchrun_node`, which knows the node's address."""
     world, sampled = context.world, [f"--run={context.run.path}", f"--attempt={attempt}"]
     module, stop = ["-m", "ddp_hpc.job.node.torchrun_node"], ["--stop-signal", context.workload.stop_signal]
     node = [*module, *_num_workers(context), *stop, *sampled, "--meet", str(endpoint), "--"]

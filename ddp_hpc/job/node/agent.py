@@ -2,7 +2,7 @@
 
     python -m ddp_hpc.job.node.agent RUN_DIR --worker ddp_hpc.train.worker --stop-signal USR2 --num-workers 4
 
-It reads the supervisor's orders from its standard input and writes reports to its standard output (see `line`): orders to
+It reads the supervisor's orders from its standard input and writes reports to its standard output (see `job.wire.control_channel`): orders to
 start, stop or kill the workers of an attempt, reports of their joint exit code. It keeps running for the next attempt,
 which then has nothing to import, until the supervisor closes the connection. With `--in-step`, srun has started one agent
 on each node of a job, and the node rank comes from Slurm; else this machine is the only node.
