@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,8 @@ def _train(
     for step in range(STEPS):
         if restarts and step == RESTART_AFTER:
             torch.manual_seed(5)
+            del wrapped
+            gc.collect()  # a restart has no hooks of another attempt, which would act beside its own until they are freed
             wrapped = _wrap(model, group, rehearses=rehearses, order=order if keeps else [])
         torch.manual_seed(1000 * step + group.rank_info.rank)
         _backward(wrapped, step, group.rank_info.rank)
