@@ -66,10 +66,19 @@ def signal_name(number: int) -> str:
     return Signals(number).name if number in set(Signals) else ""
 
 
+def signal_of(code: int) -> int:
+    """Return the number of the signal that ended a process, by its exit code; 0 where that stands for none with a name.
+
+    Python returns minus the number (https://docs.python.org/3/library/subprocess.html#subprocess.Popen.returncode), shells and
+    srun 128 plus it. 255 is an error of a program: of Apptainer and ssh, for instance.
+    """
+    number = -code if code < 0 else code - 128
+    return number if signal_name(number) else 0
+
+
 def described(code: int) -> str:
-    """Describe how a supervisor ended that decided nothing; a signal is minus its number, or 128 more, as in a shell."""
-    number = -code if code < 0 else code - 128 if code > 128 else 0
-    if number:
-        name = signal_name(number)
-        return f"was killed by signal {number}{name and f' ({name})'}"
-    return f"exited unexpectedly with code {code}"
+    """Describe how a supervisor ended that decided nothing."""
+    number = signal_of(code)
+    return (
+        f"was killed by signal {number} ({signal_name(number)})" if number else f"exited unexpectedly with code {code}"
+    )

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.base.durable import named, open_record
+from ddp_hpc.base.durable import named, numbers_in, open_record
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import patiently
-from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import ATTEMPT, RANK_LOG, RunDir
 
 _LONGEST_LINE = 1 << 20
 """Bytes; a longer line is read in parts."""
 _MOST_BYTES = 8 << 20
 """How much one read returns, but for the rest of a line."""
-_NUMBER = re.compile(r"(?:attempt|rank)-(\d+)(?:\.log)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,7 @@ def log_files(run: RunDir, selection: LogSelection) -> list[tuple[Path, str, str
     """Return the selected files that exist now, the oldest attempt first, each with a prefix for its lines and a header above them."""
     if selection == LogSelection():
         return [(run.console, "", "")] if run.console.exists() else []
-    attempts = _numbers(run.path / "logs", "attempt-*") if selection.attempt is None else [selection.attempt]
+    attempts = numbers_in(run.path / "logs", ATTEMPT) if selection.attempt is None else [selection.attempt]
     return [
         (
             run.rank_log(attempt, rank),
@@ -74,14 +72,9 @@ def log_files(run: RunDir, selection: LogSelection) -> list[tuple[Path, str, str
             f"==> attempt {attempt} <==" if selection.attempt is None else "",
         )
         for attempt in attempts
-        for rank in _numbers(run.attempt_logs(attempt), "rank-*.log")
+        for rank in numbers_in(run.attempt_logs(attempt), RANK_LOG)
         if selection.all_ranks or rank == (selection.rank or 0)
     ]
-
-
-def _numbers(directory: Path, pattern: str) -> list[int]:
-    matches = (_NUMBER.fullmatch(path.name) for path in directory.glob(pattern))
-    return sorted(int(match.group(1)) for match in matches if match)
 
 
 def read_lines(run: RunDir, selection: LogSelection, *, only_final_text: bool = False) -> Iterator[str]:
@@ -122,13 +115,13 @@ def require_log(run: RunDir, selection: LogSelection) -> None:
     """Check that one of the selected logs exists."""
     if log_files(run, selection):
         return
-    attempts = _numbers(run.path / "logs", "attempt-*")
+    attempts = numbers_in(run.path / "logs", ATTEMPT)
     if selection.attempt is not None and selection.attempt not in attempts:
         with_logs = ", ".join(map(str, attempts)) or "none"
         raise ConfigError(
             f"Attempt {selection.attempt} of run {run.name!r} has no logs. Attempts with logs: {with_logs}."
         )
-    ranks = sorted({rank for attempt in attempts for rank in _numbers(run.attempt_logs(attempt), "rank-*.log")})
+    ranks = sorted({rank for attempt in attempts for rank in numbers_in(run.attempt_logs(attempt), RANK_LOG)})
     if selection.rank is not None and ranks:
         raise ConfigError(f"Rank {selection.rank} of run {run.name!r} has no log. Ranks: {', '.join(map(str, ranks))}.")
     if attempts and selection == LogSelection():

@@ -20,6 +20,7 @@ from ddp_hpc.base.exit_codes import (
     REFUSED,
     STOPPED,
     STOPPED_EARLY,
+    described,
     joint,
 )
 
@@ -90,3 +91,17 @@ def test_only_codes_that_are_all_good_are_good_together(codes: list[int]) -> Non
 )
 def test_an_error_ends_its_process_with_its_code(error: BaseException, code: int) -> None:
     assert exit_code_of(error) == code
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (-9, "was killed by signal 9 (SIGKILL)"),
+        (137, "was killed by signal 9 (SIGKILL)"),
+        (255, "exited unexpectedly with code 255"),  # of Apptainer and ssh
+        (129 + 64, "exited unexpectedly with code 193"),
+        (1, "exited unexpectedly with code 1"),
+    ],
+)
+def test_a_code_is_called_a_signals_where_a_signal_has_that_number(code: int, said: str) -> None:
+    assert described(code) == said

@@ -17,7 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser, optional=True)
     parser.add_argument(
-        "--attempt", type=int, metavar="K", help="explain start number K of the workers; default: the newest that ended"
+        "--attempt",
+        type=int,
+        metavar="K",
+        help="explain start number K of the workers; default: the newest, or while that runs the one before, if it failed",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ddp_hpc.base.durable import numbers_in
 from ddp_hpc.base.names import few
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.record import known_record, write_record
-from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import ATTEMPT, RunDir
 
 _MOST_NAMED = 4
 
@@ -257,11 +258,6 @@ def read_difference(run: RunDir, attempt: int) -> Difference | None:
 
 def read_differences(run: RunDir) -> list[Difference]:
     """Return the records of all attempts, oldest first."""
-
-    def numbers_of_attempts() -> list[int]:
-        names = (path.parent.name.removeprefix("attempt-") for path in run.errors.glob("attempt-*/ranks-differ.json"))
-        return sorted(int(name) for name in names if name.isdecimal())
-
-    numbers: list[int] = known(run.errors, numbers_of_attempts, unknown=[])
+    numbers: list[int] = known(run.errors, lambda: numbers_in(run.errors, ATTEMPT), unknown=[])
     found = (read_difference(run, number) for number in numbers)
     return [one for one in found if one is not None]

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from ddp_hpc.base.durable import end_of, record_text
 from ddp_hpc.base.errors import ConfigError, DivergedError, RanksDifferError, text_of
-from ddp_hpc.base.exit_codes import signal_name
+from ddp_hpc.base.exit_codes import signal_name, signal_of
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.base.record import known_record, write_record
@@ -216,11 +216,8 @@ def silent_end(code: int, step_code: int | None) -> str:
 
     `code` is what their exit codes mean together, `step_code` what the command that started them ended with.
     """
-    # Python returns minus the signal's number (https://docs.python.org/3/library/subprocess.html#subprocess.Popen.returncode),
-    # srun and shells return 128 plus it.
-    number = 0 if step_code is None else -step_code if step_code < 0 else step_code - 128
-    name = signal_name(number)
-    if not name:
+    number = signal_of(step_code or 0)
+    if not number:
         return (
             f"the workers exited with code {code} and wrote no error report; read their logs (`ddp-hpc logs RUN --all`)"
         )
@@ -231,7 +228,7 @@ def silent_end(code: int, step_code: int | None) -> str:
         else "they crashed, or a user or Slurm sent it"
     )
     return (
-        f"signal {number} ({name}) killed all workers before they could write an error report: "
+        f"signal {number} ({signal_name(number)}) killed all workers before they could write an error report: "
         f"{sender}. Read the kernel's log (`dmesg`), or on Slurm the output of `sacct -j JOB --format=State,ExitCode,MaxRSS`"
         f"{'; `resources.mem_gb` asks for more memory' if is_kill else ''}"
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.durable import numbers_in
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -62,9 +63,9 @@ def write_hang_record(run: RunDir, attempt: int, record: HangRecord) -> None:
 def read_hang_records(run: RunDir, attempt: int) -> Sequence[HangRecord]:
     """Return the records of an attempt's last hang, by rank."""
     folder = run.hang_record(attempt, 0).parent
-    paths: list[Path] = known(folder, lambda: sorted(folder.glob("rank-*.json")), unknown=[])
+    ranks: list[int] = known(folder, lambda: numbers_in(folder, re.compile(r"rank-(\d+)\.json")), unknown=[])
     found: list[tuple[float, HangRecord]] = []
-    for path in paths:
+    for path in (run.hang_record(attempt, rank) for rank in ranks):
         record = known_record(path, HangRecord)
         if record is not None:
             # By the file's time, which one file server gives: the clocks of nodes may differ by more.

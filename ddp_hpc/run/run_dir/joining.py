@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,9 +11,7 @@ from functools import partial
 from ddp_hpc.base.durable import numbers_in
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.record import known_record, read_record, write_record
-from ddp_hpc.run.run_dir.paths import RunDir
-
-_LOG = re.compile(r"rank-(\d+)\.log")
+from ddp_hpc.run.run_dir.paths import RANK_LOG, RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ def started_ranks(run: RunDir, attempt: int) -> set[int] | None:
     A network file system may leave out those of other nodes for a minute.
     """
     folder = run.attempt_logs(attempt)
-    ranks: list[int] | None = known(folder, partial(numbers_in, folder, _LOG), unknown=None)
+    ranks: list[int] | None = known(folder, partial(numbers_in, folder, RANK_LOG), unknown=None)
     return None if ranks is None else {*ranks}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ def is_folder(path: Path) -> bool:
         return False
 
 
+ATTEMPT, RANK_LOG = re.compile(r"attempt-(\d+)"), re.compile(r"rank-(\d+)\.log")
+"""Names of the directory of an attempt, and of a log in it."""
 SWEEP_LEDGER = "sweep.jsonl"
 """In a sweep's directory: its points, and the arrays of them that were sent."""
 

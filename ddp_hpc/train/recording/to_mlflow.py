@@ -14,7 +14,7 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from ddp_hpc.base.durable import make_directories, open_private
+from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.train.recording.recorders import Ending, MetricsRow, SentSteps, Subject
 from ddp_hpc.train.recording.temporary import temporary_folder
 
@@ -44,15 +44,7 @@ def _database_in(folder: Path) -> Path:
         with temporary_folder(memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) as here:
             made = here / path.name
             MlflowClient(tracking_uri=f"sqlite:///{made}").search_experiments()
-            beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            try:
-                with open_private(beside, "wb") as file:
-                    file.write(made.read_bytes())
-                    file.flush()
-                    os.fsync(file.fileno())
-                beside.replace(path)
-            finally:
-                beside.unlink(missing_ok=True)
+            replace_text(path, made.read_bytes())
     return path
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ddp_hpc.base.exit_codes import signal_name
+from ddp_hpc.base.exit_codes import signal_name, signal_of
 from ddp_hpc.base.processes import signal_number
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.watch.why.exceptions import Raised, tracebacks, uncaught
@@ -20,7 +20,6 @@ from ddp_hpc.watch.why.slurm_lines import of_step
 
 _KILL = signal_number("KILL")
 _CRASHES = frozenset(map(signal_number, ("SEGV", "ABRT", "BUS", "ILL", "FPE", "SYS", "TRAP")))
-_OF_SHELL = 128
 _CANNOT_START = {126, 127}
 _NEAR_END = 60
 """Lines at the end of a log in which a text may be the reason of an end."""
@@ -175,8 +174,8 @@ def _killed(facts: AttemptFacts, finding: Verdict) -> Verdict:
 
 def _by_exit_code(facts: AttemptFacts, finding: Verdict, code: int) -> Verdict:
     """Return the class of a script that exited with a code; Python's own is 1 for an exception that nothing caught, argparse's is 2."""
-    if code > _OF_SHELL and signal_name(code - _OF_SHELL):
-        return by_signal(facts, finding, code - _OF_SHELL)
+    if number := signal_of(code):
+        return by_signal(facts, finding, number)
     found = of_log(facts, finding.rank) if finding.rank is not None and code in {1, 2, *_CANNOT_START} else None
     if found is not None:
         return replace(found, at=finding.at, host=finding.host)
@@ -224,11 +223,10 @@ def of_end(facts: AttemptFacts, rank: int) -> Verdict | None:
         return None
     # A launcher ends the others after a task has exited, which takes longer than that from its report on.
     noticed = min((one.at for one in facts.failures), default=float("inf")) + _EXIT_S
-    if (end.code < 0 or end.code > _OF_SHELL) and end.at > noticed:
+    if (end.code < 0 or end.code > 128) and end.at > noticed:
         return None
     finding = Verdict(failure="unknown", rank=rank, at=end.at)
-    number = -end.code if end.code < 0 else end.code - _OF_SHELL  # as a shell says it, and Python after Ctrl-C
-    if signal_name(number):
+    if number := signal_of(end.code):
         return replace(by_signal(facts, finding, number), at=end.at)
     return with_line(replace(finding, failure="exit-code", detail=f"exit code {end.code}"), facts)
 

@@ -25,7 +25,7 @@ _ENDED = "ended: "
 
 
 def chosen_attempt(run: RunDir, ledger: Ledger, number: int | None) -> Attempt:
-    """Return the attempt of this number; without one, the newest that failed, or else the newest."""
+    """Return the attempt of this number; without one, the newest, or the one before where that failed and the newest still runs."""
     if not ledger.attempts:
         where = last_words(run) or f"`ddp-hpc status {run.name}` shows what it waits for."
         raise ConfigError(f"Run {run.name!r} has not begun an attempt. {where}")
