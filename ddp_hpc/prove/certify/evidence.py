@@ -263,7 +263,7 @@ class TrialEvidence:
     @cached_property
     def ended_at(self) -> Position | None:
         """The last position, where the script ended well before the last one of the undisturbed run."""
-        if not (self.is_measured and self.has_result):
+        if not (self.is_measured and self.has_finished):
             return None
         # A script may print at other steps than the undisturbed one did: at each episode's end, for instance.
         whole, last = self.baseline.positions, max(self._after or self._before, default=())
@@ -304,7 +304,7 @@ class TrialEvidence:
         return changing_texts | (for_the_stop - {one.path for attempt in self._later for one in attempt.saves})
 
     @property
-    def has_result(self) -> bool:
+    def has_finished(self) -> bool:
         return self.record.outcome == "finished"
 
     @cached_property
@@ -316,7 +316,7 @@ class TrialEvidence:
     @cached_property
     def differences(self) -> list[FileDifference]:
         """By what its final files differ from the undisturbed run's."""
-        if not self.has_result:
+        if not self.has_finished:
             return []
         # A stop makes one more file, and a directory of the newest files then has other ones: the last file counts.
         saves = [one.path for one in self.baseline.attempt.saves]
@@ -334,12 +334,12 @@ class TrialEvidence:
     @property
     def doubled(self) -> tuple[str, str] | None:
         """A table, and a line that stands there more often than in the undisturbed run's."""
-        return doubled_line(self.record.final, self.baseline.record.final) if self.has_result else None
+        return doubled_line(self.record.final, self.baseline.record.final) if self.has_finished else None
 
     @cached_property
     def compared(self) -> Sequence[str]:
         """The final files that have anything that is the same in two undisturbed runs."""
-        other = self.baseline.record.final if self.has_result else {}
+        other = self.baseline.record.final if self.has_finished else {}
         return [file for file in other if file in self._final and file not in self._left_out and self._stable(file)]
 
     def _stable(self, file: str) -> list[str]:

@@ -75,7 +75,7 @@ class FaultResult:
 def needs_second_run(evidence: TrialEvidence) -> bool:
     """Tell whether only a second undisturbed run shows what a difference means."""
     seen = evidence.differences or evidence.first_loss_differs or evidence.later_loss_differs
-    return evidence.has_result and bool(seen) and not evidence.has_same_weights
+    return evidence.has_finished and bool(seen) and not evidence.has_same_weights
 
 
 def judge(name: str, evidence: TrialEvidence) -> FaultResult:
@@ -162,7 +162,7 @@ def _notes(finding: FaultResult, evidence: TrialEvidence) -> Iterator[str]:
         )
     if finding.verdict == "comes back" and not evidence.is_measured:
         yield "the script does not print at which step it continues, so the amount of repeated work is not known"
-    if evidence.has_result and not evidence.compared:
+    if evidence.has_finished and not evidence.compared:
         yield "no file was compared: the script leaves none, or names or all values of files differ between undisturbed runs"
     if evidence.has_same_weights and evidence.differences:
         yield f"the saved states are the same, but {_difference_text(evidence.differences[0])}"
