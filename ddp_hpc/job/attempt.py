@@ -36,7 +36,7 @@ def run_attempt(context: JobContext, workers: Workers, notifier: Notifier) -> Co
         with diagnosis("the nodes"):
             outcome = node_probe.explain_by_nodes(context, attempt, outcome)
         outcome = network_probe.explain_by_network(context, attempt, outcome)
-    conclusion = last_resort.conclude(context, attempt, outcome)
+    conclusion = last_resort.conclude_in_any_case(context, attempt, outcome)
     notifier.ended(conclusion)
     return conclusion
 

@@ -168,7 +168,7 @@ def _supervise(context: JobContext, lock_fds: Sequence[int]) -> int:
         workers.close()
         unstage(staged, context.allocation, context.environ)
     notifier.leave(goes_on=bool(conclusion.end.next))
-    last_resort.leave(context, conclusion)
+    last_resort.leave_in_any_case(context, conclusion)
     if not conclusion.end.next:  # a job that goes on is ended by Slurm at any moment from here
         with suppress(OSError):  # it is for readers only
             if use := merged(read_uses(run, conclusion.attempt)):
@@ -299,8 +299,8 @@ def _leave_node(context: JobContext, error: ConfigError) -> int:
     reason = f"{socket.gethostname()}: {error}"
     node = context.nodes[:1]  # the supervisor's node
     outcome = Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node)
-    conclusion = last_resort.conclude(context, attempt, outcome)
-    last_resort.leave(context, conclusion)
+    conclusion = last_resort.conclude_in_any_case(context, attempt, outcome)
+    last_resort.leave_in_any_case(context, conclusion)
     return conclusion.end.exit_code
 
 

@@ -24,8 +24,8 @@ def test_an_error_of_ours_amid_the_verdict_sends_the_job_back_all_the_same(
     monkeypatch.setattr(attempt_end, "cause_of", cause_of)
     one = supervised()
 
-    conclusion = last_resort.conclude(one.context, one.begin(), CRASHED)
-    last_resort.leave(one.context, conclusion)
+    conclusion = last_resort.conclude_in_any_case(one.context, one.begin(), CRASHED)
+    last_resort.leave_in_any_case(one.context, conclusion)
 
     assert (one.last.cause, one.last.next) == ("unexplained", "requeue")
     assert one.last.reason == "ddp-hpc's own supervisor process failed: KeyError: 'odd' (traceback in the job's log)"
@@ -36,7 +36,7 @@ def test_errors_of_ours_without_progress_end_the_run(supervised: Make, monkeypat
     monkeypatch.setattr(attempt_end, "cause_of", lambda evidence: evidence.nothing)
     one = supervised(restart=RestartSpec(max_no_progress=2))
 
-    found = [last_resort.conclude(one.context, one.begin(), CRASHED) for _ in range(2)]
+    found = [last_resort.conclude_in_any_case(one.context, one.begin(), CRASHED) for _ in range(2)]
 
     assert [each.end.next for each in found] == ["requeue", ""]
     assert "2 attempts in a row ended without a new checkpoint" in one.last.reason
@@ -50,8 +50,8 @@ def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_writ
     one.run.attempts.unlink()
     one.run.attempts.mkdir()
 
-    conclusion = last_resort.conclude(one.context, attempt, STOPPED)
-    last_resort.leave(one.context, conclusion)
+    conclusion = last_resort.conclude_in_any_case(one.context, attempt, STOPPED)
+    last_resort.leave_in_any_case(one.context, conclusion)
 
     assert "scontrol requeue 7" in one.slurm.orders("scontrol requeue")
     assert f"how attempt {attempt} ended" in capsys.readouterr().err
@@ -65,7 +65,7 @@ def test_the_newest_checkpoint_is_known_though_the_ledger_cannot_be_read(supervi
     one.run.attempts.unlink()
     one.run.attempts.mkdir()
 
-    conclusion = last_resort.conclude(one.context, attempt, CRASHED)
+    conclusion = last_resort.conclude_in_any_case(one.context, attempt, CRASHED)
 
     assert conclusion.end.last_step == 4
 
@@ -80,7 +80,7 @@ def test_a_decision_with_fewer_facts_waits_no_second_time_for_checkpoints_that_c
     for path in (one.run.checkpoints, one.run.progress):
         path.symlink_to(path.name)
 
-    conclusion = last_resort.conclude(one.context, attempt, CRASHED)
+    conclusion = last_resort.conclude_in_any_case(one.context, attempt, CRASHED)
 
     assert (conclusion.end.next, conclusion.end.last_step) == ("requeue", None)
     waits = [record for record in caplog.records if "Trying again" in record.getMessage()]
@@ -96,12 +96,12 @@ def test_a_job_that_goes_back_after_an_error_of_ours_is_left_no_sooner_than_any_
         raise KeyError("odd")
 
     one = supervised()
-    conclusion = last_resort.conclude(one.context, one.begin(), STOPPED)
+    conclusion = last_resort.conclude_in_any_case(one.context, one.begin(), STOPPED)
     monkeypatch.setattr(requeue_job, "leave", leave)
     monkeypatch.setattr(requeue_job, "STAY_S", 0.3)
     began = time.monotonic()
 
-    last_resort.leave(one.context, conclusion)
+    last_resort.leave_in_any_case(one.context, conclusion)
 
     assert one.slurm.orders("scontrol requeue") == ["scontrol requeue 7"]
     assert time.monotonic() - began >= 0.3

@@ -42,7 +42,7 @@ def outcome_of(error: Exception, workers: Workers) -> Outcome:
     return Outcome(code=exit_codes.FAILED, reason=reason)
 
 
-def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
+def conclude_in_any_case(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     """Conclude as `attempt_end` does; if that fails, decide by what can still be read."""
     try:
         return attempt_end.conclude(context, attempt, outcome)
@@ -79,7 +79,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     return Conclusion(attempt=attempt, end=end, exclude=decision.exclude)
 
 
-def leave(context: JobContext, conclusion: Conclusion) -> None:
+def leave_in_any_case(context: JobContext, conclusion: Conclusion) -> None:
     """Leave as `requeue_job` does; if that fails, requeue the job without records and excluded nodes."""
     try:
         requeue_job.leave(context, conclusion)

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = _work(run, place, attempt, listen_fd)
     is_stop_asked = context is not None and read_stop_request(run) is not None
     if context is not None:
-        reason = last_resort.conclude(context, attempt, Outcome(code=code)).end.reason
+        reason = last_resort.conclude_in_any_case(context, attempt, Outcome(code=code)).end.reason
         sys.stderr.write(f"ended: {reason}\n" if reason else "")
     if code != exit_codes.STOPPED:
         return code
