@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -38,12 +39,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide that the environment is activated, as it is not in CI; begin the file of `--keep-failures` anew, in one process."""
+    """Hide that the environment is activated, as it is not in CI; begin the file of `--keep-failures` anew, in one process.
+
+    Of several processes, each computes with one thread: OpenMP's threads wait for each other by spinning, and share the cores with
+    all the others'.
+    """
     if sys.prefix != sys.base_prefix:
         directories = os.environ["PATH"].split(os.pathsep)
         os.environ["PATH"] = os.pathsep.join(one for one in directories if one != f"{sys.prefix}/bin")
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+        return
     path = config.getoption("--keep-failures")
-    if path is not None and not hasattr(config, "workerinput"):
+    if path is not None:
         path.unlink(missing_ok=True)
         config.pluginmanager.register(_FailureKeeper(path))
 
