@@ -78,6 +78,14 @@ def test_steps_that_begin_anew_in_each_epoch_are_told_apart_by_it() -> None:
     assert losses(lines, scale_of(lines))[1, 10] == 11
 
 
+@pytest.mark.parametrize("setting", ["accum_iter=1", "print_iter: 4"])
+def test_a_setting_that_is_named_as_a_step_hides_no_epochs(setting: str) -> None:
+    lines = [parse(setting), *(parse(f"Epoch: [{epoch}]  [ {batch}/12]") for epoch in range(4) for batch in (0, 5, 10))]
+
+    assert scale_of(lines) == Scale("epoch")
+    assert positions(lines, scale_of(lines)) == [(0,), (1,), (2,), (3,)]
+
+
 # --- saved files -------------------------------------------------------------------------------------------------------
 
 

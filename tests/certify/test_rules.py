@@ -235,6 +235,16 @@ def test_a_state_that_lies_in_several_files_is_seen_as_one() -> None:
     assert (saved.has_optimizer, saved.has_rng) == (True, True)
 
 
+def test_an_older_state_of_another_step_is_no_fault_of_the_scheduler() -> None:
+    final = {"step_10.pt": values(), "best.pt": values({"lr_scheduler.last_epoch": "4"})}
+    best = values({"lr_scheduler.last_epoch": "6", "model.weight": "tensor FloatStorage [1] z"})
+
+    finding = found("kill-at-random", faulty(final={**final, "best.pt": best}), undisturbed(final=final))
+
+    assert (finding.verdict, finding.defects) == ("differs", [])
+    assert "best.pt" in finding.first_difference
+
+
 def test_a_scheduler_that_is_not_saved_is_shown_by_the_learning_rate_at_the_end() -> None:
     record = faulty(final={"step_10.pt": values({"optimizer.param_groups.0.lr": "0.2"}, without="lr_")})
 

@@ -331,6 +331,16 @@ class TrialEvidence:
             and not (one.here == NO_FILE and one.file in earlier)
         ]
 
+    @cached_property
+    def lasting_differences(self) -> list[FileDifference]:
+        """Those of values that are not right again in the file that was saved last with them: `model_best` is of an older step."""
+        differing = {(one.file, one.path) for one in self.differences}
+        final, last = self.baseline.record.final, dict[str, str]()
+        for save in self.baseline.attempt.saves:
+            if save.path in final:
+                last |= dict.fromkeys(final[save.path].values, save.path)
+        return [one for one in self.differences if (last.get(one.path, one.file), one.path) in differing]
+
     @property
     def doubled(self) -> tuple[str, str] | None:
         """A table, and a line that stands there more often than in the undisturbed run's."""
@@ -368,8 +378,12 @@ class TrialEvidence:
 
 
 def _innermost(record: RunRecord) -> str:
-    """Return the innermost frames of the first rank's main thread, whose stack faulthandler writes last, in one line."""
-    for rank, text in sorted(record.stacks.items()):
+    """Return in one line the innermost frames of a rank's main thread, whose stack faulthandler writes last.
+
+    It is the first rank that does not wait for the others, if there is one.
+    """
+    ranks = sorted(record.stacks.items(), key=lambda pair: (_COLLECTIVE.search(pair[1]) is not None, pair[0]))
+    for rank, text in ranks:
         *_, main = _THREAD.split(text)
         frames = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
         if frames:

@@ -9,7 +9,9 @@ from itertools import pairwise
 from statistics import median
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf"
-_SETTINGS = (*("start", "resume", "begin", "end", "stop", "max", "min", "warmup", "decay", "save", "last", "best"),)
+_SETTINGS = (
+    *("start", "resume", "begin", "end", "stop", "max", "min", "warmup", "decay", "save", "last", "best", "accum"),
+)
 _NO_SETTING = "".join(rf"(?<!{word}[_-])" for word in _SETTINGS)
 """`start_epoch=0` among the arguments that a script prints says nothing of where it is."""
 _PHASE = r"(?:\(train\))?"
@@ -95,8 +97,11 @@ def scale_of(lines: Iterable[PrintedLine]) -> Scale:
     """Return how these lines say where the training is."""
     lines = list(lines)
     steps = [line.step for line in lines if line.step is not None]
-    if not steps:
-        return Scale("epoch" if any(line.epoch is not None for line in lines) else "")
+    epochs = {line.epoch for line in lines if line.epoch is not None}
+    places = {(line.epoch, line.step) for line in lines if line.step is not None}
+    # Fewer places than epochs are no steps: `print_iter=4` among the arguments that a script prints.
+    if len(places) < max(1, len(epochs)):
+        return Scale("epoch" if epochs else "")
     restarts = any(later < earlier for earlier, later in pairwise(steps))
     gaps = [later - earlier for earlier, later in pairwise(steps) if later > earlier]
     return Scale("step", has_epochs=restarts, stride=max(1, round(median(gaps))) if gaps else 1)

@@ -93,7 +93,7 @@ def _miscounts(seen: TrialEvidence) -> str:
 
 def _first_at_end(seen: TrialEvidence, names: set[str]) -> str:
     """Return the first number of these names that is another one at the end; `step` of an optimizer's moments is a tensor."""
-    for one in seen.differences if seen.differs else ():
+    for one in seen.lasting_differences if seen.differs else ():
         if one.path.rpartition(".")[2] in names and not one.here.startswith("tensor"):
             return f"{one.path} in {one.file} is {one.here} at the end, and {one.undisturbed} in the undisturbed run"
     return ""
