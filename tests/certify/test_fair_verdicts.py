@@ -458,6 +458,25 @@ def test_an_export_that_stays_cut_off_is_a_half_written_file_that_was_used() -> 
     assert (finding.verdict, names(finding)) == ("differs", {"half-written file used"})
 
 
+def test_the_file_that_names_the_newest_state_is_half_written_where_a_kill_left_it_empty() -> None:
+    end = {"step_10.pt": values(), "last_checkpoint": text("step_10.pt"), "notes.txt": text()}
+    failure = "torch.multiprocessing.spawn.ProcessRaisedException:\n\n-- Process 1 terminated:\nFileNotFoundError: ''"
+    record = faulty(
+        then=(),
+        later={"ending": "failed", "failed_ranks": {0: failure}},
+        half_written=("last_checkpoint", "notes.txt"),
+    )
+
+    finding = found("kill-after-save", record, baseline_of(lines_of(1, 10), final=end))
+
+    assert [one.evidence for one in finding.defects] == [
+        (
+            "last_checkpoint was cut off by a kill while the script wrote it under its final name, and the script did not resume: "
+            "FileNotFoundError: ''"
+        )
+    ]
+
+
 def test_a_script_that_reads_a_half_written_state_and_begins_again_in_silence_has_used_it() -> None:
     saves = (Save(path="last.pt", num_lines=4, at=4.0, contents=values(), in_place=True),)
     record = faulty(

@@ -222,6 +222,15 @@ def test_a_file_with_two_names_is_read_by_both(tmp_path: Path) -> None:
     assert files.reads == ["last.pt", "epoch_3.pt"]
 
 
+def test_a_file_of_no_save_that_a_kill_left_empty_is_told_of(tmp_path: Path) -> None:
+    files = LiveFiles(tmp_path)
+    for name, held in (("latest", ""), ("log.txt", "step 1"), ("step_1.pt", "")):
+        (tmp_path / name).write_text(held)
+        files.note("begun", tmp_path / name, lambda: True)
+
+    assert [*files.emptied()] == ["latest"]
+
+
 def test_a_state_that_is_moved_here_whole_was_begun() -> None:
     files = LiveFiles(Path("/data"))
 

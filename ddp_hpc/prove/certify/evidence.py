@@ -129,7 +129,9 @@ class TrialEvidence:
         last = self.record.attempts[-1]
         first_causes = [text for rank, text in sorted(last.failed_ranks.items()) if rank not in last.lost_ranks]
         texts = first_causes or list(last.failed_ranks.values()) or [last.reason]
-        return next(iter(texts[0].strip().splitlines()), "")[:300]
+        first, *others = texts[0].strip().splitlines() or [""]
+        # PyTorch's `mp.spawn` says only at the end of a traceback what happened in its process.
+        return (others[-1] if others and first.endswith(":") else first)[:300]
 
     @property
     def waits_in_collective(self) -> bool:
@@ -206,9 +208,13 @@ class TrialEvidence:
 
     @property
     def half_written(self) -> list[str]:
-        """Files that were cut off, and are of a kind that the undisturbed run has saved to its end."""
-        kinds = {kind_of(one.path) for one in self.baseline.attempt.saves}
-        return [path for path in self.injected.half_written if kind_of(path) in kinds]
+        """Files that were cut off, and are of a kind that the undisturbed run has saved to its end, or hold text there."""
+        kinds, whole = {kind_of(one.path) for one in self.baseline.attempt.saves}, self.baseline.record.final
+        return [
+            path
+            for path in self.injected.half_written
+            if kind_of(path) in kinds or (path in whole and whole[path].lines)
+        ]
 
     @property
     def in_place(self) -> list[str]:

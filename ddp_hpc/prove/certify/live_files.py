@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,6 +89,13 @@ class LiveFiles:
         paths = [path for path, _ in found if self.is_of_save(self.root / path)]
         half = tuple(path for path in paths if is_half_written(self.root / path))
         return half, [path for path in paths if path not in half and self.is_state(self.root / path)]
+
+    def emptied(self) -> Iterator[str]:
+        """Yield the other files that were begun and hold nothing, such as the one that names the newest state."""
+        for path in sorted(self.written):
+            with suppress(OSError):
+                if not self.is_of_save(path) and path.stat().st_size == 0:
+                    yield self.relative(path)
 
 
 @dataclass

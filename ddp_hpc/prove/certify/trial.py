@@ -243,7 +243,9 @@ class Trial:
             if kind != "read":  # this process has read them
                 self._note(kind, path)
         was_in_save = bool(half or self._files.being_written)
-        return replace(injected, half_written=half, present=tuple(whole), was_in_save=was_in_save)
+        return replace(
+            injected, half_written=(*half, *self._files.emptied()), present=tuple(whole), was_in_save=was_in_save
+        )
 
     # --- the end of an attempt -------------------------------------------------------------------------------------
 
