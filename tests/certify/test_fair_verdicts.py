@@ -458,6 +458,17 @@ def test_an_export_that_stays_cut_off_is_a_half_written_file_that_was_used() -> 
     assert (finding.verdict, names(finding)) == ("differs", {"half-written file used"})
 
 
+@pytest.mark.parametrize(
+    ("here", "other", "is_same"), [("resume: a.pt", "resume: None", True), ("rate: 1", "rate: 2", False)]
+)
+def test_a_text_with_the_arguments_of_the_resume_is_the_same(here: str, other: str, is_same: bool) -> None:
+    end, mine = ({"params.txt": text("epochs: 3", line)} for line in (other, here))
+
+    finding = found("kill-at-random", faulty(final=mine), undisturbed(final=end))
+
+    assert (finding.verdict != "differs") is is_same
+
+
 def test_the_file_that_names_the_newest_state_is_half_written_where_a_kill_left_it_empty() -> None:
     end = {"step_10.pt": values(), "last_checkpoint": text("step_10.pt"), "notes.txt": text()}
     failure = "torch.multiprocessing.spawn.ProcessRaisedException:\n\n-- Process 1 terminated:\nFileNotFoundError: ''"

@@ -15,9 +15,9 @@ NO_FILE = "no such file"
 _TABLES = frozenset({".csv", ".tsv", ".jsonl"})
 _LOGS = _TABLES | {".log", ".out", ".err"}
 
-_RESUME_ARGUMENT = re.compile(
-    r"(?:^|\.)(?:args|opts?|cfg|config|hparams|hyper_parameters)\.(?:\w+\.)*(?:resume(?:_from\w*|_path|_checkpoint)?|auto_resume|start_epoch|start_iter|init_from)$"
-)
+_RESUME = r"(?:resume(?:_from\w*|_path|_checkpoint)?|auto_resume|start_epoch|start_iter|init_from)"
+_RESUME_ARGUMENT = re.compile(rf"(?:^|\.)(?:args|opts?|cfg|config|hparams|hyper_parameters)\.(?:\w+\.)*{_RESUME}$")
+_RESUME_LINE = re.compile(rf"\W*{_RESUME}\W*[:=]")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class FileDifference:
 
     @property
     def is_of_resume(self) -> bool:
-        """Whether it is an argument, saved with the state, that names what to resume from or where: `args.resume`."""
+        """Whether it is an argument that names what to resume from or where: `args.resume` in a state, `resume:` in a text."""
+        if self.path.startswith("line "):
+            return all(map(_RESUME_LINE.match, (self.here, self.undisturbed)))
         return _RESUME_ARGUMENT.search(self.path) is not None
 
 
