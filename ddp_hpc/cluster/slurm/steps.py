@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ddp_hpc.cluster.slurm.hostlist import compress_hostlist
 from ddp_hpc.run.spec.launch import LaunchSpec
 from ddp_hpc.run.world import World
 
@@ -49,6 +52,11 @@ def probe_argv(num_nodes: int, *, is_all_or_none: bool = False) -> list[str]:
         "--export=ALL",
         f"--kill-on-bad-exit={int(is_all_or_none)}",
     ]
+
+
+def probe_on(nodes: Sequence[str], *, is_all_or_none: bool = False) -> list[str]:
+    """Return the same for these nodes, by their names: srun might take others of the job's where these are not all."""
+    return [*probe_argv(len(nodes), is_all_or_none=is_all_or_none), f"--nodelist={compress_hostlist(nodes)}"]
 
 
 def beside_argv(spec: LaunchSpec, world: World, *, cpus_per_worker: int) -> list[str]:

@@ -17,8 +17,7 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirmed, findings_of
 from ddp_hpc.cluster.rendezvous.links.probe import LONGEST_S, PACE_S
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
-from ddp_hpc.cluster.slurm.hostlist import compress_hostlist
-from ddp_hpc.cluster.slurm.steps import probe_argv
+from ddp_hpc.cluster.slurm.steps import probe_on
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.ending.hang_report import has_stacks
 from ddp_hpc.job.job_context import JobContext, Outcome
@@ -73,16 +72,11 @@ def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
     return bool(failures) and failures[0].is_secondary  # the first cause comes first: all have lost a connection
 
 
-def step_on(nodes: Sequence[str]) -> list[str]:
-    """Return the beginning of the command that runs one short task on each of these nodes of the job."""
-    return [*probe_argv(len(nodes)), f"--nodelist={compress_hostlist(nodes)}"]
-
-
 def probe(
     nodes: Sequence[str],
     address: str,
     *,
-    step_argv: StepArgv = step_on,
+    step_argv: StepArgv = probe_on,
     ready_s: float = READY_S,
     measures: bool = False,
 ) -> NetworkFindings:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ddp_hpc.base import exit_codes
-from ddp_hpc.cluster.slurm.steps import probe_argv
+from ddp_hpc.cluster.slurm.steps import probe_on
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import printed_by
 from ddp_hpc.run.run_dir.failure_reports import read_failures
@@ -58,7 +58,7 @@ def _unable_nodes(context: JobContext) -> tuple[str, ...]:
     imports = ["-c", _CODE, str(context.run.path), context.workload.worker]
 
     def can_start(node: str) -> bool:
-        argv = [*probe_argv(1), f"--nodelist={node}", *wrapper.srun_args, *wrapper.command, *imports]
+        argv = [*probe_on([node]), *wrapper.srun_args, *wrapper.command, *imports]
         return _CAN in printed_by(argv, environ=environ, timeout_s=TIMEOUT_S)[0]
 
     with ThreadPoolExecutor(_AT_A_TIME) as pool:

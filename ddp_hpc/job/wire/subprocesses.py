@@ -14,8 +14,7 @@ from typing import Any
 
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.slurm.framing import read_answers
-from ddp_hpc.cluster.slurm.hostlist import compress_hostlist
-from ddp_hpc.cluster.slurm.steps import probe_argv
+from ddp_hpc.cluster.slurm.steps import probe_on
 
 _LOOK_S = 0.5
 """How long to wait between two questions whether a command is over."""
@@ -97,9 +96,7 @@ def ask_nodes(  # noqa: PLR0913  a command, and how it is run
     `step` is the beginning of the command that starts it there; without it, a step of one CPU.
     """
     mark = secrets.token_hex(8)
-    # By their names: srun might take others of the job's nodes where these are not all.
-    probe = [*probe_argv(len(nodes), is_all_or_none=is_all_or_none), f"--nodelist={compress_hostlist(nodes)}"]
-    begin = probe if step is None else step
+    begin = probe_on(nodes, is_all_or_none=is_all_or_none) if step is None else step
     argv = [*begin, *command, f"--mark={mark}"]
     printed, errors = printed_by(argv, environ=environ, timeout_s=timeout_s, is_over=is_over)
     answers = read_answers(printed, mark)
