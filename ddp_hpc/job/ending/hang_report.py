@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Sequence
 
-from ddp_hpc.base.durable import make_directories, replace_text
+from ddp_hpc.base.durable import end_of, make_directories, replace_text
 from ddp_hpc.cluster.rank_probe.compare import main_frames
 from ddp_hpc.cluster.rank_probe.hang_verdict import RankStack, judge_hang
 from ddp_hpc.job.ending.best_effort import best_effort
@@ -45,7 +44,6 @@ def report_hang(
         rank=waited_for,
         host=(hosts[waited_for] or "") if waited_for >= 0 else "",
         at=time.time(),
-        step=0,
         exception=f"{_timeout(context, phase)}; {words}; the stacks of all ranks are in {path}",
         log=str(run.rank_log(attempt, rank)),
         phase=phase,
@@ -80,9 +78,7 @@ def has_stacks(run: RunDir, attempt: int, world_size: int) -> bool:
 
 def _read(run: RunDir, attempt: int, rank: int) -> RankStack | None:
     try:
-        with run.rank_log(attempt, rank).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = file.read(_TAIL_BYTES).decode("utf-8", errors="replace")
+        text = end_of(run.rank_log(attempt, rank), _TAIL_BYTES)[1].decode("utf-8", errors="replace")
     except OSError:
         return None
     dumps = list(_DUMP.finditer(text))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_hpc.base import processes
-from ddp_hpc.base.durable import read_json
+from ddp_hpc.base.durable import end_of, read_json
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.job.script.plan import ScriptRank
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
@@ -58,7 +58,6 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_
         rank=script_rank.rank,
         host=processes.host_name(),
         at=time.time(),
-        step=0,
         exception=f"{how}; its last line: {text}" if text else f"{how} and printed nothing",
         log=str(script_rank.log),
         is_secondary=is_lost_connection(text),
@@ -117,10 +116,9 @@ _HINT = "Set the environment variable HYDRA_FULL_ERROR=1"
 
 def _last_line(log: Path) -> str:
     """Return the last line of a log that has any text, and is not Hydra's hint after an error."""
-    with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+    with suppress(OSError):
         # Progress bars return without a new line.
-        lines = re.split(r"[\r\n]", file.read().decode("utf-8", errors="replace"))
+        lines = re.split(r"[\r\n]", end_of(log, _TAIL_BYTES)[1].decode("utf-8", errors="replace"))
         texts = ["".join(char if char.isprintable() else "?" for char in line).strip() for line in lines]
         return next((text[:200] for text in reversed(texts) if text and not text.startswith(_HINT)), "")
     return ""

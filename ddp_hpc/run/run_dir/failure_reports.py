@@ -38,7 +38,7 @@ class WorkerFailure:
     """-1 for an agent, and for a hang for which no rank can be named."""
     host: str
     at: float
-    step: int
+    step: int = 0
     exception: str
     """Type and message. For people: decisions rest on the fields below."""
     log: str
@@ -97,7 +97,6 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
         rank=rank,
         host=host_name(),
         at=time.time(),
-        step=0,
         exception=text_of(error) if is_plain else f"{type(error).__name__}: {text_of(error)}",
         log=str(log),
         traceback="".join(traceback.format_exception(error)),
@@ -200,7 +199,6 @@ def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_o
         rank=rank,
         host=host_name(),
         at=time.time(),
-        step=0,
         exception=f"killed by {name} ({hint})",
         log=str(log),
         signal=number,
