@@ -10,7 +10,8 @@ import errno
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -114,6 +115,29 @@ def _sleep(seconds: float, on_wait: Callable[[], object]) -> None:
         if part:
             on_wait()
         time.sleep(seconds / num_parts)
+
+
+def answers_within(seconds: float, questions: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """Return the answers that come in time, in the order of the questions.
+
+    Each is asked in a thread of its own, which a file system, a driver or a name server that hangs may keep.
+    """
+    import threading  # late: no command needs it (cli/seldom_gc.py)
+
+    found: dict[str, T] = {}
+
+    def ask(name: str) -> None:
+        found[name] = questions[name]()
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in questions]
+    until = time.monotonic() + seconds
+    for thread in threads:
+        with suppress(RuntimeError):  # too many run already (`ulimit -u`): its answer is late
+            thread.start()
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(until - time.monotonic(), 0.0))
+    return {name: found[name] for name in questions if name in found}
 
 
 def known(path: Path, ask: Callable[[], T], unknown: T) -> T:

@@ -328,6 +328,14 @@ def host_name() -> str:
     return os.uname().nodename
 
 
+def kernel_text(path: Path) -> str:
+    """Return what the kernel says in a file of /proc or /sys; nothing where its version, or this container, does not have it."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def start_ticks(pid: int) -> int | None:
     """Return when a process of this host started, in clock ticks since boot; None if it is gone or a zombie.
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from ddp_hpc.base.processes import kernel_text
+
 _MEMBER = re.compile(r"^\d+:([^:]*):(/.*)$", re.MULTILINE)
 _ROW = re.compile(r"^(\w+) (\d+)$", re.MULTILINE)
 _MEMORY = (
@@ -93,11 +95,3 @@ def quota_of(cgroups: Sequence[Path]) -> float | None:
     pairs = [text.split() for text in texts]
     numbers = [[*map(int, pair)] for pair in pairs if len(pair) == 2 and all(map(str.isdecimal, pair))]
     return min((quota / period for quota, period in numbers if quota and period), default=None)
-
-
-def kernel_text(path: Path) -> str:
-    """Return what the kernel says in a file; nothing where it is of another version, or this container does not show it."""
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""

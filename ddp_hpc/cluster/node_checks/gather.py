@@ -13,19 +13,18 @@ import os
 import resource
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ddp_hpc import __version__
 from ddp_hpc.base.mounts import Mount, mount_of
-from ddp_hpc.base.patience import is_answer
-from ddp_hpc.cluster.machine.cgroups import kernel_text
+from ddp_hpc.base.patience import answers_within, is_answer
+from ddp_hpc.base.processes import kernel_text
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared, neighbours
 from ddp_hpc.cluster.rendezvous.address import addresses_of
 from ddp_hpc.cluster.rendezvous.choice import fabric, refusal
@@ -34,7 +33,6 @@ from ddp_hpc.cluster.slurm.allocation import node_name, num_granted_gpus
 from ddp_hpc.cluster.slurm.framing import framed
 from ddp_hpc.run.run_dir.environment import capture
 
-T = TypeVar("T")
 PATIENCE_S = 12.0
 """How long a node may take for all parts."""
 SEEN_S = 8.0
@@ -68,18 +66,16 @@ def gather(
 
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "software": software,
-        "names": lambda: {"names": _side_by_side({name: partial(resolved, name) for name in asked}, NAMES_S)},
+        "names": lambda: {"names": answers_within(NAMES_S, {name: partial(resolved, name) for name in asked})},
         "reverse DNS": lambda: {"reverse_s": _reverse_s(nodes)},
         "networks": lambda: {"networks": networks(local_interfaces())},
         "disks": lambda: {"disks": {label: disk(Path(path)) for label, path in disks.items()}},
         "shared": lambda: {"shared": shared(folder, own, near)},
         **{f"path {path}": lambda path=path: {f"path {path}": _looked_at(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
     }
-    answers = _side_by_side(parts, PATIENCE_S)
-    found, late = (
-        {key: value for part in answers.values() for key, value in part.items()},
-        [name for name in parts if name not in answers],
-    )
+    answers = answers_within(PATIENCE_S, parts)
+    found = {key: value for part in answers.values() for key, value in part.items()}
+    late = [name for name in parts if name not in answers]
     told = {path: found.pop(f"path {path}") for path in paths if f"path {path}" in found}
     names = found.get("names", {})
     if "names" in found and len(names) < len(asked):
@@ -103,24 +99,6 @@ def _looked_at(path: Path) -> tuple[str, Mount | None]:
         time.sleep(_LOOK_AGAIN_PAUSE_S)
         state = state_of(path)
     return state, mount_of(path)
-
-
-def _side_by_side(questions: Mapping[str, Callable[[], T]], seconds: float) -> dict[str, T]:
-    """Return the answers that came in time, in the order of the questions."""
-    found: dict[str, T] = {}
-
-    def ask(name: str) -> None:
-        found[name] = questions[name]()
-
-    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in questions]
-    until = time.monotonic() + seconds
-    for thread in threads:
-        with suppress(RuntimeError):  # too many run already (`ulimit -u`): its answer is late
-            thread.start()
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join(max(until - time.monotonic(), 0.0))
-    return {name: found[name] for name in questions if name in found}
 
 
 def num_gpus(
@@ -159,7 +137,7 @@ def resolved(name: str) -> tuple[str, ...]:
 
 def _reverse_s(nodes: Sequence[str]) -> float:
     """Return how long the slowest of a few lookups of a name by an address takes, `NAMES_S` at most: PyTorch's store makes one for each peer."""
-    named = _side_by_side({node: partial(resolved, node) for node in nodes[:2]}, NAMES_S / 2)
+    named = answers_within(NAMES_S / 2, {node: partial(resolved, node) for node in nodes[:2]})
     addresses = [address for found in named.values() for address in found[:1]]
 
     def look_up(address: str) -> float:
@@ -168,7 +146,7 @@ def _reverse_s(nodes: Sequence[str]) -> float:
             socket.getnameinfo((address, 0), 0)
         return time.monotonic() - began
 
-    slowest = _side_by_side({address: partial(look_up, address) for address in addresses}, NAMES_S)
+    slowest = answers_within(NAMES_S, {address: partial(look_up, address) for address in addresses})
     return max((slowest.get(address, NAMES_S) for address in addresses), default=0.0)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.processes import host_name
+from ddp_hpc.base.processes import host_name, kernel_text
 from ddp_hpc.cluster.rank_probe.client import ANSWER_S, NoAnswerError, NoHandlerError, RankProbe
 from ddp_hpc.cluster.rank_probe.compare import is_in_distributed, main_frames
 from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, write_hang_record
@@ -116,18 +116,12 @@ def process_state(pid: int | None) -> str:
     """Return what the kernel says of a process's main thread; empty where it is not known."""
     if pid is None:
         return ""
-    with suppress(OSError):
-        # Its letter is that of a process that runs. proc_pid_status(5), since Linux 4.15.
-        if "CoreDumping:\t1" in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace"):
-            return DUMPING
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    letter = text.rpartition(")")[2].split()[:1]
+    process = Path(f"/proc/{pid}")
+    # Its letter is that of a process that runs. proc_pid_status(5), since Linux 4.15.
+    if "CoreDumping:\t1" in kernel_text(process / "status"):
+        return DUMPING
+    letter = kernel_text(process / "stat").rpartition(")")[2].split()[:1]
     if letter != ["D"]:
         return _STATES.get("".join(letter), "")
-    where = ""
-    with suppress(OSError):  # not on every kernel
-        where = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace").strip("0\n")
+    where = kernel_text(process / "wchan").strip("0\n")  # not on every kernel
     return f"in the kernel{f' ({where})' if where else ''}"

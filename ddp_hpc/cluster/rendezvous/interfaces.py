@@ -21,6 +21,8 @@ from typing import Any, Literal
 import msgspec
 import psutil
 
+from ddp_hpc.base.processes import kernel_text
+
 Kind = Literal[
     "loopback",
     "infiniband",
@@ -112,7 +114,8 @@ def with_prefix(address: str, netmask: str | None) -> str:
 def kind_of(folder: Path) -> Kind:
     """Return the kind of an interface, by its directory in /sys."""
     # https://www.kernel.org/doc/Documentation/ABI/testing/sysfs-class-net
-    kind = _KIND_OF_ARPHRD.get(_read(folder / "type"))
+    # An address with a label (`eth0:1`) has no directory.
+    kind = _KIND_OF_ARPHRD.get(kernel_text(folder / "type").strip())
     if kind is not None:
         return kind
     if (folder / "tun_flags").exists():
@@ -121,19 +124,12 @@ def kind_of(folder: Path) -> Kind:
         return "bridge" if any(folder.glob("lower_*/device")) else "virtual bridge"
     if (folder / "phy80211").exists():
         return "wireless"
-    uevent = dict(line.partition("=")[::2] for line in _read(folder / "uevent").splitlines())
+    uevent = dict(line.partition("=")[::2] for line in kernel_text(folder / "uevent").splitlines())
     of_driver = _KIND_OF_DEVTYPE.get(uevent.get("DEVTYPE", ""))
     if of_driver is not None:
         return of_driver
     cards = [folder / "device", *folder.glob("lower_*/device")]  # a bond or a VLAN has its card below it
     return "rdma" if any((card / "infiniband").exists() for card in cards) else "ethernet"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:  # an address with a label (`eth0:1`) has no directory
-        return ""
 
 
 def parse_interfaces(plain: Any) -> tuple[Interface, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from ddp_hpc.cluster.machine.cgroups import kernel_text
+from ddp_hpc.base.processes import kernel_text
 from ddp_hpc.cluster.rendezvous.worker_env import CPUS_BEFORE, Fact, threads
 from ddp_hpc.cluster.slurm.allocation import CpuGrant, cpu_grant, gpu_numbers
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from ddp_hpc.base.errors import text_of
+from ddp_hpc.base.patience import answers_within
 
 _OF_CONTENT = (ValueError, LookupError, ArithmeticError)
 """What code raises that meets content which it does not expect. TypeError, AttributeError and AssertionError are left out, because
@@ -116,28 +116,17 @@ def _innermost(error: BaseException) -> FrameType | None:
     return None if at is None else at.tb_frame
 
 
-def _stat_within(path: str, seconds: float) -> os.stat_result | None:
-    """Ask in a thread of its own, which a file system that hangs may keep; None where there is no answer."""
-    found: list[os.stat_result] = []
-
-    def ask() -> None:
-        with suppress(OSError, ValueError):
-            found.append(os.stat(path))  # noqa: PTH116  a Path raises for some texts that are no path
-
-    thread = threading.Thread(target=ask, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # no thread can be started
-        return None
-    thread.join(seconds)
-    return found[0] if found else None
-
-
 def _version(path: str) -> str:
     """Return size and time of a file; empty where there is none, or it may still be written."""
     if len(path) > _LONGEST or not path.isprintable():
         return ""
-    found = _stat_within(path, ANSWER_S)
+
+    def ask() -> os.stat_result | None:
+        with suppress(OSError, ValueError):
+            return os.stat(path)  # noqa: PTH116  a Path raises for some texts that are no path
+        return None
+
+    found = answers_within(ANSWER_S, {path: ask}).get(path)
     if found is None:
         return ""
     is_settled = stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > _SETTLED_S

@@ -15,6 +15,7 @@ import msgspec
 from ddp_hpc.base.discretion import is_shown
 from ddp_hpc.base.durable import record_bytes
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.processes import kernel_text
 from ddp_hpc.base.record import write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -105,10 +106,7 @@ def _built_with() -> dict[str, str]:
 
 
 def _first(path: Path, pattern: str) -> str:
-    try:
-        found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE)
-    except OSError:
-        return ""
+    found = re.search(pattern, kernel_text(path), flags=re.MULTILINE)
     return found[1].strip() if found else ""
 
 
