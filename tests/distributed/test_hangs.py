@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.rank_probe.collect import keep_hang_records
 from ddp_hpc.cluster.rank_probe.compare import ComparedRanks, compare
-from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder
+from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder, socket_of
 from ddp_hpc.cluster.rank_probe.server import serve
 from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records
@@ -79,7 +79,7 @@ def ranks_of(work: Callable[[], None], folder: ProbeFolder, path: Path) -> Itera
                 os.dup2(os.open(path / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT), 2)
                 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
                 torch.set_num_threads(1)
-                assert serve(folder.socket(rank)) == ""
+                assert serve(socket_of(folder.path, rank)) == ""
                 store = dist.FileStore(str(path / "store"), WORLD_SIZE)
                 dist.init_process_group(
                     "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(minutes=5)
@@ -103,9 +103,11 @@ def verdict_in_time(run: RunDir, folder: ProbeFolder, said: str) -> tuple[Compar
     ends_at = time.monotonic() + 60
     while True:
         with suppress(NoAnswerError):
-            entries = RankProbe(path=folder.socket(0), answer_s=30).flight_record().get("entries")
+            entries = RankProbe(path=socket_of(folder.path, 0), answer_s=30).flight_record().get("entries")
             if entries and not entries[-1]["retired"]:
-                keep_hang_records(run, 0, {rank: folder.socket(rank) for rank in range(WORLD_SIZE)}, answer_s=2.0)
+                keep_hang_records(
+                    run, 0, {rank: socket_of(folder.path, rank) for rank in range(WORLD_SIZE)}, answer_s=2.0
+                )
                 records = read_hang_records(run, 0)
                 if said in (verdict := compare(records, WORLD_SIZE)).how or time.monotonic() > ends_at:
                     return verdict, records

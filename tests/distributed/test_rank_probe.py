@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.rank_probe.collect import flight_record_of_all
 from ddp_hpc.cluster.rank_probe.deadlines import Deadline, deadline_file
-from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder
+from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder, socket_of
 from ddp_hpc.cluster.rank_probe.server import serve, serve_at_rendezvous
 from ddp_hpc.run.run_dir.hang_records import read_hang_records
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -84,7 +84,7 @@ def refusal(probe: RankProbe) -> NoAnswerError | None:
 @has_record_of_gloo
 def test_a_rank_gives_its_stacks_and_flight_record_and_prints_nothing(folder: ProbeFolder, tmp_path: Path) -> None:
     def work() -> None:
-        assert serve(folder.socket(3)) == ""
+        assert serve(socket_of(folder.path, 3)) == ""
         store = dist.FileStore(str(tmp_path / "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         dist.all_reduce(torch.ones(7))
@@ -95,7 +95,7 @@ def test_a_rank_gives_its_stacks_and_flight_record_and_prints_nothing(folder: Pr
         time.sleep(600)
 
     with process(work, errors=tmp_path / "errors") as pid:
-        probe = RankProbe(path=folder.socket(3), answer_s=30)
+        probe = RankProbe(path=socket_of(folder.path, 3), answer_s=30)
         assert answering(probe) == pid
         ends_at = time.monotonic() + 60
         while not ((tmp_path / "reduced").exists() and "sleep_for_good" in probe.stacks()):
@@ -111,12 +111,12 @@ def test_a_rank_that_holds_the_interpreter_gives_no_stacks_but_all_else_and_a_st
     folder: ProbeFolder, tmp_path: Path
 ) -> None:
     def work() -> None:
-        serve(folder.socket(0))
+        serve(socket_of(folder.path, 0))
         (tmp_path / "holds").touch()
         ctypes.PyDLL(None).sleep(600)
 
     with process(work) as pid:
-        probe = RankProbe(path=folder.socket(0), answer_s=30)
+        probe = RankProbe(path=socket_of(folder.path, 0), answer_s=30)
         answering(probe)
         ends_at = time.monotonic() + 60
         while not (tmp_path / "holds").exists():
@@ -124,25 +124,25 @@ def test_a_rank_that_holds_the_interpreter_gives_no_stacks_but_all_else_and_a_st
         time.sleep(0.2)  # until its main thread is in the C function
 
         with pytest.raises(NoAnswerError, match=r"no answer to dump_traceback within 0\.5 s"):
-            RankProbe(path=folder.socket(0), answer_s=0.5).stacks()
+            RankProbe(path=socket_of(folder.path, 0), answer_s=0.5).stacks()
         assert probe.ping() == pid
         assert "version" in probe.flight_record()
         os.kill(pid, signal.SIGSTOP)
         while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
             assert time.monotonic() < ends_at + 60
         with pytest.raises(NoAnswerError) as silent:
-            RankProbe(path=folder.socket(0), answer_s=0.3).ping()
+            RankProbe(path=socket_of(folder.path, 0), answer_s=0.3).ping()
         assert silent.value.pid == pid
 
 
 def test_a_process_that_executes_another_program_or_has_ended_is_not_taken_for_one_that_is_silent(
     folder: ProbeFolder,
 ) -> None:
-    probe = RankProbe(path=folder.socket(0))
+    probe = RankProbe(path=socket_of(folder.path, 0))
     go_read, go_write = os.pipe()
 
     def work() -> None:
-        serve(folder.socket(0))
+        serve(socket_of(folder.path, 0))
         os.read(go_read, 1)
         os.execv("/bin/sleep", ["sleep", "600"])  # noqa: S606
 
@@ -156,7 +156,7 @@ def test_a_process_that_executes_another_program_or_has_ended_is_not_taken_for_o
             said = refusal(probe)
     assert said.pid is None
     with pytest.raises(NoAnswerError, match="No such file"):
-        RankProbe(path=folder.socket(1)).ping()
+        RankProbe(path=socket_of(folder.path, 1)).ping()
 
 
 @pytest.mark.long
@@ -185,7 +185,7 @@ def test_a_script_that_forks_before_and_after_it_meets_others_answers_itself_and
     )
 
     done = subprocess.run(
-        [sys.executable, script, folder.socket(0)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, script, socket_of(folder.path, 0)], capture_output=True, text=True, check=False, timeout=120
     )
 
     said = [
@@ -232,7 +232,7 @@ _HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 )
 def test_an_answer_that_is_too_large_or_unreadable_is_no_answer(reply: bytes, said: str, folder: ProbeFolder) -> None:
     with pytest.raises(NoAnswerError, match=said):
-        _reply(folder.socket(0), reply)
+        _reply(socket_of(folder.path, 0), reply)
 
 
 def test_what_a_killed_maker_left_is_removed_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_directory_with_sockets_and_deadlines_is_removed_by_its_maker_or_by_th
     assert killed is not None
     for one in (closed, killed):
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(one.socket(3)))
+            listener.bind(str(socket_of(one.path, 3)))
         Deadline(deadline_file(one.path, 3)).put_off(60)
     os.utime(killed.path, (1, 1))
     os.close(killed.lock_fd)
@@ -345,20 +345,20 @@ def test_where_threads_are_scarce_a_rank_goes_on_without_the_server_and_says_why
 def test_each_rank_of_a_node_needs_room_of_its_own(folder: ProbeFolder) -> None:
     enough = 4 * (1 + max(8, (os.cpu_count() or 1) - 1)) + 256
 
-    assert "a limit" in serve(folder.socket(0), num_ranks=2, room=(enough, "a limit"))
-    assert "there is room for" in serve(folder.socket(0), num_ranks=1, room=(enough - 1, "a limit"))
+    assert "a limit" in serve(socket_of(folder.path, 0), num_ranks=2, room=(enough, "a limit"))
+    assert "there is room for" in serve(socket_of(folder.path, 0), num_ranks=1, room=(enough - 1, "a limit"))
 
 
 def test_the_server_of_another_process_is_not_taken_over_and_one_that_has_ended_is(folder: ProbeFolder) -> None:
-    probe = RankProbe(path=folder.socket(0))
+    probe = RankProbe(path=socket_of(folder.path, 0))
 
     def work() -> None:
-        serve(folder.socket(0))
+        serve(socket_of(folder.path, 0))
         time.sleep(600)
 
     with process(work) as outer:
         assert answering(probe) == outer
-        assert "another process answers" in serve(folder.socket(0))
+        assert "another process answers" in serve(socket_of(folder.path, 0))
         assert probe.ping() == outer
     with process(work) as next_one:
         assert answering(probe) == next_one
@@ -370,13 +370,13 @@ def test_while_the_server_starts_standard_error_stays_what_it_is(
     seen = []
 
     def server(path: str, port: int) -> object:
-        assert (path, port) == (str(folder.socket(0)), -1)
+        assert (path, port) == (str(socket_of(folder.path, 0)), -1)
         seen.append(os.fstat(2).st_ino)
         return object()
 
     monkeypatch.setattr(sys.modules["torch._C._distributed_c10d"], "_WorkerServer", server)
 
-    assert serve(folder.socket(0)) == ""
+    assert serve(socket_of(folder.path, 0)) == ""
     assert seen == [os.fstat(2).st_ino]
 
 
@@ -453,7 +453,7 @@ NCCL = {"entries": [{"n": 2, "time_created_ns": 2}], "pg_config": {"0": {}}}
 def test_in_a_hang_the_collectives_of_gloo_and_nccl_are_joined_and_none_is_known_without_the_others(
     folder: ProbeFolder,
 ) -> None:
-    path = folder.socket(0)
+    path = socket_of(folder.path, 0)
     probe = RankProbe(path=path, answer_s=0.3)
 
     with replies(path, {"fr_trace_json": GLOO, "dump_nccl_trace_json": NCCL}):

@@ -17,7 +17,7 @@ from ddp_hpc.base.processes import kill
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.rank_probe.collect import process_state
 from ddp_hpc.cluster.rank_probe.compare import compare
-from ddp_hpc.cluster.rank_probe.folder import make_folder
+from ddp_hpc.cluster.rank_probe.folder import make_folder, socket_of
 from ddp_hpc.job.script.life import cpu_seconds
 from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, read_hang_records, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -60,7 +60,7 @@ def test_a_script_that_does_odd_things_to_its_descriptors_answers_and_ends_as_ev
     assert folder is not None
 
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder.socket(0), before], capture_output=True, check=False, timeout=120
+        [sys.executable, "-c", SCRIPT, socket_of(folder.path, 0), before], capture_output=True, check=False, timeout=120
     )
     folder.close()
 
@@ -187,6 +187,6 @@ def test_a_folder_that_somebody_has_deleted_is_said_to_be_gone(tmp_path: Path) -
     shutil.rmtree(folder.path)
 
     with pytest.raises(NoAnswerError, match="No such file"):
-        RankProbe(path=folder.socket(0)).ping()
+        RankProbe(path=socket_of(folder.path, 0)).ping()
 
     folder.close()

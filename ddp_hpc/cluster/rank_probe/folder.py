@@ -36,10 +36,6 @@ class ProbeFolder:
     lock_fd: int
     """Locked as long as the maker runs, or a process that it has forked: another one removes what is not locked."""
 
-    def socket(self, rank: int) -> Path:
-        """Return where this rank answers."""
-        return socket_of(self.path, rank)
-
     def close(self) -> None:
         """Remove it, unless another program has put something into it."""
         with suppress(OSError):
