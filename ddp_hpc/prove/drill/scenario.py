@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
+from ddp_hpc.base.names import few
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.launch.submission.backend import Backend, load_backend
 from ddp_hpc.launch.submission.release_hold import require_start
@@ -289,12 +290,8 @@ def _samples(taken: StepsTaken, unbroken: StepsTaken) -> Check:
     if not others:
         told = "the run without a fault did not record its samples; set `train.record_samples=true` in it"
     elif twice or other:
-        told = f"samples used twice (epoch, sample): {_few(twice)}; steps with other samples than the run without a fault: {_few(other)}"
+        first_twice, first_other = (few([*map(str, found)], 3) or "none" for found in (twice, other))
+        told = f"samples used twice (epoch, sample): {first_twice}; steps with other samples than the run without a fault: {first_other}"
     else:
         told = f"checked in {len(mine)} steps"
     return Check("each sample once", bool(others) and not twice and not other, told)
-
-
-def _few(items: Sequence[object]) -> str:
-    shown = ", ".join(map(str, items[:3])) or "none"
-    return shown if len(items) <= 3 else f"{shown} and {len(items) - 3} more"

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.base.names import few
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -92,8 +93,7 @@ class Deviation:
     def __str__(self) -> str:
         """Return it as a part of a sentence."""
         if self.what == "checkpoint":
-            more = f" and {len(self.names) - _MOST_NAMES} more" if len(self.names) > _MOST_NAMES else ""
-            return f"the checkpoint differs in {', '.join(self.names[:_MOST_NAMES])}{more}"
+            return f"the checkpoint differs in {few(self.names, _MOST_NAMES)}"
         return f"{self.what}: {self.recorded} recorded, {self.computed} computed again"
 
 
