@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from ddp_hpc.cluster.containers import BARE, CommandWrapper
 from ddp_hpc.cluster.slurm.allocation import Allocation, shape_problem
 from ddp_hpc.job.slurm_job import SlurmJob
+from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.requeue import reserve_s
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec.launch import LaunchSpec
 from ddp_hpc.run.workload.protocol import Workload
+from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.run.world import World
 
 
@@ -56,6 +58,21 @@ class JobContext:
         """Return the name of the node that a rank works on."""
         node_rank = self.world.node_rank_of(rank)
         return self.nodes[node_rank] if 0 <= node_rank < len(self.nodes) else None
+
+
+def read_context(run: RunDir, job: SlurmJob | None, *, patience_s: float | None = None) -> JobContext:
+    """Return what the run's configuration asks for, and its job; `patience_s` as in `load_resolved`."""
+    spec = load_resolved(run.config, is_patient=True, patience_s=patience_s)
+    allocation = job.allocation if job else None
+    return JobContext(
+        run=run,
+        spec=spec,
+        workload=workload_of(spec),
+        world=given_world(spec, allocation),
+        allocation=allocation,
+        environ=job.environ if job else {},
+        is_for_slurm=job is not None,
+    )
 
 
 def given_world(spec: LaunchSpec, allocation: Allocation | None) -> World:

@@ -32,20 +32,19 @@ from ddp_hpc.job.attempt import run_attempt
 from ddp_hpc.job.ending import last_resort, stale_attempts, takeover
 from ddp_hpc.job.ending.evidence import has_trained
 from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
-from ddp_hpc.job.job_context import JobContext, Outcome, given_world
+from ddp_hpc.job.job_context import JobContext, Outcome, read_context
 from ddp_hpc.job.node.cpus import take_back_cpus
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.notify import Notifier
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import moved, stage, unstage, wrapper_of
 from ddp_hpc.job.workers import workers_of
-from ddp_hpc.run.config.resolve import dropped_from, load_resolved
+from ddp_hpc.run.config.resolve import dropped_from
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger, Next
 from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, is_done, read_queued_job, read_stop_request, since_submission
-from ddp_hpc.run.workload.table import workload_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,8 +205,8 @@ def _clean_environ(import_path: Sequence[str], *, is_for_slurm: bool) -> None:
 
 def _context(run: RunDir, job: SlurmJob | None, *, is_for_slurm: bool) -> JobContext:
     """Read what the run asks for; set the variables for every process that is started here, without those of an outer job."""
-    spec = load_resolved(run.config, is_patient=True)
-    workload = workload_of(spec)
+    context = read_context(run, job)
+    spec, workload = context.spec, context.workload
     sys.stderr.writelines(f"{note}\n" for note in dropped_from(run.config))
     if libraries := for_debug(spec.debug.nccl, run.nccl_logs):
         make_directories(run.nccl_logs)
@@ -222,17 +221,7 @@ def _context(run: RunDir, job: SlurmJob | None, *, is_for_slurm: bool) -> JobCon
     if rule:
         sys.stderr.write(f"workers check gradients for NaN, because {rule}\n")
     os.environ.update(for_nan_check(rule))
-    allocation = job.allocation if job else None
-    return JobContext(
-        run=run,
-        spec=spec,
-        workload=workload,
-        world=given_world(spec, allocation),
-        allocation=allocation,
-        is_for_slurm=is_for_slurm,
-        environ=dict(os.environ),
-        is_supervised=True,
-    )
+    return replace(context, is_for_slurm=is_for_slurm, environ=dict(os.environ), is_supervised=True)
 
 
 def nan_check_rule(asked: Literal["auto", "always", "never"], newest: Attempt | None, *, ends_at_nan: bool) -> str:

@@ -30,7 +30,8 @@ def close_stale(run: RunDir, workload: Workload, job: SlurmJob) -> None:
     newest = ledger.newest
     if newest is None or newest.ending is not None or newest.cluster != "slurm":
         return
-    if end_done(run, workload, newest.attempt, workload.progress(run, ledger)):
+    progress = workload.progress(run, ledger)
+    if end_done(run, workload, newest.attempt, progress):
         return
     state = job.accounted_end(ledger)
     cause = causes.BY_STATE.get(states.parse_state(state), Cause.UNEXPLAINED)
@@ -38,7 +39,6 @@ def close_stale(run: RunDir, workload: Workload, job: SlurmJob) -> None:
     failed = (tuple(job.lost_nodes(newest.nodes)) or newest.nodes[:1]) if cause == Cause.NODE_FAILED else ()
     by_slurm = f"Slurm accounting says {state}" if state else "Slurm accounting does not say why"
     reason = f"ddp-hpc's supervisor process ended without recording why; {by_slurm}"
-    progress = workload.progress(run, ledger)
     end = End(
         ending=Ending.FAILED,
         exit_code=-9,

@@ -11,15 +11,14 @@ from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.ending.stale_attempts import end_done
-from ddp_hpc.job.job_context import JobContext, given_world
+from ddp_hpc.job.job_context import JobContext, read_context
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run import requeue
-from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
 from ddp_hpc.run.spec.launch import RestartSpec
-from ddp_hpc.run.workload.table import progress_without_spec, workload_of
+from ddp_hpc.run.workload.table import progress_without_spec
 
 LEAVE_S = 10.0
 """How long the processes of a dead supervisor may take to exit, as srun and the agents notice its death."""
@@ -102,17 +101,7 @@ def write_down_death(run: RunDir, ledger: Ledger, job: SlurmJob | None, reason: 
 def _context(run: RunDir, job: SlurmJob | None) -> JobContext | None:
     """Return what the run's configuration asks for, and its job; None where it cannot be read."""
     try:
-        spec = load_resolved(run.config, is_patient=True, patience_s=CONFIG_PATIENCE_S)
+        return read_context(run, job, patience_s=CONFIG_PATIENCE_S)
     except (ConfigError, UnreadableError) as error:
         sys.stderr.write(f"note: {error} So ddp-hpc decides by the defaults of `restart` whether the run continues.\n")
         return None
-    allocation = job.allocation if job else None
-    return JobContext(
-        run=run,
-        spec=spec,
-        workload=workload_of(spec),
-        world=given_world(spec, allocation),
-        allocation=allocation,
-        environ=job.environ if job else {},
-        is_for_slurm=job is not None,
-    )

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_hpc.base import exit_codes, processes
@@ -23,7 +24,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import import_path
 from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.job import attempt_start
 from ddp_hpc.job.ending import last_resort
-from ddp_hpc.job.job_context import JobContext, Outcome
+from ddp_hpc.job.job_context import JobContext, Outcome, read_context
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.gather import gather_at_port, gather_in_store
 from ddp_hpc.job.node.python_environ import IMPORT_PATH, make_users_code_importable, run_and_leave, run_worker
@@ -89,14 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _context(run: RunDir, place: RankPlace) -> JobContext:
     """Return what rank zero begins and concludes the attempt by, as a supervisor does."""
-    spec = load_resolved(run.config, is_patient=True)
-    return JobContext(
-        run=run,
-        spec=spec,
-        workload=workload_of(spec),
-        world=World(num_nodes=place.num_nodes, workers_per_node=place.local_world_size or 1),
-        environ=dict(os.environ),
-    )
+    world = World(num_nodes=place.num_nodes, workers_per_node=place.local_world_size or 1)
+    return replace(read_context(run, None), world=world, environ=dict(os.environ))
 
 
 def _gather(run: RunDir, place: RankPlace, begin: Callable[[], int]) -> tuple[int, int | None]:
