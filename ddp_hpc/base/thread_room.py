@@ -18,7 +18,6 @@ _ARENA = 64 << 20
 """Address space that glibc reserves for a thread's heap, beside its stack (mallopt(3))."""
 _PIDS = re.compile(r"^(?:\d+:(?:\w+,)*(?P<v1>pids)(?:,\w+)*|0:):(?P<path>/.*)$", re.MULTILINE)
 
-
 Room = tuple[int, str]
 """How many threads one limit leaves, and the same as a sentence; none where it is not known, and why."""
 

@@ -29,7 +29,6 @@ _WAIT = re.compile(
 )
 """Calls in which a rank may wait for another one, or for a GPU that does. They are methods of C, which have no frame of their own."""
 
-
 GroupId = tuple[str, str]
 """The name of a process group, and the backend by which its ranks meet."""
 

@@ -17,7 +17,6 @@ ONE_NODE = "the ranks are on one node, and no other host has to reach it"
 """Why ranks meet on loopback."""
 _DISCARD_PORT = 9
 
-
 Taken = tuple[Interface, Address, str]
 """The interface and address that were chosen, and why."""
 

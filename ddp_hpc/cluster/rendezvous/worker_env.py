@@ -327,7 +327,6 @@ PROBE_FOLDER = "_DDP_HPC_PROBE_FOLDER"
 PROBES_ITSELF = "_DDP_HPC_PROBES_ITSELF"
 """Set where no other process of the node asks the rank what it does before a watchdog ends it."""
 
-
 CPUS_BEFORE = "_DDP_HPC_CPUS_BEFORE"
 """The variable with the CPUs that a rank's process had before it was kept to its own: `0,1,2,3`."""
 _OF_RANK = frozenset({TABLE, GIVEN, USERS_CODE, NAN_CHECK, ATTACHED, PROBE_FOLDER, PROBES_ITSELF, CPUS_BEFORE})

@@ -12,7 +12,6 @@ import msgspec
 MOST = 1000
 """How many collectives of a rank are compared, the newest; enough for 20 steps of a model with 50 buckets."""
 
-
 MESSAGES = "messages"
 """A name in the place of a process group's: a rank's point-to-point messages, in the order in which it has launched them."""
 _FOR_ALL = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "alltoall", "barrier")

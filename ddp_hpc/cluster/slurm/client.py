@@ -44,7 +44,6 @@ _BUSY = re.compile(r"sleeping and retrying", re.IGNORECASE)
 """What sbatch prints where the controller accepts no job now; then it asks again, for up to two minutes."""
 _NO_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 
-
 Answer = subprocess.CompletedProcess[str]
 
 

@@ -22,7 +22,6 @@ from ddp_hpc.cluster.slurm.states import parse_state, phrase
 Standing = Literal["none", "runs", "gone", "unknown"]
 """Of the job that a shell's variables name: there is none; it runs; it does not, or not here; Slurm does not say."""
 
-
 ASK_S = 5.0
 """How long a command waits for Slurm's answer."""
 TO_DO = "open a new shell, or in bash `unset ${!SLURM_@}`: ddp-hpc ignores these variables here, but srun and sbatch read them"

@@ -201,7 +201,6 @@ _RESOURCES = {
 _JOBS = (_RESOURCES["submit"], _RESOURCES["job"])
 """Limits of numbers of jobs, which no job exceeds alone."""
 
-
 _LIMITS = {
     "min": "the job asks for less than its {whose} requires of a job ({what}), so the job will not start; cancel it, and ask for more",
     "budget": "the job's {whose} has used all the time that it was granted; submit with another one, or ask your cluster's support",

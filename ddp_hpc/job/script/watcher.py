@@ -36,7 +36,6 @@ SIGNAL_S = 2.0
 LONGEST_LOOK_S = 10.0
 """The longest time between two checks of a script."""
 
-
 _OF_SHELL = 128
 """Shells, and programs that imitate them, exit with this plus the number of the signal that ended them."""
 _CHUNK_BYTES = 1 << 16

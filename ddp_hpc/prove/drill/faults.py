@@ -19,7 +19,6 @@ from ddp_hpc.run.run_dir.records import read_progress
 DISK_PATIENCE_S = 60.0
 """How long to wait until a save of the run fails."""
 
-
 Injection = tuple[str, float | None]
 """What was injected; and when, in seconds since the epoch, or None if only the run's last step tells."""
 Inject = Callable[[SubmitRequest, Attempt, str, str], Injection]

@@ -23,7 +23,6 @@ from ddp_hpc.run.run_dir.replays import AttemptInputs, read_inputs
 _NUMERIC = ("OMP_", "MKL_", "CUBLAS_", "PYTHONHASHSEED")
 """Prefixes of variables that decide in which order numbers are added or sets are gone through; the replay gets those of the run."""
 
-
 StepRange = tuple[int, int, AttemptInputs]
 """Steps that were computed alike: those after the first number, up to and with the second, and with what."""
 

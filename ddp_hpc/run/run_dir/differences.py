@@ -21,7 +21,6 @@ ToldBy = Literal["", "vote", "repetition", "undecided"]
 the ranks agree. repetition: another attempt has computed the step again, and its values are those of the other ranks, or clearly near
 them; this counts more than a vote, which several ranks that are wrong alike may win. undecided: it has, and its values do not tell."""
 
-
 FINITE, NOT_FINITE = "finite", "not finite"
 
 

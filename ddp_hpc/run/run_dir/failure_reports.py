@@ -24,7 +24,6 @@ Phase = Literal["", "starting", "joining", "building", "training"]
 """What a worker was doing: not known; importing; joining the process group; building the recipe; all that follows, such as
 restoring, training and saving."""
 
-
 HangKind = Literal["", "behind", "different", "network", "link", "crashed"]
 """Of a hang: the ranks wait for one of them (or for one that has crashed), are in different calls, or wait in the same one; `link`:
 the network between nodes is proved not to carry. Empty where nothing shows it."""

@@ -19,7 +19,6 @@ MOST_TEXT = 256 << 10
 SAME_HANG_S = 120.0
 """Records that are older than the newest one by more are of an earlier time, when a rank was slow and went on."""
 
-
 DUMPING = "dumping core"
 """The state of a process that has crashed, and whose memory the kernel still writes to a file."""
 
