@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hpc.cluster.slow_ranks.judge import judge
 from ddp_hpc.cluster.slow_ranks.launches import Launches
-from ddp_hpc.cluster.slow_ranks.steps import step_starts
+from ddp_hpc.cluster.slow_ranks.step_starts import step_starts
 from ddp_hpc.cluster.slow_ranks.summary import Clock, Phases, Summary, read_summary, write_summary
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.slow_ranks.made_launches import STEP_S, Made, of_rank

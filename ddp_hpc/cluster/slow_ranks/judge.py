@@ -17,7 +17,7 @@ from statistics import median
 from msgspec import structs
 
 from ddp_hpc.cluster.slow_ranks.launches import Launches, is_to_one, waits_for_all
-from ddp_hpc.cluster.slow_ranks.steps import step_starts
+from ddp_hpc.cluster.slow_ranks.step_starts import step_starts
 from ddp_hpc.cluster.slow_ranks.summary import Phases, Summary
 from ddp_hpc.run.run_dir.timeline import SlowRank
 
