@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -117,10 +116,12 @@ def _sleep(seconds: float, on_wait: Callable[[], object]) -> None:
         time.sleep(seconds / num_parts)
 
 
-def answers_within(seconds: float, questions: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """Return the answers that come in time, in the order of the questions.
+def answers_within(
+    seconds: float, questions: Mapping[str, Callable[[], T]], *, unasked: T | None = None
+) -> dict[str, T]:
+    """Return the answers that come in time, in the order of the questions; `unasked` for those that no thread could be started for.
 
-    Each is asked in a thread of its own, which a file system, a driver or a name server that hangs may keep.
+    Each is asked in a thread of its own, which a file system, a controller or a name server that hangs may keep.
     """
     import threading  # late: no command needs it (cli/seldom_gc.py)
 
@@ -129,12 +130,15 @@ def answers_within(seconds: float, questions: Mapping[str, Callable[[], T]]) -> 
     def ask(name: str) -> None:
         found[name] = questions[name]()
 
-    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in questions]
+    threads = {name: threading.Thread(target=ask, args=(name,), daemon=True) for name in questions}
     until = time.monotonic() + seconds
-    for thread in threads:
-        with suppress(RuntimeError):  # too many run already (`ulimit -u`): its answer is late
+    for name, thread in threads.items():
+        try:
             thread.start()
-    for thread in threads:
+        except RuntimeError:  # too many run already (`ulimit -u`)
+            if unasked is not None:
+                found[name] = unasked
+    for thread in threads.values():
         if thread.ident is not None:
             thread.join(max(until - time.monotonic(), 0.0))
     return {name: found[name] for name in questions if name in found}

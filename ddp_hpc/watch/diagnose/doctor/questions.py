@@ -7,8 +7,6 @@ commands would take minutes.
 from __future__ import annotations
 
 import shutil
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmUnavailableError
+from ddp_hpc.base.patience import answers_within
 from ddp_hpc.cluster.node_checks.facts import Disk
 from ddp_hpc.cluster.node_checks.gather import disk
 from ddp_hpc.cluster.slurm import client
@@ -107,30 +106,20 @@ def _existing(place: Path) -> Path:
 
 def answers_of(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -> SlurmAnswers:
     """Ask side by side; each question gets `timeout_s`, and has no answer after that."""
-    found: dict[str, Any] = {}
-    problems: dict[str, str] = {}
 
-    def one(name: str) -> None:
+    def one(name: str) -> tuple[Any, str]:
         try:
-            found[name] = questions[name](timeout_s=seconds)
+            return questions[name](timeout_s=seconds), ""
         except (ConfigError, SlurmUnavailableError, SlurmBusyError, OSError) as error:
-            problems[name] = str(error).removesuffix(" Try again later.")
+            return None, str(error).removesuffix(" Try again later.")
         except Exception as error:  # noqa: BLE001  an answer that cannot be read is none, and the others are told all the same
-            problems[name] = f"the answer cannot be read: {error}"
+            return None, f"the answer cannot be read: {error}"
 
-    threads = {name: threading.Thread(target=one, args=(name,), daemon=True) for name in questions}
-    for name, thread in threads.items():
-        try:
-            thread.start()
-        except RuntimeError:
-            problems[name] = _NO_THREAD
-    until = time.monotonic() + seconds + _LAST_S
-    for thread in (thread for thread in threads.values() if thread.ident is not None):
-        thread.join(max(until - time.monotonic(), 0.0))
-    told, why = dict(found), dict(problems)  # a late thread may still write into the others
-    for name in questions.keys() - told.keys() - why.keys():
-        why[name] = f"no answer to `{name}` within {seconds:.0f} s."
-    return SlurmAnswers(**told, problems=why)
+    asked = {name: partial(one, name) for name in questions}
+    answers = answers_within(seconds + _LAST_S, asked, unasked=(None, _NO_THREAD))
+    why = {name: f"no answer to `{name}` within {seconds:.0f} s." for name in questions.keys() - answers.keys()}
+    why |= {name: problem for name, (_, problem) in answers.items() if problem}
+    return SlurmAnswers(**{name: answer for name, (answer, _) in answers.items()}, problems=why)
 
 
 def _ask_start(spec: RunSpec, environ: Mapping[str, str], *, timeout_s: float) -> Estimate:
