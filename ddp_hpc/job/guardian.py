@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.adopt_orphans()  # so that `_kill_leftovers` finds what a dead supervisor has started (prctl(2))
     run = RunDir(arguments.run)
     try:
-        # The supervisors inherit this descriptor. The lock belongs to the open file description that they share, so the run
-        # stays locked until the guardian and all supervisors have exited (flock(2)).
+        # The supervisors inherit this descriptor, so the run stays locked until the guardian and all of them have exited.
         lock_fd = processes.take_lock(run.lock, patience_s=ownership.LOCK_PATIENCE_S)
         since = ownership.next_attempt(run)
     except OSError as error:

@@ -73,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: argparse.Namespace) -> int:
     run, is_for_slurm = RunDir(arguments.run), arguments.cluster == "slurm"
     # Blocked signals stay pending until `await_signal` takes them, so none is lost between two attempts, when no worker is
-    # there to get it (signal(7), https://man7.org/linux/man-pages/man7/signal.7.html). First of all, because threads and
-    # children inherit the mask of whoever starts them.
+    # there to get it (signal(7)).
     processes.block_awaited_signals()
     processes.restore_stop_signals()
     if arguments.stop_requested:
@@ -251,9 +250,7 @@ def _lock(run: RunDir, job: SlurmJob | None) -> list[int]:
     An earlier start of the same job may still hold the lock, on a node that Slurm cannot reach. Then this start goes on
     without the lock: its first attempt fences the older one (`ownership`).
     """
-    # The lock belongs to the open file description, which all processes share that inherit the descriptor. So the run is
-    # locked until the last of them has exited, whichever is killed first (flock(2),
-    # https://man7.org/linux/man-pages/man2/flock.2.html).
+    # The run is locked until the last process that inherits the descriptor has exited, whichever is killed first.
     lock_fd = processes.take_lock(run.lock, patience_s=ownership.LOCK_PATIENCE_S)
     newest = Ledger.read(run).newest
     if newest is not None and job is not None and stale_attempts.is_anothers(newest, job):

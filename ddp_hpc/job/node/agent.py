@@ -377,11 +377,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--in-step", action="store_true")
     parser.add_argument("--nsys", metavar="RANKS")
     arguments = parser.parse_args(argv)
-    # PR_SET_PDEATHSIG: the kernel kills this process when its parent dies (prctl(2),
-    # https://man7.org/linux/man-pages/man2/prctl.2.html). So no worker trains on after its supervisor was killed.
-    processes.die_with_parent(os.getppid())
-    # Before the first thread and the first fork, as both inherit the mask: a stop signal that comes between two attempts, or
-    # before a worker has installed its handlers, then stays pending instead of killing the process (signal(7)).
+    processes.die_with_parent(os.getppid())  # no worker trains on after its supervisor was killed
+    # Before the first fork, too: a stop signal that comes between two attempts, or before a worker has installed its handlers,
+    # then stays pending instead of killing the process.
     processes.block_awaited_signals()
     processes.block_interruptions()
     python = python_environ(os.environ)
