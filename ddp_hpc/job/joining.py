@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.base.errors import UnreadableError
+from ddp_hpc.base.names import few
 from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
@@ -101,13 +102,11 @@ class Joining:
         if not missing:
             return f"{began}: all ranks have reached rank zero, but they have not all connected to each other"
         named = []
-        for rank in missing[:_MOST_NAMED]:
+        for rank in missing:
             node = self.context.node_of(rank)
             how = "has not started" if rank in absent else "runs, but has not reached rank zero"
             named.append(f"rank {rank}{f' on {node}' if node else ''} (its process {how})")
-        names = ", ".join(named)
-        more = f", and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        return f"{began} for {names}{more}; all ranks wait until they have joined"
+        return f"{began} for {few(named, _MOST_NAMED)}; all ranks wait until they have joined"
 
 
 def reached(findings: NetworkFindings, nodes: Sequence[str], zero: str) -> str:

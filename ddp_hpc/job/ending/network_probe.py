@@ -124,7 +124,7 @@ class _Talk:
     step_argv: StepArgv
     deadline: float
     measures: bool = False
-    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    mark: str = ""
     answers: dict[int, LinkAnswer] = field(default_factory=dict)
     places: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Where the nodes listen that do."""
