@@ -196,13 +196,17 @@ def test_a_run_outlives_its_follower_stops_when_told_and_goes_on_when_submitted_
 
     stopped_at = read_status(run, now=time.time()).last_checkpoint
     assert stopped_at
-    write_environment(run, 0, replace(read_environment(run, 0), torch="1.0"))
+    first = read_environment(run, 0)
+    assert first is not None
+    write_environment(run, 0, replace(first, torch="1.0"))
     last = submit(*words, "recipe.args.pause_s=0.0", f"train.max_steps={stopped_at + 2}", "--wait", "--json")
     assert last.returncode == 0
     assert (json.loads(last.stdout)["state"], json.loads(last.stdout)["step"]) == ("finished", stopped_at + 2)
     assert f"changed: train.max_steps None -> {stopped_at + 2}" in last.stderr
     assert "not as in attempt 0, so results may differ: torch 1.0 -> 2." in run.console.read_text()
-    assert read_environment(run, 1).torch.startswith("2.")
+    second = read_environment(run, 1)
+    assert second is not None
+    assert second.torch.startswith("2.")
 
 
 @pytest.mark.long

@@ -110,8 +110,9 @@ def test_a_damaged_note_is_an_error_with_its_place(tmp_path: Path) -> None:
     write_environment(run, 0, USED)
     run.environment(0).write_text("{")
 
+    assert read_environment(run, 0) is None
     with pytest.raises(ConfigError, match=r"environment\.json"):
-        read_environment(run, 0)
+        newest_environment(run)
 
 
 def test_capture_prints_what_a_run_used_and_what_is_not_so_here(

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from ddp_hpc.prove.replay.history import History, environment_of, imported_content
+from ddp_hpc.prove.replay.history import History, imported_content
 from ddp_hpc.run.config.resolve import changes, load_resolved
-from ddp_hpc.run.run_dir.environment import differences
+from ddp_hpc.run.run_dir.environment import differences, read_environment
 from ddp_hpc.run.run_dir.replays import CHANGES_NO_NUMBER, AttemptInputs
 from ddp_hpc.run.spec import RunSpec
 
@@ -42,7 +42,7 @@ class Circumstances:
 def circumstances(one: History, other: History, step: int) -> Circumstances:
     """Return what differed between the attempts that took this step."""
     mine, others = one.inputs_at(step), other.inputs_at(step)
-    environments = environment_of(one.run, mine), environment_of(other.run, others)
+    environments = read_environment(one.run, mine.attempt), read_environment(other.run, others.attempt)
     changed = changes(_spec(mine), _spec(others))
     known = environments[0] is not None and environments[1] is not None
     return Circumstances(

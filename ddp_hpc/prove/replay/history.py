@@ -14,7 +14,7 @@ from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableE
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
 from ddp_hpc.run.config.resolve import load_resolved
-from ddp_hpc.run.run_dir.environment import Environment, read_environment
+from ddp_hpc.run.run_dir.environment import read_environment
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
@@ -132,14 +132,6 @@ def edited_files(inputs: AttemptInputs) -> list[str]:
     return [path for path, seal in inputs.code.items() if imported_content(Path(path), seal) is None]
 
 
-def environment_of(run: RunDir, inputs: AttemptInputs) -> Environment | None:
-    """Return what an attempt ran on; None where that was not recorded."""
-    try:
-        return read_environment(run, inputs.attempt)
-    except ConfigError:
-        return None
-
-
 def environ_of(numeric: Mapping[str, str] | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` with the variables by which an attempt added its numbers, and without others of their kind; as it is if that was not recorded."""
     if numeric is None:
@@ -149,7 +141,7 @@ def environ_of(numeric: Mapping[str, str] | None, environ: Mapping[str, str]) ->
 
 def numeric_variables(run: RunDir, inputs: AttemptInputs) -> dict[str, str] | None:
     """Return the variables by which an attempt added its numbers in one order and not in another; None where that was not recorded."""
-    recorded = environment_of(run, inputs)
+    recorded = read_environment(run, inputs.attempt)
     if recorded is None:
         return None
     return {name: value for name, value in recorded.variables.items() if name.startswith(_NUMERIC)}

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.prove.replay.history import History, environment_of
+from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import Wanted, compute_again, private_folder
 from ddp_hpc.prove.replay.record import Comparison, compare, record_of, state_of_checkpoint
-from ddp_hpc.run.run_dir.environment import capture, differences
+from ddp_hpc.run.run_dir.environment import capture, differences, read_environment
 
 _MOST_CHANGES = 5
 OTHER_WORLD_TOLERANCE = 1e-3
@@ -97,7 +97,7 @@ def replay(
 
 def _what_differs_here(history: History, step: int, environ: Mapping[str, str]) -> list[str]:
     """Return what this machine has in other versions than the run had."""
-    recorded = environment_of(history.run, history.inputs_at(step))
+    recorded = read_environment(history.run, history.inputs_at(step).attempt)
     if recorded is None:
         return ["the run has no record of its environment, so whether this environment is the same is not known"]
     here = capture(environ)

@@ -10,13 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-import msgspec
-
 from ddp_hpc.base.discretion import is_shown
-from ddp_hpc.base.durable import record_bytes
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.processes import kernel_text
-from ddp_hpc.base.record import write_record
+from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _RECORDED = re.compile(r"(?:NCCL|FI|UCX|GLOO|TORCH|CUDA|CUBLAS|HSA|OMP|MKL|RDMAV|OFI)_|PYTHONHASHSEED")
@@ -121,22 +118,20 @@ def write_environment(run: RunDir, attempt: int, environment: Environment) -> No
 def newest_environment(run: RunDir, *, before: int | None = None) -> tuple[int, Environment] | None:
     """Return the newest attempt (`before` another one) with a recorded environment, and that environment."""
     numbers = (int(path.parent.name.rpartition("-")[2]) for path in run.environments())
-    for attempt in sorted(numbers, reverse=True):
-        if before is None or attempt < before:
-            return attempt, read_environment(run, attempt)
-    return None
-
-
-def read_environment(run: RunDir, attempt: int) -> Environment:
-    """Read the environment of an attempt."""
-    path = run.environment(attempt)
-    try:
-        return msgspec.json.decode(record_bytes(path), type=Environment)
-    except (OSError, msgspec.DecodeError) as error:
+    newest = max((number for number in numbers if before is None or number < before), default=None)
+    if newest is None:
+        return None
+    if (found := read_environment(run, newest)) is None:
         raise ConfigError(
-            f"The file {path}, which records an attempt's environment, cannot be read: {error}. Check its permissions, or "
+            f"The file {run.environment(newest)}, which records an attempt's environment, cannot be read. Check its permissions, or "
             "delete it if it is damaged."
-        ) from error
+        )
+    return newest, found
+
+
+def read_environment(run: RunDir, attempt: int) -> Environment | None:
+    """Return the environment of an attempt; None where it was not recorded, or its record cannot be read."""
+    return known_record(run.environment(attempt), Environment)
 
 
 def differences(old: Environment, new: Environment) -> Iterator[str]:

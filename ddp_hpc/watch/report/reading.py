@@ -12,7 +12,7 @@ from typing import TypeVar
 from ddp_hpc.base.discretion import masked, secret_values
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.names import few
-from ddp_hpc.run.run_dir.environment import Environment, read_environment
+from ddp_hpc.run.run_dir.environment import read_environment
 from ddp_hpc.run.run_dir.joining import read_meeting
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import read_uses
@@ -82,7 +82,7 @@ def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingPro
         alarms=reader.read("The history of slow ranks", partial(read_alarms, run), []),
         meetings=_of_each(numbers, partial(read_meeting, run)),
         checkpoints=reader.read("The checkpoints", partial(list_checkpoints, run, verify=False), []),
-        environments=_of_each(numbers, partial(_environment, run)),
+        environments=_of_each(numbers, partial(read_environment, run)),
         failure=reader.read("Why it failed", partial(_failure, run, ledger, secrets), None),
         machines=_of_each(numbers, lambda number: read_uses(run, number) or None),
         secrets=secrets,
@@ -125,10 +125,6 @@ def _gaps(ledger: Ledger, series: Series, marks: Sequence[Mark], *, is_script: b
             "The run was made with an older version of ddp-hpc, which recorded neither the phases of a step nor waits for slow ranks."
         )
     return found
-
-
-def _environment(run: RunDir, attempt: int) -> Environment | None:
-    return read_environment(run, attempt) if run.environment(attempt).exists() else None
 
 
 def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> tuple[int, Verdict, str] | None:
