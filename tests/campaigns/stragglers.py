@@ -107,7 +107,7 @@ def watched(run: RunDir, ranks: int) -> Iterator[list[int]]:
         while not is_over.wait(2.0):
             reports = (read_summary(run.launches(0, rank)) for rank in range(ranks))
             verdict = judge([one for one in reports if one is not None])
-            if verdict.is_known:
+            if not verdict.unknown:
                 seen.append(verdict.num_steps)
 
     thread = threading.Thread(target=watch)

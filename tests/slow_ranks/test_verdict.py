@@ -118,7 +118,7 @@ def test_windows_that_overlap_in_part_are_judged_where_they_do_and_others_are_no
 
     assert [one.rank for one in judge([cut(first, 31, 300), *(cut(one, 0, 200) for one in others)]).slow] == [0]
     apart = judge([cut(first, 150, 300), *(cut(one, 0, 150) for one in others)])
-    assert not apart.is_known
+    assert apart.unknown
     assert "in common" in apart.unknown
     # Of another look, in which a rank reported other collectives, or none: nothing is known of the whole.
     late = msgspec.structs.replace(others[-1], turn=6)
@@ -129,7 +129,7 @@ def test_windows_that_overlap_in_part_are_judged_where_they_do_and_others_are_no
 def test_ranks_that_call_different_collectives_are_not_compared() -> None:
     [first, *others] = Made(delay=of_rank(0, 0.05)).summaries()
     strange = msgspec.structs.replace(first, kinds=[kind + " of another program" for kind in first.kinds])
-    assert not judge([strange, *others]).is_known
+    assert judge([strange, *others]).unknown
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "optimizer", "backward"])

@@ -87,8 +87,8 @@ def test_without_a_worker_server_or_alone_nothing_is_reported_and_nothing_breaks
     with pytest.raises(NoAnswerError):
         reporter.report(1)
     assert not run.launches(0, 0).exists()
-    assert not judge([]).is_known
-    assert not judge(Made(world_size=1).summaries()).is_known
+    assert judge([]).unknown
+    assert judge(Made(world_size=1).summaries()).unknown
 
 
 def test_a_record_of_another_pytorch_is_refused_and_odd_entries_are_left_out() -> None:
@@ -185,7 +185,7 @@ def test_ranks_that_do_not_wait_for_each_other_are_not_slow_by_more_than_a_step(
 def test_a_small_process_group_of_a_large_world_names_nobody() -> None:
     part = Made(world_size=2, group="3", delay=of_rank(1, 0.4 * STEP_S)).summaries()
     rest = [msgspec.structs.replace(part[0], rank=rank, launches=[]) for rank in range(2, 64)]
-    assert not judge([msgspec.structs.replace(one, world_size=64) for one in [*part, *rest]]).is_known
+    assert judge([msgspec.structs.replace(one, world_size=64) for one in [*part, *rest]]).unknown
 
 
 def test_a_half_of_the_ranks_that_is_late_as_after_a_step_of_a_clock_is_not_named() -> None:
@@ -196,7 +196,7 @@ def test_a_half_of_the_ranks_that_is_late_as_after_a_step_of_a_clock_is_not_name
 def test_two_nodes_of_one_name_have_two_clocks() -> None:
     ahead = Made(world_size=4, nodes=["a", "a", "b", "b"], ahead_s={"b": 0.03}, clocks={"b": Clock(0.03, 0.0005)})
     same = [msgspec.structs.replace(one, node="localhost", node_rank=one.rank // 2) for one in ahead.summaries()]
-    assert judge(same).is_known
+    assert not judge(same).unknown
     assert judge(same).slow == ()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.field_types import without_none
+from ddp_hpc.base.field_types import is_optional, without_none
 from ddp_hpc.run.config.keys import Key, all_keys
 from ddp_hpc.run.config.resolve import Resolved, changes, flat, load_resolved, render_resolved, resolve, resolve_key
 from ddp_hpc.run.config.yaml_text import dump_value
@@ -379,7 +379,7 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
         values = st.one_of(*(PLAIN[arm] if arm in PLAIN else st.sampled_from(get_args(arm)) for arm in arms))
     else:
         values = st.tuples(*(PLAIN[arm] for arm in arms)).map(list)
-    return values | st.none() if key.is_optional else values
+    return values | st.none() if is_optional(key.annotation) else values
 
 
 @st.composite

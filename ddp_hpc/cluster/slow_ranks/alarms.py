@@ -30,7 +30,7 @@ class Alarms:
 
     def look(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> list[Alarm]:
         """Return the alarms that begin, end, or have got a cause. A look that says nothing changes nothing."""
-        if not verdict.is_known:
+        if verdict.unknown:
             return []
         slow = {one.rank: one for one in verdict.slow}
         self._found = Counter({rank: self._found[rank] + 1 for rank in slow})

@@ -54,10 +54,6 @@ class SlowRankVerdict:
     unknown: str = ""
     """Why nothing can be said; empty where something can."""
 
-    @property
-    def is_known(self) -> bool:
-        return not self.unknown
-
 
 @dataclass(frozen=True)
 class _Joined:
@@ -85,7 +81,7 @@ def judge(summaries: Sequence[Summary]) -> SlowRankVerdict:
     if not found:
         return SlowRankVerdict(unknown="fewer than two ranks whose clocks can be compared have reported collectives")
     worst = max(
-        found, key=lambda one: (one.is_known, max((slow.lost_s for slow in one.slow), default=0.0), one.seconds)
+        found, key=lambda one: (not one.unknown, max((slow.lost_s for slow in one.slow), default=0.0), one.seconds)
     )
     late = {slow.rank for one in found for slow in one.slow}
     return replace(worst, clear=frozenset().union(*(one.clear for one in found)) - late)

@@ -36,10 +36,6 @@ class Key:
         return get_origin(self.annotation) is Mapping
 
     @property
-    def is_optional(self) -> bool:
-        return is_optional(self.annotation)
-
-    @property
     def is_text(self) -> bool:
         """Whether its values are text, so that an unquoted `3` is text, too."""
         wanted = without_none(self.annotation)
@@ -165,7 +161,11 @@ def parse_text(key: Key | None, text: str, location: str) -> Any:
 
     stripped = text.strip()
     is_variable = key is not None and key.annotation is OF_A_VARIABLE
-    if key is not None and key.is_optional and stripped.lower() in ({"~", "null"} if is_variable else _NOTHING):
+    if (
+        key is not None
+        and is_optional(key.annotation)
+        and stripped.lower() in ({"~", "null"} if is_variable else _NOTHING)
+    ):
         return None
     if key is not None and key.is_text:
         return text
