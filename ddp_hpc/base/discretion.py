@@ -32,6 +32,15 @@ def is_key_shown(key: str, value: Any) -> bool:
     return not isinstance(value, str) or not value or not _SECRET_KEY.search(key)
 
 
+HIDDEN = "(not shown)"
+"""Printed instead of a value that may be a secret."""
+
+
+def as_shown(key: str, value: Any) -> Any:
+    """Return the value of a configuration key as logs and displays may show it."""
+    return value if is_key_shown(key, value) else HIDDEN
+
+
 MASK = "***"
 _LEAST_SECRET = 6
 """Characters; a shorter value is not looked for, as it may be part of any word."""

@@ -1,4 +1,4 @@
-"""Names in messages: the first of many, and which known one a misspelled one may mean."""
+"""Names in messages: the first of many, how many there are, and which known one a misspelled one may mean."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ def few(names: Sequence[str], most: int) -> str:
     """Return all names, or the first ones and how many there are more: `node1, node2 and 7 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def plural(count: int, one: str) -> str:
+    """Return `1 node` or `2 nodes`."""
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
 
 
 def near_names(word: str, words: Iterable[str], *, cutoff: float = 0.5) -> list[str]:

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from typing import TextIO
 
 from ddp_hpc.base import exit_codes
+from ddp_hpc.base.names import plural
 from ddp_hpc.cli import INTERRUPTED
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.launch.sweep.point_states import PointState, SweepLook, follow
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
-from ddp_hpc.watch.report.words import plural
 
 _BEGUN = frozenset({"starting", "running", "stopping"})
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ddp_hpc.base.discretion import visible
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import plural
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import slurm_asker
 from ddp_hpc.cli.status_text import steps
@@ -20,7 +21,6 @@ from ddp_hpc.launch.sweep.points import Point, labels_of
 from ddp_hpc.launch.sweep.sweep_dir import find_sweep, is_being_sent, read_sweep
 from ddp_hpc.watch.compare import ListedRun, sort_runs
 from ddp_hpc.watch.queue import Queue, queue_now
-from ddp_hpc.watch.report.words import plural
 
 HEADER = ("POINT", "STATE", "STEP", "LOSS", "EVALUATION", "ATTEMPT", "AGE")
 _FAILED = frozenset({"failed", "refused"})
@@ -59,7 +59,7 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
             )
         )
         return 0
-    labels = labels_of(sweep.points)
+    labels = labels_of([point.settings for point in sweep.points])
     print(table((*HEADER, *labels.values()), [_cells(point, state, list(labels)) for point, state in rows]))
     counts = Counter(state.word for _, state in every)
     print(f"{plural(len(every), 'point')}: {', '.join(f'{count:,} {state}' for state, count in counts.most_common())}")

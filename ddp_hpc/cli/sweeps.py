@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import plural
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import count, word_for
 
@@ -109,11 +110,11 @@ def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
     if not holds_sweep(sweep_dir.path):
         return f"{name}: nothing was submitted"
     sweep, word = read_sweep(sweep_dir), word_for(sweep_dir, environment)
-    parts = [f"job {array.job_id} ({_points(len(array.numbers))}) submitted" for array in sweep.arrays]
+    parts = [f"job {array.job_id} ({plural(len(array.numbers), 'point')}) submitted" for array in sweep.arrays]
     if sweep.unanswered is not None:
-        parts.append(f"{_points(len(sweep.unanswered_numbers))} may have been submitted")
+        parts.append(f"{plural(len(sweep.unanswered_numbers), 'point')} may have been submitted")
     if sweep.never_sent:
-        parts.append(f"{_points(len(sweep.never_sent))} not submitted")
+        parts.append(f"{plural(len(sweep.never_sent), 'point')} not submitted")
     return (
         f"{name}: {', '.join(parts)}. To find out and start the rest: ddp-hpc sweep continue {word}; to end it: "
         f"ddp-hpc sweep cancel {word}"
@@ -170,14 +171,12 @@ def _describe(started: Started) -> list[str]:
         return [f"{name}: no point is left to start"]
     see = f"See them: ddp-hpc list {name}"
     if started.runs_here:
-        return [f"{name}: {_points(len(started.numbers))} to run on this machine while this command lives. {see}"]
-    jobs = ", ".join(f"job {job} ({_points(number)})" for job, number in started.jobs.items()) or "no job"
+        return [
+            f"{name}: {plural(len(started.numbers), 'point')} to run on this machine while this command lives. {see}"
+        ]
+    jobs = ", ".join(f"job {job} ({plural(number, 'point')})" for job, number in started.jobs.items()) or "no job"
     lines = [f"{name}: {jobs} submitted. {see}"]
     if started.num_left:
-        lines.append(f"{_points(started.num_left)} not submitted: {started.refusal}")
+        lines.append(f"{plural(started.num_left, 'point')} not submitted: {started.refusal}")
         lines.append(f"Once other jobs have ended, submit them: ddp-hpc sweep continue {name}")
     return lines
-
-
-def _points(number: int) -> str:
-    return "1 point" if number == 1 else f"{number} points"

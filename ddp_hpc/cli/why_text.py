@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.names import plural
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.watch.report.words import plural
 from ddp_hpc.watch.why.findings import EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import number_of
 from ddp_hpc.watch.why.reading import to_do

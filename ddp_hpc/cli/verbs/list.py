@@ -133,9 +133,13 @@ def _print_reasons(statuses: Sequence[RunStatus]) -> None:
 
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
     """Return the runs that match the filters, sorted as the user asks, each with its values of the keys that differ."""
-    from ddp_hpc.base.discretion import is_key_shown
-    from ddp_hpc.run.config.resolve import HIDDEN  # late: what compares runs reads configurations
-    from ddp_hpc.watch.compare import ListedRun, differing_keys, filter_runs, sort_runs
+    from ddp_hpc.base.discretion import as_shown
+    from ddp_hpc.watch.compare import (
+        ListedRun,
+        differing_keys,
+        filter_runs,
+        sort_runs,
+    )  # late: they read configurations
 
     runs = filter_runs([ListedRun(status) for status in statuses], args.filter)
     if args.sort:
@@ -143,9 +147,7 @@ def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[
     elif args.reverse:
         runs.reverse()
     names = differing_keys([run.values for run in runs]) if args.keys else []
-    shown = [
-        {name: one if is_key_shown(name, one := run.values.get(name)) else HIDDEN for name in names} for run in runs
-    ]
+    shown = [{name: as_shown(name, run.values.get(name)) for name in names} for run in runs]
     return [run.status for run in runs], shown
 
 

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_hpc.base.discretion import as_shown
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.formatting import as_json, or_dash, table
 
 if TYPE_CHECKING:
     from ddp_hpc.run.config.site import Profile
-    from ddp_hpc.run.config.sources import Setting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,22 +62,14 @@ def _show(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
         print(_as_text(profile))
 
 
-def _shown(setting: Setting) -> Any:
-    """Return a setting's value, or what stands for it where it may be a secret."""
-    from ddp_hpc.base.discretion import is_key_shown
-    from ddp_hpc.run.config.resolve import HIDDEN
-
-    return setting.value if is_key_shown(setting.key, setting.value) else HIDDEN
-
-
 def _as_object(profile: Profile) -> dict[str, Any]:
     return {
         "site": vars(profile.site),
         "path": str(profile.path),
         "why": profile.why,
-        "settings": {setting.key: _shown(setting) for setting in profile.settings},
+        "settings": {one.key: as_shown(one.key, one.value) for one in profile.settings},
         "partitions": {
-            name: {setting.key: _shown(setting) for setting in settings}
+            name: {one.key: as_shown(one.key, one.value) for one in settings}
             for name, settings in profile.partitions.items()
         },
     }
@@ -97,9 +89,9 @@ def _as_text(profile: Profile) -> str:
     ]
     lines = [table(("", ""), [row for row in told if row[1]]).lstrip("\n")]
     rows = [
-        (or_dash(partition), setting.key, dump_value(_shown(setting)), str(setting.origin.line))
+        (or_dash(partition), one.key, dump_value(as_shown(one.key, one.value)), str(one.origin.line))
         for partition, settings in {"": profile.settings, **profile.partitions}.items()
-        for setting in settings
+        for one in settings
     ]
     if rows:
         lines += ["", table(("PARTITION", "KEY", "DEFAULT", "LINE"), rows)]

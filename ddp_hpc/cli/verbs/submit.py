@@ -246,8 +246,8 @@ def config_among(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 def _dry_run(request: SubmitRequest, backend: Backend, *, is_explained: bool, is_json: bool) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
-    from ddp_hpc.base.discretion import is_key_shown
-    from ddp_hpc.run.config.resolve import HIDDEN, flat, render_resolved
+    from ddp_hpc.base.discretion import as_shown
+    from ddp_hpc.run.config.resolve import flat, render_resolved
 
     resolved, description = request.resolved, backend.describe(request)
     print("".join(f"{note}\n" for note in description.notes), end="", file=sys.stderr)
@@ -259,7 +259,7 @@ def _dry_run(request: SubmitRequest, backend: Backend, *, is_explained: bool, is
         plan = launch_plan(request, backend.NAME, description.import_paths)
     if is_json:
         values = {
-            key: {"value": value if is_key_shown(key, value) else HIDDEN, "source": resolved.sources[key]}
+            key: {"value": as_shown(key, value), "source": resolved.sources[key]}
             for key, value in flat(resolved.spec).items()
         }
         how = {"command": argv} if script is None else {"script": script}

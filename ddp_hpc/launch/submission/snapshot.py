@@ -24,6 +24,7 @@ from typing import Any
 
 from ddp_hpc.base.durable import fsync_path, make_directories, read_json, readers, replace_text, scratch_path
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import few
 from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -134,7 +135,7 @@ def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[str]) -> Iterat
         )
     if copy.written:
         yield (
-            f"note: earlier jobs wrote {_some(copy.written)} into the copy of the code ({run.snapshot}), and the next job finds "
+            f"note: earlier jobs wrote {few(copy.written, _NUM_NAMED)} into the copy of the code ({run.snapshot}), and the next job finds "
             f"it there. To have it in {copy.source}, move it there, or set `snapshot.enabled=false`."
         )
     for folder in copy.not_shown:
@@ -144,13 +145,9 @@ def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[str]) -> Iterat
         )
     if outside:
         yield (
-            f"note: the job imports code of {_some(outside)} as it is then, because the copy does not hold it (PYTHONPATH, or "
+            f"note: the job imports code of {few(outside, _NUM_NAMED)} as it is then, because the copy does not hold it (PYTHONPATH, or "
             "packages that are installed editable)."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")
 
 
 def _folders_of(names: Iterable[str]) -> set[str]:

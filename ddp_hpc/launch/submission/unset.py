@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
+from ddp_hpc.base.names import plural
 from ddp_hpc.run.config.overlay import Overlay
 from ddp_hpc.run.config.resolve import Resolved, flat, keys_of_source, load_resolved
 from ddp_hpc.run.config.sources import COMMAND_LINE, DEFAULT
@@ -171,11 +172,11 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | No
     wanted = kept or (max(len(free), workers or 0) if is_script else workers or len(free))
     if wanted > len(there):
         note = (
-            f"the workers train on CPUs, because `resources.workers_per_node` is {workers} and this machine shows {_count(len(there))}; "
+            f"the workers train on CPUs, because `resources.workers_per_node` is {workers} and this machine shows {plural(len(there), 'GPU')}; "
             f"to use GPUs, set `resources.workers_per_node={len(there)}`"
         )
         note = "" if is_script else note  # which device a script uses is its own affair
-        return FilledIn(resources={"gpus_per_node": 0}, source=f"{_count(len(there))} here", note=note)
+        return FilledIn(resources={"gpus_per_node": 0}, source=f"{plural(len(there), 'GPU')} here", note=note)
     taken = sorted(there, key=lambda gpu: gpu not in free)[:wanted]
     left_out = [gpu for gpu in there if gpu not in free and gpu not in taken]
     names = [gpu.name for gpu in taken]
@@ -197,7 +198,7 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | No
     return FilledIn(
         resources=resources,
         env={VISIBLE: ",".join(names), **order} if left_out else {},
-        source=_KEPT if kept else f"{_count(len(taken))} of this machine",
+        source=_KEPT if kept else f"{plural(len(taken), 'GPU')} of this machine",
         note="; ".join(notes),
     )
 
@@ -207,13 +208,9 @@ def _too_few(needed: int, there: Sequence[Gpu], visible: str | None, *, is_kept:
     shown = "not set" if visible is None else repr(visible)
     on_gpus = f"`resources.gpus_per_node={len(there)}`, or " if there else ""
     return (
-        f"The run {asks} {_count(needed)} (`resources.gpus_per_node`), but this machine shows {_count(len(there))} ({VISIBLE} is {shown}). "
+        f"The run {asks} {plural(needed, 'GPU')} (`resources.gpus_per_node`), but this machine shows {plural(len(there), 'GPU')} ({VISIBLE} is {shown}). "
         f"Set {on_gpus}`resources.gpus_per_node=0` to train on CPUs, or have {VISIBLE} name more GPUs (`env.{VISIBLE}` in a run's own configuration wins)."
     )
-
-
-def _count(number: int) -> str:
-    return f"{number} GPU{'' if number == 1 else 's'}"
 
 
 def _cpus_on_slurm(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> FilledIn:
@@ -254,6 +251,6 @@ def share_cpus_by_gpus(spec: RunSpec, partition: str, shapes: Sequence[NodeShape
     each = of_gpus // resources.local_world_size
     if each <= spec.cpus_per_task:
         return FilledIn()
-    why = f"nodes of partition {least.partition} have {least.num_cpus} CPUs for {_count(least.num_gpus)}"
+    why = f"nodes of partition {least.partition} have {least.num_cpus} CPUs for {plural(least.num_gpus, 'GPU')}"
     note = f"each worker gets {each} CPUs, because {why}; `resources.cpus_per_worker` sets another number"
     return FilledIn(resources={"cpus_per_worker": each}, source=why, note=note)

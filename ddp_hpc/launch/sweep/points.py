@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.discretion import HIDDEN, is_key_shown
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.config.keys import is_section, key_of, parse_text
-from ddp_hpc.run.config.resolve import HIDDEN
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?", re.ASCII)
 _KEY = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
@@ -213,7 +212,7 @@ def _distinct(value: Any) -> str:
 
 def _names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return `003-lr-0.1-seed-2` for each point: the number, and the settings that differ between points."""
-    labels = _varied(all_settings)
+    labels = labels_of(all_settings)
     digits = max(_FEWEST_DIGITS, len(str(len(all_settings) - 1)))
     names = []
     for number, settings in enumerate(all_settings):
@@ -230,12 +229,8 @@ def _names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
-def labels_of(points: Sequence[Point]) -> dict[str, str]:
-    """Return the keys in which the points differ, each with a short name."""
-    return _varied([point.settings for point in points])
-
-
-def _varied(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def labels_of(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the keys in which the settings of points differ, each with a short name."""
     keys = dict.fromkeys(key for settings in all_settings for key in settings if key != "name")
     last = [key.rpartition(".")[2] for key in keys]
     return {

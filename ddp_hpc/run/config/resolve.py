@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.discretion import HIDDEN, is_key_shown
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.field_types import annotations_of
 from ddp_hpc.base.patience import patiently
@@ -229,10 +229,6 @@ def _is_filled(key: str, *leaves: Mapping[str, Any]) -> bool:
     """Tell whether a section is empty in one spec and has keys in the other: these keys are the changes then."""
     is_empty = any(of_spec.get(key) == {} for of_spec in leaves)
     return is_empty and any(other.startswith(f"{key}.") for of_spec in leaves for other in of_spec)
-
-
-HIDDEN = "(not shown)"
-"""Printed instead of a value that may be a secret."""
 
 
 def render_resolved(resolved: Resolved, *, for_eyes: bool = False) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc import __version__
-from ddp_hpc.base.discretion import is_key_shown, masked, visible
-from ddp_hpc.run.config.resolve import HIDDEN
+from ddp_hpc.base.discretion import as_shown, masked, visible
+from ddp_hpc.base.names import plural
 from ddp_hpc.run.run_dir.environment import Environment, differences
 from ddp_hpc.run.run_dir.machine_use import in_words, merged
 from ddp_hpc.watch.attempt_times import KINDS
@@ -21,7 +21,7 @@ from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.notes import notes_of
 from ddp_hpc.watch.report.series import finite
 from ddp_hpc.watch.report.timeline import rows_of
-from ddp_hpc.watch.report.words import compact, duration, hours, milliseconds, moment, plural, share
+from ddp_hpc.watch.report.words import compact, duration, hours, milliseconds, moment, share
 
 _CODE = re.compile(r"`([^`]*)`")
 _WHERE = {
@@ -236,9 +236,7 @@ def _beside(run: RunData, other: RunData) -> dict[str, Any]:
 
 
 def _shown(key: str, run: RunData) -> str:
-    value = run.values.get(key)
-    if not is_key_shown(key, value):
-        return HIDDEN
+    value = as_shown(key, run.values.get(key))
     return "unset" if value is None else str(value)
 
 

@@ -8,13 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ddp_hpc.base.names import plural
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.report import charts
 from ddp_hpc.watch.report.axes import ChartAxis, axis
 from ddp_hpc.watch.report.page import render_page
 from ddp_hpc.watch.report.series import ChartPoint, Series, finite, read_losses
 from ddp_hpc.watch.report.sweep_points import Goal, Settings, SweptRun, best_first, goal_of, read_points
-from ddp_hpc.watch.report.words import compact, hours, plural, share
+from ddp_hpc.watch.report.words import compact, hours, share
 
 MOST_CHARTS = 60
 """So many points have a chart of their loss."""

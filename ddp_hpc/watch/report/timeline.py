@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ddp_hpc.base.names import plural
 from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
 from ddp_hpc.watch.report.axes import clock_times
-from ddp_hpc.watch.report.words import duration, moment, plural
+from ddp_hpc.watch.report.words import duration, moment
 
 MOST_ROWS = 40
 _MOST_TICKS = 60

@@ -44,11 +44,6 @@ def milliseconds(value: float) -> str:
     return f"{value:.0f} ms" if value >= 9.95 else f"{value:.2g} ms"
 
 
-def plural(count: int, one: str) -> str:
-    """Return `1 node` or `2 nodes`."""
-    return f"{count:,} {one}{'' if count == 1 else 's'}"
-
-
 def moment(at: float, pattern: str = "%d %b %H:%M:%S") -> str:
     """Return a time, in seconds since the epoch, as this host's clock shows it."""
     return datetime.fromtimestamp(at, tz=timezone.utc).astimezone().strftime(pattern)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ddp_hpc.base.names import few
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 
 _HANGS: Mapping[str, str] = {
@@ -62,9 +63,8 @@ def of_missing(finding: Verdict, facts: AttemptFacts) -> Verdict:
     if facts.missing is None or not facts.missing.ranks:
         return finding
     nodes = {rank: facts.missing.node_of(rank, facts.attempt.nodes) for rank in facts.missing.ranks}
-    named = ", ".join(f"rank {rank}{f' on {node}' if node else ''}" for rank, node in list(nodes.items())[:8])
-    more = f", and {len(nodes) - 8} more" if len(nodes) > 8 else ""
-    words = f"{named}{more} did not join"
+    named = [f"rank {rank}{f' on {node}' if node else ''}" for rank, node in nodes.items()]
+    words = f"{few(named, 8)} did not join"
     evidence = (EvidenceLine("root", None, f"record of rank zero: {words}"), *finding.evidence)
     first = facts.missing.ranks[0]
     return replace(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ddp_hpc.base.names import plural
 from ddp_hpc.cluster.slurm.queries import NodeShape, Partition
 from ddp_hpc.run.spec import RunSpec
 
@@ -51,7 +52,7 @@ def _size(spec: RunSpec, cluster: Cluster) -> str:
 
 def _gpus(spec: RunSpec, cluster: Cluster) -> str:
     chosen, shapes = chosen_partition(spec, cluster.partitions), _shapes(spec, cluster)
-    has = f"; Slurm lists {_counted(chosen.num_gpus, 'GPU')} in partition {chosen.name}" if chosen else ""
+    has = f"; Slurm lists {plural(chosen.num_gpus, 'GPU')} in partition {chosen.name}" if chosen else ""
     return (any(shape.num_gpus for shape in shapes) and _too_large(spec, shapes)) or (
         f"The run asks for {asked(spec)}, by `--{spec.slurm.gpu_option}` (`slurm.gpu_option`){has}. Correct `resources.gpu_type` or `slurm.partition`; "
         "where the site takes `--gres` only, set `slurm.gpu_option=gres`; where it gives whole nodes and counts no GPUs, `slurm.gpu_option=none`."
@@ -89,19 +90,19 @@ def _causes(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
     most_cpus, most_mb = max(shape.num_cpus for shape in shapes), max(shape.mem_mb for shape in shapes)
     most_gpus = max(shape.num_gpus for shape in shapes)
     if asks.nodes > nodes:
-        yield f"`resources.nodes` is {asks.nodes}, but {where} has {_counted(nodes, 'node')}."
+        yield f"`resources.nodes` is {asks.nodes}, but {where} has {plural(nodes, 'node')}."
     if cpus > most_cpus:
-        each = _counted(spec.cpus_per_task, "CPU")
+        each = plural(spec.cpus_per_task, "CPU")
         yield (
             f"`resources.workers_per_node` is {asks.local_world_size}, with {each} each (`resources.cpus_per_worker`), but a node "
-            f"of {where} has at most {_counted(most_cpus, 'CPU')}."
+            f"of {where} has at most {plural(most_cpus, 'CPU')}."
         )
     is_of_extra = any(name.startswith("mem") for name in spec.slurm.extra)
     if (spec.mem_gb or 0) * 1024 > most_mb and not is_of_extra:
-        unset = "" if asks.mem_gb else f" for {_counted(asks.local_world_size, 'worker')}, as it is not set"
+        unset = "" if asks.mem_gb else f" for {plural(asks.local_world_size, 'worker')}, as it is not set"
         yield f"`resources.mem_gb` is {spec.mem_gb}{unset}, but a node of {where} has at most {most_mb // 1024} GiB."
     if asks.num_gpus > most_gpus:
-        yield f"`resources.gpus_per_node` is {asks.num_gpus}, but a node of {where} has at most {_counted(most_gpus, 'GPU')}."
+        yield f"`resources.gpus_per_node` is {asks.num_gpus}, but a node of {where} has at most {plural(most_gpus, 'GPU')}."
 
 
 def _time(spec: RunSpec, cluster: Cluster) -> str:
@@ -175,18 +176,13 @@ def chosen_partition(spec: RunSpec, partitions: Sequence[Partition]) -> Partitio
 def asked(spec: RunSpec) -> str:
     """Return `2 nodes with 4 tasks of 8 CPUs and 4 GPUs each, 64 GiB a node`."""
     resources = spec.resources
-    cpus = _counted(spec.cpus_per_task, "CPU")
-    gpus = f" and {_counted(resources.gpus_per_node, 'GPU')}" if resources.gpus_per_node else ""
+    cpus = plural(spec.cpus_per_task, "CPU")
+    gpus = f" and {plural(resources.gpus_per_node, 'GPU')}" if resources.gpus_per_node else ""
     memory = f", {resources.mem_gb} GiB a node" if resources.mem_gb else ""
-    tasks = _counted(resources.local_world_size, "task")
-    return f"{_counted(resources.nodes, 'node')} with {tasks} of {cpus}{gpus} each{memory}"
-
-
-def _counted(number: int, noun: str) -> str:
-    """Return `1 CPU`, `2 CPUs`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    tasks = plural(resources.local_world_size, "task")
+    return f"{plural(resources.nodes, 'node')} with {tasks} of {cpus}{gpus} each{memory}"
 
 
 def _described(partition: Partition) -> str:
     """Return `batch (4 nodes)`."""
-    return f"{partition.name} ({_counted(partition.total_nodes, 'node')})"
+    return f"{partition.name} ({plural(partition.total_nodes, 'node')})"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ddp_hpc.base.names import few
+from ddp_hpc.base.names import few, plural
 from ddp_hpc.cluster.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRITE_S, TIGHT_BYTES
 from ddp_hpc.cluster.node_checks.of_node import TO_FIT, misfit
 from ddp_hpc.cluster.slurm import client
@@ -249,8 +249,7 @@ def _accounts(site: LoginSite) -> Iterator[Finding]:
 
 
 def _start(site: LoginSite) -> Iterator[Finding]:
-    answer, count = site.told.test_only, site.spec.resources.nodes
-    nodes = "1 node" if count == 1 else f"{count} nodes"
+    answer, nodes = site.told.test_only, plural(site.spec.resources.nodes, "node")
     if answer is None:
         yield _unanswered(site, "test_only")
     elif answer.refusal is not None:
