@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import psutil
 
@@ -63,33 +63,26 @@ def _private_place(path: Path) -> str | None:
     return place if is_private else None
 
 
-class Meanwhile(Generic[T]):
-    """A question to Slurm that a thread asks, from now on: each of its commands takes several milliseconds."""
+def _meanwhile(ask: Callable[[], T]) -> Callable[[], T]:
+    """Ask Slurm in a thread, as each of its commands takes several milliseconds; return what waits for the answer, or raises the error."""
+    answers: list[T] = []
+    errors: list[BaseException] = []
 
-    def __init__(self, ask: Callable[[], T]) -> None:
-        self._ask = ask
-        self._answers: list[T] = []
-        self._error: BaseException | None = None
-        # Where this process is interrupted, it does not wait for the answer.
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._answers.append(self._ask())
+            answers.append(ask())
         except BaseException as error:  # noqa: BLE001  `answer` raises it
-            self._error = error
+            errors.append(error)
 
-    def wait(self) -> None:
-        """Wait until there is an answer, or an error."""
-        self._thread.join()
+    def answer() -> T:
+        thread.join()
+        for error in errors:
+            raise error
+        return answers[0]
 
-    def answer(self) -> T:
-        """Wait for the answer; raise what asking has raised."""
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._answers[0]
+    thread = threading.Thread(target=run, daemon=True)  # where this process is interrupted, it does not wait
+    thread.start()
+    return answer
 
 
 class Questions:
@@ -98,21 +91,18 @@ class Questions:
     def __init__(self, environ: Mapping[str, str]) -> None:
         """Begin to ask about the cluster."""
         self.environ = environ
-        self._partitions = Meanwhile(lambda: client.partitions(environ))
-        self._config = Meanwhile(lambda: client.config(environ))
-        self._test: Meanwhile[Estimate] | None = None
+        self._partitions = _meanwhile(lambda: client.partitions(environ))
+        self.config = _meanwhile(lambda: client.config(environ))
+        """Waits for the cluster's configuration."""
+        self._test: Callable[[], Estimate] | None = None
 
     def ask_about(self, script: Path) -> None:
         """Begin to ask whether Slurm would accept this script."""
-        self._test = Meanwhile(lambda: client.estimate_start(script, self.environ))
-
-    def config(self) -> ClusterConfig:
-        """Return the cluster's configuration."""
-        return self._config.answer()
+        self._test = _meanwhile(lambda: client.estimate_start(script, self.environ))
 
     def refusal(self, said: str, spec: RunSpec) -> ConfigError:
         """Return what sbatch's refusal means, by what the cluster has."""
-        partitions = self._partitions.answer()
+        partitions = self._partitions()
         associations = client.accounts(self.environ) if partitions else ()
         shapes: Sequence[NodeShape] = ()
         with suppress(ConfigError, SlurmUnavailableError):
@@ -122,9 +112,10 @@ class Questions:
     def notes(self, spec: RunSpec, run: RunDir) -> list[str]:
         """Wait for the answers, and return what the user should know. The caller has asked about the script."""
         assert self._test is not None  # noqa: S101
-        for each in (self._test, self._partitions, self._config):
-            each.wait()  # so that none is still being asked where another has failed
-        answer, partitions = self._test.answer(), self._partitions.answer()
+        for each in (self._test, self._partitions, self.config):
+            with suppress(Exception):
+                each()  # so that none is still being asked where another has failed
+        answer, partitions = self._test(), self._partitions()
         if answer.refusal is not None:
             raise self.refusal(answer.refusal, spec)
         partition = chosen_partition(spec, partitions)
