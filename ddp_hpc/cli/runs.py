@@ -93,11 +93,12 @@ def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunD
     return find_run(args.run, runs_dir) if args.run else newest_run(runs_dir)
 
 
-def own_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunDir:
-    """Return the run that RUN names, for a verb that runs its code or ends its processes; another user's is refused."""
+def own_run(args: argparse.Namespace, environment: Mapping[str, str], name: str | None = None) -> RunDir:
+    """Return the run that `name`, or RUN, names, for a verb that runs its code or ends its processes; another user's is refused."""
     from ddp_hpc.run.run_dir.strangers import refuse_strangers  # late: the verbs that look need none of it
+    from ddp_hpc.watch.find import find_run
 
-    run = chosen_run(args, environment)
+    run = find_run(name or args.run, chosen_runs_dir(args.runs_dir, environment))
     refuse_strangers(run.path)
     return run
 

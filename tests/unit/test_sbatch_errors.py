@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.cluster.slurm.queries import JobRecord, NodeShape, Partition
+from ddp_hpc.cluster.slurm.queries import JobRecord, NodeShape, Partition, chosen_partition
 from ddp_hpc.launch.submission.preflight import capacity
-from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, chosen_partition, explain
+from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, explain
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
@@ -249,7 +249,7 @@ def test_a_run_that_does_not_go_back_into_the_queue_is_promised_no_next_job(
 
 @pytest.mark.parametrize(("asked", "chosen"), [(None, "batch"), ("", "batch"), ("long", "long"), ("nope", None)])
 def test_a_job_goes_to_the_partition_it_names_or_the_default(asked: str | None, chosen: str | None) -> None:
-    found = chosen_partition(spec(slurm={"partition": asked}), CLUSTER.partitions)
+    found = chosen_partition(asked, CLUSTER.partitions)
 
     assert (found.name if found else None) == chosen
 

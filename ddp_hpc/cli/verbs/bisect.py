@@ -12,9 +12,8 @@ from pathlib import Path
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
+from ddp_hpc.cli.runs import add_runs_dir, own_run
 from ddp_hpc.cli.verbs.replay import or_not_computed, print_report, say
-from ddp_hpc.run.run_dir.strangers import refuse_strangers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,14 +36,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.cli.replay_text import bisect_text
     from ddp_hpc.prove.replay.bisecting import bisect
     from ddp_hpc.prove.replay.history import read_history
-    from ddp_hpc.watch.find import find_run
 
-    runs_dir = chosen_runs_dir(args.runs_dir, environment)
     with or_not_computed():
-        runs = [find_run(name, runs_dir) for name in (args.one, args.other)]
-        for found in runs:
-            refuse_strangers(found.path)
-        one, other = map(read_history, runs)
+        one, other = [read_history(own_run(args, environment, name)) for name in (args.one, args.other)]
     with ended_by_signals(), or_not_computed():
         report = bisect((one, other), environment, codes=(args.code1, args.code2), say=say)
     print_report(report, bisect_text(report), is_json=args.json)

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED
-from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
-from ddp_hpc.run.run_dir.strangers import refuse_strangers
-from ddp_hpc.watch.find import find_run
+from ddp_hpc.cli.runs import add_runs_dir, own_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +26,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """End the runs; where one cannot be ended, say so and go on with the others."""
     from ddp_hpc.launch.submission.backend import backend_of  # late: `--help` needs no back end
 
-    runs_dir = chosen_runs_dir(args.runs_dir, environment)
-    run_dirs = [find_run(name, runs_dir) for name in args.run]
-    for run_dir in run_dirs:
-        refuse_strangers(run_dir.path)
-    *before, last = run_dirs
+    *before, last = [own_run(args, environment, name) for name in args.run]
     code = 0
     for run_dir in before:
         try:

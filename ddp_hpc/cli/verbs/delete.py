@@ -7,11 +7,9 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_run, chosen_runs_dir, own_run
-from ddp_hpc.run.run_dir.paths import holds_sweep
 from ddp_hpc.run.run_dir.strangers import refuse_strangers
 from ddp_hpc.watch.status import read_status
 
@@ -24,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask, and delete the run or the sweep."""
-    runs_dir = chosen_runs_dir(args.runs_dir, environment)
-    if any(holds_sweep(path) for path in (runs_dir / args.run, Path(args.run))):
-        from ddp_hpc.launch.sweep.start import delete_sweep, describe_sweep  # late: most of what is deleted are runs
-        from ddp_hpc.launch.sweep.sweep_dir import find_sweep
+    from ddp_hpc.launch.sweep.sweep_dir import sweep_named  # late: `--help` needs none of it
 
-        sweep_dir = find_sweep(args.run, runs_dir)
+    sweep_dir = sweep_named(args.run, chosen_runs_dir(args.runs_dir, environment))
+    if sweep_dir is not None:
+        from ddp_hpc.launch.sweep.start import delete_sweep, describe_sweep  # late: most of what is deleted are runs
+
         refuse_strangers(sweep_dir.path)
         what = describe_sweep(sweep_dir)
         if not (args.yes or _agrees(f"Delete {sweep_dir.path} ({what})? [y/N] ")):

@@ -65,9 +65,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(note, file=sys.stderr)
     environ = _with_options(args, environment)
     first_node = first_node_of(environ)
-    allocation = (
-        read_allocation(environ) if args.nnodes is None else None
-    )  # the user's word counts, in a task of srun, too
+    # In a task of srun, too, the user's word counts.
+    allocation = read_allocation(environ) if args.nnodes is None else None
     place = find_place(environ, allocation, this_host(), first_node=first_node)
     if place is None:
         raise ConfigError(
@@ -142,9 +141,8 @@ def _resolve(
     is_set = {key for key, source in asked.sources.items() if source != "default"}
     known = place.local_world_size
     if known is not None and place.scope == "node" and "resources.workers_per_node" in is_set:
-        known = (
-            resources.local_world_size
-        )  # fewer workers than GPUs, or several on a CPU: the launcher only counts GPUs
+        # Fewer workers than GPUs, or several on a CPU: the launcher only counts GPUs.
+        known = resources.local_world_size
         by_node = replace(place, local_world_size=None, sources={"node_rank": place.sources["node_rank"]})
         place = with_workers(by_node, known)
     placed = with_workers(place, resources.local_world_size)

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.discretion import as_shown
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
@@ -133,13 +134,7 @@ def _print_reasons(statuses: Sequence[RunStatus]) -> None:
 
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
     """Return the runs that match the filters, sorted as the user asks, each with its values of the keys that differ."""
-    from ddp_hpc.base.discretion import as_shown
-    from ddp_hpc.watch.compare import (
-        ListedRun,
-        differing_keys,
-        filter_runs,
-        sort_runs,
-    )  # late: they read configurations
+    from ddp_hpc.watch.compare import ListedRun, differing_keys, filter_runs, sort_runs  # late: only to compare
 
     runs = filter_runs([ListedRun(status) for status in statuses], args.filter)
     if args.sort:

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
+from ddp_hpc.base.discretion import as_shown, is_key_shown
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.cli import INTERRUPTED
@@ -208,8 +209,6 @@ def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping
 
 def _shown(setting: str) -> str:
     """Return a setting as it may stand on a terminal."""
-    from ddp_hpc.base.discretion import is_key_shown
-
     key, _, value = setting.partition("=")
     if is_key_shown(key, value):
         return setting
@@ -246,7 +245,6 @@ def config_among(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 def _dry_run(request: SubmitRequest, backend: Backend, *, is_explained: bool, is_json: bool) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
-    from ddp_hpc.base.discretion import as_shown
     from ddp_hpc.run.config.resolve import flat, render_resolved
 
     resolved, description = request.resolved, backend.describe(request)

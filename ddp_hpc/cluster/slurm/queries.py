@@ -162,6 +162,10 @@ def parse_accounting(text: str) -> list[JobRecord]:
     ]
 
 
+NEVER_S = 180 * 86400.0
+"""With jobs before it that may run for ever, Slurm's estimates are years ahead."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What Slurm would do with a job."""
@@ -277,6 +281,11 @@ def parse_partitions(text: str) -> list[Partition]:
         )
         for row, of_type in zip(rows, gpus, strict=True)
     ]
+
+
+def chosen_partition(name: str | None, partitions: Sequence[Partition]) -> Partition | None:
+    """Return the partition of a job that asks for this one, or for none; None where there is no such one."""
+    return next((one for one in partitions if (one.name == name if name else one.is_default)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

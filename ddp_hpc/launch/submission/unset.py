@@ -222,11 +222,11 @@ def _cpus_on_slurm(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, 
         kept = before.resources.cpus_per_worker
         return FilledIn() if kept is None else FilledIn(resources={"cpus_per_worker": kept}, source=_KEPT)
     from ddp_hpc.cluster.slurm import client  # late: runs on one machine do not need it
-    from ddp_hpc.launch.submission.preflight.sbatch_errors import chosen_partition
+    from ddp_hpc.cluster.slurm.queries import chosen_partition
 
     with suppress(DdpHpcError):  # Slurm does not answer now: the submission says so
         name = spec.slurm.partition
-        default = None if name else chosen_partition(spec, client.partitions(environ))
+        default = None if name else chosen_partition(name, client.partitions(environ))
         partition = name or (default.name if default else "")
         return share_cpus_by_gpus(spec, partition, client.shapes(environ))
     return FilledIn()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 from ddp_hpc.base.errors import ConfigError
@@ -13,12 +12,12 @@ from ddp_hpc.launch.submission.backend import Backend, backend_of, find_job_else
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import is_finished
 from ddp_hpc.launch.sweep import array
-from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, find_sweep, points_in_queue, read_sweep, sending_alone
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, points_in_queue, read_sweep, sending_alone, sweep_named
 from ddp_hpc.run.config.overlay import Overlay
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.config.sources import COMMAND_LINE
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
-from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
+from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Awaited, When
 from ddp_hpc.watch.find import find_run
 
@@ -32,11 +31,6 @@ def split_when(text: str) -> tuple[str, When]:
     return (name, cast("When", when)) if colon and when in _WORDS else (text, "ok")
 
 
-def after_job(job_id: str, when: When) -> str:
-    """Return what sbatch has to be asked for so that a job waits for the end of another."""
-    return f"{_WORDS[when]}:{job_id}"
-
-
 def after_others(request: SubmitRequest, words: Sequence[str], backend: Backend, *, is_single: bool) -> SubmitRequest:
     """Return the request of a job that waits for the runs and sweeps that `--after` names; `is_single`: and for jobs of its own name."""
     if not backend.HAS_QUEUE:
@@ -47,10 +41,10 @@ def after_others(request: SubmitRequest, words: Sequence[str], backend: Backend,
     environ, runs_dir, users = request.environ, request.run.path.parent, request.spec.slurm.dependency
     parts, awaits = list[str](), list[Awaited]()
     for name, when in map(split_when, words):
-        if holds_sweep(runs_dir / name) or holds_sweep(Path(name)):
-            parts.append(after_sweep(find_sweep(name, runs_dir), when, environ))
+        if (sweep_dir := sweep_named(name, runs_dir)) is not None:
+            parts.append(after_sweep(sweep_dir, when, environ))
         elif awaited := _awaited(find_run(name, runs_dir), when, backend, environ):
-            parts.append(after_job(awaited.job_id, when))
+            parts.append(f"{_WORDS[when]}:{awaited.job_id}")
             awaits.append(awaited)
     parts = [part for part in [*parts, "singleton" if is_single else ""] if part]
     if not parts:
@@ -133,7 +127,7 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
         return ""
     # Where a point has failed already, the sweep is not ok whatever follows.
     how: When = "any" if when == "notok" and others else when
-    return after_job(":".join(_jobs(sweep, waiting, live)), how)
+    return f"{_WORDS[how]}:{':'.join(_jobs(sweep, waiting, live))}"
 
 
 def _jobs(sweep: Sweep, waiting: Mapping[str, set[int]], live: set[int]) -> list[str]:
@@ -141,9 +135,8 @@ def _jobs(sweep: Sweep, waiting: Mapping[str, set[int]], live: set[int]) -> list
     names = []
     for one in sweep.arrays:
         here = waiting[one.job_id]
-        run_elsewhere = not live.isdisjoint(
-            set(one.numbers) - here
-        )  # a point that has failed here runs again in another array
+        # A point that has failed here runs again in another array.
+        run_elsewhere = not live.isdisjoint(set(one.numbers) - here)
         if here and run_elsewhere:
             names += [f"{one.job_id}_{number - one.offset}" for number in sorted(here)]
         elif here:

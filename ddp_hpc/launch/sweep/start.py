@@ -52,7 +52,7 @@ class Started:
     numbers: Sequence[int]
     """Of the points that were to be started."""
     runs_here: bool = False
-    """Whether the caller is to run them on this machine: `sweep.local.running`."""
+    """Whether the caller is to run them on this machine: `sweep.runner.running`."""
     jobs: Mapping[str, int] = field(default_factory=dict)
     """The number of each array that was sent -> how many points it has."""
     refusal: str = ""

@@ -17,8 +17,16 @@ import psutil
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.cluster.slurm import client, states
-from ddp_hpc.cluster.slurm.queries import ClusterConfig, Estimate, JobRecord, NodeShape, Partition
-from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, asked, chosen_partition, explain
+from ddp_hpc.cluster.slurm.queries import (
+    NEVER_S,
+    ClusterConfig,
+    Estimate,
+    JobRecord,
+    NodeShape,
+    Partition,
+    chosen_partition,
+)
+from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, asked, explain
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
@@ -31,8 +39,6 @@ _OF_PYTHON = (Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR)
 _SOURCED = re.compile(r"\s*(?:source|\.)\s+(~?/?[\w.+-]+(?:/[\w.+-]+)+)\s*$")
 """A line of shell that reads one file, and fails without it."""
 _SOON_S = 60.0
-_NEVER_S = 180 * 86400.0
-"""With jobs before it that may run for ever, Slurm's estimates are years ahead."""
 
 
 def refuse_private(path: Path, pythons: Sequence[Path] = _OF_PYTHON) -> None:
@@ -118,7 +124,7 @@ class Questions:
         answer, partitions = self._test(), self._partitions()
         if answer.refusal is not None:
             raise self.refusal(answer.refusal, spec)
-        partition = chosen_partition(spec, partitions)
+        partition = chosen_partition(spec.slurm.partition, partitions)
         progress = read_progress(run)
         save_s = progress.save_s if progress else None
         return [*_costs(spec, answer.starts_at), *_misfits(spec, self.config(), partition, save_s)]
@@ -151,7 +157,7 @@ def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
 def _start(wait_s: float) -> str:
     if wait_s < _SOON_S:
         return "it could start now"
-    if wait_s > _NEVER_S:
+    if wait_s > NEVER_S:
         return "Slurm cannot estimate when it could start, because jobs without a time limit are ahead of it"
     span = f"{wait_s / 60:.0f} min" if wait_s < 2 * 3600 else f"{wait_s / 3600:.0f} h"
     return f"it could start in about {span}"

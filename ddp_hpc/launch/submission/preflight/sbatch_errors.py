@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddp_hpc.base.names import plural
-from ddp_hpc.cluster.slurm.queries import NodeShape, Partition
+from ddp_hpc.cluster.slurm.queries import NodeShape, Partition, chosen_partition
 from ddp_hpc.run.spec import RunSpec
 
 
@@ -42,7 +42,7 @@ def _partition(spec: RunSpec, cluster: Cluster) -> str:
 
 
 def _size(spec: RunSpec, cluster: Cluster) -> str:
-    chosen = chosen_partition(spec, cluster.partitions)
+    chosen = chosen_partition(spec.slurm.partition, cluster.partitions)
     has = f"partition {_described(chosen)}" if chosen else ", ".join(map(_described, cluster.partitions))
     return _too_large(spec, _shapes(spec, cluster)) or (
         f"The run asks for {asked(spec)}; the cluster has {has}. Choose another `slurm.partition`, or lower `resources.nodes`, "
@@ -51,7 +51,7 @@ def _size(spec: RunSpec, cluster: Cluster) -> str:
 
 
 def _gpus(spec: RunSpec, cluster: Cluster) -> str:
-    chosen, shapes = chosen_partition(spec, cluster.partitions), _shapes(spec, cluster)
+    chosen, shapes = chosen_partition(spec.slurm.partition, cluster.partitions), _shapes(spec, cluster)
     has = f"; Slurm lists {plural(chosen.num_gpus, 'GPU')} in partition {chosen.name}" if chosen else ""
     return (any(shape.num_gpus for shape in shapes) and _too_large(spec, shapes)) or (
         f"The run asks for {asked(spec)}, by `--{spec.slurm.gpu_option}` (`slurm.gpu_option`){has}. Correct `resources.gpu_type` or `slurm.partition`; "
@@ -76,7 +76,7 @@ def _where(shapes: Sequence[NodeShape]) -> str:
 
 def _shapes(spec: RunSpec, cluster: Cluster) -> Sequence[NodeShape]:
     """Return the nodes that the job may get; none if unknown."""
-    chosen = chosen_partition(spec, cluster.partitions)
+    chosen = chosen_partition(spec.slurm.partition, cluster.partitions)
     names = (spec.slurm.partition or (chosen.name if chosen else "")).split(",")
     return [shape for shape in cluster.shapes if shape.partition in names]
 
@@ -106,7 +106,7 @@ def _causes(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
 
 
 def _time(spec: RunSpec, cluster: Cluster) -> str:
-    chosen = chosen_partition(spec, cluster.partitions)
+    chosen = chosen_partition(spec.slurm.partition, cluster.partitions)
     most = f"; {chosen.name} allows {chosen.max_time_min:.0f} min" if chosen and chosen.max_time_min else ""
     goes_on = spec.slurm.requeue or spec.restart.by == "successor"
     follows = (
@@ -165,12 +165,6 @@ _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
     r"QOS|policy|limit": _policy,
 }
 """What sbatch says -> what we say to it; the first that matches."""
-
-
-def chosen_partition(spec: RunSpec, partitions: Sequence[Partition]) -> Partition | None:
-    """Return the partition the job would go to."""
-    name = spec.slurm.partition
-    return next((one for one in partitions if (one.name == name if name else one.is_default)), None)
 
 
 def asked(spec: RunSpec) -> str:

@@ -13,16 +13,13 @@ from ddp_hpc.cluster.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRI
 from ddp_hpc.cluster.node_checks.of_node import TO_FIT, misfit
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.own_job import TO_DO, Standing, standing
-from ddp_hpc.cluster.slurm.queries import NodeState, Partition, takes_jobs
+from ddp_hpc.cluster.slurm.queries import NEVER_S, NodeState, Partition, chosen_partition, takes_jobs
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.environment import capture
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.diagnose.doctor import preemption, quota
 from ddp_hpc.watch.diagnose.doctor.questions import SlurmAnswers, ask, has_commands
-
-_NEVER_S = 180 * 86400.0
-"""With jobs before it that may run for ever, Slurm's estimates are years ahead."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,7 @@ class LoginSite:
     @property
     def partition(self) -> Partition | None:
         """The partition that the job would be in; None where it is not known."""
-        asked, known = self.spec.slurm.partition, self.told.partitions
-        return next((one for one in known or () if (one.name == asked if asked else one.is_default)), None)
+        return chosen_partition(self.spec.slurm.partition, self.told.partitions or ())
 
     @cached_property
     def job(self) -> tuple[Standing, str]:
@@ -261,10 +257,10 @@ def _start(site: LoginSite) -> Iterator[Finding]:
     else:
         wait_s = max(answer.starts_at - time.time(), 0.0)
         when = f"in about {wait_s / 60:.0f} min" if wait_s > 60 else "at once"
-        when = "not within half a year" if wait_s > _NEVER_S else when
+        when = "not within half a year" if wait_s > NEVER_S else when
         where = f" on {answer.nodes}" if answer.nodes else ""
         found = f"a job of {nodes} would start {when}{where}, by Slurm's estimate"
-        yield Finding("warn" if wait_s > _NEVER_S else "ok", found)
+        yield Finding("warn" if wait_s > NEVER_S else "ok", found)
 
 
 def _nodes(site: LoginSite) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""A sweep on this machine: one point after another, or a few at once, for as long as the command lives that runs them."""
+"""Runs the points of a sweep on this machine: one after another, or a few at once, for as long as the command lives that runs them."""
 
 from __future__ import annotations
 
