@@ -135,10 +135,9 @@ def _start_here(context: JobContext, spec: RunSpec) -> _Start:
     resources = spec.resources
     address = Fact(value=LOOPBACK, source=OURS, rule="the run uses this machine only")
     computing = share_here({}, resources.local_world_size, resources.cpus_per_worker).threads
-    facts = {
-        **worker_env.endpoint(address, Fact(rule="ddp-hpc takes a free port when the workers start")),
-        **worker_env.node_variables(this_host().interface_towards(LOOPBACK), computing),
-    }
+    port = Fact(rule="ddp-hpc takes a free port when the workers start")
+    interface = this_host().interface_towards(LOOPBACK)
+    facts = {**worker_env.endpoint(address, port), **worker_env.node_variables(interface, computing)}
     return {"the workers": shlex.join(agent_argv(context))}, facts, True
 
 
@@ -153,10 +152,8 @@ def _start_on_slurm(context: JobContext, spec: RunSpec) -> _Start:
     address = Fact(rule="the job chooses the network when it has its nodes")
     interface = Fact(rule="each node takes its own interface on the network that leads to rank zero")
     computing = worker_env.threads(spec.cpus_per_task * workers, workers, cpus, source="Slurm")
-    facts = {
-        **worker_env.endpoint(address, Fact(rule="the job takes a free port on its first node")),
-        **worker_env.node_variables(interface, computing),
-    }
+    port = Fact(rule="the job takes a free port on its first node")
+    facts = {**worker_env.endpoint(address, port), **worker_env.node_variables(interface, computing)}
     # sbatch passes all variables on by default: https://slurm.schedmd.com/sbatch.html#OPT_export
     is_inherited = str(spec.slurm.extra.get("export", "")).upper() != "NONE"
     return {"a probe of each node's networks": probe, "the workers": step}, facts, is_inherited

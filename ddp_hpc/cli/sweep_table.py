@@ -44,20 +44,11 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     rows = [(point, state) for point, state in every if state.word in _FAILED] if args.failed else every
     rows = _sorted(rows, args.sort, is_reversed=args.reverse) if args.sort else rows[:: -1 if args.reverse else 1]
     if args.json:
-        print(
-            as_json(
-                [
-                    {
-                        **({} if state.status is None else asdict(state.status)),
-                        "run": point.name,
-                        "state": state.word,
-                        "point": point.number,
-                        "set": point.shown,
-                    }
-                    for point, state in rows
-                ]
-            )
-        )
+        of_runs = [{} if state.status is None else asdict(state.status) for _, state in rows]
+        of_points = [
+            {"run": point.name, "state": state.word, "point": point.number, "set": point.shown} for point, state in rows
+        ]
+        print(as_json([of_run | of_point for of_run, of_point in zip(of_runs, of_points, strict=True)]))
         return 0
     labels = labels_of([point.settings for point in sweep.points])
     print(table((*HEADER, *labels.values()), [_cells(point, state, list(labels)) for point, state in rows]))

@@ -147,17 +147,8 @@ def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int
     """
     code = exit_codes.FAILED if started.num_left and not started.jobs else exit_codes.FINISHED
     if is_json and not (is_followed or started.runs_here):
-        print(
-            as_json(
-                {
-                    "sweep": started.sweep_dir.name,
-                    "path": str(started.sweep_dir.path),
-                    "points": len(started.numbers),
-                    "jobs": started.jobs,
-                    "not_submitted": started.num_left,
-                }
-            )
-        )
+        record = {"sweep": started.sweep_dir.name, "path": str(started.sweep_dir.path), "points": len(started.numbers)}
+        print(as_json({**record, "jobs": started.jobs, "not_submitted": started.num_left}))
         return code
     print("\n".join(_describe(started)), file=sys.stderr if is_json else sys.stdout, flush=True)
     for note in started.notes:

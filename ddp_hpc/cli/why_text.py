@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Any
 
 from ddp_hpc.base.names import plural
@@ -15,7 +15,10 @@ from ddp_hpc.watch.why.lines import number_of
 from ddp_hpc.watch.why.reading import to_do
 from ddp_hpc.watch.why.signatures import REGISTRY, Role
 
-_WIDTH = 110
+_INDENT = " " * 10
+_WRAPPER = TextWrapper(
+    110, initial_indent=_INDENT, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+)
 _LONGEST = 300
 _THEN = {
     Next.NOTHING: "the run ended with this attempt",
@@ -37,19 +40,7 @@ def as_text(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, 
 
 
 def _row(name: str, text: str) -> str:
-    indent = " " * 10
-    wrapped = [
-        textwrap.fill(
-            line,
-            _WIDTH,
-            initial_indent=indent,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in text.splitlines()
-    ]
-    return f"{name:<10}" + "\n".join(wrapped)[10:]
+    return f"{name:<10}" + "\n".join(map(_WRAPPER.fill, text.splitlines()))[10:]
 
 
 def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, word: str) -> Iterator[tuple[str, str]]:

@@ -28,13 +28,8 @@ if TYPE_CHECKING:
     from ddp_hpc.cluster.rendezvous.launchers import RankPlace
     from ddp_hpc.run.config.resolve import Resolved
 
-_BY_HAND = {
-    "nnodes": "PET_NNODES",
-    "node_rank": "PET_NODE_RANK",
-    "master_addr": "PET_MASTER_ADDR",
-    "master_port": "PET_MASTER_PORT",
-}
-"""Option -> the variable in which the table of launchers looks for it."""
+_BY_HAND = ("nnodes", "node_rank", "master_addr", "master_port")
+"""Options; the table of launchers looks for each in a variable, such as PET_NNODES."""
 _PORT_BY_HAND = "29500"
 """torchrun's own default."""
 _WORKER = "ddp_hpc.job.node.join"
@@ -106,7 +101,8 @@ def _with_options(args: argparse.Namespace, environment: Mapping[str, str]) -> d
 
     marks = {name for launcher in LAUNCHERS for name in launcher.marks}
     others = {name: value for name, value in environment.items() if name not in marks}  # the user's word counts
-    return {**others, "PET_MASTER_PORT": _PORT_BY_HAND, **{_BY_HAND[name]: value for name, value in given.items()}}
+    by_hand = {f"PET_{name.upper()}": value for name, value in given.items()}
+    return {**others, "PET_MASTER_PORT": _PORT_BY_HAND, **by_hand}
 
 
 def first_node_of(environ: Mapping[str, str]) -> str | None:

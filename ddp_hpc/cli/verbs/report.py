@@ -16,7 +16,7 @@ from pathlib import Path
 from ddp_hpc.base.durable import output_at
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_run, chosen_run, chosen_runs_dir
-from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.launch.sweep.sweep_dir import read_sweep, sweep_named
 from ddp_hpc.watch.find import find_run
 from ddp_hpc.watch.report.page import page_of
 from ddp_hpc.watch.report.reading import read_run
@@ -43,12 +43,12 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Write the page, and print its path; or print the page."""
     now = time.time()
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
-    points = _points(args.run, runs_dir)
-    if points is not None:
+    sweep_dir = sweep_named(args.run, runs_dir) if args.run else None
+    if sweep_dir is not None:
         if args.against:
             raise ConfigError("`--against` compares two runs, and this is a sweep. Name a point of it as SWEEP/POINT.")
-        name, runs = points
-        text = sweep_page(name, runs, now=now)
+        points = [(sweep_dir.run(point), point.shown) for point in read_sweep(sweep_dir).points]
+        name, text = sweep_dir.name, sweep_page(sweep_dir.name, points, now=now)
     else:
         chosen = chosen_run(args, environment)
         other = find_run(args.against, runs_dir) if args.against else None
@@ -66,15 +66,3 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         sys.stdout.buffer.write(text.encode("utf-8"))
         sys.stdout.buffer.flush()
     return 0
-
-
-def _points(text: str | None, runs_dir: Path) -> tuple[str, list[tuple[RunDir, Mapping[str, object]]]] | None:
-    """Return the name of a sweep and the runs of its points, with what each sets; None for a run."""
-    if text is None:
-        return None
-    from ddp_hpc.launch.sweep.sweep_dir import read_sweep, sweep_named  # late: a run needs none of it
-
-    sweep_dir = sweep_named(text, runs_dir)
-    if sweep_dir is None:
-        return None
-    return sweep_dir.name, [(sweep_dir.run(point), point.shown) for point in read_sweep(sweep_dir).points]

@@ -19,8 +19,6 @@ from ddp_hpc.run.run_dir.preflight import Preflight
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
-WAIT_S = 600.0
-"""How long the job may wait in the queue and run."""
 _TIME_LIMIT_MIN = 5
 _MODULE = "ddp_hpc.job.preflight"
 _NUMBER = re.compile(r"[0-9]+")
@@ -32,10 +30,12 @@ def check(  # noqa: PLR0913  what is checked, and where
     environ: Mapping[str, str],
     *,
     is_in_job: bool,
-    paths: Sequence[str] = (),
-    patience_s: float = WAIT_S,
+    paths: Sequence[str],
+    patience_s: float,
 ) -> Preflight:
     """Check so many nodes, or the named ones; with `is_in_job`, those of the job that `environ` names. `paths` have to be there on each.
+
+    `patience_s`: how long the job may wait in the queue and run.
 
     Raises:
         ConfigError: where Slurm refuses the job, or the check fails.
