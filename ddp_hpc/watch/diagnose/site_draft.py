@@ -94,12 +94,12 @@ def propose(found: Survey, *, name: str | None = None) -> str:
     """Return the draft of a profile, as YAML; a guess stands in it as a comment."""
     lines = [
         f"# Proposed by `ddp-hpc site init` on {found.host}. Check it, and add what is missing: lines with `#` are suggestions.",
-        *_section("site", _about(found, name)),
+        *_section("site", _about(found, name))[1:],
         *(["", f"runs_dir: {found.scratch}/runs"] if found.scratch else []),
-        *_blank_before(_section("slurm", _slurm(found))),
-        *_blank_before(_section("container", (f"runtime: {name}" for name in found.runtimes[:1]))),
-        *_blank_before(_network(found)),
-        *_blank_before(_section("partitions", _partitions(found))),
+        *_section("slurm", _slurm(found)),
+        *_section("container", (f"runtime: {name}" for name in found.runtimes[:1])),
+        *_network(found),
+        *_section("partitions", _partitions(found)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -113,11 +113,7 @@ def proposed_name(found: Survey) -> str:
 def _section(name: str, lines: Iterator[str]) -> list[str]:
     body = [f"  {line}" for line in lines]
     is_empty = all(line.lstrip().startswith("#") for line in body)
-    return [f"{'# ' if is_empty else ''}{name}:", *body] if body else []
-
-
-def _blank_before(lines: Sequence[str]) -> list[str]:
-    return ["", *lines] if lines else []
+    return ["", f"{'# ' if is_empty else ''}{name}:", *body] if body else []
 
 
 def _about(found: Survey, name: str | None) -> Iterator[str]:
@@ -153,6 +149,7 @@ def _network(found: Survey) -> list[str]:
         return []
     names = ", ".join(f"{one.name} ({fabric(one)})" for one in found.interfaces)
     return [
+        "",
         "# The network interfaces that ranks use to reach each other, the best first. This host has",
         f"# {names}; the nodes may have others.",
         "# Unset: each job uses the fastest network that all its nodes share. Set it only if that choice is wrong.",
