@@ -69,6 +69,11 @@ def add_patience(parser: argparse.ArgumentParser, seconds: float, told: str) -> 
     parser.add_argument("--patience", type=float, default=seconds, metavar="SECONDS", help=told)
 
 
+def add_flag(parser: argparse.ArgumentParser, name: str, told: str) -> None:
+    """Declare an option without a value."""
+    parser.add_argument(name, action="store_true", help=told)
+
+
 def count(text: str) -> int:
     """Return a whole number from 1 on."""
     number = int(text)

@@ -12,7 +12,7 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import plural
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import count, word_for
+from ddp_hpc.cli.runs import add_flag, count, word_for
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.backend import Backend
@@ -33,10 +33,10 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUES",
         help="submit a run for each value (`train.lr=0.1,0.01`, `seed=0..4`); given several times, for each combination",
     )
-    parser.add_argument(
+    add_flag(
+        parser,
         "--zip",
-        action="store_true",
-        help="with several --sweep: combine their first values, their second values, and so on, instead of all combinations",
+        "with several --sweep: combine their first values, their second values, and so on, instead of all combinations",
     )
     parser.add_argument(
         "--points", type=Path, metavar="FILE", help="submit a run for each item of this file, a YAML list of settings"

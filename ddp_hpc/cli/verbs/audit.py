@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.runs import add_run, count, own_run
+from ddp_hpc.cli.runs import add_flag, add_run, count, own_run
 from ddp_hpc.cli.verbs.replay import add_code, or_not_computed, print_report, say
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, metavar="S", help="choose the segments by this seed; default: a new one")
     add_code(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_flag(parser, "--json", "print JSON instead of text")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

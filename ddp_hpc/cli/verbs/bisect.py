@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.runs import add_runs_dir, own_run
+from ddp_hpc.cli.runs import add_flag, add_runs_dir, own_run
 from ddp_hpc.cli.verbs.replay import or_not_computed, print_report, say
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="DIR",
             help=f"import the {which} run's code from DIR; default: its snapshot, or where it was when the run started",
         )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_flag(parser, "--json", "print JSON instead of text")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

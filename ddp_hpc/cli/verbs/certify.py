@@ -24,7 +24,7 @@ from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.cli.formatting import as_json, table
-from ddp_hpc.cli.runs import add_patience, add_settings, chosen_runs_dir, runs_dir_setting
+from ddp_hpc.cli.runs import add_flag, add_patience, add_settings, chosen_runs_dir, runs_dir_setting
 
 if TYPE_CHECKING:
     from ddp_hpc.prove.certify.certificate import Certificate, Certification
@@ -60,10 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a path outside of the working directory that the script or another program may change, such as a cache or a log; may be repeated",
     )
-    parser.add_argument(
-        "--keep", action="store_true", help="keep the directories of all runs, not only of those that show a defect"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_flag(parser, "--keep", "keep the directories of all runs, not only of those that show a defect")
+    add_flag(parser, "--json", "print JSON instead of text")
     add_settings(parser, "set a key of the configuration")
 
 

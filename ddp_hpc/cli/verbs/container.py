@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, or_dash, size, table
-from ddp_hpc.cli.runs import add_site
+from ddp_hpc.cli.runs import add_flag, add_site
 from ddp_hpc.cli.verbs.submit import config_among
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="build: set a build argument of the container recipe (`docker build --build-arg`)",
     )
-    parser.add_argument("--force", action="store_true", help="build: overwrite an existing file")
+    add_flag(parser, "--force", "build: overwrite an existing file")
     add_site(parser)
-    parser.add_argument("--json", action="store_true", help="check, digest: print JSON instead of text")
+    add_flag(parser, "--json", "check, digest: print JSON instead of text")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

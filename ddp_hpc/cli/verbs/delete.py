@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.runs import add_run, chosen_runs_dir, own_run
+from ddp_hpc.cli.runs import add_flag, add_run, chosen_runs_dir, own_run
 from ddp_hpc.run.run_dir.strangers import refuse_strangers
 from ddp_hpc.watch.status import read_status
 
@@ -17,7 +17,7 @@ from ddp_hpc.watch.status import read_status
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser)
-    parser.add_argument("--yes", action="store_true", help="delete without asking for confirmation")
+    add_flag(parser, "--yes", "delete without asking for confirmation")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

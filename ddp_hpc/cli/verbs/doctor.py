@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_patience, add_settings, runs_dir_setting
+from ddp_hpc.cli.runs import add_flag, add_patience, add_settings, runs_dir_setting
 
 if TYPE_CHECKING:
     from ddp_hpc.run.run_dir.preflight import Finding, Preflight
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", metavar="N|LIST", help="also check this number of nodes, or these (`node[1-4]`), by a short job"
     )
     add_patience(parser, 600.0, "how many seconds that job may wait and run")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_flag(parser, "--json", "print JSON instead of text")
     add_settings(parser, "set a key, such as `slurm.partition=gpu`")
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, or_dash, table
-from ddp_hpc.cli.runs import add_patience, add_settings, runs_dir_setting
+from ddp_hpc.cli.runs import add_flag, add_patience, add_settings, runs_dir_setting
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.request import SubmitRequest
@@ -33,19 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fault", choices=FAULTS, help="; ".join(f"{name}: {one.description}" for name, one in FAULTS.items())
     )
     parser.add_argument("--config", type=Path, help="train this configuration instead; it must take a minute or more")
-    parser.add_argument(
+    add_flag(
+        parser,
         "--by-hand",
-        action="store_true",
-        help="for a fault that only an administrator can cause: say at which moment to cause it, and wait until it has happened",
+        "for a fault that only an administrator can cause: say at which moment to cause it, and wait until it has happened",
     )
-    parser.add_argument(
-        "--batch-host", action="store_true", help="inject the fault on the job's first node instead of its last"
-    )
+    add_flag(parser, "--batch-host", "inject the fault on the job's first node instead of its last")
     parser.add_argument(
         "--signal", choices=("TERM", "USR2"), default="TERM", help="the signal that `preempt` sends (default: TERM)"
     )
     add_patience(parser, 600.0, "FAIL when a run makes no progress for so many seconds")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_flag(parser, "--json", "print JSON instead of text")
     add_settings(parser, "set a key; it overrides every other value")
 
 

@@ -18,7 +18,7 @@ from ddp_hpc.base.discretion import as_shown
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
-from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir, slurm_asker
+from ddp_hpc.cli.runs import add_flag, add_runs_dir, chosen_runs_dir, slurm_asker
 from ddp_hpc.cli.status_text import saved, steps
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.find import scan_runs
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="list the points of this sweep, with what each sets")
     add_runs_dir(parser)
-    parser.add_argument("--failed", action="store_true", help="of a sweep: list only the points that have failed")
+    add_flag(parser, "--failed", "of a sweep: list only the points that have failed")
     parser.add_argument(
         "--filter",
         action="append",
@@ -42,18 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list only runs whose key has this value; `state=STATE` filters by state",
     )
     parser.add_argument("--sort", metavar="WHAT", help="sort by a column, an evaluation metric or a key; default: age")
-    parser.add_argument("--reverse", action="store_true", help="reverse the order")
-    parser.add_argument(
-        "--keys", action="store_true", help="add a column for each key whose value differs between the runs"
-    )
-    parser.add_argument(
+    add_flag(parser, "--reverse", "reverse the order")
+    add_flag(parser, "--keys", "add a column for each key whose value differs between the runs")
+    add_flag(
+        parser,
         "--goodput",
-        action="store_true",
-        help="add columns for the hours of nodes (without the queue), and the share of them that was training that counts",
+        "add columns for the hours of nodes (without the queue), and the share of them that was training that counts",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print a JSON list, with what `status --json` prints for each run"
-    )
+    add_flag(parser, "--json", "print a JSON list, with what `status --json` prints for each run")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

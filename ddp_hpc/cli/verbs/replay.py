@@ -18,7 +18,7 @@ from ddp_hpc.base.errors import CheckpointError, NotComputedError, UnreadableErr
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.formatting import as_json, spelled
-from ddp_hpc.cli.runs import add_run, count, own_run, share
+from ddp_hpc.cli.runs import add_flag, add_run, count, own_run, share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="use N ranks; default: as many as the run had. With another number, only losses are compared, with a tolerance",
     )
-    parser.add_argument(
+    add_flag(
+        parser,
         "--trace",
-        action="store_true",
-        help="write a hash of each tensor of each step, in the order of computation, and keep the replay's directory",
+        "write a hash of each tensor of each step, in the order of computation, and keep the replay's directory",
     )
     parser.add_argument(
         "--tolerance",
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with another world or device: accept losses that differ by up to this share of their size (default: 0.001)",
     )
     add_code(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_flag(parser, "--json", "print JSON instead of text")
 
 
 def add_code(parser: argparse.ArgumentParser) -> None:

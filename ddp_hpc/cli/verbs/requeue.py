@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
-from ddp_hpc.cli.runs import add_run, own_run, slurm_asker
+from ddp_hpc.cli.runs import add_flag, add_run, own_run, slurm_asker
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.rereading import LOOK_INTERVAL_S
@@ -27,10 +27,10 @@ BEGIN_PATIENCE_S = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser)
-    parser.add_argument(
+    add_flag(
+        parser,
         "--now",
-        action="store_true",
-        help="ask Slurm to start a waiting job now: end the delay after a requeue (usually 2 minutes), release a job that Slurm "
+        "ask Slurm to start a waiting job now: end the delay after a requeue (usually 2 minutes), release a job that Slurm "
         "holds after a failed launch, and allow excluded nodes again if the other nodes are too few",
     )
 

@@ -23,7 +23,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.cli import INTERRUPTED
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_config, runs_dir_setting, slurm_asker, word_for
+from ddp_hpc.cli.runs import add_config, add_flag, runs_dir_setting, slurm_asker, word_for
 from ddp_hpc.cli.sweeps import add_sweep, asked_points, dry_run_of_sweep, start_sweep
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -52,16 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     until.add_argument("--wait", action="store_true", help="wait until the run ends, and exit with its exit code")
     until.add_argument("--follow", action="store_true", help="like --wait, and show the run's progress")
     until.add_argument("--dry-run", action="store_true", help="print what would be started; start and write nothing")
-    parser.add_argument(
+    add_flag(
+        parser,
         "--explain",
-        action="store_true",
-        help="with --dry-run: also print the commands that the job runs and the workers' environment variables",
+        "with --dry-run: also print the commands that the job runs and the workers' environment variables",
     )
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="start over from step 0; the existing run of that name is renamed to NAME.old-1",
-    )
+    add_flag(parser, "--fresh", "start over from step 0; the existing run of that name is renamed to NAME.old-1")
     parser.add_argument(
         "--after",
         action="append",
@@ -69,13 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN[:ok|notok|any]",
         help="on Slurm: start when another run, or all points of a sweep, has finished (ok, the default), failed (notok) or ended (any); may be repeated",
     )
-    parser.add_argument(
-        "--singleton",
-        action="store_true",
-        help="on Slurm: start when no other job of yours with the same name runs or waits",
-    )
+    add_flag(parser, "--singleton", "on Slurm: start when no other job of yours with the same name runs or waits")
     add_sweep(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_flag(parser, "--json", "print JSON instead of text")
     add_config(parser)
 
 

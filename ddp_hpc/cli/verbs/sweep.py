@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
+from ddp_hpc.cli.runs import add_flag, add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.sweeps import add_limits, report
 from ddp_hpc.run.run_dir.strangers import refuse_strangers
 
@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "cancel: cancel all that wait or run",
     )
     parser.add_argument("sweep", metavar="NAME", help="a sweep's name, or its directory")
-    parser.add_argument("--failed", action="store_true", help="start the points that have failed again, and no others")
+    add_flag(parser, "--failed", "start the points that have failed again, and no others")
     add_limits(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_flag(parser, "--json", "print JSON instead of text")
     add_runs_dir(parser)
 
 

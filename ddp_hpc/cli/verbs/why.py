@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_run, chosen_run, word_for
+from ddp_hpc.cli.runs import add_flag, add_run, chosen_run, word_for
 from ddp_hpc.cli.why_text import as_record, as_text
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.watch.why.reading import chosen_attempt, read_facts
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="explain start number K of the workers; default: the newest, or while that runs the one before, if it failed",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_flag(parser, "--json", "print JSON instead of text")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
