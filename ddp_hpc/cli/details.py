@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import DASH, duration
+from ddp_hpc.run.checkpoints.save_interval import SaveInterval
 from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged, newest_uses, read_uses, record_of
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import read_marks
 from ddp_hpc.watch.attempt_times import KINDS, read_times
-from ddp_hpc.watch.goodput import Goodput, goodput_of
+from ddp_hpc.watch.goodput import Goodput, goodput_of, newest_interval
 from ddp_hpc.watch.status import RunStatus
 
 if TYPE_CHECKING:
     from ddp_hpc.run.run_dir.profile_notes import RankProfile
-    from ddp_hpc.watch.save_interval import SaveInterval
 
 
 def details_of(run: RunDir, status: RunStatus, *, now: float, word: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -46,10 +46,6 @@ def node_time(run: RunDir, status: RunStatus, *, now: float) -> tuple[Goodput | 
     def read() -> tuple[Goodput | None, SaveInterval | None]:
         marks = read_marks(run)
         times = read_times(run, now=now, is_alive=status.is_alive, marks=marks)
-        if not any(mark.kind == "interval" for mark in marks):
-            return goodput_of(times), None
-        from ddp_hpc.watch.save_interval import newest_interval  # late: most runs have a fixed interval
-
         return goodput_of(times), newest_interval(marks, times)
 
     unknown: tuple[Goodput | None, SaveInterval | None] = (None, None)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.patience import known
 from ddp_hpc.cluster import containers
 from ddp_hpc.cluster.rendezvous import worker_env
 from ddp_hpc.cluster.rendezvous.address import this_host
@@ -25,7 +23,6 @@ from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
-from ddp_hpc.watch.save_interval import outlook
 
 _IN_JOB = Endpoint("ADDRESS", 0)
 """Stands for a value that only the job can determine."""
@@ -41,8 +38,6 @@ class LaunchPlan:
     """Of rank zero, as `ddp-hpc env` shows them; the other workers' ranks differ."""
     users: Sequence[str]
     """Names of the variables that the key `env` sets; values may be secrets."""
-    saves: str = ""
-    """How often the run would save, where it chooses that itself."""
 
     def as_text(self) -> str:
         """Return it as comments, which may stand below a job script."""
@@ -51,7 +46,6 @@ class LaunchPlan:
             lines += [f"  {what}:", f"    {command}"]
         if any("ADDRESS" in command for command in self.steps.values()):
             lines += ["ADDRESS and PORT are those of rank zero; the job chooses them when it has its nodes."]
-        lines += [f"It saves {self.saves}"] if self.saves else []
         lines += ["Rank zero gets these environment variables; other workers get other ranks:"]
         for name, fact in self.variables.items():
             if fact.value is None:
@@ -97,17 +91,6 @@ def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Pat
             **worker_env.import_path(paths, os.pathsep.join(paths)),
         },
         users=list(spec.environ),
-        saves=_saves(spec, run),
-    )
-
-
-def _saves(spec: RunSpec, run: RunDir) -> str:
-    if spec.checkpoint.every_steps != "auto" or spec.script.is_set:
-        return ""
-    return known(
-        run.timeline,
-        lambda: outlook(run, spec.checkpoint, num_nodes=spec.resources.nodes, now=time.time()),
-        unknown="as its records say, which cannot be read now",
     )
 
 

@@ -7,25 +7,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from statistics import median
 
-from ddp_hpc.base.patience import known
 from ddp_hpc.cluster.slow_ranks.summary import Phases
-from ddp_hpc.run.checkpoints import save_interval
 from ddp_hpc.run.checkpoints.failure_rate import between_failures_s
-from ddp_hpc.run.checkpoints.past_saves import Past, read_past
+from ddp_hpc.run.checkpoints.past_saves import Past
 from ddp_hpc.run.checkpoints.save_interval import (
     ASSUMED_STALL_S,
     SaveCosts,
+    SaveInterval,
     Why,
     choose,
     is_worth_changing,
-    within,
 )
-from ddp_hpc.run.run_dir.ledger import Ledger
-from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec
 
 log = logging.getLogger(__name__)
@@ -106,7 +102,10 @@ class AutoInterval:
         if is_news or is_measured > self._has_reported_measured:
             self._every, self._has_reported_measured = every, is_measured
             self._report(step, step_s, costs, why)
-        return max(1, round(within(self._every * step_s, why, self.keys) / step_s))
+        kept_s = self._every * step_s
+        if why not in ("failed before", "written"):  # these win over the limits
+            kept_s = min(max(kept_s, self.keys.min_interval_s), self.keys.max_interval_s)
+        return max(1, round(kept_s / step_s))
 
     def _step_s(self) -> float | None:
         """Return how long a step takes, without saves and evaluations; None as long as that is not known.
@@ -137,29 +136,14 @@ class AutoInterval:
         )
 
     def _report(self, step: int, step_s: float, costs: SaveCosts, why: Why) -> None:
-        seconds, num_failures, is_measured = self._every * step_s, self.past.num_failures, bool(self._stalls)
-        self.note(
-            step,
-            {
-                "every_steps": self._every,
-                "seconds": round(seconds, 3),
-                **{name: round(value, 4) for name, value in asdict(costs).items()},
-                "is_measured": float(is_measured),
-                "num_failures": num_failures,
-                "expected_cost": round(costs.share(seconds), 6),
-            },
+        seconds = self._every * step_s
+        chosen = SaveInterval(
+            every_steps=self._every,
+            seconds=seconds,
+            costs=costs,
+            is_measured=bool(self._stalls),
+            num_failures=self.past.num_failures,
+            expected_cost=costs.share(seconds),
         )
-        reason = save_interval.reason(costs, why, num_failures=num_failures, is_measured=is_measured)
-        log.info("the run saves %s: %s", save_interval.every(self._every, seconds), reason)
-
-
-def past_when_training_begins(run: RunDir, attempt: int, num_nodes: int) -> Past:
-    """Read what earlier attempts have recorded, for lack of them how long this one took until it trains; nothing where the file system is silent."""
-
-    def read() -> Past:
-        past, this = read_past(run, before=attempt, num_nodes=num_nodes), Ledger.read(run).attempt(attempt)
-        if past.restart_s is None and this is not None:
-            return replace(past, restart_s=max(0.0, time.time() - this.started_at))
-        return past
-
-    return known(run.timeline, read, unknown=Past())
+        self.note(step, chosen.as_numbers())
+        log.info("the run saves %s: %s", chosen.often(), chosen.reason(why))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.run.checkpoints.save_interval import SaveCosts, best_interval_s
+import msgspec
+
+from ddp_hpc.run.checkpoints.save_interval import SaveCosts, SaveInterval
+from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import KINDS, AttemptTime
 
 HOUR = 3600.0
@@ -46,34 +49,44 @@ def goodput_of(times: Sequence[AttemptTime]) -> Goodput:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointCost:
-    """What periodic checkpoints cost this run, and what another interval would have cost."""
+def newest_interval(marks: Sequence[Mark], times: Sequence[AttemptTime]) -> SaveInterval | None:
+    """Return the newest choice of `checkpoint.every_steps=auto`; None where there is none, or where its numbers are not whole."""
+    newest = next((mark.interval for mark in reversed(marks) if mark.kind == "interval"), None)
+    if newest is None:
+        return None
+    is_measured = bool(newest.get("is_measured"))
+    values = {**newest, "costs": newest, "is_measured": is_measured, "measured_cost": measured_cost(times)}
+    try:
+        return msgspec.convert(values, SaveInterval, strict=False)  # whole numbers are noted as floats
+    except msgspec.ValidationError:
+        return None
 
-    every_steps: int
-    step_s: float
-    """Time of a step, without saves."""
-    stall_s: float
-    """How long the loop waits for one save."""
-    restart_s: float
-    """From the start of an attempt until it trains; the middle one of all attempts."""
-    num_failures: int
-    """One is assumed where none was seen: the next may come now."""
-    running_s: float
 
-    @property
-    def between_failures_s(self) -> float:
-        return self.running_s / max(1, self.num_failures)
+def fixed_interval(times: Sequence[AttemptTime], every_steps: int | None) -> SaveInterval | None:
+    """Return what saves after each `every_steps` cost; None without the measurements: a save, a step and a start are needed.
 
-    def share(self, every_steps: int) -> float:
-        """Return the expected share of the time that saves, repeated steps and restarts take."""
-        costs = SaveCosts(stall_s=self.stall_s, restart_s=self.restart_s, between_failures_s=self.between_failures_s)
-        return costs.share(every_steps * self.step_s)
-
-    @property
-    def best_every_steps(self) -> int:
-        """The interval with the least cost."""
-        return max(1, round(best_interval_s(self.stall_s, self.between_failures_s) / self.step_s))
+    One failure is assumed where none was seen: the next may come now.
+    """
+    saves, steps = sum(one.num_saves for one in times), sum(one.num_steps for one in times)
+    starts = sorted(one.seconds["starting"] for one in times if one.trained_from is not None)
+    trained_s = sum(one.steps_s for one in times)
+    stall_s, running_s = sum(one.stall_s for one in times), sum(one.length_s for one in times)
+    if not (every_steps and running_s > 0 and saves and steps and starts and stall_s > 0 and trained_s > stall_s):
+        return None
+    num_failures, seconds = sum(one.is_failure for one in times), every_steps * (trained_s - stall_s) / steps
+    costs = SaveCosts(
+        stall_s=stall_s / saves,
+        restart_s=starts[len(starts) // 2],
+        between_failures_s=running_s / max(1, num_failures),
+    )
+    return SaveInterval(
+        every_steps=every_steps,
+        seconds=seconds,
+        costs=costs,
+        num_failures=num_failures,
+        expected_cost=costs.share(seconds),
+        measured_cost=measured_cost(times),
+    )
 
 
 def measured_cost(times: Sequence[AttemptTime]) -> float | None:
@@ -86,21 +99,3 @@ def measured_cost(times: Sequence[AttemptTime]) -> float | None:
     spent_s = starts_s + sum(one.seconds["saving"] + one.seconds["lost"] for one in times)
     all_s = spent_s + sum(one.seconds["training"] for one in times)
     return spent_s / all_s if all_s > 0 and any(one.trained_from is not None for one in times) else None
-
-
-def checkpoint_cost(times: Sequence[AttemptTime], every_steps: int | None) -> CheckpointCost | None:
-    """Return what checkpoints cost; None without the measurements: a save, a step and a start are needed."""
-    saves, steps = sum(one.num_saves for one in times), sum(one.num_steps for one in times)
-    starts = sorted(one.seconds["starting"] for one in times if one.trained_from is not None)
-    trained_s = sum(one.steps_s for one in times)
-    stall_s, running_s = sum(one.stall_s for one in times), sum(one.length_s for one in times)
-    if not (every_steps and running_s > 0 and saves and steps and starts and stall_s > 0 and trained_s > stall_s):
-        return None
-    return CheckpointCost(
-        every_steps=every_steps,
-        step_s=(trained_s - stall_s) / steps,
-        stall_s=stall_s / saves,
-        restart_s=starts[len(starts) // 2],
-        num_failures=sum(one.is_failure for one in times),
-        running_s=running_s,
-    )

@@ -20,7 +20,7 @@ from tests.report.made import BEGIN, Plan, large_run, line_of, made_run
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> RunData:
     run = made_run(tmp_path_factory.mktemp("runs") / "run", [Plan(first=0, reached=300, ending="finished")])
-    return replace(read_run(run, now=BEGIN), cost=None)
+    return replace(read_run(run, now=BEGIN), saves=None)
 
 
 def changed(
@@ -121,9 +121,9 @@ def test_the_note_on_checkpoints_names_both_costs_and_the_key(tmp_path: Path) ->
     read = read_run(run, now=BEGIN)
 
     (key,) = [key for _, key in notes_of(read) if key.startswith("checkpoint.every_steps=")]
-    assert read.cost is not None
-    assert key == f"checkpoint.every_steps={read.cost.best_every_steps}"
-    assert read.cost.best_every_steps < 500
+    assert read.saves is not None
+    assert key == f"checkpoint.every_steps={read.saves.best[0]}"
+    assert read.saves.best[0] < 500
 
 
 def test_a_rank_that_was_named_as_slow_counts_by_the_mean_of_the_whole_run(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_it_is_read_from_a_run_directory_without_the_attempt_that_reads(tmp_path
         [Plan(first=0, reached=340), Plan(first=300, reached=500, ending="finished", cause="finished")],
     )
 
-    before, whole = (read_past(run, before=number, num_nodes=1) for number in (1, None))
+    before, whole = (read_past(run, before=number, num_nodes=1, now=0.0) for number in (1, 2))
 
     assert (before.num_failures, whole.num_failures) == (1, 1)
     assert 0 < before.trained_s < whole.trained_s

@@ -12,12 +12,11 @@ from ddp_hpc.run.checkpoints.failure_rate import DAY, NODE_RATE, between_failure
 from ddp_hpc.run.checkpoints.save_interval import (
     FIRST_S,
     SaveCosts,
+    SaveInterval,
     Why,
     best_interval_s,
     choose,
-    every,
     is_worth_changing,
-    reason,
     roughly,
 )
 from ddp_hpc.run.spec import CheckpointSpec
@@ -154,10 +153,16 @@ def test_durations_are_rough(seconds: float, text: str) -> None:
 
 
 def test_the_reason_names_the_numbers_and_the_limit() -> None:
-    one = costs(stall_s=1.2, restart_s=40.0, between_failures_s=11 * HOUR)
+    one = SaveInterval(
+        every_steps=340,
+        seconds=540.0,
+        costs=costs(stall_s=1.2, restart_s=40.0, between_failures_s=11 * HOUR),
+        num_failures=2,
+        expected_cost=0.01,
+    )
 
-    assert every(340, 540.0) == "every 340 steps (about 9 min)"
-    assert reason(one, "shortest", num_failures=2) == (
+    assert one.often() == "every 340 steps (about 9 min)"
+    assert one.reason("shortest") == (
         "a save stops training for 1.2 s, a start takes 40 s, one failure every 11 h is expected (2 so far); not more often, because of "
         "`checkpoint.min_interval_s`"
     )

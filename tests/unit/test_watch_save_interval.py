@@ -1,4 +1,4 @@
-"""What `status`, the report and `--explain` say of a run that chooses itself how often it saves."""
+"""What `status` and the report say of how often a run saves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, encode, read_marks
 from ddp_hpc.run.spec.training import CheckpointSpec
 from ddp_hpc.watch.attempt_times import KINDS, read_times
-from ddp_hpc.watch.goodput import measured_cost
+from ddp_hpc.watch.goodput import measured_cost, newest_interval
 from ddp_hpc.watch.report.notes import notes_of
 from ddp_hpc.watch.report.page import view_of
 from ddp_hpc.watch.report.reading import read_run
-from ddp_hpc.watch.save_interval import newest_interval, outlook
 from tests.report.made import Plan, made_run
 
 CHOICE = {
@@ -33,7 +32,6 @@ CHOICE = {
     "num_failures": 1.0,
     "expected_cost": 0.0123,
 }
-KEYS = CheckpointSpec(min_interval_s=60, max_interval_s=3600)
 
 
 def failed_once(path: Path, *choices: dict[str, Any]) -> RunDir:
@@ -115,24 +113,17 @@ def test_the_report_advises_to_move_a_limit_of_auto_and_never_to_switch_it_off(
     assert keys == ([] if key is None else [key])
 
 
-def test_the_outlook_of_a_new_run_is_an_assumption_and_that_of_an_older_one_its_past(tmp_path: Path) -> None:
-    new = outlook(RunDir(tmp_path / "new"), KEYS, num_nodes=2, now=0.0)
-    known = outlook(failed_once(tmp_path / "run", CHOICE), KEYS, num_nodes=1, now=0.0)
+def test_the_report_of_a_fixed_interval_names_its_cost_and_the_best(tmp_path: Path) -> None:
+    run = failed_once(tmp_path / "run")
+    run.config.write_text(f"name: {run.name}\ncheckpoint:\n  every_steps: 100\n")
 
-    assert new.startswith("about every 60 s at first: saves and failures take")
-    assert "a save is assumed to stop training for 1.0 s, no failure so far, one every" in new
-    assert "have taken" in known
-    assert "a save stops training for 1.2 s, a start takes 40 s, one failure every" in known
-    assert "(1 so far)" in known
+    read = read_run(run, now=2e9)
+    text = view_of(read)["cost"]
 
-
-def test_explain_says_how_often_the_run_would_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["submit", "--dry-run", "--explain", "--runs-dir", str(tmp_path), "--cluster", "local"]
-    (tmp_path / "run.yaml").write_text("name: a\nrecipe: {target: drill}\n")
-
-    for every, said in (("auto", 1), ("100", 0)):
-        assert main([words[0], str(tmp_path / "run.yaml"), *words[1:], f"checkpoint.every_steps={every}"]) == 0
-        assert capsys.readouterr().out.count("# It saves about every") == said
+    assert read.saves is not None
+    assert text.startswith("`checkpoint.every_steps=100` saves every 100 steps (about ")
+    assert "a save stops training for 500 ms, a start takes 40 s, one failure every" in text
+    assert f"The cost should be least with a save every {read.saves.best[0]} steps (Young 1974, Daly 2006)" in text
 
 
 def test_a_site_may_set_one_limit_of_auto_for_runs_that_do_not_use_it() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_high
 from typing import Literal
 
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger
@@ -74,10 +75,14 @@ class Past:
     """How early the next attempt has to save, if attempts before it failed without a new checkpoint."""
 
 
-def read_past(run: RunDir, *, before: int | None, num_nodes: int) -> Past:
-    """Return what the attempts before `before` say; None: all attempts."""
-    attempts = [one for one in Ledger.read(run).attempts if before is None or one.attempt < before]
-    return past_of(attempts, read_marks(run), num_nodes=num_nodes)
+def read_past(run: RunDir, *, before: int, num_nodes: int, now: float) -> Past:
+    """Return what the attempts before `before` say; where none has trained, how long that one took from its start until now."""
+    ledger = Ledger.read(run)
+    earlier = [one for one in ledger.attempts if one.attempt < before]
+    past, this = past_of(earlier, read_marks(run), num_nodes=num_nodes), ledger.attempt(before)
+    if past.restart_s is None and this is not None:
+        return replace(past, restart_s=max(0.0, now - this.started_at))
+    return past
 
 
 def past_of(attempts: Sequence[Attempt], marks: Sequence[Mark], *, num_nodes: int) -> Past:
@@ -96,13 +101,12 @@ def summary(
     """Return what attempts, oldest first, say together; with the stalls and the times of writing of their saves."""
     failed = [number for number, one in enumerate(past) if one.is_sudden]
     counted = past[failed[-NEWEST] :] if len(failed) >= NEWEST else past
-    restarts = sorted(one.started_s for one in past)
     return Past(
         num_failures=sum(one.is_sudden for one in counted),
         trained_s=sum(one.trained_s * one.num_nodes / max(1, num_nodes) for one in counted),
         stalls_s=tuple(stalls_s[-1:]),
         writes_s=tuple(writes_s[-_NEWEST_SAVES:]),
-        restart_s=restarts[len(restarts) // 2] if restarts else None,
+        restart_s=median_high(one.started_s for one in past) if past else None,
         first_within_s=first_within_s(past, needed_s=sum([*stalls_s[-1:], *writes_s[-1:]])),
     )
 

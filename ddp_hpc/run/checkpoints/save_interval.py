@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # `status` needs no keys
@@ -87,13 +87,6 @@ def choose(
     return found
 
 
-def within(seconds: float, why: Why, keys: CheckpointSpec) -> float:
-    """Return an interval that is kept although another is the best now, within the limits; `why` that one is best says whether they hold."""
-    if why in ("failed before", "written"):
-        return seconds
-    return min(max(seconds, keys.min_interval_s), keys.max_interval_s)
-
-
 def is_worth_changing(now: float, best: float) -> bool:
     """Tell whether an interval is so far from the best one that it is changed."""
     return not now / CHANGE < best < now * CHANGE
@@ -111,28 +104,62 @@ def roughly(seconds: float) -> str:
     return f"{count:.1f} {name}" if count < 9.95 and name != "min" else f"{count:.0f} {name}"
 
 
-def every(steps: int, seconds: float) -> str:
-    """Return `every 340 steps (about 9 min)`."""
-    return f"every {'step' if steps == 1 else f'{steps} steps'} (about {roughly(seconds)})"
+@dataclass(frozen=True, kw_only=True)
+class SaveInterval:
+    """How often a run saves, and the numbers that say what that costs; the fields are the keys of `status --json` below `save_interval`."""
 
+    every_steps: int
+    seconds: float
+    """About how long these steps take."""
+    costs: SaveCosts
+    is_measured: bool = True
+    """Whether `stall_s` was measured; else it is assumed."""
+    num_failures: int
+    """Failures without warning that counted."""
+    expected_cost: float
+    """Which share of the time saves, repeated steps, and starts after failures should take."""
+    measured_cost: float | None = None
+    """Which share they have taken."""
 
-def numbers(costs: SaveCosts, *, num_failures: int, is_measured: bool = True) -> str:
-    """Return the numbers that an interval follows from."""
-    often = roughly(costs.between_failures_s)
-    failures = f"one failure every {often} is expected ({num_failures} so far)"
-    if num_failures == 0:
-        failures = f"no failure so far, one every {often} is assumed"
-    start = f"a start takes {roughly(costs.restart_s)}, " if costs.restart_s else ""
-    return f"a save {'stops' if is_measured else 'is assumed to stop'} training for {roughly(costs.stall_s)}, {start}{failures}"
+    @property
+    def best(self) -> tuple[int, float]:
+        """After how many steps a save costs least, and that cost as a share of the time."""
+        step_s = self.seconds / self.every_steps
+        steps = max(1, round(best_interval_s(self.costs.stall_s, self.costs.between_failures_s) / step_s))
+        return steps, self.costs.share(steps * step_s)
 
+    def as_numbers(self) -> dict[str, float]:
+        """Return all numbers in one mapping, as a run's timeline notes them."""
+        values = {**asdict(self), **asdict(self.costs)}
+        return {name: round(value, 6) for name, value in values.items() if isinstance(value, (int, float))}
 
-def reason(costs: SaveCosts, why: Why, *, num_failures: int, is_measured: bool = True) -> str:
-    """Return why the interval is as long as it is."""
-    if why == "failed before":
-        return "the attempt before failed before its first save, so the first save comes early"
-    limit = {
-        "shortest": "; not more often, because of `checkpoint.min_interval_s`",
-        "longest": "; not less often, because of `checkpoint.max_interval_s`",
-        "written": f"; not more often, because a save takes {roughly(costs.write_s)} to be written",
-    }
-    return numbers(costs, num_failures=num_failures, is_measured=is_measured) + limit.get(why, "")
+    def often(self) -> str:
+        """Return `every 340 steps (about 9 min)`."""
+        steps = "step" if self.every_steps == 1 else f"{self.every_steps} steps"
+        return f"every {steps} (about {roughly(self.seconds)})"
+
+    def numbers(self) -> str:
+        """Return the numbers that the interval follows from."""
+        costs, often = self.costs, roughly(self.costs.between_failures_s)
+        failures = f"one failure every {often} is expected ({self.num_failures} so far)"
+        if self.num_failures == 0:
+            failures = f"no failure so far, one every {often} is assumed"
+        start = f"a start takes {roughly(costs.restart_s)}, " if costs.restart_s else ""
+        stops = "stops" if self.is_measured else "is assumed to stop"
+        return f"a save {stops} training for {roughly(costs.stall_s)}, {start}{failures}"
+
+    def reason(self, why: Why) -> str:
+        """Return why the interval is as long as it is."""
+        if why == "failed before":
+            return "the attempt before failed before its first save, so the first save comes early"
+        limit = {
+            "shortest": "; not more often, because of `checkpoint.min_interval_s`",
+            "longest": "; not less often, because of `checkpoint.max_interval_s`",
+            "written": f"; not more often, because a save takes {roughly(self.costs.write_s)} to be written",
+        }
+        return self.numbers() + limit.get(why, "")
+
+    def sentence(self) -> str:
+        """Return `every 340 steps (about 9 min): saves and failures take 1.2% of the time by estimate, and have taken 0.9%; ...`."""
+        so_far = "" if self.measured_cost is None else f", and have taken {self.measured_cost:.1%}"
+        return f"{self.often()}: saves and failures take {self.expected_cost:.1%} of the time by estimate{so_far}; {self.numbers()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.checkpoints.past_saves import Past
+from ddp_hpc.base.patience import known
+from ddp_hpc.run.checkpoints.past_saves import Past, read_past
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec, RunSpec
-from ddp_hpc.train.auto_interval import AutoInterval, past_when_training_begins
+from ddp_hpc.train.auto_interval import AutoInterval
 from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.data.sample_records import SampleRecorder
@@ -181,8 +183,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     phases = phase_timer(spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1)
     watchdog, rank_info = watchdog or Watchdog(None), group.rank_info
     recorder = RunRecorder(run, spec, group, phases, attempt=attempt, total_steps=total_steps, order=order)
-    read_past = partial(past_when_training_begins, run, attempt, rank_info.num_nodes)
-    save_plan = _save_plan(spec.checkpoint, group, phases, read_past, recorder.timeline)
+    save_plan = _save_plan(spec.checkpoint, run, group, phases, recorder.timeline, attempt=attempt)
     checkpointer = _checkpointer(spec, run, group, recorder, save_plan, attempt=attempt, stop=stop, watchdog=watchdog)
     checkpointer.check(state)
     every_steps = spec.integrity.every_steps
@@ -246,17 +247,18 @@ def _checkpointer(  # noqa: PLR0913  it tells these parts of its saves
     )
 
 
-def _save_plan(
-    spec: CheckpointSpec, group: Group, phases: PhaseTimes, read_past: Callable[[], Past], timeline: Timeline
+def _save_plan(  # noqa: PLR0913  what measures needs all of these
+    spec: CheckpointSpec, run: RunDir, group: Group, phases: PhaseTimes, timeline: Timeline, *, attempt: int
 ) -> SavePlan:
     """Return what says when to save; with `auto`, rank zero measures."""
 
     def make_auto() -> AutoInterval:
-        on_gpu = partial(torch.cuda.synchronize, group.device)
+        num_nodes, on_gpu = group.rank_info.num_nodes, partial(torch.cuda.synchronize, group.device)
+        read = partial(read_past, run, before=attempt, num_nodes=num_nodes, now=time.time())
         return AutoInterval(
             spec,
-            read_past(),
-            num_nodes=group.rank_info.num_nodes,
+            known(run.timeline, read, unknown=Past()),
+            num_nodes=num_nodes,
             phases=phases.so_far,
             note=timeline.planned,
             wait_for_device=on_gpu if group.device.type == "cuda" else lambda: None,

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.run.checkpoints.save_interval import SaveInterval
 from ddp_hpc.run.run_dir.environment import Environment
 from ddp_hpc.run.run_dir.joining import MeetingRecord
 from ddp_hpc.run.run_dir.machine_use import MachineUse, merged
 from ddp_hpc.run.run_dir.timeline import Alarm, Look, Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
 from ddp_hpc.watch.checkpoints import CheckpointInfo
-from ddp_hpc.watch.goodput import CheckpointCost, Goodput
+from ddp_hpc.watch.goodput import Goodput
 from ddp_hpc.watch.report.series import Series
-from ddp_hpc.watch.save_interval import SaveInterval
 from ddp_hpc.watch.status import RunStatus
 from ddp_hpc.watch.why.findings import Verdict
 
@@ -29,7 +29,8 @@ class RunData:
     status: RunStatus
     times: Sequence[AttemptTime]
     goodput: Goodput
-    cost: CheckpointCost | None
+    saves: SaveInterval | None
+    """How often it saves, and what that costs."""
     series: Series
     marks: Sequence[Mark]
     looks: Sequence[Look]
@@ -42,8 +43,6 @@ class RunData:
     """The newest attempt that failed, why, and what to do."""
     values: Mapping[str, Any]
     """Key -> value of the configuration."""
-    save_interval: SaveInterval | None = None
-    """The newest choice of `checkpoint.every_steps=auto`."""
     machines: Mapping[int, Sequence[MachineUse]] = field(default_factory=dict)
     """Attempt -> how busy its nodes were."""
     missing: Sequence[str] = field(default_factory=list)

@@ -53,14 +53,14 @@ def _about_slow_rank(run: RunData) -> tuple[str, str] | None:
 
 def _about_saves(run: RunData) -> tuple[str, str] | None:
     """Compare what saves cost with what failures cost: there are never too many saves and too few at once."""
-    cost, saving, lost = run.cost, run.share_of("saving"), run.share_of("lost")
+    saves, saving, lost = run.saves, run.share_of("saving"), run.share_of("lost")
     is_auto = run.values.get("checkpoint.every_steps") == "auto"
-    if cost is not None and not is_auto and run.goodput.num_failures:
-        now, best = cost.share(cost.every_steps), cost.share(cost.best_every_steps)
+    if saves is not None and not is_auto and run.goodput.num_failures:
+        now, (every_steps, best) = saves.expected_cost, saves.best
         if now - best >= 0.01:
-            text = f"With checkpoint.every_steps={cost.every_steps}, saves, repeated steps and restarts are expected to take {now:.1%} of the time; with {cost.best_every_steps}, {best:.1%}."
-            return text, f"checkpoint.every_steps={cost.best_every_steps}"
-    chosen_s = math.nan if run.save_interval is None else run.save_interval.seconds
+            text = f"With checkpoint.every_steps={saves.every_steps}, saves, repeated steps and restarts are expected to take {now:.1%} of the time; with {every_steps}, {best:.1%}."
+            return text, f"checkpoint.every_steps={every_steps}"
+    chosen_s = math.nan if saves is None else saves.seconds
     if saving >= 0.05 and saving > lost:
         is_seldom = chosen_s >= 0.95 * run.number("checkpoint.max_interval_s")
         limit = ", although the run saves as seldom as checkpoint.max_interval_s allows" if is_auto else ""

@@ -15,7 +15,6 @@ from ddp_hpc.run.run_dir.machine_use import in_words, merged
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.checkpoints import CheckpointInfo
 from ddp_hpc.watch.compare import differing_keys
-from ddp_hpc.watch.goodput import measured_cost
 from ddp_hpc.watch.report import charts
 from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.notes import notes_of
@@ -158,30 +157,14 @@ def _checkpoint(one: CheckpointInfo) -> dict[str, str]:
 
 
 def _cost(run: RunData) -> str:
-    """Say what checkpoints cost, and what another interval would have cost."""
-    cost = run.cost
-    # The choice knows more than the estimate below: how long a write takes, and what is usual elsewhere.
-    if run.save_interval is not None:
-        return f"`checkpoint.every_steps=auto` saves {run.save_interval.sentence()}."
-    if cost is None:
+    """Say what checkpoints cost; and, unless the run itself chooses how often it saves, when they would cost least."""
+    every, saves, best = run.values.get("checkpoint.every_steps"), run.saves, ""
+    if saves is None:
         return ""
-    best = cost.best_every_steps
-    seen = plural(cost.num_failures, "failure")
-    if not cost.num_failures:
-        seen = "no failure; the estimate assumes one at this moment"
-    others = ", ".join(
-        f"every {steps:,} steps {share(cost.share(steps))}"
-        for steps in sorted({max(1, cost.every_steps // 2), cost.every_steps * 2, best})
-        if steps != cost.every_steps
-    )
-    so_far = ""
-    if (measured := measured_cost(run.times)) is not None:
-        so_far = f" So far, saves, lost steps and starts after failures have taken {share(measured)}."
-    return (
-        f"A save stops training for {duration(cost.stall_s)}, a restart takes {duration(cost.restart_s)}, and this run saw {seen} in "
-        f"{duration(cost.running_s)}. By these numbers, a save every {cost.every_steps:,} steps costs {share(cost.share(cost.every_steps))} of the time; "
-        f"{others}. The cost should be least with a save every {best:,} steps (Young 1974, Daly 2006).{so_far}"
-    )
+    if every != "auto":
+        steps, cost = saves.best
+        best = f" The cost should be least with a save every {steps:,} steps (Young 1974, Daly 2006): {cost:.1%}."
+    return f"`checkpoint.every_steps={every}` saves {saves.sentence()}.{best}"
 
 
 def _environment(run: RunData) -> list[tuple[str, str]]:

@@ -21,10 +21,9 @@ from ddp_hpc.run.run_dir.timeline import Look, Mark, read_alarms, read_looks, re
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare import config_values
-from ddp_hpc.watch.goodput import checkpoint_cost, goodput_of
+from ddp_hpc.watch.goodput import fixed_interval, goodput_of, newest_interval
 from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.series import Series, finite, read_series
-from ddp_hpc.watch.save_interval import newest_interval
 from ddp_hpc.watch.status import read_status
 from ddp_hpc.watch.why.findings import Verdict
 from ddp_hpc.watch.why.reading import chosen_attempt, read_facts, to_do
@@ -63,8 +62,8 @@ def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingPro
     numbers = [one.attempt for one in ledger.attempts]
     values = config_values(run)
     secrets = secret_values(values, environ)
-    every, interval = values.get("checkpoint.every_steps"), newest_interval(marks, times)
-    every_steps = every if isinstance(every, int) else interval.every_steps if every == "auto" and interval else None
+    every = values.get("checkpoint.every_steps")
+    every_steps = every if isinstance(every, int) else None
     series = reader.read("The metrics", partial(read_series, run), Series())
     looks: list[Look] = reader.read("The comparison of the ranks", partial(read_looks, run), [])
     is_script = bool(values.get("script.command")) or status.saves is not None
@@ -74,8 +73,7 @@ def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingPro
         status=status,
         times=times,
         goodput=goodput_of(times),
-        cost=checkpoint_cost(times, every_steps),
-        save_interval=interval if every == "auto" else None,
+        saves=newest_interval(marks, times) if every == "auto" else fixed_interval(times, every_steps),
         series=series,
         marks=marks,
         looks=looks,
