@@ -86,21 +86,21 @@ class Recipe:
     """For tokens/s: how many tokens a sample has, or a function of a batch, as the loader gives it, that counts them."""
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.model, nn.Module), "model", self.model, "a `torch.nn.Module`")
-        _require(callable(self.loss), "loss", self.loss, "a function of (outputs, targets)")
-        _require(_is_map_style(self.train_data), "train_data", self.train_data, MAP_STYLE)
+        require(isinstance(self.model, nn.Module), "Recipe.model", self.model, "a `torch.nn.Module`")
+        require(callable(self.loss), "Recipe.loss", self.loss, "a function of (outputs, targets)")
+        require(_is_map_style(self.train_data), "Recipe.train_data", self.train_data, MAP_STYLE)
         if self.eval_data is not None:
-            _require(_is_map_style(self.eval_data), "eval_data", self.eval_data, MAP_STYLE)
+            require(_is_map_style(self.eval_data), "Recipe.eval_data", self.eval_data, MAP_STYLE)
         is_number = isinstance(self.tokens, int) and not isinstance(self.tokens, bool) and self.tokens > 0
-        _require(
+        require(
             self.tokens is None or is_number or callable(self.tokens),
-            "tokens",
+            "Recipe.tokens",
             self.tokens,
             "a number of tokens above zero, or a function of a batch",
         )
-        _require(
+        require(
             not {"loss", *LINE_FIELDS} & {*self.metrics},
-            "metrics",
+            "Recipe.metrics",
             dict(self.metrics),
             f"without `loss`, {', '.join(f'`{name}`' for name in LINE_FIELDS)}, which are always recorded",
         )
@@ -115,9 +115,10 @@ def _is_map_style(data: object) -> bool:
     return isinstance(data, Sized) and hasattr(data, "__getitem__") and len(data) > 0
 
 
-def _require(condition: bool, name: str, value: object, wanted: str) -> None:
+def require(condition: bool, name: str, value: object, wanted: str) -> None:
+    """Refuse a value unless a condition holds."""
     if not condition:
-        raise ConfigError(f"`Recipe.{name}` is {value!r}, but it must be {wanted}.")
+        raise ConfigError(f"`{name}` is {value!r}, but it must be {wanted}.")
 
 
 def nearest_names(name: object, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.recipe import Recipe, nearest_names
+from ddp_hpc.train.recipe import Recipe, nearest_names, require
 from ddp_hpc.train.recipes import digits, fake_images
 from ddp_hpc.train.recipes import torchvision_sets as tv
 from ddp_hpc.train.recipes.images import Images, ImagesWanted, check_counts
@@ -64,10 +64,8 @@ def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`
         num_samples: Training samples of `fake`; 1024 when unset.
     """
     _check_model(model, width)
-    if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing < 1:  # type: ignore[redundant-expr]  # as configured
-        raise ConfigError(
-            f"`recipe.args.label_smoothing` is {label_smoothing!r}, but it must be a number from 0 up to, not including, 1."
-        )
+    is_share = isinstance(label_smoothing, int | float) and 0 <= label_smoothing < 1  # type: ignore[redundant-expr]  # as configured
+    require(is_share, "recipe.args.label_smoothing", label_smoothing, "a number from 0 up to, not including, 1")
     wanted = _images_wanted(
         dataset,
         channels=None if model == MINI_RESNET else 3,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.train.recipe import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class ImagesWanted:
 
     def __post_init__(self) -> None:
         check_counts(image_size=self.image_size, num_classes=self.num_classes, num_samples=self.num_samples)
-        _check(isinstance(self.augment, bool), "augment", self.augment, "true or false")
-        _check(isinstance(self.data_dir, str), "data_dir", self.data_dir, "the path of a directory")
+        require(isinstance(self.augment, bool), "recipe.args.augment", self.augment, "true or false")
+        require(isinstance(self.data_dir, str), "recipe.args.data_dir", self.data_dir, "the path of a directory")
 
 
 Images = tuple[Dataset[Any], Dataset[Any], int]
@@ -38,9 +38,5 @@ Images = tuple[Dataset[Any], Dataset[Any], int]
 def check_counts(**values: object) -> None:
     """Check that arguments are whole numbers above zero, or unset."""
     for name, value in values.items():
-        _check(value is None or (type(value) is int and value > 0), name, value, "a whole number above zero")
-
-
-def _check(condition: bool, name: str, value: object, wanted: str) -> None:
-    if not condition:
-        raise ConfigError(f"`recipe.args.{name}` is {value!r}, but it must be {wanted}.")
+        is_count = value is None or (type(value) is int and value > 0)
+        require(is_count, f"recipe.args.{name}", value, "a whole number above zero")
