@@ -20,9 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_hpc.base.names import few
 from ddp_hpc.train.engine.kept_values import GENERATORS, MOST_VALUES, is_constant, state_of
 from ddp_hpc.train.recipe import OTHERS_CODE
 from ddp_hpc.train.state import digests
+from ddp_hpc.train.state.training_state import why_not_plain
 
 log = logging.getLogger(__name__)
 
@@ -105,14 +107,12 @@ def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
 def warn_of_changes(places: Sequence[str], what: str = "the first step") -> None:
     """Log which places have changed."""
     if places:
-        more = f" and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""
         log.warning(
-            "%s changes %s%s, which no checkpoint holds: a resumed run begins with what the recipe gives it, and may not give the "
+            "%s changes %s, which no checkpoint holds: a resumed run begins with what the recipe gives it, and may not give the "
             "bits of an undisturbed one. You need do nothing if it is a cache whose content follows from the input alone; else make it a buffer "
             "of the model that its `state_dict` has (not `persistent=False`), or let it follow from the sample's index and the global generators.",
             what,
-            ", ".join(f"`{place}`" for place in places[:_MOST_NAMED]),
-            more,
+            few([f"`{place}`" for place in places], _MOST_NAMED),
         )
 
 
@@ -231,7 +231,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _of_tensor(value: Tensor) -> int | None:
-    if not _is_plain(value) or value.is_quantized or value.grad_fn is not None:
+    if why_not_plain(value) or value.grad_fn is not None:
         return None
     extent = (
         value.storage_offset()
@@ -245,14 +245,9 @@ def _of_tensor(value: Tensor) -> int | None:
     return hash((value.dtype, tuple(value.shape), *digests.of_tensors({"": value.detach()}).values()))
 
 
-def _is_plain(value: Tensor) -> bool:
-    is_dense = value.layout == torch.strided and not value.is_meta and not value.is_nested
-    return is_dense and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
 def _memory(value: Tensor) -> tuple[int, int]:
     """Return what is the same for a tensor and for a `detach` of it."""
-    return (value.data_ptr(), value.numel()) if _is_plain(value) else (id(value), 0)
+    return (id(value), 0) if why_not_plain(value) else (value.data_ptr(), value.numel())
 
 
 def _is_flat(value: object) -> bool:

@@ -47,6 +47,7 @@ from ddp_hpc.run.checkpoints.shards import (
     RawTensor,
     ShardRecord,
     TensorEntry,
+    below,
     header_length,
     parse_header,
     raw_tensor,
@@ -169,14 +170,22 @@ def commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
     Raises:
         FencedError: if another attempt has claimed the run.
     """
-    try:
+    with unless_fenced(uncommitted):
         return _commit(run, uncommitted, manifest)
+
+
+@contextmanager
+def unless_fenced(uncommitted: Path) -> Iterator[None]:
+    """Raise a FencedError where the directory `uncommitted` is gone because another attempt has claimed the run."""
+    try:
+        yield
     except FileNotFoundError as error:
         if uncommitted.parent.is_dir():
             raise
+        step = int(uncommitted.name.removeprefix("step-"))
         raise FencedError(
-            f"A newer attempt has taken over {run.name}, so this one does not commit its checkpoint of step {manifest.step}. "
-            "Nothing needs to be done: the newer attempt goes on from the checkpoint before."
+            f"A newer attempt has taken over the run, so this one does not commit its checkpoint of step {step}. Nothing needs "
+            "to be done: the newer attempt goes on from the checkpoint before."
         ) from error
 
 
@@ -415,7 +424,7 @@ def _weights(path: Path, ema: bool | None) -> tuple[list[TensorEntry], list[memo
     found = read_tensors(path, manifest)
     present = sorted({name.partition("/")[0] for name in found})
     prefix = "ema" if ema or (ema is None and "ema" in present) else "model"
-    chosen = {name.removeprefix(f"{prefix}/"): raw for name, raw in found.items() if name.startswith(f"{prefix}/")}
+    chosen = below(f"{prefix}/", found)
     if not chosen:
         hint = " Export without `--ema`, or from a run with `train.ema_decay`." if prefix == "ema" else ""
         raise ConfigError(f"{path} has no {prefix!r} weights; it has {', '.join(present)}.{hint}")

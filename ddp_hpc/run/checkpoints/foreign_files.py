@@ -20,7 +20,7 @@ import xxhash
 
 import ddp_hpc
 from ddp_hpc.base.durable import delete_directory, fsync_path, make_directory, open_private, record_bytes
-from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, NotARecordError
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NewerFormatError, NotARecordError
 from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import (
     CHUNK_BYTES,
@@ -32,6 +32,7 @@ from ddp_hpc.run.checkpoints.checkpoint_store import (
     parse_manifest,
     read_manifest,
     set_aside,
+    unless_fenced,
     verify,
 )
 from ddp_hpc.run.checkpoints.shards import ShardRecord
@@ -137,25 +138,17 @@ def _refuse_other_manifest(folder: Path) -> None:
 
 def _move(folder: Path, uncommitted: Path) -> None:
     try:
-        folder.rename(uncommitted)
+        with unless_fenced(uncommitted):
+            folder.rename(uncommitted)
     except OSError as error:
-        _raise_if_fenced(error, folder, uncommitted)
         raise ConfigError(
             f"`commit` cannot rename {str(folder)!r} to {str(uncommitted)!r} ({error.strerror}). Write the files below "
             "`run.checkpoint_dir`, so that both are on one file system."
         ) from error
 
 
-def _raise_if_fenced(error: OSError, folder: Path, uncommitted: Path) -> None:
-    if isinstance(error, FileNotFoundError) and not uncommitted.parent.is_dir():
-        raise FencedError(
-            f"A newer attempt has taken over the run, so {str(folder)!r} is not committed. You need do nothing: the newer "
-            "attempt goes on from the checkpoint before."
-        ) from error
-
-
 def _copy_tree(folder: Path, uncommitted: Path) -> None:
-    try:
+    with unless_fenced(uncommitted):
         make_directory(uncommitted)
         for path in sorted(folder.rglob("*")):
             target = uncommitted / path.relative_to(folder)
@@ -168,9 +161,6 @@ def _copy_tree(folder: Path, uncommitted: Path) -> None:
                     _copy_file(path, target)
             elif path.is_file():
                 _copy_file(path, target)
-    except OSError as error:
-        _raise_if_fenced(error, folder, uncommitted)
-        raise
 
 
 def _copy_file(path: Path, target: Path) -> None:

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ddp_hpc.base.errors import CorruptCheckpointError
 
+T = TypeVar("T")
 FORMAT = 2
 """The format that is written. Format 1 had one checksum for each file, and did not say which part of a larger tensor it held."""
 _METADATA, _MARK = "__metadata__", "ddp_hpc.format"
@@ -243,6 +244,11 @@ def _overlaps(boxes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bool]:
             if box and other[0][0] >= box[0][0] + box[0][1]:
                 break
             yield all(a < b + length and b < a + size for (a, size), (b, length) in zip(box, other, strict=True))
+
+
+def below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+    """Return what has a name that begins with a prefix, by the rest of its name."""
+    return {name.removeprefix(prefix): one for name, one in named.items() if name.startswith(prefix)}
 
 
 def raw_tensor(stored: StoredTensor, contents: Sequence[memoryview]) -> RawTensor:

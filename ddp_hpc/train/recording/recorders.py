@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ddp_hpc.base.durable import read_json, replace_text
+from ddp_hpc.base.names import few
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import LINE_FIELDS
 from ddp_hpc.run.spec.training import RecorderName
@@ -91,11 +92,9 @@ class SentSteps:
         """Log which steps have come out otherwise, if any have since the last call."""
         if self._changed:
             steps = [str(step) for step in sorted(self._changed)]
-            more = f", and {len(steps) - _MOST_NAMED} more" if len(steps) > _MOST_NAMED else ""
             log.warning(
-                "steps that were repeated have other values than the first time: %s%s. This recorder keeps their first values; metrics.jsonl has the new ones.",
-                ", ".join(steps[:_MOST_NAMED]),
-                more,
+                "steps that were repeated have other values than the first time: %s. This recorder keeps their first values; metrics.jsonl has the new ones.",
+                few(steps, _MOST_NAMED),
             )
         self._changed = set()
 

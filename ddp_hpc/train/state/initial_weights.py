@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.base.patience import is_there
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
+from ddp_hpc.run.checkpoints.shards import below
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.restore import to_torch
-from ddp_hpc.train.state.training_state import TrainingState, differences
+from ddp_hpc.train.state.training_state import TrainingState, differences, why_not_plain
 
 log = logging.getLogger(__name__)
 
@@ -75,17 +76,11 @@ def _fitting(source: Path, own: Mapping[str, Tensor], *, is_strict: bool) -> tup
     """Return the weights in a file or checkpoint that fit the model, and how the others differ."""
     found = _read(source)
     for prefix in _WRAPPERS:
-        if found and all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): one for name, one in found.items()}
+        if all(name.startswith(prefix) for name in found):
+            found = below(prefix, found)
     for name in own:
         one = found.get(name)
-        if one is not None and (
-            one.layout != torch.strided
-            or one.is_nested
-            or one.is_quantized
-            or one.is_meta
-            or type(one) not in (Tensor, nn.Parameter)
-        ):
+        if one is not None and (why_not_plain(one) or type(one) not in (Tensor, nn.Parameter)):
             raise ConfigError(
                 f"`train.init_from` is {str(source)!r}, but its weight {name!r} is sparse, nested, quantised, distributed or without values. "
                 "Write it as a plain dense tensor: `to_dense()`, `dequantize()` or `full_tensor()` make one."
@@ -157,8 +152,7 @@ def _read(source: Path) -> dict[str, Tensor]:
     try:
         if source.is_dir():
             raw = checkpoint_store.read_tensors(source, checkpoint_store.read_manifest(source))
-            named = {name.removeprefix("model/"): one for name, one in raw.items() if name.startswith("model/")}
-            return {name: to_torch(one) for name, one in named.items()}
+            return {name: to_torch(one) for name, one in below("model/", raw).items()}
         if source.suffix == ".safetensors":
             return {name: to_torch(one) for name, one in checkpoint_store.read_safetensors(source).items()}
         return _weights_in(torch.load(source, map_location="cpu", weights_only=True), source)

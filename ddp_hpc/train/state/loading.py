@@ -14,6 +14,7 @@ from torch import Tensor
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.shards import below
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.state.restore import to_torch
 
@@ -92,14 +93,14 @@ def _load(path: Path) -> Checkpoint:
     else:
         raw = checkpoint_store.read_tensors(path, manifest)
     return Checkpoint(
-        path=path, step=manifest.step, metrics=manifest.metrics, weights=_below(raw, "model"), ema=_below(raw, "ema")
+        path=path,
+        step=manifest.step,
+        metrics=manifest.metrics,
+        weights=_copies(raw, "model/"),
+        ema=_copies(raw, "ema/"),
     )
 
 
-def _below(raw: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+def _copies(raw: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
     # Copied, because each of them keeps all that was read from its file in memory, the optimizer's state too.
-    return {
-        name.removeprefix(f"{prefix}/"): to_torch(one).clone()
-        for name, one in raw.items()
-        if name.startswith(f"{prefix}/")
-    }
+    return {name: to_torch(one).clone() for name, one in below(prefix, raw).items()}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.checkpoints.shards import below
 from ddp_hpc.train.engine.kept_values import is_constant
 from ddp_hpc.train.state import group_options
 
@@ -160,10 +161,7 @@ def restored(
         raise _of_another("optimizer was saved by a ddp_hpc that kept more of optimizers than this one does", "version")
     named, group_of = dict(model.named_parameters()), _groups(optimizer)
     state, into = defaultdict[Tensor, dict[str, Any]](dict), dict[str, Tensor]()
-    of_optimizer = {
-        name.removeprefix("optimizer/"): one for name, one in saved.items() if name.startswith("optimizer/")
-    }
-    for place, value in {**of_optimizer, **content["plain"]}.items():
+    for place, value in {**below("optimizer/", saved), **content["plain"]}.items():
         name, _, key = place.rpartition("/")
         if name not in named:
             raise _of_another(

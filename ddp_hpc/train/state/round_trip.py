@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import few
 from ddp_hpc.train.engine.set_aside import room_for_copies, set_aside
 from ddp_hpc.train.state import digests, optimizer_state, training_state
 from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
-from ddp_hpc.train.state.training_state import TrainingState, named_tensors
+from ddp_hpc.train.state.training_state import TrainingState, named_tensors, why_not_plain
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +78,8 @@ def why_not_restored(state: TrainingState, dtypes: Container[torch.dtype]) -> st
 
 
 def _shared_memory(state: TrainingState, kept: KeptByOptimizer) -> str:
-    owners = {
-        one.untyped_storage().data_ptr(): name for name, one in named_tensors(state.model).items() if _has_storage(one)
-    }
+    plain = ((name, one) for name, one in named_tensors(state.model).items() if one.numel() and not why_not_plain(one))
+    owners = {one.untyped_storage().data_ptr(): name for name, one in plain}
     for name, one in kept.tensors.items():
         if one.numel() and (other := owners.setdefault(one.untyped_storage().data_ptr(), name)) != name:
             return (
@@ -87,11 +87,6 @@ def _shared_memory(state: TrainingState, kept: KeptByOptimizer) -> str:
                 "(`clone`)."
             )
     return ""
-
-
-def _has_storage(one: Tensor) -> bool:
-    is_plain = type(one).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return is_plain and one.layout == torch.strided and not one.is_meta and bool(one.numel())
 
 
 def _gradients_left(state: TrainingState) -> str:
@@ -146,9 +141,8 @@ def of_all_ranks(state: TrainingState) -> dict[str, int]:
 
 def why_ranks_differ(reports: Iterable[Mapping[str, int]]) -> str:
     """Say what of `of_all_ranks` ranks do not have equal."""
-    names = digests.differing([*reports])
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    names = [f"`{name}`" for name in digests.differing([*reports])]
     return (
-        f"The ranks do not have the same {', '.join(f'`{name}`' for name in names[:_MOST_NAMED])}{more}, but a checkpoint holds one value for all. Make it equal on all ranks, or a buffer, or a tensor that "
+        f"The ranks do not have the same {few(names, _MOST_NAMED)}, but a checkpoint holds one value for all. Make it equal on all ranks, or a buffer, or a tensor that "
         "`get_extra_state` returns: that is saved for each rank."
     )

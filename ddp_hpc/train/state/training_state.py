@@ -7,7 +7,7 @@ has random generators and a loss meter of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import few
+from ddp_hpc.run.checkpoints.shards import below
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.state import group_options, optimizer_state, rng
 from ddp_hpc.train.state.moving_average import MovingAverage
@@ -99,7 +101,7 @@ def tensors_to_compare(state: TrainingState) -> tuple[list[NamedTensor], dict[st
     compared, left_out = list[NamedTensor](), dict[str, str]()
 
     def add(name: str, tensor: Tensor) -> None:
-        if why := _why_not_compared(tensor):
+        if why := why_not_plain(tensor):
             left_out[name] = why
         else:
             compared.append(NamedTensor(name, tensor, None))
@@ -121,7 +123,7 @@ def tensors_to_compare(state: TrainingState) -> tuple[list[NamedTensor], dict[st
     return compared, left_out
 
 
-def _why_not_compared(tensor: Tensor) -> str:
+def why_not_plain(tensor: Tensor) -> str:
     """Say why a tensor has no plain bytes of its own, one element after another; empty if it has."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"of the type {type(tensor).__name__}, whose elements ddp-hpc cannot read"
@@ -286,11 +288,7 @@ class Restoration:
         state, own = self._state, f"rank.{self._state.rank}/"
         if self._num_ranks == state.world_size:
             state.loss_meter.copy_(self._own[f"{own}loss_meter"])
-            prefix = f"{own}rng."
-            rng.restore(
-                {name.removeprefix(prefix): one for name, one in self._own.items() if name.startswith(prefix)},
-                state.device,
-            )
+            rng.restore(below(f"{own}rng.", self._own), state.device)
             return
         meters = [one for name, one in sorted(self._own.items()) if name.endswith("/loss_meter")]
         state.loss_meter.copy_(torch.stack(meters).sum() if state.rank == 0 else torch.zeros(()))
@@ -428,15 +426,9 @@ def differences(
         for name in sorted(own.keys() & found.keys())
         if own[name].shape != found[name].shape
     ]
-    parts = [
-        _some(missing, sorted(own.keys() - found.keys())),
-        _some(unknown, sorted(found.keys() - own.keys())),
-        _some("of another shape", shapes),
-    ]
-    return "; ".join(filter(None, parts))
-
-
-def _some(what: str, names: Sequence[str]) -> str:
-    """Return the first names as text, and how many more there are."""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{what}: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
+    parts = {
+        missing: sorted(own.keys() - found.keys()),
+        unknown: sorted(found.keys() - own.keys()),
+        "of another shape": shapes,
+    }
+    return "; ".join(f"{what}: {few(names, _MOST_NAMES)}" for what, names in parts.items() if names)
