@@ -18,7 +18,6 @@ from ddp_hpc.run.checkpoints.save_interval import (
     ASSUMED_STALL_S,
     SaveCosts,
     SaveInterval,
-    Why,
     choose,
     is_worth_changing,
 )
@@ -55,8 +54,7 @@ class AutoInterval:
     _num_saves: int = 0
     _num_written: int = 0
     _speeds: deque[tuple[int, float]] = field(default_factory=partial(deque, maxlen=_NEWEST_SPEEDS))
-    _every: int = 0
-    _has_reported_measured: bool = False
+    _chosen: SaveInterval | None = None
 
     def __post_init__(self) -> None:
         self._began_at = self.clock()
@@ -75,7 +73,7 @@ class AutoInterval:
         self._num_saves += 1
         self._saved_at = self.clock()
         self._stalls.append(self._saved_at - began)
-        if self._every and not self._has_reported_measured:
+        if self._chosen is not None and not self._chosen.is_measured:
             self.choose(step)  # the attempt may fail before the next exchange, and the next one needs what was measured
 
     def written(self, seconds: float | None) -> None:
@@ -90,19 +88,26 @@ class AutoInterval:
         Log and record it where it clearly changes, and once when the stall is no longer assumed. Between two changes, the
         number of steps follows only the limits.
         """
-        step_s = self._step_s()
+        step_s, chosen = self._step_s(), self._chosen
         if step_s is None:
-            return self._every
+            return 0 if chosen is None else chosen.every_steps
         costs = self._costs()
         first_within_s = self.past.first_within_s if self._num_saves == 0 else None
         is_measured = bool(self._stalls)
         best_s, why = choose(costs, self.keys, is_measured=is_measured, first_within_s=first_within_s)
         every = max(1, round(best_s / step_s))
-        is_news = self._every == 0 or is_worth_changing(self._every, every)
-        if is_news or is_measured > self._has_reported_measured:
-            self._every, self._has_reported_measured = every, is_measured
-            self._report(step, step_s, costs, why)
-        kept_s = self._every * step_s
+        if chosen is None or is_worth_changing(chosen.every_steps, every) or is_measured > chosen.is_measured:
+            self._chosen = chosen = SaveInterval(
+                every_steps=every,
+                seconds=every * step_s,
+                costs=costs,
+                is_measured=is_measured,
+                num_failures=self.past.num_failures,
+                expected_cost=costs.share(every * step_s),
+            )
+            self.note(step, chosen.as_numbers())
+            log.info("the run saves %s: %s", chosen.often(), chosen.reason(why))
+        kept_s = chosen.every_steps * step_s
         if why not in ("failed before", "written"):  # these win over the limits
             kept_s = min(max(kept_s, self.keys.min_interval_s), self.keys.max_interval_s)
         return max(1, round(kept_s / step_s))
@@ -134,16 +139,3 @@ class AutoInterval:
                 num_nodes=self.num_nodes,
             ),
         )
-
-    def _report(self, step: int, step_s: float, costs: SaveCosts, why: Why) -> None:
-        seconds = self._every * step_s
-        chosen = SaveInterval(
-            every_steps=self._every,
-            seconds=seconds,
-            costs=costs,
-            is_measured=bool(self._stalls),
-            num_failures=self.past.num_failures,
-            expected_cost=costs.share(seconds),
-        )
-        self.note(step, chosen.as_numbers())
-        log.info("the run saves %s: %s", chosen.often(), chosen.reason(why))
