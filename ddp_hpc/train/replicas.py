@@ -96,7 +96,7 @@ class Replicas:
         )
         compared, left_out = training_state.tensors_to_compare(state)
         self._note_left_out(left_out)
-        mine = digests.of_tensors({item.name: item.tensor for item in compared})
+        mine = digests.of_tensors(compared)
         found = self.group.digests_of_all(digests.of_all(mine))
         if len(set(found)) > 1:
             self._end(step, found, mine, state)
@@ -151,7 +151,7 @@ class Replicas:
     def _end(self, step: int, found: Sequence[str], mine: dict[str, int], state: TrainingState) -> None:
         """Tell all ranks what differs, once the checkpoint that is being written is committed; it was equal everywhere."""
         self.wait_for_save()
-        named = {item.name: item.tensor for item in training_state.tensors_of_all(state)}
+        named = training_state.tensors_of_all(state)
         tensors = {name: [mine[name], [*one.shape], str(one.dtype)] for name, one in named.items()}
         reports = self._reports(tensors=tensors)
         names = digests.differing([one["tensors"] for one in reports])
@@ -322,7 +322,7 @@ def _floats(flat: Tensor, places: Sequence[int]) -> list[float]:
 
 def _values_at(state: TrainingState, samples: Sequence[Sample]) -> dict[str, list[float]]:
     """Return what this rank has at the places of the samples; nothing of a tensor that it does not have."""
-    named = {item.name: item.tensor.detach().reshape(-1) for item in training_state.tensors_of_all(state)}
+    named = {name: one.detach().reshape(-1) for name, one in training_state.tensors_of_all(state).items()}
     return {
         one.tensor: _floats(named[one.tensor], one.places)
         for one in samples

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.state import digests
-from ddp_hpc.train.state.restore import DTYPES
+from ddp_hpc.train.state.training_state import DTYPES
 
 SHAPES = [(), (0,), (1,), (3,), (7, 5), (2, 3, 5, 7), (4096,), (8192,), (4096 * 2 + 3,), (123, 457)]
 

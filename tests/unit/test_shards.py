@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from ddp_hpc.base.errors import CorruptCheckpointError
 from ddp_hpc.run.checkpoints import shards
 from ddp_hpc.run.checkpoints.checkpoint_store import read_safetensors
-from ddp_hpc.train.state.restore import DTYPES
+from ddp_hpc.train.state.training_state import DTYPES
 
 
 def a_file(table: Any, *, body: int = 8, length: int | None = None) -> bytes:

@@ -43,7 +43,7 @@ from ddp_hpc.train import unsaved
 from ddp_hpc.train.process_group import Group, select_device
 from ddp_hpc.train.state import digests, round_trip, training_state
 from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
-from ddp_hpc.train.state.restore import DTYPES, Restorer, without_garbage_collection
+from ddp_hpc.train.state.restore import Restorer, without_garbage_collection
 from ddp_hpc.train.state.save_buffers import NotFiniteError, SaveBuffers
 from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
 from ddp_hpc.train.stop import EarlyStop
@@ -122,7 +122,7 @@ class Checkpointer:
 
     def check(self, state: TrainingState) -> None:
         """Find out before the first step whether `state` can be saved and restored."""
-        training_state.check(state, DTYPES)
+        training_state.check(state)
         round_trip.check_loading(state)
         self._made = training_state.saved_shapes(state)
 
@@ -132,7 +132,7 @@ class Checkpointer:
             return
         changed = [] if self._watch is None else self._watch.changed()
         lost = "" if self._watch is None else self._watch.why_refused(changed)
-        self.check_again(state, why=round_trip.why_not_restored(state, DTYPES) or lost)
+        self.check_again(state, why=round_trip.why_not_restored(state) or lost)
         self._compare_between_ranks(state)
         unsaved.warn_of_changes(changed)
         if will_save:  # the optimizer has made its state in this step, so its size is known

@@ -39,7 +39,7 @@ def of_state(state: TrainingState) -> dict[str, int]:
 
     Buffers are left out, as in DDP they are rank zero's. So are random generators and the loss meter, which are each rank's own.
     """
-    return of_tensors({item.name: item.tensor for item in training_state.tensors_of_all(state)})
+    return of_tensors(training_state.tensors_of_all(state))
 
 
 def of_all(digests: Mapping[str, int]) -> str:

@@ -37,31 +37,11 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import newest_committed
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.optimizer_state import SavedTensor
-from ddp_hpc.train.state.training_state import Restoration, TrainingState
+from ddp_hpc.train.state.training_state import DTYPES, Restoration, TrainingState
 from ddp_hpc.train.stop import EarlyStop
 
 log = logging.getLogger(__name__)
 
-# The names must be those of `shards.ITEM_BYTES`, which knows the same dtypes without torch.
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
-"""PyTorch's dtypes by safetensors' names (https://github.com/huggingface/safetensors#format)."""
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -67,10 +67,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def why_not_restored(state: TrainingState, dtypes: Container[torch.dtype]) -> str:
+def why_not_restored(state: TrainingState) -> str:
     """Say what would not come back from a checkpoint of now; empty if all would."""
     try:
-        training_state.check(state, dtypes)
+        training_state.check(state)
         kept = state.kept_of_optimizer()
         return _shared_memory(state, kept) or _gradients_left(state) or _not_back(state, kept)
     except ConfigError as error:

@@ -12,9 +12,8 @@ from torch import Tensor
 from ddp_hpc.run.checkpoints import shards
 from ddp_hpc.run.checkpoints.checkpoint_store import CHUNK_BYTES
 from ddp_hpc.run.checkpoints.shards import TensorEntry
-from ddp_hpc.train.state.restore import DTYPES
 from ddp_hpc.train.state.staging import Place, Side, Staging, packed_places, view_of
-from ddp_hpc.train.state.training_state import NamedTensor
+from ddp_hpc.train.state.training_state import DTYPES, NamedTensor
 
 _ALONE = 32767
 """The most elements for which PyTorch starts no threads of its own (at::internal::GRAIN_SIZE)."""

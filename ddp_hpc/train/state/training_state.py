@@ -7,7 +7,7 @@ has random generators and a loss meter of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,26 @@ from ddp_hpc.train.state import group_options, optimizer_state, rng
 from ddp_hpc.train.state.moving_average import MovingAverage
 from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
 
+# The names must be those of `shards.ITEM_BYTES`, which knows the same dtypes without torch.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""PyTorch's dtypes by safetensors' names (https://github.com/huggingface/safetensors#format)."""
 _MOST_NAMES = 5
 """How many names a message lists at most."""
 
@@ -88,7 +108,7 @@ def tensors(state: TrainingState, kept: KeptByOptimizer | None = None) -> list[N
     return [*weights, *of_optimizer, *of_rank]
 
 
-def tensors_of_all(state: TrainingState) -> list[NamedTensor]:
+def tensors_of_all(state: TrainingState) -> dict[str, Tensor]:
     """Return the tensors whose values all ranks must have equal and that can be compared, without those that one rank owns.
 
     The weights have the names that their module gives them: its `state_dict` may rename, copy or leave out what it holds.
@@ -96,15 +116,15 @@ def tensors_of_all(state: TrainingState) -> list[NamedTensor]:
     return tensors_to_compare(state)[0]
 
 
-def tensors_to_compare(state: TrainingState) -> tuple[list[NamedTensor], dict[str, str]]:
+def tensors_to_compare(state: TrainingState) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return `tensors_of_all`, and by name the tensors that all ranks must have equal but that cannot be compared, with the reason."""
-    compared, left_out = list[NamedTensor](), dict[str, str]()
+    compared, left_out = dict[str, Tensor](), dict[str, str]()
 
     def add(name: str, tensor: Tensor) -> None:
         if why := why_not_plain(tensor):
             left_out[name] = why
         else:
-            compared.append(NamedTensor(name, tensor, None))
+            compared[name] = tensor
 
     names: dict[Tensor, str] = {}
     for name, one in state.model.named_parameters(remove_duplicate=False):
@@ -134,7 +154,7 @@ def why_not_plain(tensor: Tensor) -> str:
     return "on the device `meta`, without memory" if tensor.is_meta else ""
 
 
-def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
+def check(state: TrainingState) -> None:
     """Find out before the first step whether the state can be saved and restored."""
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     for number, group in enumerate(state.optimizer.param_groups):
@@ -146,7 +166,7 @@ def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
                 "Make it part of the model. For a loss with parameters, write `model.criterion = criterion`."
             )
     for name, tensor, _ in tensors(state):
-        if tensor.dtype not in dtypes or tensor.layout != torch.strided:
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
             raise ConfigError(
                 f"`{name}` is a tensor of {tensor.dtype} and {tensor.layout}, which a checkpoint cannot hold. "
                 "Use a strided tensor of another dtype; for complex numbers, that of `torch.view_as_real`."
