@@ -27,7 +27,7 @@ from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_
 from ddp_hpc.run.run_dir.ownership import claim, claim_path, has_claim, is_fenced
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_stop_request
-from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.spec import CheckpointSpec, RunSpec
 from ddp_hpc.run.workload import recipe
 from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.train.data.sample_order import Position, SampleOrder
@@ -431,7 +431,7 @@ def test_who_has_lost_the_claim_deletes_nothing(run: RunDir) -> None:
     claim(run, 1)
     claim(run, 2)
 
-    deleted = prune(run, attempt=1, keep_last=1, keep_best=0, metric="loss", lowest_is_best=True)
+    deleted = prune(run, attempt=1, keep=CheckpointSpec(keep_last=1))
 
     assert deleted == []
     assert committed_steps(run) == list(STEPS)

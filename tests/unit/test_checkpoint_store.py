@@ -38,6 +38,7 @@ from ddp_hpc.run.checkpoints.checkpoint_store import (
 from ddp_hpc.run.checkpoints.shards import TensorEntry, shard_header
 from ddp_hpc.run.run_dir.ownership import claim, remove_leftovers
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.state import rng
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.made_state import SEED, Net, make_checkpointers, make_state, save, take_step
@@ -301,16 +302,15 @@ NAN = float("nan")
     [
         ([3, 2, 1], {"keep_last": 2}, [2, 3]),
         ([3, 2, 1], {"keep_last": 9}, [1, 2, 3]),
-        ([3, 2, 1], {"keep_last": 0}, [3]),
         ([1, 2, 3], {"keep_last": 1, "keep_best": 1}, [1, 3]),
-        ([1, 2, 3], {"keep_last": 1, "keep_best": 1, "lowest_is_best": False}, [3]),
+        ([1, 2, 3], {"keep_last": 1, "keep_best": 1, "best_is": "highest"}, [3]),
         ([2, 1, 3, 4], {"keep_last": 1, "keep_best": 2}, [1, 2, 4]),
         ([1, 1, 3], {"keep_last": 1, "keep_best": 1}, [2, 3]),
         ([1, None, None], {"keep_last": 1, "keep_best": 1}, [1, 3]),
-        ([1, 2, 3], {"keep_last": 1, "keep_best": 1, "metric": "accuracy"}, [3]),
+        ([1, 2, 3], {"keep_last": 1, "keep_best": 1, "best_metric": "accuracy", "best_is": "lowest"}, [3]),
         ([NAN, 1, 2, NAN], {"keep_last": 1, "keep_best": 1}, [2, 4]),
-        ([2, NAN, 1, 3], {"keep_last": 1, "keep_best": 1, "lowest_is_best": False}, [4]),
-        ([2, NAN, 1, 0], {"keep_last": 1, "keep_best": 1, "lowest_is_best": False}, [1, 4]),
+        ([2, NAN, 1, 3], {"keep_last": 1, "keep_best": 1, "best_is": "highest"}, [4]),
+        ([2, NAN, 1, 0], {"keep_last": 1, "keep_best": 1, "best_is": "highest"}, [1, 4]),
     ],
 )
 def test_the_newest_and_the_best_are_kept(
@@ -321,7 +321,7 @@ def test_the_newest_and_the_best_are_kept(
         add_checkpoint(run, step, **({} if loss is None else {"loss": loss}))
 
     claim(run, 1)
-    doomed = prune(run, attempt=1, **{"keep_best": 0, "metric": "loss", "lowest_is_best": True, **keep})
+    doomed = prune(run, attempt=1, keep=CheckpointSpec(**keep))
 
     assert committed_steps(run) == kept
     assert sorted([*kept, *doomed]) == list(range(1, len(losses) + 1))
@@ -335,7 +335,7 @@ def test_a_best_one_that_cannot_be_read_is_not_the_best(tmp_path: Path) -> None:
     flip(checkpoint_path(run, 1) / MANIFEST, 30)
 
     claim(run, 1)
-    prune(run, attempt=1, keep_last=1, keep_best=1, metric="loss", lowest_is_best=True)
+    prune(run, attempt=1, keep=CheckpointSpec(keep_last=1, keep_best=1))
 
     assert committed_steps(run) == [2, 3]
 

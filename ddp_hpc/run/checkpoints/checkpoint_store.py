@@ -22,7 +22,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -57,6 +57,9 @@ from ddp_hpc.run.checkpoints.shards import (
 )
 from ddp_hpc.run.run_dir.ownership import claim_again, claim_path, has_claim
 from ddp_hpc.run.run_dir.paths import RunDir
+
+if TYPE_CHECKING:  # `checkpoints` reads and verifies without it
+    from ddp_hpc.run.spec import CheckpointSpec
 
 CHUNK_BYTES = 8 << 20
 """Each of these parts of a file has a checksum of its own, so that several ranks can share in reading one file."""
@@ -233,18 +236,16 @@ def set_aside(path: Path) -> Path:
     )
 
 
-def prune(  # noqa: PLR0913  # the run, its attempt, and the options of what is kept
-    run: RunDir, *, attempt: int, keep_last: int, keep_best: int, metric: str, lowest_is_best: bool
-) -> list[int]:
-    """Delete all but the newest `keep_last` and the best `keep_best` checkpoints; return the deleted steps.
+def prune(run: RunDir, *, attempt: int, keep: CheckpointSpec) -> list[int]:
+    """Delete all but the newest `keep.keep_last` and the best `keep.keep_best` checkpoints; return the deleted steps.
 
-    The newest one always stays. A deletion begins with a rename, so a half-deleted directory is not a checkpoint. Each
+    A deletion begins with a rename, so a half-deleted directory is not a checkpoint. Each
     begins only while `attempt` has its claim: a newer attempt may be reading a checkpoint that this one would delete.
     """
     steps = committed_steps(run)
-    kept = set(steps[-max(keep_last, 1) :])
-    if keep_best:
-        kept |= set(_best_steps(run, steps, metric=metric, lowest_is_best=lowest_is_best)[:keep_best])
+    kept = set(steps[-keep.keep_last :])
+    if keep.keep_best:
+        kept |= set(_best_steps(run, steps, keep)[: keep.keep_best])
     deleted = []
     for step in steps:
         if step in kept:
@@ -256,15 +257,15 @@ def prune(  # noqa: PLR0913  # the run, its attempt, and the options of what is 
     return deleted
 
 
-def _best_steps(run: RunDir, steps: Iterable[int], *, metric: str, lowest_is_best: bool) -> list[int]:
+def _best_steps(run: RunDir, steps: Iterable[int], keep: CheckpointSpec) -> list[int]:
     scored = []
     for step in steps:
         try:
-            value = read_manifest(checkpoint_path(run, step)).metrics.get(metric)
+            value = read_manifest(checkpoint_path(run, step)).metrics.get(keep.best_metric)
         except (CorruptCheckpointError, NewerFormatError):
             continue
         if value is not None and not math.isnan(value):  # NaN is neither less nor more, so it would spoil the order
-            scored.append((value if lowest_is_best else -value, -step))
+            scored.append((-value if keep.best_is == "highest" else value, -step))
     return [-negative for _, negative in sorted(scored)]
 
 

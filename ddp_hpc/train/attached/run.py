@@ -32,6 +32,7 @@ from ddp_hpc.run.checkpoints.foreign_files import commit_files, flush_files, new
 from ddp_hpc.run.run_dir.ownership import claim_again, is_fenced, next_attempt, release
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
+from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.attached.ranks import ScriptRanks, rank_info_of_script
 from ddp_hpc.train.attached.report import ScriptReport
 from ddp_hpc.train.attached.step_sampler import StepSampler
@@ -260,7 +261,7 @@ class AttachedRun:
                     "If this training starts over, give it a directory of its own\n"
                 )
             elif keep_last is not None:
-                prune(run, attempt=attempt, keep_last=keep_last, keep_best=0, metric="", lowest_is_best=True)
+                prune(run, attempt=attempt, keep=CheckpointSpec(keep_last=max(keep_last, 1)))
             if not self._is_managed:
                 release(run, attempt)
         except (OSError, DdpHpcError) as error:

@@ -149,7 +149,7 @@ class RunRecorder:
         """Write the metrics of an evaluation."""
         if not self._is_writer or not metrics:
             return
-        self.timeline.evaluated(position.step, seconds=self._newest_pause_s)
+        self.timeline.took("evaluation", position.step, self._newest_pause_s)
         self._known["metrics"] = dict(metrics)
         self._write("eval", position, metrics)
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -167,7 +167,7 @@ class RunRecorder:
             )
             return
         self._known.update(last_checkpoint=step, save_s=seconds, last_checkpoint_at=time.time())
-        self.timeline.saved(step, seconds=seconds)
+        self.timeline.took("save", step, seconds)
         log.info("checkpoint of step %d committed in %.2f s", step, seconds)
 
     def buffers_made(self, num_bytes: Mapping[str, int]) -> None:

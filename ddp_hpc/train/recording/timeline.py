@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.timeline import Mark, encode
+from ddp_hpc.run.run_dir.timeline import Kind, Mark, encode
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 
@@ -53,13 +53,9 @@ class Timeline:
         seconds = {name: round(one - self._before.get(name, 0.0), 4) for name, one in so_far.seconds.items()}
         self._note("phases", step, at, num_steps=so_far.num_steps, phases=seconds)
 
-    def saved(self, step: int, *, seconds: float) -> None:
-        """Note a committed checkpoint; the checkpoint writer's thread calls this."""
-        self._note("save", step, time.time(), seconds=round(seconds, 4))
-
-    def evaluated(self, step: int, *, seconds: float) -> None:
-        """Note an evaluation that has just ended."""
-        self._note("evaluation", step, time.time(), seconds=round(seconds, 4))
+    def took(self, kind: Literal["save", "evaluation"], step: int, seconds: float) -> None:
+        """Note a committed checkpoint or an evaluation that has just ended; the checkpoint writer's thread calls this, too."""
+        self._note(kind, step, time.time(), seconds=round(seconds, 4))
 
     def planned(self, step: int, interval: Mapping[str, float]) -> None:
         """Note a new interval between checkpoints, and the numbers that it was chosen by."""
@@ -71,7 +67,7 @@ class Timeline:
             os.close(self._fd)
             self._fd = None
 
-    def _note(self, kind: Any, step: int, at: float, **more: Any) -> None:
+    def _note(self, kind: Kind, step: int, at: float, **more: Any) -> None:
         if self._fd is not None:
             # One write(2) with O_APPEND: two threads never mix their lines. The line break before it ends what a killed writer
             # may have left incomplete.

@@ -357,16 +357,8 @@ class Checkpointer:
         return None
 
     def _prune(self) -> None:
-        keep = self.keep
         try:
-            checkpoint_store.prune(
-                self.run,
-                attempt=self.attempt,
-                keep_last=keep.keep_last,
-                keep_best=keep.keep_best,
-                metric=keep.best_metric,
-                lowest_is_best=keep.best_is != "highest",
-            )
+            checkpoint_store.prune(self.run, attempt=self.attempt, keep=self.keep)
         except (OSError, UnreadableError) as error:
             log.warning("Old checkpoints could not be deleted: %s. The next save tries again.", str(error).rstrip("."))
 
