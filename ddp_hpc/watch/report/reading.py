@@ -50,7 +50,7 @@ class _Reader:
 
 
 def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingProxyType({})) -> RunData:
-    """Return what the run directory holds. What cannot be read is left out, and named in `missing` unless it is of one attempt.
+    """Return what the run directory holds. A part that cannot be read is left out, and named in `missing` unless it is of one attempt.
 
     What variables of `environ` hold that may be secrets is masked, also in the words of exceptions.
     """
