@@ -35,7 +35,7 @@ OF_OTHERS = (
     "xxhash",
     "yaml",
     "ddp_hpc.cli.verbs.submit",
-    "ddp_hpc.launch.sweep.start",
+    "ddp_hpc.launch.sweep.manage_sweep",
 )
 CONSOLE_SCRIPT = "import sys; from ddp_hpc.cli import main; sys.exit(main())"
 SUBMITIT_CODE = """

@@ -19,6 +19,7 @@ MOVED = {
     "sweep": "launch.sweep",  # arrays that wait
     "cluster.machine.node": "cluster.machine.sampler",  # agents that run
     "cluster.node_checks.node": "cluster.node_checks.gather",  # supervisors that run
+    "job.node.spawned": "job.node.spawned_worker",  # agents that run
     "cluster.rendezvous.links.node": "cluster.rendezvous.links.probe",  # supervisors that run
 }
 """Below `ddp_hpc`: old -> new, and who asks for the old name."""

@@ -12,7 +12,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster import containers
 from ddp_hpc.cluster.rendezvous import worker_env
 from ddp_hpc.cluster.rendezvous.address import this_host
-from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
+from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK
 from ddp_hpc.cluster.rendezvous.worker_env import OURS, Fact
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.job_context import JobContext

@@ -100,7 +100,7 @@ def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunD
 
 def own_run(args: argparse.Namespace, environment: Mapping[str, str], name: str | None = None) -> RunDir:
     """Return the run that `name`, or RUN, names, for a verb that runs its code or ends its processes; another user's is refused."""
-    from ddp_hpc.run.run_dir.strangers import refuse_strangers  # late: the verbs that look need none of it
+    from ddp_hpc.run.run_dir.write_permissions import refuse_strangers  # late: the verbs that look need none of it
     from ddp_hpc.watch.find import find_run
 
     run = find_run(name or args.run, chosen_runs_dir(args.runs_dir, environment))
@@ -110,7 +110,7 @@ def own_run(args: argparse.Namespace, environment: Mapping[str, str], name: str 
 
 def runs_dir_setting(option: Path | None) -> list[str]:
     """Return `--runs-dir` as a setting; the shell has filled in its variables."""
-    from ddp_hpc.run.config.paths import literal  # late: the spec's classes take 30 ms to make
+    from ddp_hpc.run.config.fill_paths import literal  # late: the spec's classes take 30 ms to make
 
     return [] if option is None else [f"runs_dir={literal(option)}"]
 

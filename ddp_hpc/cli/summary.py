@@ -9,7 +9,7 @@ from ddp_hpc.cli.formatting import number, numbers
 from ddp_hpc.cli.status_text import knows_steps, saved, steps
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, first_failure
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.watch.failure import last_lines, log_of
+from ddp_hpc.watch.failed_worker_log import last_lines, log_of
 from ddp_hpc.watch.status import RunStatus
 
 EXIT_CODES = {"finished": exit_codes.FINISHED, "stopped": exit_codes.STOPPED, "refused": exit_codes.REFUSED}

@@ -36,7 +36,7 @@ def follow_sweep(  # noqa: PLR0913  a sweep, and how its user wants to see it
     with ExitStack() as until_end:
         stop = None
         if here:
-            from ddp_hpc.launch.sweep.runner import running  # late: a sweep on Slurm needs none
+            from ddp_hpc.launch.sweep.run_points import running  # late: a sweep on Slurm needs none
 
             stop = until_end.enter_context(running(sweep_dir, here, environment))
         try:

@@ -19,7 +19,7 @@ from ddp_hpc.cli.status_text import steps
 from ddp_hpc.launch.sweep.point_states import PointReader, PointState
 from ddp_hpc.launch.sweep.points import Point, labels_of
 from ddp_hpc.launch.sweep.sweep_dir import find_sweep, is_being_sent, read_sweep
-from ddp_hpc.watch.compare import ListedRun, sort_runs
+from ddp_hpc.watch.compare_runs import ListedRun, sort_runs
 from ddp_hpc.watch.queue import Queue, queue_now
 
 HEADER = ("POINT", "STATE", "STEP", "LOSS", "EVALUATION", "ATTEMPT", "AGE")

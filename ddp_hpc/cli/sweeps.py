@@ -17,8 +17,8 @@ from ddp_hpc.cli.runs import add_flag, count, word_for
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.backend import Backend
     from ddp_hpc.launch.submission.request import SubmitRequest
+    from ddp_hpc.launch.sweep.manage_sweep import Started
     from ddp_hpc.launch.sweep.points import Point
-    from ddp_hpc.launch.sweep.start import Started
     from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
 _MOST_SHOWN = 20
@@ -79,7 +79,7 @@ def start_sweep(
 ) -> int:
     """Start the sweep, on this machine until its points have ended; return the exit code. `stays`: how this command goes on then."""
     from ddp_hpc.base.leftovers import remove_leftovers
-    from ddp_hpc.launch.sweep.start import submit_sweep
+    from ddp_hpc.launch.sweep.manage_sweep import submit_sweep
     from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, refuse_existing
 
     environment, sweep_dir, is_json = base.environ, SweepDir(base.spec.path), args.json
@@ -124,7 +124,7 @@ def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
 def dry_run_of_sweep(base: SubmitRequest, points: Sequence[Point], backend: Backend, *, is_json: bool) -> str:
     """Return what would be started: on Slurm the text that sbatch would get, and the first points."""
     from ddp_hpc.launch.sweep.array import describe
-    from ddp_hpc.launch.sweep.resolving import check_points
+    from ddp_hpc.launch.sweep.point_configs import check_points
 
     check_points(base.resolved, points, base.environ, is_array=backend.HAS_QUEUE)
     script, notes = describe(base, points) if backend.HAS_QUEUE else (None, [])

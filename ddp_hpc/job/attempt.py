@@ -16,14 +16,14 @@ from ddp_hpc.job.ending import last_resort, network_probe, node_probe, stale_att
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome, misfit
-from ddp_hpc.job.joining import Joining
+from ddp_hpc.job.missing_ranks import Joining
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.notify import Notifier
 from ddp_hpc.job.slow_rank_monitor import SlowRankMonitor
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.job.workers import Workers
-from ddp_hpc.run.run_dir.joining import write_meeting
+from ddp_hpc.run.run_dir.joined_ranks import write_meeting
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, record_more
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm import client, states
 from ddp_hpc.cluster.slurm.allocation import Allocation
-from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude
+from ddp_hpc.cluster.slurm.exclude_nodes import nodes_to_exclude
 from ddp_hpc.cluster.slurm.queries import JobRecord, is_lost
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.spec.launch import LaunchSpec

@@ -19,9 +19,9 @@ from typing import Any
 
 from ddp_hpc.base.errors import WorkerError
 from ddp_hpc.launch.submission.backend import AUTO, backend_of, choose_backend, load_backend
+from ddp_hpc.launch.submission.fill_unset import fill_unset
 from ddp_hpc.launch.submission.removal import put_aside
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.launch.submission.unset import fill_unset
 from ddp_hpc.run.config.resolve import Resolved, flat, resolve
 from ddp_hpc.run.config.sources import DEFAULT
 from ddp_hpc.run.run_dir.paths import RunDir

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
-from ddp_hpc.cluster.rendezvous.store import listening_on
+from ddp_hpc.cluster.rendezvous.store_options import listening_on
 from ddp_hpc.cluster.rendezvous.worker_env import SHARED_GPU
 from ddp_hpc.train.sealed_store import SealedStore, prefix_of
 

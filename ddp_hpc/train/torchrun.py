@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main
 
-from ddp_hpc.cluster.rendezvous.store import listening_on
+from ddp_hpc.cluster.rendezvous.store_options import listening_on
 
 BACKEND = "fixed"
 _TIMEOUT = timedelta(minutes=10)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.names import few
-from ddp_hpc.train.engine.kept_values import GENERATORS, MOST_VALUES, is_constant, state_of
+from ddp_hpc.train.engine.value_copies import GENERATORS, MOST_VALUES, is_constant, state_of
 from ddp_hpc.train.recipe import OTHERS_CODE
 from ddp_hpc.train.state import digests
 from ddp_hpc.train.state.training_state import why_not_plain

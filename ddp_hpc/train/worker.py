@@ -25,19 +25,19 @@ from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, U
 from ddp_hpc.cluster.slow_ranks.reporter import reporter_of
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.run.config.resolve import load_resolved
-from ddp_hpc.run.run_dir.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, failure_of, is_lost_connection, write_failure
-from ddp_hpc.run.run_dir.joining import forget_missing, write_missing
+from ddp_hpc.run.run_dir.joined_ranks import forget_missing, write_missing
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
 from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
+from ddp_hpc.run.run_dir.software_versions import capture, differences, newest_environment, write_environment
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.run.workload.only_in_job import refuse_missing
+from ddp_hpc.run.workload.missing_files import refuse_missing
 from ddp_hpc.train import process_group
-from ddp_hpc.train.engine.divergence import of_nan_check
 from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.engine.nonfinite import of_nan_check
 from ddp_hpc.train.engine.optimizer import build_optimizer
-from ddp_hpc.train.engine.replayed import follow_request
+from ddp_hpc.train.engine.replay_trace import follow_request
 from ddp_hpc.train.engine.training import Training, configure_torch, prepare
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.late_compiler import DYNAMO, import_compiler_late

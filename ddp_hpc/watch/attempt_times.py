@@ -12,8 +12,8 @@ from functools import cached_property, partial
 
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.poll_files import Tail
 from ddp_hpc.run.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
-from ddp_hpc.run.run_dir.rereading import Tail
 from ddp_hpc.run.run_dir.timeline import Mark, read_marks
 from ddp_hpc.watch.report.series import parsed
 

@@ -10,7 +10,7 @@ from ddp_hpc.base.durable import json_line
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.rereading import LastRead, Tail, newest_attempt
+from ddp_hpc.run.run_dir.poll_files import LastRead, Tail, newest_attempt
 from ddp_hpc.watch.logs import LineReader
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus, read_status

@@ -15,11 +15,11 @@ from ddp_hpc.cluster.slurm import states
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.poll_files import LastRead
 from ddp_hpc.run.run_dir.records import Awaited, Progress, QueuedJob, read_awaited, read_progress, read_queued_job
-from ddp_hpc.run.run_dir.rereading import LastRead
 from ddp_hpc.run.run_dir.timeline import Alarm, read_alarms
 from ddp_hpc.watch.awaited import what_for, why_never_started
-from ddp_hpc.watch.failure import last_words
+from ddp_hpc.watch.failed_worker_log import last_words
 
 if TYPE_CHECKING:
     from ddp_hpc.watch.queue import Ask, QueueStatus

@@ -19,10 +19,10 @@ DOORS: dict[str, set[str]] = {
         "cli/__init__.py",
         "prove/drill/injector.py",
         "job/node/agent.py",
-        "job/node/check.py",
+        "job/node/check_users_part.py",
         "job/node/join.py",
         "job/node/join_node.py",
-        "job/node/spawned.py",
+        "job/node/spawned_worker.py",
         "job/supervisor.py",
         "job/node/task.py",
         "job/node/torchrun_node.py",
@@ -42,7 +42,7 @@ DOORS: dict[str, set[str]] = {
     "subprocess": {
         "prove/certify/trial.py",
         "job/wire/subprocesses.py",
-        "job/node/machine_use.py",
+        "job/node/start_sampler.py",
         "job/node/torchrun_node.py",
         "job/node/unpack.py",
         "job/notifier.py",
@@ -52,7 +52,7 @@ DOORS: dict[str, set[str]] = {
         "launch/submission/image_build.py",
         "watch/diagnose/image_probe.py",
         "watch/diagnose/doctor/quota.py",
-        "launch/submission/preflight/users_part.py",
+        "launch/submission/submit_checks/users_part.py",
         "launch/submission/snapshot.py",
         "launch/submission/local.py",
         "train/recording/beside.py",
@@ -71,7 +71,7 @@ DOORS: dict[str, set[str]] = {
         "run/run_dir/failure_reports.py",
         "job/node/agent.py",
         "launch/submission/local.py",
-        "launch/submission/preflight/users_part.py",
+        "launch/submission/submit_checks/users_part.py",
         "train/stop.py",
     },
 }
@@ -171,7 +171,7 @@ PROGRAMS = {
     "job/node/agent.py",
     "job/node/join.py",
     "job/node/join_node.py",
-    "job/node/spawned.py",
+    "job/node/spawned_worker.py",
     "job/node/task.py",
     "job/node/torchrun_node.py",
     "job/node/unpack.py",
@@ -198,7 +198,7 @@ READERS_OF_RUNS = ("prove/replay", "run/run_dir", "watch")
 """Packages that read what a run has written. At any path there may be something else than a file."""
 NO_RECORDS = {
     ("prove/replay/history.py", "read_bytes"),  # the user's code
-    ("run/run_dir/environment.py", "read_text"),  # /proc, PyTorch's version
+    ("run/run_dir/software_versions.py", "read_text"),  # /proc, PyTorch's version
 }
 
 

@@ -11,7 +11,7 @@ import ddp_hpc
 
 JOB = Path(ddp_hpc.__file__).parent / "job"
 
-SLURM = ("ddp_hpc.cluster.slurm.client", "ddp_hpc.cluster.slurm.nodes")
+SLURM = ("ddp_hpc.cluster.slurm.client", "ddp_hpc.cluster.slurm.exclude_nodes")
 """What runs Slurm's commands."""
 BEGINS = (
     "ddp_hpc.run.run_dir.ownership",
@@ -54,7 +54,7 @@ def test_supervision_has_one_object_for_slurm_and_one_module_that_begins_attempt
     [
         "from ddp_hpc.cluster.slurm import client",
         "def late():\n    from ddp_hpc.cluster.slurm.client import job",
-        "from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude",
+        "from ddp_hpc.cluster.slurm.exclude_nodes import nodes_to_exclude",
         "from ddp_hpc.run.run_dir import ownership",
         "from ddp_hpc.run.run_dir.ledger import Ledger, record_start",
     ],

@@ -100,7 +100,7 @@ SLOW_OF_OURS = {
     "ddp_hpc.run.checkpoints.checkpoint_store",
     "ddp_hpc.run.config",
     "ddp_hpc.cluster.containers",
-    "ddp_hpc.run.run_dir.environment",
+    "ddp_hpc.run.run_dir.software_versions",
     "ddp_hpc.run.run_dir.failure_reports",
     "ddp_hpc.launch.render",
     "ddp_hpc.run.requeue",
@@ -117,7 +117,7 @@ NEEDED_BY_A_DRY_RUN = {
     *("psutil", "random", "shlex", "socket", "subprocess", "tempfile", "yaml"),
 }
 """It reads a configuration, and describes what the back end would start."""
-OF_RUNS = {"ddp_hpc.cli.attach", "ddp_hpc.cli.summary", "ddp_hpc.watch.follow", "ddp_hpc.watch.status"}
+OF_RUNS = {"ddp_hpc.cli.follow_run", "ddp_hpc.cli.summary", "ddp_hpc.watch.follow", "ddp_hpc.watch.status"}
 
 
 @pytest.fixture
@@ -162,7 +162,9 @@ def test_a_sweep_for_slurm_imports_nothing_that_only_a_look_at_runs_or_another_b
     program.parent.mkdir()
     for name in ("sbatch", "scontrol"):
         program.with_name(name).symlink_to("/bin/true")
-    anywhere = "from ddp_hpc.launch.submission.preflight import capacity\ncapacity.PRIVATE_PLACES = ()\n"  # /tmp, too
+    anywhere = (
+        "from ddp_hpc.launch.submission.submit_checks import capacity\ncapacity.PRIVATE_PLACES = ()\n"  # /tmp, too
+    )
     alone = THEN_SAY_WHAT_IS_LOADED.replace(
         "import sys\n", f"import os, sys\nos.environ['PATH'] = '{program.parent}'\n{anywhere}", 1
     )

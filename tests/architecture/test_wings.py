@@ -35,6 +35,7 @@ HELD_BY_JOBS = (
     "rendezvous.links.node",
     "script.worker",
     "sweep.task",
+    "job.node.spawned",
     "cluster.machine.node",
     "cluster.node_checks.node",
     "cluster.rendezvous.links.node",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job

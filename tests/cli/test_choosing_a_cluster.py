@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.launch.submission.submit_checks import capacity
 
 NO_CONFIG = "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1"
 DOWN = "echo 'Slurmctld(primary) at head is DOWN'; exit 1"

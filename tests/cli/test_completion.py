@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import VERBS, main
-from ddp_hpc.cli.candidates import candidates
+from ddp_hpc.cli.tab_completion import candidates
 from tests.made_run import make_run
 
 

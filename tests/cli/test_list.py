@@ -114,7 +114,7 @@ def test_a_column_and_a_state_are_compared_without_reading_a_configuration(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read: list[Path] = []
-    monkeypatch.setattr("ddp_hpc.watch.compare.load_resolved", read.append)
+    monkeypatch.setattr("ddp_hpc.watch.compare_runs.load_resolved", read.append)
 
     assert main([*LISTED, *words]) == 0
 

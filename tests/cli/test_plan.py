@@ -11,7 +11,7 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.job.launcher import step_of_agents
-from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, SlurmSpec
 from tests.made_launch import launch_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cli.attach import LINE_INTERVAL_S, show_lines
 from ddp_hpc.cli.details import goodput_line
+from ddp_hpc.cli.follow_run import LINE_INTERVAL_S, show_lines
 from ddp_hpc.cli.formatting import duration, number, size, table
 from ddp_hpc.cli.live import draw, screen
 from ddp_hpc.cli.status_text import as_text

@@ -14,7 +14,7 @@ import pytest
 
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.cli import main
-from ddp_hpc.launch.submission.preflight import capacity
+from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from tests.full_disk import no_file_larger_than

@@ -17,9 +17,9 @@ from ddp_hpc.cli import main
 from ddp_hpc.launch.api import load as ddp_hpc_load
 from ddp_hpc.launch.api import submit as ddp_hpc_submit
 from ddp_hpc.run.config.resolve import load_resolved
-from ddp_hpc.run.run_dir.environment import read_environment, write_environment
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.software_versions import read_environment, write_environment
 from ddp_hpc.watch.status import read_status
 
 RECIPE = """

@@ -16,9 +16,9 @@ import ddp_hpc
 from ddp_hpc.base import processes
 from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.cli import main
+from ddp_hpc.launch.sweep.manage_sweep import continue_sweep, delete_sweep
 from ddp_hpc.launch.sweep.points import parse_axis, points_of
-from ddp_hpc.launch.sweep.runner import run_points, running
-from ddp_hpc.launch.sweep.start import continue_sweep, delete_sweep
+from ddp_hpc.launch.sweep.run_points import run_points, running
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sweep,
     SweepDir,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.rank_probe.collect import keep_hang_records
-from ddp_hpc.cluster.rank_probe.compare import ComparedRanks, compare
+from ddp_hpc.cluster.rank_probe.compare_ranks import ComparedRanks, compare
 from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder, socket_of
 from ddp_hpc.cluster.rank_probe.server import serve
 from ddp_hpc.run.run_dir.failure_reports import HangKind

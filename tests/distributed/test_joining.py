@@ -16,7 +16,7 @@ import yaml
 
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.rendezvous.ports import candidate_ports, is_free
-from ddp_hpc.run.run_dir.joining import read_missing
+from ddp_hpc.run.run_dir.joined_ranks import read_missing
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.records import read_progress
 from tests.distributed.whole_runs import Workplace, make_workplace

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from ddp_hpc.base.errors import RanksDifferError
 from ddp_hpc.run.run_dir.differences import read_difference
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.train import replicas
+from ddp_hpc.train import compare_replicas
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
@@ -241,4 +241,8 @@ def test_tensors_of_any_kind_are_compared_or_named_in_the_log_as_left_out(
 def test_elements_of_any_kind_are_sampled(tensor: torch.Tensor) -> None:
     flat = tensor.reshape(-1).resolve_conj()
 
-    assert len(replicas._floats(flat, range(flat.numel()))) == len(replicas._as_numbers(flat)) == flat.numel()
+    assert (
+        len(compare_replicas._floats(flat, range(flat.numel())))
+        == len(compare_replicas._as_numbers(flat))
+        == flat.numel()
+    )

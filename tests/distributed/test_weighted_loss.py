@@ -21,7 +21,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.record import write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import ReplayRequest
-from ddp_hpc.train.engine.replayed import follow_request
+from ddp_hpc.train.engine.replay_trace import follow_request
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.engine.weighted_loss import loss_of, warn_of_no_mean
 from ddp_hpc.train.process_group import Group

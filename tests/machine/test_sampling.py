@@ -87,7 +87,7 @@ subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]])
 TASK = """
 import os, sys
 from pathlib import Path
-from ddp_hpc.job.node.machine_use import end_sampling, start_sampling
+from ddp_hpc.job.node.start_sampler import end_sampling, start_sampling
 from ddp_hpc.run.run_dir.paths import RunDir
 run = RunDir(Path(sys.argv[1]))
 sampler = start_sampling(run, os.environ, attempt=0, node_rank=0, num_gpus=0, is_of_step=True)

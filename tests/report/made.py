@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.run.run_dir.joining import write_meeting
+from ddp_hpc.run.run_dir.joined_ranks import write_meeting
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 from ddp_hpc.run.run_dir.timeline import Look, Mark, encode

@@ -13,7 +13,7 @@ from ddp_hpc.run.run_dir.records import Progress
 from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import AttemptTime, attempt_times, read_times
 from ddp_hpc.watch.goodput import goodput_of
-from ddp_hpc.watch.report.timeline import rows_of
+from ddp_hpc.watch.report.attempt_rows import rows_of
 from tests.made_run import made_attempt
 from tests.report.made import Plan, large_run, made_run
 

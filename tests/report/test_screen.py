@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cli.attach import watch
+from ddp_hpc.cli.follow_run import watch
 from ddp_hpc.cli.live import LEVELS, PLAIN_LEVELS, screen, sparkline
 from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.machine_use import MachineUse, append_use

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.run.run_dir.joining import read_meeting
+from ddp_hpc.run.run_dir.joined_ranks import read_meeting
 from tests.report.test_page import Outline
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import FAULTY, attempts, await_done, await_first_end, await_step, slow_file

@@ -20,11 +20,11 @@ import torch
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.job.node import check
+from ddp_hpc.job.node import check_users_part
 from ddp_hpc.job.script.source import imports
 from ddp_hpc.launch.submission import local
-from ddp_hpc.launch.submission.preflight import capacity, users_part
 from ddp_hpc.launch.submission.run_dir_setup import refuse_several_torchruns
+from ddp_hpc.launch.submission.submit_checks import capacity, users_part
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec
@@ -278,7 +278,7 @@ class Forked:
             os.environ.update(env)
             for name in FILES:  # other tests have modules of these names
                 sys.modules.pop(name.partition(".")[0].partition("/")[0], None)
-            check.main(*argv[3:])
+            check_users_part.main(*argv[3:])
         finally:
             os._exit(0)
 

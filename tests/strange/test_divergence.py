@@ -21,14 +21,14 @@ from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
 from ddp_hpc.run.spec import CheckpointSpec
-from ddp_hpc.train.engine import divergence
-from ddp_hpc.train.engine.divergence import LossWatch
+from ddp_hpc.train.compare_replicas import Replicas
+from ddp_hpc.train.engine import nonfinite
 from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.engine.nonfinite import LossWatch
 from ddp_hpc.train.engine.optimizer import trained_parameters
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
-from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.checkpoint import Checkpointer
 from tests.distributed.processes import in_group
@@ -483,4 +483,4 @@ def test_gradients_without_elements_are_finite() -> None:
     empty = nn.Parameter(torch.zeros(0, 3))
     empty.sum().backward()
 
-    assert not divergence._not_finite(torch.optim.SGD([empty]))
+    assert not nonfinite._not_finite(torch.optim.SGD([empty]))

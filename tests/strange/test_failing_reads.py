@@ -205,7 +205,7 @@ def test_cancelling_a_sweep_waits_for_the_point_that_is_just_being_started(
 def test_cancelling_a_sweep_says_so_where_the_command_that_runs_its_points_does_not_end(
     sweep_dir: SweepDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ddp_hpc.launch.sweep.start._RUNNER_PATIENCE_S", 0.3)
+    monkeypatch.setattr("ddp_hpc.launch.sweep.manage_sweep._RUNNER_PATIENCE_S", 0.3)
     runner_fd = processes.take_lock(sweep_dir.ledger)
     assert runner_fd is not None
 

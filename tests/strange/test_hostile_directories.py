@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.cli.candidates import candidates
+from ddp_hpc.cli.tab_completion import candidates
 from ddp_hpc.run.config.sources import read_mapping
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rendezvous_token

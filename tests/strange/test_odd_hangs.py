@@ -16,9 +16,9 @@ import pytest
 from ddp_hpc.base.processes import kill
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.rank_probe.collect import process_state
-from ddp_hpc.cluster.rank_probe.compare import compare
+from ddp_hpc.cluster.rank_probe.compare_ranks import compare
 from ddp_hpc.cluster.rank_probe.folder import make_folder, socket_of
-from ddp_hpc.job.script.life import cpu_seconds
+from ddp_hpc.job.script.liveness import cpu_seconds
 from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, read_hang_records, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.unit.test_compare_ranks import LOADS, OPEN, launched, rank

@@ -13,7 +13,7 @@ from ddp_hpc.base.record import write_record
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.failure_reports import write_rank_end
 from ddp_hpc.run.run_dir.hang_records import HangRecord, write_hang_record
-from ddp_hpc.run.run_dir.joining import write_meeting, write_missing
+from ddp_hpc.run.run_dir.joined_ranks import write_meeting, write_missing
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, Root, record_end, record_start
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault, write_network
 from ddp_hpc.run.run_dir.paths import RunDir

@@ -16,7 +16,7 @@ import pytest
 from ddp_hpc.base.errors import WorkerError
 from ddp_hpc.cluster.rendezvous.launchers import RankPlace, find_place
 from ddp_hpc.cluster.rendezvous.ports import candidate_ports, is_free
-from ddp_hpc.job.node.gather import gather_at_port
+from ddp_hpc.job.node.join_attempt import gather_at_port
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rendezvous_token

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.affected import affected_by
+from ddp_hpc.run.run_dir.error_fingerprint import affected_by
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, failure_of, write_failure
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.train.data.loader import SampleError, SeededFetch, received

@@ -17,8 +17,8 @@ from ddp_hpc.cluster.containers import Bind, ContainerSetup, command_wrapper
 from ddp_hpc.cluster.rendezvous.worker_env import CPUS_BEFORE, GIVEN, PROBE_FOLDER, TABLE, USERS_CODE
 from ddp_hpc.job.supervisor import _set_variables
 from ddp_hpc.run.config.resolve import load_resolved
-from ddp_hpc.run.run_dir.environment import capture
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.software_versions import capture
 
 HOSTILE = "s3cr3t $(id) `id` $HOME \"quoted\" 'too' \\n\nsecond line"
 RECIPE = """

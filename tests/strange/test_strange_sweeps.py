@@ -19,9 +19,9 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.processes import host_name, take_lock
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import local
+from ddp_hpc.launch.sweep.manage_sweep import continue_sweep
+from ddp_hpc.launch.sweep.point_configs import Points
 from ddp_hpc.launch.sweep.points import parse_axis, points_of, read_points
-from ddp_hpc.launch.sweep.resolving import Points
-from ddp_hpc.launch.sweep.start import continue_sweep
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, make_sweep, read_sweep, record_continued
 from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.paths import RunDir

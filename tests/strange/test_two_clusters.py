@@ -11,7 +11,7 @@ from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
-from ddp_hpc.launch.sweep.start import continue_sweep, delete_sweep
+from ddp_hpc.launch.sweep.manage_sweep import continue_sweep, delete_sweep
 from ddp_hpc.launch.sweep.sweep_dir import read_sweep
 from ddp_hpc.run.run_dir.ledger import End, Ending, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -24,7 +24,7 @@ from tests.unit.test_sweep_array import Lab, start
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     """Return a login node of the cluster `beta`, whose Slurm knows no job."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_hpc.launch.submission.preflight.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.PRIVATE_PLACES", ())
     made = Lab(tmp_path)
     belongs_to(made, "beta")
     monkeypatch.setenv("PATH", made.environ["PATH"] + os.pathsep + os.environ["PATH"])

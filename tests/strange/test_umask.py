@@ -15,10 +15,10 @@ from ddp_hpc.base.durable import make_directories, replace_text, scratch_path
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.job import supervisor
-from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.run_dir_setup import make_run_dir, note_on_parents
+from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
-from ddp_hpc.run.run_dir import strangers
+from ddp_hpc.run.run_dir import write_permissions
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rendezvous_token
 from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
@@ -223,7 +223,7 @@ def test_where_a_file_system_knows_no_modes_nothing_is_checked(tmp_path: Path, m
     run = make_run(tmp_path)
     run.path.chmod(0o777)
     everything_open = os.stat_result((0o40777, 0, 0, 0, os.geteuid(), 0, 0, 0, 0, 0))
-    monkeypatch.setattr(strangers, "_probe", lambda _: everything_open)
+    monkeypatch.setattr(write_permissions, "_probe", lambda _: everything_open)
 
     make_run_dir(run, "name: digits\nseed: 1\n", is_new=False)
 

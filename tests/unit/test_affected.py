@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.run.run_dir.affected import Affected, affected_by, is_of_content, is_of_decoder
+from ddp_hpc.run.run_dir.error_fingerprint import Affected, affected_by, is_of_content, is_of_decoder
 
 
 def caught(act: Callable[[], object]) -> BaseException:

@@ -179,7 +179,7 @@ def test_workers_that_must_not_be_forked_are_processes_that_import_everything_th
     importers = {int(line.split()[-1]) for line in notes(run, "imported")}
     assert importers == {*agents, *first.values(), *pids(run, 1).values()}
     assert len(agents) == 1
-    assert modules == {"ddp_hpc.job.node.spawned"}
+    assert modules == {"ddp_hpc.job.node.spawned_worker"}
     assert "each rank's worker starts as a new process" in (said := capfd.readouterr().err)
     assert "it left a thread running" in said
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.cluster.rank_probe.compare import compare, main_frames
+from ddp_hpc.cluster.rank_probe.compare_ranks import compare, main_frames
 from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import HangRecord
 

@@ -26,7 +26,7 @@ from ddp_hpc.cluster.containers import (
 from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
 from ddp_hpc.job.staging import wrapper_of
 from ddp_hpc.job.wire.endpoint import Endpoint
-from ddp_hpc.launch.submission.preflight.image import look_at_image
+from ddp_hpc.launch.submission.submit_checks.image import look_at_image
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc.cluster.rendezvous.address import Host, addresses_of, find_address, this_host
-from ddp_hpc.cluster.rendezvous.derive import derive
+from ddp_hpc.cluster.rendezvous.derive_env import derive
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.rendezvous.worker_env import Fact, WorkerEnv
 from ddp_hpc.cluster.slurm.allocation import block_rank, read_allocation

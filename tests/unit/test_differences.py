@@ -23,7 +23,7 @@ from ddp_hpc.run.run_dir.differences import (
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import AttemptInputs
-from ddp_hpc.train.comparable import what_differs
+from ddp_hpc.train.comparable_attempts import what_differs
 from tests.made_run import changed, made_attempt
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.run.run_dir.environment import (
+from ddp_hpc.run.run_dir.software_versions import (
     Environment,
     capture,
     differences,

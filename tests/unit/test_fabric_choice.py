@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.rendezvous.choice import accepted, choose_fabric, fabric, refusal, source_address
+from ddp_hpc.cluster.rendezvous.choose_network import accepted, choose_fabric, fabric, refusal, source_address
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, Kind
 from ddp_hpc.cluster.rendezvous.worker_env import Fact
 from tests.unit.made_network import DOCKER, LO, interface, node

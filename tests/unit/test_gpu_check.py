@@ -19,7 +19,7 @@ from ddp_hpc.train.process_group import choose_device, rank_info_from_environ
 
 Change = dict[str, Any]
 BY_NAME = {check.name: check for check in CHECKS}
-AGENT, SPAWNED = "python -m ddp_hpc.job.node.agent", "python -m ddp_hpc.job.node.spawned"
+AGENT, SPAWNED = "python -m ddp_hpc.job.node.agent", "python -m ddp_hpc.job.node.spawned_worker"
 LOSSES = [2.3, 1.5, 0.9]
 TRAINED: Change = {"losses": LOSSES}
 EXACT: Change = {

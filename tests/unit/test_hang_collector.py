@@ -13,7 +13,7 @@ from ddp_hpc.cluster.rank_probe.client import RankProbe
 from ddp_hpc.cluster.rank_probe.collect import collect, process_state
 from ddp_hpc.cluster.rank_probe.deadlines import LOOK_S, Deadline, HangCollector, deadline_file
 from ddp_hpc.job.node.agent import _collector
-from ddp_hpc.job.script.life import cpu_seconds
+from ddp_hpc.job.script.liveness import cpu_seconds
 from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
 

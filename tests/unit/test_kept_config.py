@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from ddp_hpc.base.durable import replace_text
-from ddp_hpc.launch.submission.unset import fill_unset
+from ddp_hpc.launch.submission.fill_unset import fill_unset
 from ddp_hpc.run.config.keys import key_of
 from ddp_hpc.run.config.resolve import Resolved, dropped_from, flat, load_resolved, resolve
 from ddp_hpc.run.run_dir.paths import RunDir

@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hpc.train.engine.kept_values import MOST_VALUES, NotKeptError, refilled
 from ddp_hpc.train.engine.set_aside import place_of_copies, set_aside, to_keep
+from ddp_hpc.train.engine.value_copies import MOST_VALUES, NotKeptError, refilled
 
 CPU = torch.device("cpu")
 

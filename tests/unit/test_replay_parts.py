@@ -31,7 +31,6 @@ from ddp_hpc.prove.replay.history import History, environ_of, numeric_variables,
 from ddp_hpc.prove.replay.private_run import Wanted, _run_supervised, compute_again, num_gpus_here, replay_spec
 from ddp_hpc.prove.replay.record import Record, compare
 from ddp_hpc.prove.replay.replaying import ReplayReport, check_range
-from ddp_hpc.run.run_dir.environment import capture, write_environment
 from ddp_hpc.run.run_dir.ledger import Ending, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import (
@@ -40,9 +39,10 @@ from ddp_hpc.run.run_dir.replays import (
     read_inputs,
     write_inputs,
 )
+from ddp_hpc.run.run_dir.software_versions import capture, write_environment
 from ddp_hpc.run.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data.sample_order import Position
-from ddp_hpc.train.engine.replayed import follow_request
+from ddp_hpc.train.engine.replay_trace import follow_request
 from tests.made_run import add_attempt, add_checkpoint, add_metrics, make_run
 
 

@@ -20,7 +20,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line, replace_text
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.rereading import LOOK_INTERVAL_S, SETTLED_S, LastRead, SaveWatch, Tail, await_news
+from ddp_hpc.run.run_dir.poll_files import LOOK_INTERVAL_S, SETTLED_S, LastRead, SaveWatch, Tail, await_news
 from ddp_hpc.watch import status as status_module
 from ddp_hpc.watch.follow import follow
 from tests.made_run import add_attempt, add_checkpoint, add_metrics, add_progress, make_run
@@ -198,7 +198,7 @@ def test_following_a_run_in_which_nothing_happens_reads_none_of_its_files(
     fd = processes.take_lock(run.lock)
     assert fd is not None
     reads: list[str] = []
-    monkeypatch.setattr("ddp_hpc.run.run_dir.rereading.SETTLED_S", 0.0)
+    monkeypatch.setattr("ddp_hpc.run.run_dir.poll_files.SETTLED_S", 0.0)
     monkeypatch.setattr(Ledger, "read", counting("Ledger.read", Ledger.read, reads))
     for name in ("read_progress", "read_queued_job"):
         monkeypatch.setattr(status_module, name, counting(name, getattr(status_module, name), reads))
@@ -306,11 +306,11 @@ def test_one_flaky_look_at_the_ledger_between_two_looks_ends_no_following(
             raise errors.pop()
         return Ledger.read(run)
 
-    monkeypatch.setattr("ddp_hpc.run.run_dir.rereading.SETTLED_S", 1e9)  # each look reads
+    monkeypatch.setattr("ddp_hpc.run.run_dir.poll_files.SETTLED_S", 1e9)  # each look reads
     monkeypatch.setattr("time.sleep", lambda _: None)
     looks = follow(run, 0, clock=time.time, pause=lambda _: None)
     next(looks)
-    monkeypatch.setattr("ddp_hpc.run.run_dir.rereading.Ledger", SimpleNamespace(read=flaky))
+    monkeypatch.setattr("ddp_hpc.run.run_dir.poll_files.Ledger", SimpleNamespace(read=flaky))
 
     assert next(looks).status.state == "starting"
     assert errors == []
@@ -338,7 +338,7 @@ def test_a_run_on_another_host_is_looked_at_after_the_whole_pause(
     run = make_run(tmp_path)
     add_attempt(run)
     pauses: list[float] = []
-    in_pauses_of("ddp_hpc.run.run_dir.rereading", pauses.append, monkeypatch)
+    in_pauses_of("ddp_hpc.run.run_dir.poll_files", pauses.append, monkeypatch)
     monkeypatch.setattr("ddp_hpc.base.processes.host_name", lambda: "login")
 
     await_news(Ledger.read(run).attempts[0])

@@ -24,8 +24,8 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.checkpoint import Checkpointer, partition_tensors
+from ddp_hpc.train.state.gpu_staging import Side, Staging, packed_places, staging_bytes, windows
 from ddp_hpc.train.state.save_buffers import SaveBuffers, block_sizes
-from ddp_hpc.train.state.staging import Side, Staging, packed_places, staging_bytes, windows
 from ddp_hpc.train.state.training_state import NamedTensor
 from tests.unit.made_state import CPU, alone, make_state, take_step
 

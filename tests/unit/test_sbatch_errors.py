@@ -14,8 +14,8 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm.queries import JobRecord, NodeShape, Partition, chosen_partition
-from ddp_hpc.launch.submission.preflight import capacity
-from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, explain
+from ddp_hpc.launch.submission.submit_checks import capacity
+from ddp_hpc.launch.submission.submit_checks.sbatch_errors import Cluster, explain
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job

@@ -19,7 +19,7 @@ from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.cli.summary import headline
 from ddp_hpc.cli.verbs.list import _row
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
-from ddp_hpc.job.script.life import Life
+from ddp_hpc.job.script.liveness import Life
 from ddp_hpc.job.script.plan import frozen_code, plan_of, users_python_path
 from ddp_hpc.job.script.source import sets_endpoint, why_exec
 from ddp_hpc.job.script.watcher import meaning

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from ddp_hpc.cluster.rendezvous.store import listening_on
+from ddp_hpc.cluster.rendezvous.store_options import listening_on
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.7.1+cu126", torch.__version__])

@@ -22,9 +22,9 @@ from ddp_hpc.launch.submission import slurm as slurm_backend
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.array import array_script, send
 from ddp_hpc.launch.sweep.chain import after_sweep
+from ddp_hpc.launch.sweep.manage_sweep import Started, cancel_sweep, continue_sweep, delete_sweep, submit_sweep
 from ddp_hpc.launch.sweep.point_states import PointReader
 from ddp_hpc.launch.sweep.points import parse_axis, points_of
-from ddp_hpc.launch.sweep.start import Started, cancel_sweep, continue_sweep, delete_sweep, submit_sweep
 from ddp_hpc.launch.sweep.sweep_dir import (
     SentArray,
     Sweep,
@@ -105,7 +105,7 @@ class Lab(FakeSlurm):
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_hpc.launch.submission.preflight.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.PRIVATE_PLACES", ())
 
 
 def start(
@@ -691,7 +691,7 @@ def test_a_submission_that_is_killed_before_its_files_are_complete_leaves_no_swe
     (tmp_path / "train.py").touch()
     code = (
         "import os, sys; from pathlib import Path; Path('submitting').write_text(str(os.getpid()));"
-        "from ddp_hpc.launch.submission.preflight import capacity; capacity.PRIVATE_PLACES = ();"
+        "from ddp_hpc.launch.submission.submit_checks import capacity; capacity.PRIVATE_PLACES = ();"
         "from ddp_hpc.cli import main; main(sys.argv[1:])"
     )
     argv = [sys.executable, "-c", code, "submit", *words, "--", "python", "train.py"]

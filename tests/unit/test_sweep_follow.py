@@ -16,8 +16,8 @@ from ddp_hpc.base.errors import RunBusyError
 from ddp_hpc.cli.sweep_follow import _next_steps, follow_sweep, show
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.sweep import array
+from ddp_hpc.launch.sweep.manage_sweep import cancel_sweep, continue_sweep
 from ddp_hpc.launch.sweep.point_states import SweepLook, follow
-from ddp_hpc.launch.sweep.start import cancel_sweep, continue_sweep
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir, read_sweep, sending_alone
 from ddp_hpc.run.run_dir.ledger import End, Ending, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -29,7 +29,7 @@ from tests.unit.test_sweep_array import DOWN, Lab, accepts, lose_answer, start
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_hpc.launch.submission.preflight.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.PRIVATE_PLACES", ())
 
 
 class Watched:
@@ -184,7 +184,7 @@ def test_a_cancellation_says_so_where_another_process_goes_on_sending(
 ) -> None:
     lab = Lab(tmp_path)
     sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
-    monkeypatch.setattr("ddp_hpc.launch.sweep.start._SENDING_PATIENCE_S", 0.0)
+    monkeypatch.setattr("ddp_hpc.launch.sweep.manage_sweep._SENDING_PATIENCE_S", 0.0)
 
     with sending_alone(sweep_dir, "busy"), pytest.raises(RunBusyError, match="sweep cancel grid` again"):
         cancel_sweep(sweep_dir, lab.environ)

@@ -8,8 +8,8 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.launch.sweep import point_states
+from ddp_hpc.launch.sweep.point_configs import Points, check_points
 from ddp_hpc.launch.sweep.points import Point, parse_axis, points_of, read_points
-from ddp_hpc.launch.sweep.resolving import Points, check_points
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 from ddp_hpc.run.config.resolve import Resolved, render_resolved, resolve
 from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start

@@ -14,10 +14,10 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.launch.submission import local, slurm
 from ddp_hpc.launch.submission.backend import Submission
-from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.removal import delete
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import submitting_alone
+from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.run.config.resolve import Resolved, flat
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec

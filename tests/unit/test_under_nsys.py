@@ -46,7 +46,7 @@ class Place:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, trial: str, how: str = "", *, ranks: str = "0") -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "ddp_hpc.job.node.spawned", str(self.run.path), "--worker=nsys_worker"]
+        argv = [sys.executable, "-m", "ddp_hpc.job.node.spawned_worker", str(self.run.path), "--worker=nsys_worker"]
         options = ["--attempt=2", f"--agent={os.getpid()}", f"--nsys={ranks}"]
         environ = {**os.environ, "TRIAL": trial, "FAKE_NSYS": how, "FAKE_NSYS_CALLS": str(self.calls_file), "RANK": "0"}
         environ |= {"PATH": self.path, "PYTHONPATH": f"{self.run.path.parent}:{Path(__file__).parents[2]}"}

@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.machine.gpus import Gpu
 from ddp_hpc.cluster.slurm.queries import NodeShape
-from ddp_hpc.launch.submission.unset import FilledIn, choose_gpus, fill_unset, share_cpus_by_gpus
+from ddp_hpc.launch.submission.fill_unset import FilledIn, choose_gpus, fill_unset, share_cpus_by_gpus
 from ddp_hpc.run.config.overlay import Overlay
 from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, ScriptSpec, SlurmSpec

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ddp_hpc.base.record import write_record
 from ddp_hpc.job.ending import network_probe
-from ddp_hpc.job.joining import LISTING_S, WAIT_S, Joining
-from ddp_hpc.run.run_dir.joining import MissingRanks, forget_missing, read_missing, write_missing
+from ddp_hpc.job.missing_ranks import LISTING_S, WAIT_S, Joining
+from ddp_hpc.run.run_dir.joined_ranks import MissingRanks, forget_missing, read_missing, write_missing
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.run.run_dir.ledger import End, Ending, record_end
+from ddp_hpc.run.run_dir.poll_files import Tail
 from ddp_hpc.run.run_dir.records import Progress, numbers_of, write_progress
-from ddp_hpc.run.run_dir.rereading import Tail
 from ddp_hpc.watch.follow import follow
 from tests.made_run import add_attempt, add_log, add_metrics, add_progress, make_run
 

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.watch.failure import last_lines, log_of
+from ddp_hpc.watch.failed_worker_log import last_lines, log_of
 from ddp_hpc.watch.logs import LogSelection, follow_lines, read_lines
 from tests.made_run import add_failure, add_log, make_run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.run.run_dir.affected import entity
+from ddp_hpc.run.run_dir.error_fingerprint import entity
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.watch.why.findings import AttemptFacts

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.run.run_dir.affected import entity, fingerprint, mechanism
 from ddp_hpc.run.run_dir.differences import FINITE, NOT_FINITE, Difference
+from ddp_hpc.run.run_dir.error_fingerprint import entity, fingerprint, mechanism
 from ddp_hpc.run.run_dir.failure_reports import HangKind, RankEnd, WorkerFailure
-from ddp_hpc.run.run_dir.joining import MissingRanks
+from ddp_hpc.run.run_dir.joined_ranks import MissingRanks
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault
 from ddp_hpc.watch.why.exceptions import tracebacks, uncaught

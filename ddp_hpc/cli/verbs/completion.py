@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if args.shell != "words":
         print(_SCRIPTS[args.shell], end="")
         return 0
-    from ddp_hpc.cli.candidates import candidates
+    from ddp_hpc.cli.tab_completion import candidates
 
     found = candidates(sys.stdin.read().removesuffix("\n").split("\n"), environment)
     print("".join(f"{one}\n" for one in found), end="")

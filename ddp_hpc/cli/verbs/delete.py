@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_flag, add_run, chosen_runs_dir, own_run
-from ddp_hpc.run.run_dir.strangers import refuse_strangers
+from ddp_hpc.run.run_dir.write_permissions import refuse_strangers
 from ddp_hpc.watch.status import read_status
 
 
@@ -26,7 +26,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     sweep_dir = sweep_named(args.run, chosen_runs_dir(args.runs_dir, environment))
     if sweep_dir is not None:
-        from ddp_hpc.launch.sweep.start import delete_sweep, describe_sweep  # late: most of what is deleted are runs
+        from ddp_hpc.launch.sweep.manage_sweep import (  # late: most of what is deleted are runs
+            delete_sweep,
+            describe_sweep,
+        )
 
         refuse_strangers(sweep_dir.path)
         what = describe_sweep(sweep_dir)

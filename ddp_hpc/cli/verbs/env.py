@@ -24,7 +24,7 @@ from ddp_hpc.cli.runs import add_runs_dir, chosen_run
 
 if TYPE_CHECKING:
     from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv
-    from ddp_hpc.run.run_dir.environment import Environment
+    from ddp_hpc.run.run_dir.software_versions import Environment
 
 
 _ON_DIFFERENCES = (
@@ -78,7 +78,7 @@ def _found_here(environment: Mapping[str, str]) -> WorkerEnv:
     """Return the variables of a process that a launcher of another program has started, or of Slurm's, which are derived."""
     from ddp_hpc.cli.verbs.join import first_node_of
     from ddp_hpc.cluster.rendezvous.address import this_host
-    from ddp_hpc.cluster.rendezvous.derive import derive
+    from ddp_hpc.cluster.rendezvous.derive_env import derive
     from ddp_hpc.cluster.rendezvous.launchers import SRUN, find_place, recognise, variables_of
     from ddp_hpc.cluster.slurm.allocation import read_allocation
 
@@ -89,7 +89,7 @@ def _found_here(environment: Mapping[str, str]) -> WorkerEnv:
 
 
 def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.run.run_dir.environment import capture, differences, newest_environment
+    from ddp_hpc.run.run_dir.software_versions import capture, differences, newest_environment
 
     if args.export:
         raise ConfigError(

@@ -185,7 +185,7 @@ def _worker_argv(run_dir: RunDir, options: Sequence[str]) -> list[str]:
 
 def _node_argv(run_dir: RunDir, resolved: Resolved, place: RankPlace, options: Sequence[str]) -> list[str]:
     """Return the command that starts torchrun on this node."""
-    from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
+    from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK
     from ddp_hpc.job.wire.endpoint import Endpoint
     from ddp_hpc.run.workload.table import workload_of
 

@@ -130,7 +130,7 @@ def _print_reasons(statuses: Sequence[RunStatus]) -> None:
 
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
     """Return the runs that match the filters, sorted as the user asks, each with its values of the keys that differ."""
-    from ddp_hpc.watch.compare import ListedRun, differing_keys, filter_runs, sort_runs  # late: only to compare
+    from ddp_hpc.watch.compare_runs import ListedRun, differing_keys, filter_runs, sort_runs  # late: only to compare
 
     runs = filter_runs([ListedRun(status) for status in statuses], args.filter)
     if args.sort:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
 from ddp_hpc.launch.submission.release_hold import require_start
-from ddp_hpc.run.run_dir.rereading import LastRead, await_news, newest_attempt
+from ddp_hpc.run.run_dir.poll_files import LastRead, await_news, newest_attempt
 from ddp_hpc.watch.logs import LogSelection, follow_lines, read_lines, require_log
 from ddp_hpc.watch.status import read_status
 

@@ -11,7 +11,7 @@ from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cli.runs import add_flag, add_run, own_run, slurm_asker
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.rereading import LOOK_INTERVAL_S
+from ddp_hpc.run.run_dir.poll_files import LOOK_INTERVAL_S
 from ddp_hpc.watch.status import RunStatus, read_status
 
 if TYPE_CHECKING:

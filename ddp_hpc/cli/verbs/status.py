@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     now = time.time()
     run_dir = chosen_run(args, environment)
     if args.watch:
-        from ddp_hpc.cli.attach import watch  # late: only here
+        from ddp_hpc.cli.follow_run import watch  # late: only here
 
         watch(run_dir, sys.stdout, ask=slurm_asker(environment))
         return 0

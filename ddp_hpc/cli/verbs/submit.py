@@ -192,7 +192,7 @@ def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping
         return
     backend = load_backend(submission.backend)  # another than was asked for, where the run was there already
     if args.follow:
-        from ddp_hpc.cli.attach import show  # late: a dry run looks at no run
+        from ddp_hpc.cli.follow_run import show  # late: a dry run looks at no run
 
         show(submission.run, submission.attempt, out, ask=slurm_asker(environment))
     if args.wait:

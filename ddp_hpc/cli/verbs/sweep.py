@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_flag, add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.sweeps import add_limits, report
-from ddp_hpc.run.run_dir.strangers import refuse_strangers
+from ddp_hpc.run.run_dir.write_permissions import refuse_strangers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Start the points, follow the sweep, or cancel it."""
-    from ddp_hpc.launch.sweep.start import cancel_sweep, continue_sweep  # late: `--help` needs none of it
+    from ddp_hpc.launch.sweep.manage_sweep import cancel_sweep, continue_sweep  # late: `--help` needs none of it
     from ddp_hpc.launch.sweep.sweep_dir import find_sweep
 
     sweep_dir = find_sweep(args.sweep, chosen_runs_dir(args.runs_dir, environment))

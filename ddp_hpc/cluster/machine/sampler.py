@@ -2,7 +2,7 @@
 
     python -m ddp_hpc.cluster.machine.sampler RUN_DIR --attempt 0 --node-rank 1 --gpus 8 --parent 4711 --root 4711
 
-It is started beside the workers (`job.node.machine_use`), which are processes below the one that `--root` names. It ends when its standard
+It is started beside the workers (`job.node.start_sampler`), which are processes below the one that `--root` names. It ends when its standard
 input is closed, after a last record, and is killed when the process that `--parent` names ends. A file system or a driver that does not
 answer delays it alone.
 """

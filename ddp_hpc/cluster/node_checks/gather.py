@@ -27,11 +27,11 @@ from ddp_hpc.base.patience import answers_within, is_answer
 from ddp_hpc.base.processes import kernel_text
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared, neighbours
 from ddp_hpc.cluster.rendezvous.address import addresses_of
-from ddp_hpc.cluster.rendezvous.choice import fabric, refusal
+from ddp_hpc.cluster.rendezvous.choose_network import fabric, refusal
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.slurm.allocation import node_name, num_granted_gpus
 from ddp_hpc.cluster.slurm.framing import framed
-from ddp_hpc.run.run_dir.environment import capture
+from ddp_hpc.run.run_dir.software_versions import capture
 
 PATIENCE_S = 12.0
 """How long a node may take for all parts."""

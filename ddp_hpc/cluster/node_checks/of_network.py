@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from ddp_hpc.cluster.node_checks.answers import NodeAnswers, odd_ones, unknown
-from ddp_hpc.cluster.rendezvous.choice import speed_order
+from ddp_hpc.cluster.rendezvous.choose_network import speed_order
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 

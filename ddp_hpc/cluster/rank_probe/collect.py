@@ -13,7 +13,7 @@ from typing import Any
 
 from ddp_hpc.base.processes import host_name, kernel_text
 from ddp_hpc.cluster.rank_probe.client import ANSWER_S, NoAnswerError, NoHandlerError, RankProbe
-from ddp_hpc.cluster.rank_probe.compare import is_in_distributed, main_frames
+from ddp_hpc.cluster.rank_probe.compare_ranks import is_in_distributed, main_frames
 from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
 

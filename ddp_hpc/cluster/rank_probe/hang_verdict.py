@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.cluster.rank_probe.compare import ComparedRanks, compare
+from ddp_hpc.cluster.rank_probe.compare_ranks import ComparedRanks, compare
 from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import HangRecord
 from ddp_hpc.run.run_dir.network import NetworkFindings

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, WorkerError
-from ddp_hpc.cluster.rendezvous.choice import (
+from ddp_hpc.cluster.rendezvous.choose_network import (
     LOOPBACK,
     ONE_NODE,
     by_speed,

@@ -16,7 +16,7 @@ from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.address import Host, address_for_task
-from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
+from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK
 from ddp_hpc.cluster.rendezvous.ports import LOWEST, candidate_ports
 from ddp_hpc.cluster.rendezvous.worker_env import (
     OURS,

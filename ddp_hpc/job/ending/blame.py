@@ -10,8 +10,8 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.job.ending.causes import Evidence
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.run import requeue
-from ddp_hpc.run.run_dir.affected import fingerprint
 from ddp_hpc.run.run_dir.differences import Difference, is_same_again
+from ddp_hpc.run.run_dir.error_fingerprint import fingerprint
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Root
 from ddp_hpc.run.run_dir.network import NetworkFindings

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from ddp_hpc.base.durable import end_of, make_directories, replace_text
-from ddp_hpc.cluster.rank_probe.compare import main_frames
+from ddp_hpc.cluster.rank_probe.compare_ranks import main_frames
 from ddp_hpc.cluster.rank_probe.hang_verdict import RankStack, judge_hang
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.job_context import JobContext

@@ -9,7 +9,7 @@ on each node of a job, and the node rank comes from Slurm; else this machine is 
 
 The worker is a module named on the command line, so that this one stays free of torch. It offers `preload(run)`, called
 once before the first fork, and `main(run, environ, attempt=, listen_fd=)`, which returns the worker's exit code. Where
-`preload` returns a reason not to fork, workers are new processes (`spawned`), which import everything themselves.
+`preload` returns a reason not to fork, workers are new processes (`spawned_worker`), which import everything themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ddp_hpc.cluster.machine.cgroups import MemoryKills, memory_kills, ran_out_s
 from ddp_hpc.cluster.rank_probe.deadlines import HangCollector, in_child, in_thread
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.address import this_host
-from ddp_hpc.cluster.rendezvous.choice import LOOPBACK
+from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK
 from ddp_hpc.cluster.rendezvous.worker_env import (
     PROBE_FOLDER,
     PROBES_ITSELF,
@@ -49,7 +49,6 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import keep_to, share_here
-from ddp_hpc.job.node.machine_use import BEGIN_S, Sampler, end_sampling, start_sampling
 from ddp_hpc.job.node.python_environ import (
     imports_for_good,
     leave_at_once,
@@ -58,6 +57,7 @@ from ddp_hpc.job.node.python_environ import (
     run_and_leave,
     shorten_tmpdir,
 )
+from ddp_hpc.job.node.start_sampler import BEGIN_S, Sampler, end_sampling, start_sampling
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
 from ddp_hpc.job.workers import ask_by_file
@@ -251,7 +251,7 @@ class Agent:
             if meeting_point and rank == 0:
                 meeting_point.set_inheritable(True)
                 options.append(f"--listen-fd={meeting_point.fileno()}")
-            argv = [sys.executable, "-m", "ddp_hpc.job.node.spawned", str(self._run.path), *options]
+            argv = [sys.executable, "-m", "ddp_hpc.job.node.spawned_worker", str(self._run.path), *options]
             try:
                 by_pid[os.posix_spawn(sys.executable, argv, {**os.environ, **environ, **self._python})] = rank
             except OSError:

@@ -26,7 +26,7 @@ from ddp_hpc.job import attempt_start
 from ddp_hpc.job.ending import last_resort
 from ddp_hpc.job.job_context import JobContext, Outcome, read_context
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.node.gather import gather_at_port, gather_in_store
+from ddp_hpc.job.node.join_attempt import gather_at_port, gather_in_store
 from ddp_hpc.job.node.python_environ import IMPORT_PATH, make_users_code_importable, run_and_leave, run_worker
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir import ownership

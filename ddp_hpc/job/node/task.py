@@ -31,7 +31,6 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.node.machine_use import end_sampling, start_sampling
 from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
     python_environ,
@@ -39,6 +38,7 @@ from ddp_hpc.job.node.python_environ import (
     run_worker,
     shorten_tmpdir,
 )
+from ddp_hpc.job.node.start_sampler import end_sampling, start_sampling
 from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
 from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
 from ddp_hpc.run.run_dir.failure_reports import report

@@ -26,12 +26,12 @@ import psutil
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.address import this_host
-from ddp_hpc.cluster.rendezvous.choice import source_address
+from ddp_hpc.cluster.rendezvous.choose_network import source_address
 from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.node.machine_use import end_sampling, start_sampling
 from ddp_hpc.job.node.python_environ import shorten_tmpdir
+from ddp_hpc.job.node.start_sampler import end_sampling, start_sampling
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.run.run_dir.paths import RunDir
 

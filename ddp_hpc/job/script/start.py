@@ -23,7 +23,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
 from ddp_hpc.cluster.slurm.allocation import is_in_job
 from ddp_hpc.job.script.interpreter import run_as_main
 from ddp_hpc.job.script.plan import ScriptRank, users_python_path
-from ddp_hpc.job.script.report import report_exception
+from ddp_hpc.job.script.script_end import report_exception
 from ddp_hpc.job.script.sealed_objects import seal_at_rendezvous
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
 

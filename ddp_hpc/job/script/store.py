@@ -10,7 +10,7 @@ import psutil
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.patience import known
-from ddp_hpc.cluster.rendezvous.store import listening_on
+from ddp_hpc.cluster.rendezvous.store_options import listening_on
 from ddp_hpc.job.script.plan import ScriptRank
 
 LOOK_S = 0.25

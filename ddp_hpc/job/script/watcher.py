@@ -20,7 +20,7 @@ from ddp_hpc.cluster.rank_probe.client import RankProbe
 from ddp_hpc.cluster.rank_probe.collect import collect
 from ddp_hpc.cluster.rank_probe.deadlines import in_thread
 from ddp_hpc.cluster.rank_probe.folder import socket_of
-from ddp_hpc.job.script.life import Life
+from ddp_hpc.job.script.liveness import Life
 from ddp_hpc.job.script.plan import ScriptRank
 from ddp_hpc.run.run_dir.failure_reports import read_failures, write_rank_end
 from ddp_hpc.run.run_dir.hang_records import write_hang_record

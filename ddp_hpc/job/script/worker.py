@@ -29,7 +29,7 @@ from ddp_hpc.cluster.machine.cgroups import memory_kills, ran_out_since
 from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
 from ddp_hpc.cluster.slow_ranks.reporter import reporter_of
 from ddp_hpc.job.script.plan import ScriptPlan, ScriptRank, frozen_code, plan_of
-from ddp_hpc.job.script.report import remark, report_exit, what_was_short
+from ddp_hpc.job.script.script_end import remark, report_exit, what_was_short
 from ddp_hpc.job.script.source import imports
 from ddp_hpc.job.script.start import start
 from ddp_hpc.job.script.store import host_store, keep_while_used
@@ -39,7 +39,7 @@ from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.ownership import is_fenced
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.run.workload.only_in_job import refuse_missing
+from ddp_hpc.run.workload.missing_files import refuse_missing
 from ddp_hpc.run.workload.script_progress import read_seen
 
 MODULES = (

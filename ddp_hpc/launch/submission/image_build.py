@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ddp_hpc.base.durable import scratch_path
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cluster.containers import candidate_runtimes, identity_of
-from ddp_hpc.run.config.paths import refuse_unknown_home
+from ddp_hpc.run.config.fill_paths import refuse_unknown_home
 
 Engine = Literal["auto", "apptainer", "singularity", "docker"]
 

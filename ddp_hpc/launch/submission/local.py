@@ -28,12 +28,12 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     refuse_missing_nsys,
     submitting_alone,
 )
-from ddp_hpc.run.run_dir import ownership, rereading
+from ddp_hpc.run.run_dir import ownership, poll_files
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import after_stop, ask_to_stop, read_progress
 from ddp_hpc.run.spec import LaunchSpec
-from ddp_hpc.watch.failure import last_words
+from ddp_hpc.watch.failed_worker_log import last_words
 
 NAME = "local"
 HAS_QUEUE = False
@@ -88,7 +88,7 @@ def describe(request: SubmitRequest) -> Description:
     notes = check_settings(spec, run.path, environ)
     refuse_missing_nsys(spec, environ)
     if spec.container.image is not None or spec.stage.archive is not None:
-        from ddp_hpc.launch.submission.preflight.image import look_at_image  # late: most runs here have neither
+        from ddp_hpc.launch.submission.submit_checks.image import look_at_image  # late: most runs here have neither
 
         notes += look_at_image(spec, run, request.import_paths, environ, is_for_slurm=False)
     return Description(notes=notes, command=supervisor_argv(run), import_paths=request.import_paths)
@@ -258,17 +258,17 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
 def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     """Return the last attempt, of those from `attempt` on, once it has ended and no other follows."""
     del environ
-    files = rereading.LastRead()
-    saves = rereading.SaveWatch(run, attempt, files)
+    files = poll_files.LastRead()
+    saves = poll_files.SaveWatch(run, attempt, files)
     while True:
         is_alive = patiently(str(run.lock), lambda: works_here(run))
-        newest = rereading.newest_attempt(run, files)
+        newest = poll_files.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
             return newest
         if not is_alive:
             raise WorkerError(_gone(run, attempt if newest is None else max(attempt, newest.attempt)))
         saves.look()
-        rereading.await_news(newest)
+        poll_files.await_news(newest)
 
 
 def _gone(run: RunDir, attempt: int) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 
 from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError, WorkerError
 from ddp_hpc.cluster.slurm import client, states
+from ddp_hpc.cluster.slurm.exclude_nodes import nodes_to_exclude
 from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
-from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude
 from ddp_hpc.cluster.slurm.queries import ESLURM_ACCESS_DENIED, JobRecord
 from ddp_hpc.run import requeue
 from ddp_hpc.run.config.resolve import load_resolved

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.launch.submission.unset import fill_unset
+from ddp_hpc.launch.submission.fill_unset import fill_unset
 from ddp_hpc.run.config.resolve import Resolved, resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Awaited

@@ -23,7 +23,7 @@ from ddp_hpc.run.config.resolve import Resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
 from ddp_hpc.run.run_dir.records import is_done
-from ddp_hpc.run.run_dir.strangers import refuse_strangers
+from ddp_hpc.run.run_dir.write_permissions import refuse_strangers
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 

@@ -16,14 +16,11 @@ from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmRefusalError, Slu
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.cluster.slurm import client, states
 from ddp_hpc.cluster.slurm.allocation import claimed_job_id
-from ddp_hpc.cluster.slurm.nodes import nodes_to_exclude
+from ddp_hpc.cluster.slurm.exclude_nodes import nodes_to_exclude
 from ddp_hpc.launch.render import render
 from ddp_hpc.launch.submission import release_hold
 from ddp_hpc.launch.submission.allocate import allocate
 from ddp_hpc.launch.submission.backend import Description, Submission
-from ddp_hpc.launch.submission.preflight import capacity
-from ddp_hpc.launch.submission.preflight.image import look_at_image
-from ddp_hpc.launch.submission.preflight.users_part import check_users_part
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
     Claim,
@@ -33,8 +30,11 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     submitting_alone,
 )
 from ddp_hpc.launch.submission.snapshot import live_folders, notes_on_copy, path_in_snapshot, source_of, take_snapshot
+from ddp_hpc.launch.submission.submit_checks import capacity
+from ddp_hpc.launch.submission.submit_checks.image import look_at_image
+from ddp_hpc.launch.submission.submit_checks.users_part import check_users_part
 from ddp_hpc.run import requeue
-from ddp_hpc.run.run_dir import ownership, rereading
+from ddp_hpc.run.run_dir import ownership, poll_files
 from ddp_hpc.run.run_dir.ledger import Attempt, End, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
@@ -282,10 +282,10 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     Raises:
         WorkerError: where the job will not start; or Slurm no longer has it, and it wrote nothing to the run's directory.
     """
-    (pause, longest), files = _ASK_S, rereading.LastRead()
-    asked_at, seen, saves, told = time.monotonic(), _queued(run), rereading.SaveWatch(run, attempt, files), ""
+    (pause, longest), files = _ASK_S, poll_files.LastRead()
+    asked_at, seen, saves, told = time.monotonic(), _queued(run), poll_files.SaveWatch(run, attempt, files), ""
     while True:
-        newest = rereading.newest_attempt(run, files)
+        newest = poll_files.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
             return newest
         queued = _queued(run)
@@ -298,7 +298,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
                 sys.stderr.write(f"note: job {queued.job_id} of {run.name} waits: {held}\n")
             told = held
         saves.look()
-        rereading.await_news(newest)
+        poll_files.await_news(newest)
 
 
 def _queued(run: RunDir) -> QueuedJob | None:
@@ -319,7 +319,7 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
         release_hold.require_start(run, job.job_id, job.reason)
         if not states.has_ended(job.state):
             return states.explain_reason(job.reason) if states.is_held(job.reason) else ""
-    newest = rereading.newest_attempt(run, rereading.LastRead())
+    newest = poll_files.newest_attempt(run, poll_files.LastRead())
     has_ended = newest is not None and newest.attempt >= attempt and newest.is_last
     if has_ended or _queued(run) != queued:
         return ""

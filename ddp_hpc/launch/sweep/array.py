@@ -19,10 +19,10 @@ from ddp_hpc.cluster.slurm.queries import ClusterConfig
 from ddp_hpc.launch.render import own_template, render_template
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.allocate import allocate_array
-from ddp_hpc.launch.submission.preflight import capacity
 from ddp_hpc.launch.submission.request import SubmitRequest
+from ddp_hpc.launch.submission.submit_checks import capacity
+from ddp_hpc.launch.sweep.point_configs import specs_to_check
 from ddp_hpc.launch.sweep.points import Point
-from ddp_hpc.launch.sweep.resolving import specs_to_check
 from ddp_hpc.launch.sweep.sweep_dir import (
     SentArray,
     Sweep,

@@ -14,8 +14,8 @@ from ddp_hpc.cluster.slurm import states
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, is_being_sent, points_in_queue, read_sweep
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Ledger
+from ddp_hpc.run.run_dir.poll_files import LOOK_INTERVAL_S, LastRead
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job
-from ddp_hpc.run.run_dir.rereading import LOOK_INTERVAL_S, LastRead
 from ddp_hpc.watch.queue import Ask, Queue, QueueStatus, asker, queue_reader
 from ddp_hpc.watch.status import RunStatus, State, read_status
 

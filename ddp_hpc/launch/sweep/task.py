@@ -22,8 +22,8 @@ from ddp_hpc.cluster.slurm.allocation import Allocation, claimed_cluster, read_a
 from ddp_hpc.launch.render import render
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.run_dir_setup import make_run_dir
+from ddp_hpc.launch.sweep.point_configs import Points
 from ddp_hpc.launch.sweep.points import Point
-from ddp_hpc.launch.sweep.resolving import Points
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep
 from ddp_hpc.run.config.resolve import render_resolved
 from ddp_hpc.run.run_dir import ownership

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from ddp_hpc.base import processes
-from ddp_hpc.job.script.life import LEAST_SHARE, cpu_seconds
+from ddp_hpc.job.script.liveness import LEAST_SHARE, cpu_seconds
 from ddp_hpc.prove.certify.records import SignalAction
 from ddp_hpc.prove.drill.injector import NodeProcess, list_processes, processes_by_kind
 from ddp_hpc.run.run_dir.ledger import Ledger

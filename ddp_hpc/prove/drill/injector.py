@@ -26,7 +26,7 @@ from ddp_hpc.cluster.slurm.framing import framed
 
 INJECTOR = "ddp_hpc.prove.drill.injector"
 AGENTS = ("ddp_hpc.job.node.agent", "ddp_hpc.train.torchrun")
-TASKS = ("ddp_hpc.job.node.task", "ddp_hpc.job.node.spawned")
+TASKS = ("ddp_hpc.job.node.task", "ddp_hpc.job.node.spawned_worker")
 BURSTS, BURST_S = 8, 0.3
 """How often a slow worker is suspended, and for how long each time."""
 

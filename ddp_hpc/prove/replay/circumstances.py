@@ -10,8 +10,8 @@ from pathlib import Path, PurePath
 
 from ddp_hpc.prove.replay.history import History, imported_content
 from ddp_hpc.run.config.resolve import changes, load_resolved
-from ddp_hpc.run.run_dir.environment import differences, read_environment
 from ddp_hpc.run.run_dir.replays import CHANGES_NO_NUMBER, AttemptInputs
+from ddp_hpc.run.run_dir.software_versions import differences, read_environment
 from ddp_hpc.run.spec import RunSpec
 
 _MOST_LINES = 20

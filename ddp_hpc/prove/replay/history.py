@@ -14,11 +14,11 @@ from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableE
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
 from ddp_hpc.run.config.resolve import load_resolved
-from ddp_hpc.run.run_dir.environment import read_environment
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.run_dir.replays import AttemptInputs, read_inputs
+from ddp_hpc.run.run_dir.software_versions import read_environment
 
 _NUMERIC = ("OMP_", "MKL_", "CUBLAS_", "PYTHONHASHSEED")
 """Prefixes of variables that decide in which order numbers are added or sets are gone through; the replay gets those of the run."""

@@ -10,7 +10,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import Wanted, compute_again, private_folder
 from ddp_hpc.prove.replay.record import Comparison, compare, record_of, state_of_checkpoint
-from ddp_hpc.run.run_dir.environment import capture, differences, read_environment
+from ddp_hpc.run.run_dir.software_versions import capture, differences, read_environment
 
 _MOST_CHANGES = 5
 OTHER_WORLD_TOLERANCE = 1e-3

@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.run.config.fill_paths import filled
 from ddp_hpc.run.config.keys import all_keys, convert, key_of
-from ddp_hpc.run.config.paths import filled
 from ddp_hpc.run.config.resolve import Resolved, flat, unflatten
 from ddp_hpc.run.config.sources import Origin, settings_in
 

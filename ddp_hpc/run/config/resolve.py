@@ -12,8 +12,8 @@ from ddp_hpc.base.discretion import HIDDEN, is_key_shown
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.field_types import annotations_of
 from ddp_hpc.base.patience import patiently
+from ddp_hpc.run.config.fill_paths import filled
 from ddp_hpc.run.config.keys import all_keys, convert, key_of
-from ddp_hpc.run.config.paths import filled
 from ddp_hpc.run.config.removed import REMOVED, drop_removed
 from ddp_hpc.run.config.site import Profile, find_profile, refuse_unwelcome
 from ddp_hpc.run.config.sources import (

@@ -15,8 +15,8 @@ from typing import Any, get_type_hints
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import nearest
 from ddp_hpc.base.processes import host_name
+from ddp_hpc.run.config.fill_paths import fill
 from ddp_hpc.run.config.keys import Key, convert
-from ddp_hpc.run.config.paths import fill
 from ddp_hpc.run.config.removed import no_longer_a_key
 from ddp_hpc.run.config.sources import Origin, Setting, read_mapping, settings_in
 from ddp_hpc.run.run_dir.paths import is_folder, settings_dirs

@@ -17,7 +17,7 @@ from ddp_hpc.base.exit_codes import signal_name, signal_of
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.base.record import known_record, write_record
-from ddp_hpc.run.run_dir.affected import affected_by
+from ddp_hpc.run.run_dir.error_fingerprint import affected_by
 from ddp_hpc.run.run_dir.paths import RunDir
 
 Phase = Literal["", "starting", "joining", "building", "training"]

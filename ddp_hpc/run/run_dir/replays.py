@@ -43,7 +43,7 @@ class ReplayRequest:
 
 
 def read_trace(run: RunDir, rank: int) -> Iterator[dict[str, Any]]:
-    """Yield what a rank has written down of its steps, in their order (`train.engine.replayed`)."""
+    """Yield what a rank has written down of its steps, in their order (`train.engine.replay_trace`)."""
     return read_json_lines(run.rank_trace(rank))
 
 

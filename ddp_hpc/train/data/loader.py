@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from ddp_hpc.base.errors import DdpHpcError, text_of
 from ddp_hpc.base.processes import die_with_parent, ignore_stop_signals, sigchld_blocked, unblock_signals
-from ddp_hpc.run.run_dir.affected import Affected, is_of_decoder, place_of
+from ddp_hpc.run.run_dir.error_fingerprint import Affected, is_of_decoder, place_of
 from ddp_hpc.run.spec import DataSpec
 from ddp_hpc.train import unsaved
 from ddp_hpc.train.data.sample_files import content_of, recorded_sources

@@ -15,10 +15,10 @@ from torch import Tensor
 from ddp_hpc.base.errors import StopAskedError
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
+from ddp_hpc.train.engine.batch_norm_check import explained
 from ddp_hpc.train.engine.ddp_warmup import copied, of_unused, warm_up_ddp
 from ddp_hpc.train.engine.optimizer import lr_factor, set_rates, trained_parameters
 from ddp_hpc.train.engine.set_aside import tried_out
-from ddp_hpc.train.engine.single_samples import explained
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.engine.weighted_loss import divide_by_weight, loss_of, num_parts_of, warn_of_no_mean
 from ddp_hpc.train.recording.step_numbers import norm_of, skipped_by

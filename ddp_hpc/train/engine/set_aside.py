@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc.train.engine.kept_values import ToKeep, kept_tensor, refilled
+from ddp_hpc.train.engine.value_copies import ToKeep, kept_tensor, refilled
 from ddp_hpc.train.state import rng
 
 log = logging.getLogger(__name__)

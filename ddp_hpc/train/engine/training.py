@@ -20,13 +20,15 @@ from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec, RunSpec
 from ddp_hpc.train.auto_interval import AutoInterval
+from ddp_hpc.train.compare_replicas import Replicas
 from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.data.sample_records import SampleRecorder
 from ddp_hpc.train.engine import modes
+from ddp_hpc.train.engine.batch_norm_check import warn_of_single_samples
 from ddp_hpc.train.engine.compiled import CompiledPasses, PlainPasses, compile_model
-from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.evaluate import Evaluator
+from ddp_hpc.train.engine.nonfinite import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.optimizer import (
     begin_momentum,
     build_optimizer,
@@ -35,15 +37,13 @@ from ddp_hpc.train.engine.optimizer import (
     trained_parameters,
 )
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
-from ddp_hpc.train.engine.single_samples import warn_of_single_samples
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, nearest_names
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.recording.step_numbers import StepNumbers
 from ddp_hpc.train.recording.step_profile import phase_timer
-from ddp_hpc.train.recording.timeline import Timeline
-from ddp_hpc.train.replicas import Replicas
+from ddp_hpc.train.recording.time_marks import Timeline
 from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.config.paths import refuse_unknown_home
+from ddp_hpc.run.config.fill_paths import refuse_unknown_home
 from ddp_hpc.train.recipes.images import Images, ImagesWanted
 from ddp_hpc.train.recipes.rank_zero_first import rank_zero_first
 

@@ -26,7 +26,7 @@ from ddp_hpc.base.discretion import is_key_shown, masked, masked_record, secret_
 from ddp_hpc.base.durable import make_directories, readers
 from ddp_hpc.run.config.resolve import flat, load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.rereading import Tail
+from ddp_hpc.run.run_dir.poll_files import Tail
 from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Subject, identity_of, row_of
 from ddp_hpc.train.recording.temporary import temporary_folder
 

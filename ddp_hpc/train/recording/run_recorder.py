@@ -21,7 +21,7 @@ from ddp_hpc.train.recording.beside import Followers
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.recorders import Ending
-from ddp_hpc.train.recording.timeline import Timeline
+from ddp_hpc.train.recording.time_marks import Timeline
 
 log = logging.getLogger(__name__)
 

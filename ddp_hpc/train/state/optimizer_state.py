@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.checkpoints.shards import below
-from ddp_hpc.train.engine.kept_values import is_constant
+from ddp_hpc.train.engine.value_copies import is_constant
 from ddp_hpc.train.state import group_options
 
 Optimizer = torch.optim.Optimizer

@@ -12,7 +12,7 @@ from torch import Tensor
 from ddp_hpc.run.checkpoints import shards
 from ddp_hpc.run.checkpoints.checkpoint_store import CHUNK_BYTES
 from ddp_hpc.run.checkpoints.shards import TensorEntry
-from ddp_hpc.train.state.staging import Place, Side, Staging, packed_places, view_of
+from ddp_hpc.train.state.gpu_staging import Place, Side, Staging, packed_places, view_of
 from ddp_hpc.train.state.training_state import DTYPES, NamedTensor
 
 _ALONE = 32767

@@ -15,7 +15,7 @@ from string import Template
 import psutil
 
 from ddp_hpc.base.errors import SlurmUnavailableError
-from ddp_hpc.cluster.rendezvous.choice import accepted, fabric
+from ddp_hpc.cluster.rendezvous.choose_network import accepted, fabric
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.queries import ClusterConfig, NodeShape, Partition

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.run.checkpoints.save_interval import SaveInterval
-from ddp_hpc.run.run_dir.environment import Environment
-from ddp_hpc.run.run_dir.joining import MeetingRecord
+from ddp_hpc.run.run_dir.joined_ranks import MeetingRecord
 from ddp_hpc.run.run_dir.machine_use import MachineUse, merged
+from ddp_hpc.run.run_dir.software_versions import Environment
 from ddp_hpc.run.run_dir.timeline import Alarm, Look, Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
 from ddp_hpc.watch.checkpoints import CheckpointInfo

@@ -10,16 +10,16 @@ from typing import Any
 from ddp_hpc import __version__
 from ddp_hpc.base.discretion import as_shown, masked, visible
 from ddp_hpc.base.names import plural
-from ddp_hpc.run.run_dir.environment import Environment, differences
 from ddp_hpc.run.run_dir.machine_use import in_words, merged
+from ddp_hpc.run.run_dir.software_versions import Environment, differences
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.checkpoints import CheckpointInfo
-from ddp_hpc.watch.compare import differing_keys
+from ddp_hpc.watch.compare_runs import differing_keys
 from ddp_hpc.watch.report import charts
+from ddp_hpc.watch.report.attempt_rows import rows_of
 from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.notes import notes_of
 from ddp_hpc.watch.report.series import finite
-from ddp_hpc.watch.report.timeline import rows_of
 from ddp_hpc.watch.report.words import compact, duration, hours, milliseconds, moment, share
 
 _CODE = re.compile(r"`([^`]*)`")

@@ -12,15 +12,15 @@ from typing import TypeVar
 from ddp_hpc.base.discretion import masked, secret_values
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.names import few
-from ddp_hpc.run.run_dir.environment import read_environment
-from ddp_hpc.run.run_dir.joining import read_meeting
+from ddp_hpc.run.run_dir.joined_ranks import read_meeting
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import read_uses
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.software_versions import read_environment
 from ddp_hpc.run.run_dir.timeline import Look, Mark, read_alarms, read_looks, read_marks
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
-from ddp_hpc.watch.compare import config_values
+from ddp_hpc.watch.compare_runs import config_values
 from ddp_hpc.watch.goodput import fixed_interval, goodput_of, newest_interval
 from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.series import Series, finite, read_series

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from ddp_hpc.base.durable import json_line, lines_of
 from ddp_hpc.base.record import record_in
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.poll_files import Tail
 from ddp_hpc.run.run_dir.records import LINE_FIELDS
-from ddp_hpc.run.run_dir.rereading import Tail
 
 NUM_BINS = 400
 """How many parts of the x axis keep their first, last, lowest and highest point: about as many as a screen has columns."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.attempt_times import read_times
-from ddp_hpc.watch.compare import config_values
+from ddp_hpc.watch.compare_runs import config_values
 from ddp_hpc.watch.goodput import Goodput, goodput_of
 from ddp_hpc.watch.status import RunStatus, read_status
 

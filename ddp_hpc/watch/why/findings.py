@@ -8,7 +8,7 @@ from typing import Literal
 
 from ddp_hpc.run.run_dir.differences import Difference
 from ddp_hpc.run.run_dir.failure_reports import RankEnd, WorkerFailure
-from ddp_hpc.run.run_dir.joining import MissingRanks
+from ddp_hpc.run.run_dir.joined_ranks import MissingRanks
 from ddp_hpc.run.run_dir.ledger import Attempt
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.preflight import Preflight

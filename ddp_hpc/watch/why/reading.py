@@ -8,12 +8,12 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.record import known_record
 from ddp_hpc.run.run_dir.differences import read_difference
 from ddp_hpc.run.run_dir.failure_reports import read_failures, read_rank_ends
-from ddp_hpc.run.run_dir.joining import read_missing, started_ranks
+from ddp_hpc.run.run_dir.joined_ranks import read_missing, started_ranks
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.network import read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Preflight
-from ddp_hpc.watch.failure import last_words
+from ddp_hpc.watch.failed_worker_log import last_words
 from ddp_hpc.watch.status import goes_on
 from ddp_hpc.watch.why.findings import AttemptFacts, Verdict
 from ddp_hpc.watch.why.lines import LogLine, tail

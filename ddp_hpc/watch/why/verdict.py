@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from ddp_hpc.run.run_dir.affected import entity, fingerprint
 from ddp_hpc.run.run_dir.differences import Difference
+from ddp_hpc.run.run_dir.error_fingerprint import entity, fingerprint
 from ddp_hpc.run.run_dir.ledger import Cause, Ending
-from ddp_hpc.watch.why.ends import signalled
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 from ddp_hpc.watch.why.hangs import is_network_to_blame, of_hang, of_missing, of_network
 from ddp_hpc.watch.why.of_rank import NO_MEMORY, by_signal, matches_in, of_end, of_log, of_report
 from ddp_hpc.watch.why.on_gpu import in_short
+from ddp_hpc.watch.why.signalled_ranks import signalled
 from ddp_hpc.watch.why.signatures import Match, Role, match_line
 from ddp_hpc.watch.why.slurm_lines import node_of, of_step
 

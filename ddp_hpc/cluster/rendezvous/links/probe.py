@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from ddp_hpc.cluster.rendezvous.choice import holder, source_address
+from ddp_hpc.cluster.rendezvous.choose_network import holder, source_address
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.rendezvous.links import pace
 from ddp_hpc.cluster.rendezvous.links.rounds import partners

@@ -15,8 +15,8 @@ from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.launch.submission import local, run_dir_setup
 from ddp_hpc.launch.submission.request import SubmitRequest
+from ddp_hpc.launch.sweep.point_configs import Points
 from ddp_hpc.launch.sweep.points import Point
-from ddp_hpc.launch.sweep.resolving import Points
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep, record_cancelled
 from ddp_hpc.run.config.resolve import render_resolved
 

@@ -26,12 +26,12 @@ from ddp_hpc.cluster.slurm.queries import (
     Partition,
     chosen_partition,
 )
-from ddp_hpc.launch.submission.preflight.sbatch_errors import Cluster, asked, explain
+from ddp_hpc.launch.submission.submit_checks.sbatch_errors import Cluster, asked, explain
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.run.workload.only_in_job import PRIVATE_PLACES
+from ddp_hpc.run.workload.missing_files import PRIVATE_PLACES
 
 T = TypeVar("T")
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
@@ -244,7 +244,7 @@ def silent_end(run: RunDir, job_id: str, job: JobRecord | None, since: float) ->
         if job is None
         else f"{states.phrase(job.state)}{job.reason and f' ({job.reason})'}"
     )
-    from ddp_hpc.watch.failure import last_words  # late: most jobs begin
+    from ddp_hpc.watch.failed_worker_log import last_words  # late: most jobs begin
 
     if words := last_words(run, since):
         return f"Job {job_id} of {run.name} {how}, before ddp-hpc began in it. {words}\nCorrect that, and submit the run again."

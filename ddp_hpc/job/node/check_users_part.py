@@ -1,4 +1,4 @@
-"""Checks the user's part of runs before they are queued: `python -m ddp_hpc.job.node.check WORKER ANSWER CONFIG ...`.
+"""Checks the user's part of runs before they are queued: `python -m ddp_hpc.job.node.check_users_part WORKER ANSWER CONFIG ...`.
 
 It is a process of its own, because it imports the user's code, which may print, wait, crash or take memory.
 """

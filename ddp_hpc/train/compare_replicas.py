@@ -34,7 +34,7 @@ from ddp_hpc.run.run_dir.differences import (
 )
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import record_digest
-from ddp_hpc.train.comparable import not_comparable, processor_of
+from ddp_hpc.train.comparable_attempts import not_comparable, processor_of
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import digests, training_state
 from ddp_hpc.train.state.training_state import TrainingState

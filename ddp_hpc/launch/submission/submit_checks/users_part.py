@@ -39,7 +39,14 @@ def check_users_part(specs: Sequence[RunSpec], import_paths: Sequence[Path], env
             for config, one in zip(configs, specs, strict=True):
                 text = render_resolved(Resolved(one, dict.fromkeys(flat(one), DEFAULT.source)))
                 replace_text(config, text, is_secret=True)
-            argv = [sys.executable, "-m", "ddp_hpc.job.node.check", workload.worker, str(answer), *map(str, configs)]
+            argv = [
+                sys.executable,
+                "-m",
+                "ddp_hpc.job.node.check_users_part",
+                workload.worker,
+                str(answer),
+                *map(str, configs),
+            ]
             ended = _run(argv, {**SAFE_PATH, **NO_BYTECODE, **environ, **spec.environ, **paths})
             refused, unchecked = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else ("", [ended])
     except OSError as error:  # such as a full /tmp, which says nothing of the run

@@ -10,9 +10,9 @@ import torch
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.config.yaml_text import read_yaml
 from ddp_hpc.run.run_dir.differences import Difference
-from ddp_hpc.run.run_dir.environment import cpu_name
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import CHANGES_NO_NUMBER, AttemptInputs, read_inputs
+from ddp_hpc.run.run_dir.software_versions import cpu_name
 
 
 def not_comparable(run: RunDir, before: Difference, *, attempt: int, world_size: int, processor: str) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.launch.sweep.points import Point, as_set, as_text
+from ddp_hpc.run.config.fill_paths import literal
 from ddp_hpc.run.config.keys import is_section, key_of, unknown_key
 from ddp_hpc.run.config.overlay import Overlay
-from ddp_hpc.run.config.paths import literal
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.spec.launch import NAME_PATTERN

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ddp_hpc.base.errors import DivergedError
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import OnNonfinite
-from ddp_hpc.train.engine.kept_values import NotKeptError
+from ddp_hpc.train.compare_replicas import Replicas
 from ddp_hpc.train.engine.optimizer import can_skip, of_closure, trained_parameters
 from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
-from ddp_hpc.train.engine.traces import Copied, Place, copy_places, places, restore, restore_where
+from ddp_hpc.train.engine.tensor_copies import Copied, Place, copy_places, places, restore, restore_where
+from ddp_hpc.train.engine.value_copies import NotKeptError
 from ddp_hpc.train.recording.step_numbers import norm_of
-from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.state.checkpoint import Checkpointer, diverged
 from ddp_hpc.train.state.training_state import TrainingState
 

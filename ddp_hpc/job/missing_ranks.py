@@ -12,7 +12,7 @@ from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.run.run_dir.joining import read_missing, started_ranks, write_missing
+from ddp_hpc.run.run_dir.joined_ranks import read_missing, started_ranks, write_missing
 from ddp_hpc.run.run_dir.network import NetworkFindings, write_network
 from ddp_hpc.run.run_dir.records import read_progress
 

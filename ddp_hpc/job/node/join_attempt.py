@@ -21,7 +21,7 @@ from typing import Any
 
 from ddp_hpc.base.durable import record_bytes
 from ddp_hpc.base.errors import ConfigError, WorkerError
-from ddp_hpc.cluster.rendezvous.choice import source_address
+from ddp_hpc.cluster.rendezvous.choose_network import source_address
 from ddp_hpc.cluster.rendezvous.launchers import RankPlace
 from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
 from ddp_hpc.run.run_dir.paths import RunDir

@@ -1,6 +1,6 @@
 """One worker in a new process, which an agent starts where it must not fork; it imports everything itself.
 
-    python -m ddp_hpc.job.node.spawned RUN_DIR --worker ddp_hpc.train.worker --attempt 0 --agent 4711 --cpus 0,1 --listen-fd 5
+    python -m ddp_hpc.job.node.spawned_worker RUN_DIR --worker ddp_hpc.train.worker --attempt 0 --agent 4711 --cpus 0,1 --listen-fd 5
 
 The agent sets its rank in the environment.
 """
@@ -22,7 +22,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker; return its exit code."""
-    parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.spawned", description=__doc__)
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.spawned_worker", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--worker", required=True)
     parser.add_argument("--attempt", type=int, required=True)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.block_awaited_signals()
     processes.block_interruptions()
     if rank in arguments.nsys and arguments.under_nsys is None:
-        start_under_nsys("ddp_hpc.job.node.spawned", argv, run=run, attempt=arguments.attempt, rank=rank)
+        start_under_nsys("ddp_hpc.job.node.spawned_worker", argv, run=run, attempt=arguments.attempt, rank=rank)
     if arguments.cpus:
         keep_to(map(int, arguments.cpus.split(",")), os.environ)
     make_users_code_importable(os.environ)

@@ -10,8 +10,8 @@ from typing import TextIO
 from ddp_hpc.cli.status_text import evaluation_line, progress_line
 from ddp_hpc.launch.submission.release_hold import require_start
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.poll_files import await_news
 from ddp_hpc.run.run_dir.records import failed_save
-from ddp_hpc.run.run_dir.rereading import await_news
 from ddp_hpc.watch.follow import FollowUpdate, follow
 from ddp_hpc.watch.queue import Ask, QueueStatus
 from ddp_hpc.watch.status import RunStatus

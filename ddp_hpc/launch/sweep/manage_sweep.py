@@ -13,12 +13,12 @@ from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm import states as slurm_states
 from ddp_hpc.launch.submission import local
 from ddp_hpc.launch.submission.backend import Backend, find_job_elsewhere, load_backend
-from ddp_hpc.launch.submission.preflight.capacity import Questions
 from ddp_hpc.launch.submission.removal import delete_renamed, renamed_away
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.slurm import knows
+from ddp_hpc.launch.submission.submit_checks.capacity import Questions
 from ddp_hpc.launch.sweep import array
-from ddp_hpc.launch.sweep.resolving import check_points
+from ddp_hpc.launch.sweep.point_configs import check_points
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sweep,
     SweepDir,
