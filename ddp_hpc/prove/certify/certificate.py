@@ -168,7 +168,7 @@ class Certification:
             self.notes.append(f"{found}, so certify reads that rank's lines")
             self.say(f"{found}; certify runs the script again to read that rank's lines")
             return self._undisturbed(f"{name}-of-rank-{rank}")
-        known = {plain(Path(path).name) for path, contents in record.final.items() if contents.kind == "text"}
+        known = {plain(Path(path).name) for path in record.final}  # what a save leaves is known by its own name
         self._save_names = frozenset(trial.begun_names - known) if last.saves else frozenset()
         return record
 
