@@ -78,6 +78,12 @@ def test_steps_that_begin_anew_in_each_epoch_are_told_apart_by_it() -> None:
     assert losses(lines, scale_of(lines))[1, 10] == 11
 
 
+def test_the_loss_of_an_evaluation_counts_only_where_the_training_prints_none() -> None:
+    lines = [parse(text) for text in ("Eval Epoch: 1 loss 0.7", "Train Epoch: 1 loss 0.3", "Eval Epoch: 2 loss 0.6")]
+
+    assert losses(lines, scale_of(lines)) == {(1,): 0.3, (2,): 0.6}
+
+
 @pytest.mark.parametrize("setting", ["accum_iter=1", "print_iter: 4"])
 def test_a_setting_that_is_named_as_a_step_hides_no_epochs(setting: str) -> None:
     lines = [parse(setting), *(parse(f"Epoch: [{epoch}]  [ {batch}/12]") for epoch in range(4) for batch in (0, 5, 10))]

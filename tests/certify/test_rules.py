@@ -235,6 +235,27 @@ def test_a_state_that_lies_in_several_files_is_seen_as_one() -> None:
     assert (saved.has_optimizer, saved.has_rng) == (True, True)
 
 
+def test_a_number_in_an_older_state_changes_no_result_where_the_newest_has_it_right() -> None:
+    final = {"step_8.pt": values({"scheduler.best": "10.7"}), "step_10.pt": values({"scheduler.best": "9.1"})}
+    mine = {**final, "step_8.pt": values({"scheduler.best": "None"})}
+
+    finding = found("kill-at-random", faulty(final=mine), undisturbed(final=final))
+
+    assert finding.verdict == "loses"
+    assert "the saved states are the same, but scheduler.best in step_8.pt is 'None'" in "".join(finding.notes)
+
+
+def test_a_run_that_only_began_anew_is_told_from_one_that_resumed() -> None:
+    begun, resumed = (
+        found("kill-at-random", faulty(lines_of(1, 5), lines_of(6, 10), present=present), undisturbed())
+        for present in ((), ("step_4.pt",))
+    )
+
+    assert (begun.verdict, resumed.verdict) == ("exact", "exact")
+    assert begun.notes == ["the fault came before the first save, so the script only began anew"]
+    assert resumed.notes == []
+
+
 def test_an_older_state_of_another_step_is_no_fault_of_the_scheduler() -> None:
     final = {"step_10.pt": values(), "best.pt": values({"lr_scheduler.last_epoch": "4"})}
     best = values({"lr_scheduler.last_epoch": "6", "model.weight": "tensor FloatStorage [1] z"})

@@ -368,13 +368,15 @@ class TrialEvidence:
 
     @property
     def has_same_weights(self) -> bool:
-        """Whether tensors were compared, and nothing but lines of a log differs."""
+        """Whether tensors were compared, and nothing differs but lines of a log, and numbers and texts in older states."""
         has_weights = any(
             text.startswith("tensor") or (text == "bytes" and is_saved_state(Path(file)))
             for file in self.compared
             for text in self._stable(file)
         )
-        return has_weights and all(one.is_of_log for one in self.differences)
+        lasting = self.lasting_differences
+        others = [one for one in self.differences if one in lasting or one.here.startswith("tensor")]
+        return has_weights and all(one.is_of_log for one in others)
 
     @property
     def differs(self) -> bool:

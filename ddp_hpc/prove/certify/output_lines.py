@@ -114,9 +114,9 @@ def positions(lines: Sequence[PrintedLine], scale: Scale) -> list[Position]:
 
 
 def losses(lines: Iterable[PrintedLine], scale: Scale) -> dict[Position, float]:
-    """Return the first loss that was printed at each position."""
+    """Return the first loss that was printed at each position, of an evaluation only where no other was."""
     found: dict[Position, float] = {}
-    for line in lines:
+    for line in sorted(lines, key=lambda line: line.is_evaluation):
         position = scale.position(line)
         if position is not None and line.loss is not None:
             found.setdefault(position, line.loss)
