@@ -92,7 +92,7 @@ def start_sweep(
     except KeyboardInterrupt:
         print(f"\n{_interrupted(sweep_dir, environment)}", file=sys.stderr)
         raise
-    code = report(started, is_json=is_json, is_followed=stays is not None)
+    code = report(started, environment, is_json=is_json, is_followed=stays is not None)
     if stays is None and not started.runs_here:
         return code
     from ddp_hpc.cli.sweep_follow import follow_sweep
@@ -140,7 +140,7 @@ def dry_run_of_sweep(base: SubmitRequest, points: Sequence[Point], backend: Back
     return f"{script or ''}# would start {len(points)} points in {base.spec.path}{after}:\n{shown}{more}"
 
 
-def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int:
+def report(started: Started, environment: Mapping[str, str], *, is_json: bool, is_followed: bool = False) -> int:
     """Print what became of the points; return 0, also where Slurm's limit leaves some, and 1 where it has accepted none.
 
     `is_followed`: this command goes on, and JSON is left to its end.
@@ -150,17 +150,21 @@ def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int
         record = {"sweep": started.sweep_dir.name, "path": str(started.sweep_dir.path), "points": len(started.numbers)}
         print(as_json({**record, "jobs": started.jobs, "not_submitted": started.num_left}))
         return code
-    print("\n".join(_describe(started)), file=sys.stderr if is_json else sys.stdout, flush=True)
+    print(
+        "\n".join(_describe(started, word_for(started.sweep_dir, environment))),
+        file=sys.stderr if is_json else sys.stdout,
+        flush=True,
+    )
     for note in started.notes:
         print(note, file=sys.stderr)
     return code
 
 
-def _describe(started: Started) -> list[str]:
+def _describe(started: Started, word: str) -> list[str]:
     name = started.sweep_dir.name
     if not started.numbers:
         return [f"{name}: no point is left to start"]
-    see = f"See them: ddp-hpc list {name}"
+    see = f"See them: ddp-hpc list {word}"
     if started.runs_here:
         return [
             f"{name}: {plural(len(started.numbers), 'point')} to run on this machine while this command lives. {see}"
@@ -169,5 +173,5 @@ def _describe(started: Started) -> list[str]:
     lines = [f"{name}: {jobs} submitted. {see}"]
     if started.num_left:
         lines.append(f"{plural(started.num_left, 'point')} not submitted: {started.refusal}")
-        lines.append(f"Once other jobs have ended, submit them: ddp-hpc sweep continue {name}")
+        lines.append(f"Once other jobs have ended, submit them: ddp-hpc sweep continue {word}")
     return lines

@@ -136,7 +136,9 @@ def test_of_several_runs_one_whose_record_cannot_be_read_keeps_no_other_from_bei
 ) -> None:
     first, second = (make_run(tmp_path / "runs", name) for name in ("first", "second"))
     write_queued_job(first, QueuedJob(job_id="7", attempt=0, at=1.0))
-    monkeypatch.setattr("ddp_hpc.cli.verbs.cancel.find_run", lambda name, _: {"first": first, "second": second}[name])
+    monkeypatch.setattr(
+        "ddp_hpc.cli.verbs.cancel.own_run", lambda _, __, name: {"first": first, "second": second}[name]
+    )
     make_unreadable(first.submission)
     monkeypatch.setattr(processes, "is_locked", lambda path: path == second.lock and sleeper.poll() is None)
     durable.append_json_line(second.attempts, begun_by(sleeper))

@@ -383,7 +383,7 @@ DOWN = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect
 def lose_answer(lab: Lab, tmp_path: Path) -> SweepDir:
     """Send four points to a Slurm whose answer does not come."""
     lab.has("sbatch", LOSES_ANSWER)
-    with pytest.raises(SlurmUnavailableError, match="ddp-hpc sweep continue grid"):
+    with pytest.raises(SlurmUnavailableError, match=r"ddp-hpc sweep continue \S+grid"):
         start(lab, tmp_path, "seed=0..3")
     return SweepDir(tmp_path / "runs" / "grid")
 
@@ -461,7 +461,7 @@ def test_a_task_waits_while_the_file_system_does_not_answer_and_says_so_where_it
     run.job_script.unlink()
     run.job_script.mkdir()
     assert task_main([str(sweep_dir.path)]) == 1
-    assert "then `ddp-hpc sweep continue grid` starts the point" in capsys.readouterr().err
+    assert f"then `ddp-hpc sweep continue {sweep_dir.path}` starts the point" in capsys.readouterr().err
 
 
 def task(lab: Lab, *, array: str, number: int, job: str) -> dict[str, str]:
@@ -646,7 +646,7 @@ def test_the_exit_code_is_1_where_slurm_accepts_no_point_at_all(
     lab.lists()
     monkeypatch.setenv("PATH", lab.environ["PATH"])
 
-    assert report(started, is_json=False) == report(started, is_json=True) == 1
+    assert report(started, {}, is_json=False) == report(started, {}, is_json=True) == 1
     assert main(["sweep", "continue", str(started.sweep_dir.path)]) == 1
     lab.raise_limit(1)
     assert main(["sweep", "continue", str(started.sweep_dir.path)]) == 0
@@ -715,7 +715,7 @@ def test_a_sweep_is_refused_where_a_run_or_sweep_of_that_name_exists_and_its_scr
 ) -> None:
     lab = Lab(tmp_path)
     start(lab, tmp_path, "seed=0..1")
-    with pytest.raises(ConfigError, match="ddp-hpc sweep continue grid"):
+    with pytest.raises(ConfigError, match=r"ddp-hpc sweep continue \S+grid"):
         start(lab, tmp_path, "seed=0..1")
     spec = resolve(None, ["slurm.template=mine.j2"], lab.environ, command=["python", "train.py"]).spec
     with pytest.raises(ConfigError, match=r"slurm\.template"):

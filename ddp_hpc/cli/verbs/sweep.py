@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.runs import add_flag, add_runs_dir, chosen_runs_dir
+from ddp_hpc.cli.runs import add_flag, add_runs_dir, chosen_runs_dir, word_for
 from ddp_hpc.cli.sweeps import add_limits, report
 from ddp_hpc.run.run_dir.write_permissions import refuse_strangers
 
@@ -52,11 +52,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             num_live = cancel_sweep(sweep_dir, environment)
             print(
                 f"{sweep_dir.name}: no other point starts, and {num_live} that waited again or ran were cancelled. Their checkpoints stay; to start "
-                f"all points again that have neither finished nor failed: ddp-hpc sweep continue {sweep_dir.name}"
+                f"all points again that have neither finished nor failed: ddp-hpc sweep continue {word_for(sweep_dir, environment)}"
             )
             return 0
         started = continue_sweep(sweep_dir, environment, is_failed=args.failed, limits=limits)
-        code = report(started, is_json=args.json)
+        code = report(started, environment, is_json=args.json)
         if not started.runs_here:
             return code
         here = started.numbers

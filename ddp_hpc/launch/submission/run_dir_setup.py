@@ -41,7 +41,7 @@ def refuse_unusable_place(run: RunDir) -> None:
     if holds_sweep(run.path):
         raise ConfigError(
             f"{run.name} is a sweep in {run.path}, so no run can have its name. To send the points that no job has: `ddp-hpc sweep "
-            f"continue {run.name}`. For a run, choose another `name=...`."
+            f"continue {run.word}`. For a run, choose another `name=...`."
         )
     for place in (run.path, *run.path.parents):
         try:

@@ -221,7 +221,7 @@ def _send_array(sweep: Sweep, sent: SentArray, options: Sequence[str], environ: 
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
             f"The answer of sbatch was lost, so Slurm may have accepted {count} points of {name}. Look for jobs of this name: `squeue --me "
-            f"--name={name}`. `ddp-hpc sweep continue {name}` asks Slurm for them before it submits any again. {error}"
+            f"--name={name}`. `ddp-hpc sweep continue {sweep_dir.word}` asks Slurm for them before it submits any again. {error}"
         ) from error
     record(sweep_dir, array=job_id)
     return job_id

@@ -97,7 +97,7 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
     name = sweep_dir.name
     if read_sweep(sweep_dir).backend != "slurm":
         raise ConfigError(
-            f"`--after {name}` asks Slurm to wait for a sweep, but this one runs on one machine, without Slurm. Wait until it has ended: `ddp-hpc sweep follow {name}`."
+            f"`--after {name}` asks Slurm to wait for a sweep, but this one runs on one machine, without Slurm. Wait until it has ended: `ddp-hpc sweep follow {sweep_dir.word}`."
         )
     busy = f"Another process is submitting points of {name} at this moment. Submit again when it has ended."
     with sending_alone(sweep_dir, busy):
@@ -111,13 +111,13 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
     if unsent:
         raise ConfigError(
             f"`--after {name}` waits for the jobs of all points, but {len(unsent)} of {len(sweep.points)} points have none (the first: {unsent[0].name}). "
-            f"Send them first: `ddp-hpc sweep continue {name}`."
+            f"Send them first: `ddp-hpc sweep continue {sweep_dir.word}`."
         )
     others = [number for number, ending in ended.items() if ending != Ending.FINISHED]
     if when == "ok" and others:
         raise ConfigError(
             f"`--after {name}` waits for a sweep of which all points finish, but {len(others)} points have ended otherwise (the first: "
-            f"{sweep.points[others[0]].name}). Start them again with `ddp-hpc sweep continue {name} --failed`, or ask for `{name}:any`."
+            f"{sweep.points[others[0]].name}). Start them again with `ddp-hpc sweep continue {sweep_dir.word} --failed`, or ask for `{name}:any`."
         )
     if when == "notok" and not live and not others:
         raise ConfigError(

@@ -114,12 +114,12 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
         if is_being_sent(sweep_dir):
             raise RunBusyError(
                 f"{sweep_dir.name} was cancelled, but the command that runs its points has not ended within {_RUNNER_PATIENCE_S:.0f} s, so a "
-                f"point may still start or run. Run `ddp-hpc sweep cancel {sweep_dir.name}` again."
+                f"point may still start or run. Run `ddp-hpc sweep cancel {sweep_dir.word}` again."
             )
         return len(begun)
     busy = (
         f"No other point of {sweep_dir.name} starts, but another process has been submitting its points for {_SENDING_PATIENCE_S:.0f} s, "
-        f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.name}` again when that process has ended."
+        f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.word}` again when that process has ended."
     )
     with sending_alone(sweep_dir, busy, patience_s=_SENDING_PATIENCE_S), _kept_in(troubles):
         sweep = array.settle(sweep_dir, environ)  # what was being sent is to be cancelled, too
@@ -151,7 +151,7 @@ def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir)
         what = f"{first.filename}: {first.strerror}." if isinstance(first, OSError) else str(first)
         raise DdpHpcError(
             f"{sweep_dir.name} was cancelled, but not all of it could be written down, so points that have not begun may still start. {what} "
-            f"Free some space there, and give the command again: ddp-hpc sweep cancel {sweep_dir.name}"
+            f"Free some space there, and give the command again: ddp-hpc sweep cancel {sweep_dir.word}"
         ) from first
 
 
@@ -229,7 +229,7 @@ def _points_left(sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool) -
         if busy is not None:
             raise RunBusyError(
                 f"{busy.name} of {sweep.dir.name} still runs on this machine, without the command that started it. Wait until it has ended "
-                f"(`ddp-hpc sweep follow {sweep.dir.name}`), or stop it: `ddp-hpc stop {busy.word}`."
+                f"(`ddp-hpc sweep follow {sweep.dir.word}`), or stop it: `ddp-hpc stop {busy.word}`."
             )
     if is_failed:  # of a lost point, Slurm may say that its job has failed
         numbers = [
@@ -289,7 +289,7 @@ def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
     def refusal(why: str) -> str:
         return (
             f"The sweep {sweep_dir.name} cannot be deleted: {why}. Cancel it first, and wait until its runs have ended: `ddp-hpc sweep "
-            f"cancel {sweep_dir.name}`."
+            f"cancel {sweep_dir.word}`."
         )
 
     with sending_alone(sweep_dir, refusal("another process submits or runs its points")):

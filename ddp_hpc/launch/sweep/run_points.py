@@ -27,7 +27,7 @@ def running(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, s
     lock_fd = processes.take_lock(sweep_dir.ledger)
     if lock_fd is None:
         raise RunBusyError(
-            f"Another command runs the points of {sweep_dir.name} already. Wait until it ends: `ddp-hpc sweep follow {sweep_dir.name}`."
+            f"Another command runs the points of {sweep_dir.name} already. Wait until it ends: `ddp-hpc sweep follow {sweep_dir.word}`."
         )
     work_dir = read_sweep(sweep_dir).work_dir
     try:

@@ -189,7 +189,7 @@ def refuse_existing(sweep: SweepDir) -> None:
     if holds_sweep(sweep.path):
         raise ConfigError(
             f"The sweep {sweep.name} exists already in {sweep.path}, and its points never change. To send those that were not "
-            f"submitted, or that failed: `ddp-hpc sweep continue {sweep.name}`. For other points, choose another `name=...`."
+            f"submitted, or that failed: `ddp-hpc sweep continue {sweep.word}`. For other points, choose another `name=...`."
         )
     if sweep.path.exists():
         raise ConfigError(

@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     except OSError as error:
-        name = arguments.sweep.name
+        word = SweepDir(arguments.sweep).word
         sys.stderr.write(
-            f"error: the point's run cannot be prepared: {error}. Correct that; then `ddp-hpc sweep continue {name}` starts the point.\n"
+            f"error: the point's run cannot be prepared: {error}. Correct that; then `ddp-hpc sweep continue {word}` starts the point.\n"
         )
         return 1
     if run is not None:
@@ -60,13 +60,13 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
     allocation = read_allocation(environ)
     if allocation is None or allocation.array_task_id is None:
         raise ConfigError(
-            f"The sweep's job script was started outside of a job array. Submit the sweep's points with `ddp-hpc sweep continue {sweep_dir.name}`."
+            f"The sweep's job script was started outside of a job array. Submit the sweep's points with `ddp-hpc sweep continue {sweep_dir.word}`."
         )
     sweep = patiently(str(sweep_dir.ledger), lambda: read_sweep(sweep_dir))
     number = offset + allocation.array_task_id
     if not 0 <= number < len(sweep.points):
         raise ConfigError(
-            f"Task {allocation.scontrol_id} would be point {number}, but the sweep has {len(sweep.points)} points. Submit them with `ddp-hpc sweep continue {sweep_dir.name}`, not the script with sbatch."
+            f"Task {allocation.scontrol_id} would be point {number}, but the sweep has {len(sweep.points)} points. Submit them with `ddp-hpc sweep continue {sweep_dir.word}`, not the script with sbatch."
         )
     point = sweep.points[number]
     run = sweep_dir.run(point)
@@ -80,7 +80,7 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
                 end = End(ending=Ending.CANCELLED, exit_code=-9, reason="its sweep was cancelled")
                 record_end(run, newest.attempt, end)
         sys.stderr.write(
-            f"note: {point} of {sweep_dir.name} is not started: the sweep was cancelled. `ddp-hpc sweep continue {sweep_dir.name}` submits it "
+            f"note: {point} of {sweep_dir.name} is not started: the sweep was cancelled. `ddp-hpc sweep continue {sweep_dir.word}` submits it "
             "again\n"
         )
         return None
@@ -109,11 +109,11 @@ def _why_not(sweep: Sweep, run: RunDir, before: QueuedJob | None, environ: Mappi
         if newest is not None and newest.is_last and newest.ending == Ending.FINISHED:
             return "the run has finished"
     if sweep.stop_after_failures is not None:
-        failed, name = num_failed(sweep), sweep.dir.name
+        failed, word = num_failed(sweep), sweep.dir.word
         if failed >= sweep.stop_after_failures:
             return (
                 f"{failed} points have failed since the sweep was submitted or continued, and the sweep stops at {sweep.stop_after_failures} "
-                f"(`--stop-after-failures`). List them with `ddp-hpc list {name} --failed`; `ddp-hpc sweep continue {name}` submits the "
+                f"(`--stop-after-failures`). List them with `ddp-hpc list {word} --failed`; `ddp-hpc sweep continue {word}` submits the "
                 "others again, and counts failures from zero"
             )
     return None
