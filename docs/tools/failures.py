@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from pathlib import Path
 
-from ddp_hpc.watch.why.signatures import REGISTRY, FailureClass
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from ddp_hpc.watch.why.signatures import REGISTRY, FailureClass, match_exception, match_line
+from tests.failure_texts import TEXTS
 
 _ROLES = {"root": "", "either": "", "cascade": " (follows from another rank's end)", "confirmation": " (confirms it)"}
 
 
-def as_markdown(registry: Mapping[str, FailureClass] = REGISTRY) -> str:
+def as_markdown() -> str:
     """Return one section a class: its texts, what it means, and what to do."""
-    return "\n".join(line for name, failure in registry.items() for line in _section(name, failure))
+    return "\n".join(line for name, failure in REGISTRY.items() for line in _section(name, failure))
 
 
 def _section(name: str, failure: FailureClass) -> list[str]:
-    examples = [(" ".join(one.example.replace("`", "'").split()), _ROLES[one.role]) for one in failure.patterns]
-    texts = [f"- `{text}`{role}" for text, role in examples]
+    texts = [f"- `{' '.join(text.replace('`', chr(39)).split())}`{_role(text)}" for text in TEXTS.get(name, ())]
     filled = failure.to_do.format(run="RUN", attempt="K", rank="N", again="it continues from step S")
     return [
         f"## {failure.title[0].upper()}{failure.title[1:]}",
@@ -31,6 +33,11 @@ def _section(name: str, failure: FailureClass) -> list[str]:
         f"**To do.** {filled}",
         "",
     ]
+
+
+def _role(text: str) -> str:
+    match = match_exception(text) or match_line(text)
+    return _ROLES[match.role] if match else ""
 
 
 if __name__ == "__main__":

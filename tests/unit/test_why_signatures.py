@@ -13,22 +13,29 @@ from ddp_hpc.cli import VERBS
 from ddp_hpc.run.config.keys import all_keys
 from ddp_hpc.watch.why.signatures import (
     REGISTRY,
-    Match,
-    Pattern,
     is_advice,
     match_exception,
     match_line,
 )
+from tests.failure_texts import TEXTS
 
 DOCUMENT = Path(ddp_hpc.__file__).parents[1] / "docs/troubleshooting.md"
-PATTERNS = [(name, pattern) for name, failure in REGISTRY.items() for pattern in failure.patterns]
 
 
-@pytest.mark.parametrize(("name", "pattern"), PATTERNS, ids=lambda one: getattr(one, "example", one)[:60])
-def test_each_text_of_the_registry_is_of_its_own_class(name: str, pattern: Pattern) -> None:
-    match = match_exception if pattern.source == "exception" else match_line
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in TEXTS.items() for text in texts])
+def test_each_text_of_a_tool_is_of_its_class(name: str, text: str) -> None:
+    found = match_exception(text) or match_line(text)
 
-    assert match(pattern.example) == Match(name, pattern.role)
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_each_pattern_is_the_first_that_fits_one_of_the_texts(name: str) -> None:
+    patterns = list(REGISTRY[name].patterns)
+    firsts = [next(one for one in patterns if re.match(one.regex, text, re.DOTALL)) for text in TEXTS.get(name, ())]
+
+    assert sorted(map(patterns.index, firsts)) == [*range(len(patterns))]
 
 
 @pytest.mark.parametrize(

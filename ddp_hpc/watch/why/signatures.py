@@ -17,11 +17,9 @@ Source = Literal["exception", "line"]
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """A text that tools print, and what it proves."""
+    """A text that tools print, and what it proves; `tests/failure_texts.py` has one as it is printed."""
 
     regex: str
-    example: str
-    """The text as the tool prints it; a test holds it against `regex`."""
     role: Role = "root"
     source: Source = "exception"
 
@@ -37,35 +35,32 @@ class FailureClass:
     patterns: Sequence[Pattern] = ()
 
 
-def _raised(regex: str, example: str, role: Role = "root") -> Pattern:
-    return Pattern(regex=regex, example=example, role=role)
+def _raised(regex: str, role: Role = "root") -> Pattern:
+    return Pattern(regex=regex, role=role)
 
 
-def _printed(regex: str, example: str, role: Role = "root") -> Pattern:
-    return Pattern(regex=regex, example=example, role=role, source="line")
+def _printed(regex: str, role: Role = "root") -> Pattern:
+    return Pattern(regex=regex, role=role, source="line")
 
 
-def _error(kind: str, text: str, more: str = "") -> Pattern:
-    """Return the pattern of an exception of any type that begins with a text; a tool raises it as this kind, with more text."""
-    return _raised(_ERROR + re.escape(text), f"{kind}: {text}{more}")
+def _error(text: str) -> Pattern:
+    """Return the pattern of an exception of any type that begins with a text."""
+    return _raised(_ERROR + re.escape(text))
 
 
-def _system(number: int, text: str, more: str = "") -> Pattern:
+def _system(number: int, text: str) -> Pattern:
     """Return the pattern of an error of the system: Python names its number, in every language; C++ its English text, in a RuntimeError."""
-    return _raised(_ERROR + rf".*\[Errno {number}\]|RuntimeError: .*{text}", f"OSError: [Errno {number}] {text}{more}")
+    return _raised(_ERROR + rf".*\[Errno {number}\]|RuntimeError: .*{text}")
 
 
-def _logged(numbers: str, error: str) -> Pattern:
+def _logged(numbers: str) -> Pattern:
     """Return the pattern of what ddp-hpc goes on after, as a save that fails: the reason only where nothing else says one, as a full disk takes no report."""
-    example = f"2026-06-18 13:05:36,123 WARNING the checkpoint of step 6 could not be written: rank 0 on node1: OSError: {error}"
-    return _printed(rf"\d{{4}}-\d\d-\d\d \S+ (?:WARNING|ERROR) .*\[Errno {numbers}\]", example, "either")
+    return _printed(rf"\d{{4}}-\d\d-\d\d \S+ (?:WARNING|ERROR) .*\[Errno {numbers}\]", "either")
 
 
-def _cancelled(what: str, why: str) -> Pattern:
+def _cancelled(why: str) -> Pattern:
     """Return the pattern of the line by which Slurm says why it cancels a job or a step."""
-    regex = _DAEMON + _STEPD + rf"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO {why}"
-    example = f"slurmstepd: error: *** {what} ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO {why} ***"
-    return _printed(regex, example, "confirmation")
+    return _printed(_DAEMON + _STEPD + rf"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO {why}", "confirmation")
 
 
 _ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
@@ -89,21 +84,11 @@ REGISTRY: Mapping[str, FailureClass] = {
         "`train.precision=bf16`. Where other processes have much of the memory (`nvidia-smi` on the node names them), end them, or take "
         "another GPU. Where much is reserved but unallocated, set `env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
         patterns=[
-            _raised(
-                r"(?:[\w.]*\.)?OutOfMemoryError: (?:CUDA|HIP|XPU) out of memory",
-                "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB",
-            ),
-            _raised(
-                r"RuntimeError: (?:CUDA|HIP) out of memory",
-                "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB",
-            ),
-            _raised(_ERROR + r"(?:CUDA|HIP) error: out of memory", "torch.AcceleratorError: CUDA error: out of memory"),
-            _error("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED", " when calling `cublasCreate(handle)`"),
-            _raised(
-                _ERROR + r".*Cuda failure (?:2 )?'out of memory'",
-                "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled cuda error\n"
-                "Last error:\nCuda failure 2 'out of memory'",
-            ),
+            _raised(r"(?:[\w.]*\.)?OutOfMemoryError: (?:CUDA|HIP|XPU) out of memory"),
+            _raised(r"RuntimeError: (?:CUDA|HIP) out of memory"),
+            _raised(_ERROR + r"(?:CUDA|HIP) error: out of memory"),
+            _error("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+            _raised(_ERROR + r".*Cuda failure (?:2 )?'out of memory'"),
         ],
     ),
     "shared-memory": FailureClass(
@@ -111,25 +96,10 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Processes of the DataLoader pass batches through /dev/shm, which is too small for them. Containers often limit it to 64 MB.",
         to_do="Use fewer loader processes (`data.num_workers=2`), or give the container more shared memory (`--shm-size`).",
         patterns=[
-            _raised(
-                _ERROR + _OF_LOADER.format("Bus error"),
-                "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that dataloader's workers "
-                "are out of shared memory. Please try to raise your shared memory limit.",
-            ),
-            _raised(
-                _ERROR + r"unable to (?:allocate|resize|mmap|open|write to) .*(?:shared memory|</?torch_)",
-                "RuntimeError: unable to allocate shared memory(shm) for file </torch_31_1234_5>: No space left on device (28)",
-            ),
-            _raised(
-                _ERROR + r".*Error while creating shared memory segment /dev/shm/nccl-",
-                "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error\nLast error:\n"
-                "Error while creating shared memory segment /dev/shm/nccl-Yx1 (size 9637888)",
-            ),
-            _printed(
-                r"ERROR: Unexpected bus error encountered in worker",
-                "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
-                "confirmation",
-            ),
+            _raised(_ERROR + _OF_LOADER.format("Bus error")),
+            _raised(_ERROR + r"unable to (?:allocate|resize|mmap|open|write to) .*(?:shared memory|</?torch_)"),
+            _raised(_ERROR + r".*Error while creating shared memory segment /dev/shm/nccl-"),
+            _printed(r"ERROR: Unexpected bus error encountered in worker", "confirmation"),
         ],
     ),
     "host-memory": FailureClass(
@@ -137,35 +107,20 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="A process asked for more memory than the node, or the job's limit, has.",
         to_do="Use fewer workers or loader processes (`data.num_workers`); on Slurm, ask for more with `resources.mem_gb`. Where the machine's own memory ran out, `ps aux --sort -rss` on the node names what else uses it.",
         patterns=[
-            _raised(r"(?:builtins\.)?MemoryError(?:: |$)", "MemoryError: Unable to allocate 8.00 GiB"),
-            _raised(
-                r"(?:numpy\.[\w.]*)?_ArrayMemoryError: ",
-                "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array with shape (1000000000,)",
-            ),
-            _raised(
-                _ERROR + r".*DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
-                "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-                "allocate 8000000000 bytes. Error code 12 (Cannot allocate memory)",
-            ),
-            _error("OSError", "[Errno 12]", " Cannot allocate memory"),
+            _raised(r"(?:builtins\.)?MemoryError(?:: |$)"),
+            _raised(r"(?:numpy\.[\w.]*)?_ArrayMemoryError: "),
+            _raised(_ERROR + r".*DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"),
+            _error("[Errno 12]"),
             _printed(
-                r"(?:  what\(\):  std::bad_alloc|terminate called after throwing an instance of 'std::bad_alloc')",
-                "  what():  std::bad_alloc",
+                r"(?:  what\(\):  std::bad_alloc|terminate called after throwing an instance of 'std::bad_alloc')"
             ),
-            _printed(
-                _DAEMON + _STEPD + r"Detected \d+ oom[-_]kill event",
-                "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
-                "confirmation",
-            ),
+            _printed(_DAEMON + _STEPD + r"Detected \d+ oom[-_]kill event", "confirmation"),
             _printed(
                 _DAEMON + r"(?:slurmstepd(?:-[\w.-]+)?|srun): error: .*(?:task \d+: Out Of Memory|oom-kill)",
-                "srun: error: node1: task 3: Out Of Memory",
                 "confirmation",
             ),
             _printed(
-                r"(?:\[ *\d+\.\d+\] )?(?:Memory cgroup out of memory|Out of memory): Killed process \d+",
-                "Memory cgroup out of memory: Killed process 4242 (python) total-vm:9000kB",
-                "confirmation",
+                r"(?:\[ *\d+\.\d+\] )?(?:Memory cgroup out of memory|Out of memory): Killed process \d+", "confirmation"
             ),
         ],
     ),
@@ -175,19 +130,15 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Do not set MASTER_PORT, so that a free port is chosen, or end the process that listens: "
         "`ss -ltnp` shows it.",
         patterns=[
-            _raised(
-                _ERROR + r"The server socket has failed to listen.*EADDRINUSE",
-                "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
-                "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
-            ),
-            _error("OSError", "[Errno 98]", " Address already in use"),
+            _raised(_ERROR + r"The server socket has failed to listen.*EADDRINUSE"),
+            _error("[Errno 98]"),
         ],
     ),
     "socket-path": FailureClass(
         title="a path is too long for a Unix socket",
         means="Processes of one node, such as those of a DataLoader, meet at a socket in the directory for temporary files; its path may have 107 bytes.",
         to_do="Set `env.TMPDIR=/tmp`, or another short path on the node's disk, and submit the run again; a script that sets TMPDIR itself needs the same.",
-        patterns=[_error("OSError", "AF_UNIX path too long")],
+        patterns=[_error("AF_UNIX path too long")],
     ),
     "download": FailureClass(
         title="a download failed",
@@ -195,31 +146,14 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Download it on the login node first, to a directory that all nodes see, and have the code read it there: run its download "
         "once by hand, with TORCH_HOME or HF_HOME set as in the job; with Hugging Face, set `env.HF_HUB_OFFLINE=1` then.",
         patterns=[
+            _raised(r"(?:urllib\.error\.)?URLError: <urlopen error (?:\[Errno -?\d+\]|timed out|_ssl)"),
             _raised(
-                r"(?:urllib\.error\.)?URLError: <urlopen error (?:\[Errno -?\d+\]|timed out|_ssl)",
-                "urllib.error.URLError: <urlopen error [Errno -3] Temporary failure in name resolution>",
+                r"(?:requests|urllib3)\.exceptions\.\w+: .*(?:Max retries exceeded|Failed to resolve|Failed to establish)"
             ),
-            _raised(
-                r"(?:requests|urllib3)\.exceptions\.\w+: .*(?:Max retries exceeded|Failed to resolve|Failed to establish)",
-                "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co', port=443): Max retries exceeded with url: /x",
-            ),
-            _raised(
-                r"(?:httpx|httpcore)\.(?:ConnectError|ConnectTimeout|ProxyError): ?",
-                "httpx.ConnectError: [Errno -2] Name or service not known",
-            ),
-            _raised(
-                r"(?:[\w.]+\.)?(?:LocalEntryNotFoundError|OfflineModeIsEnabled): ",
-                "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the file on the Hub and we cannot "
-                "find the requested files in the local cache.",
-            ),
-            _raised(
-                r"(?:OSError|ConnectionError): (?:We couldn't connect to|Couldn't reach) ",
-                "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files.",
-            ),
-            _raised(
-                r"aiohttp\.(?:[\w.]+\.)?ClientConnector\w*Error: ",
-                "aiohttp.client_exceptions.ClientConnectorError: Cannot connect to host huggingface.co:443 ssl:default",
-            ),
+            _raised(r"(?:httpx|httpcore)\.(?:ConnectError|ConnectTimeout|ProxyError): ?"),
+            _raised(r"(?:[\w.]+\.)?(?:LocalEntryNotFoundError|OfflineModeIsEnabled): "),
+            _raised(r"(?:OSError|ConnectionError): (?:We couldn't connect to|Couldn't reach) "),
+            _raised(r"aiohttp\.(?:[\w.]+\.)?ClientConnector\w*Error: "),
         ],
     ),
     "dns": FailureClass(
@@ -227,12 +161,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="This node cannot resolve a host name to an address.",
         to_do="Try `getent hosts NAME` on that node. If it prints nothing, use an IP address, or ask the administrators about DNS.",
         patterns=[
-            _raised(r"(?:socket\.)?gaierror: \[Errno -\d+\]", "socket.gaierror: [Errno -2] Name or service not known"),
-            _raised(
-                _ERROR + r".*\(gai error: -\d+",
-                "torch.distributed.DistNetworkError: The IPv4 network addresses of (node7, 29500) cannot be retrieved (gai error: -2 - "
-                "Name or service not known).",
-            ),
+            _raised(r"(?:socket\.)?gaierror: \[Errno -\d+\]"),
+            _raised(_ERROR + r".*\(gai error: -\d+"),
         ],
     ),
     "no-gpu": FailureClass(
@@ -241,8 +171,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Set `resources.gpus_per_node` to the number of GPUs of each node. Where it is set, run `nvidia-smi` on the node; if that "
         "shows none, exclude the node (`slurm.exclude`).",
         patterns=[
-            _error("RuntimeError", "Found no NVIDIA driver on your system", "."),
-            _error("RuntimeError", "No CUDA GPUs are available"),
+            _error("Found no NVIDIA driver on your system"),
+            _error("No CUDA GPUs are available"),
         ],
     ),
     "driver": FailureClass(
@@ -251,24 +181,13 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Run `nvidia-smi` on the node; install a PyTorch for its CUDA version, or exclude the node (`slurm.exclude`).",
         patterns=[
             _raised(
-                _ERROR + r"(?:CUDA error: |.*Cuda failure.*)?.*driver version is insufficient for CUDA runtime version",
-                "RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version",
+                _ERROR + r"(?:CUDA error: |.*Cuda failure.*)?.*driver version is insufficient for CUDA runtime version"
             ),
-            _error("RuntimeError", "The NVIDIA driver on your system is too old", " (found version 11040)."),
-            _error(
-                "RuntimeError",
-                "Unexpected error from cudaGetDeviceCount()",
-                ". Error 804: forward compatibility was attempted on non supported HW",
-            ),
-            _error(
-                "torch.AcceleratorError", "CUDA error: no kernel image is available", " for execution on the device"
-            ),
-            _error("AssertionError", "Torch not compiled with CUDA enabled"),
-            _printed(
-                r"Failed to initialize NVML: Driver/library version mismatch",
-                "Failed to initialize NVML: Driver/library version mismatch",
-                "confirmation",
-            ),
+            _error("The NVIDIA driver on your system is too old"),
+            _error("Unexpected error from cudaGetDeviceCount()"),
+            _error("CUDA error: no kernel image is available"),
+            _error("Torch not compiled with CUDA enabled"),
+            _printed(r"Failed to initialize NVML: Driver/library version mismatch", "confirmation"),
         ],
     ),
     "wrong-device": FailureClass(
@@ -276,20 +195,10 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="A rank uses a GPU that it does not have, that another rank uses, or tensors on different devices.",
         to_do="Have each rank use `cuda:LOCAL_RANK`, not a fixed number; compare `resources.gpus_per_node` with `nvidia-smi -L` on the node, and do not set CUDA_VISIBLE_DEVICES.",
         patterns=[
-            _error("torch.AcceleratorError", "CUDA error: invalid device ordinal"),
-            _error(
-                "RuntimeError",
-                "Expected all tensors to be on the same device",
-                ", but found at least two devices, cuda:0 and cpu!",
-            ),
-            _raised(
-                _ERROR + r".*Duplicate GPU detected",
-                "torch.distributed.DistBackendError: NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 7000",
-            ),
-            _raised(
-                r"(?:ConfigError: )?This node has \d+ workers that need a GPU each",
-                "This node has 2 workers that need a GPU each, but PyTorch 2.15.0 sees 0 GPUs here",
-            ),
+            _error("CUDA error: invalid device ordinal"),
+            _error("Expected all tensors to be on the same device"),
+            _raised(_ERROR + r".*Duplicate GPU detected"),
+            _raised(r"(?:ConfigError: )?This node has \d+ workers that need a GPU each"),
         ],
     ),
     "device-assert": FailureClass(
@@ -298,15 +207,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Compare the labels and the indexes with the sizes. CUDA reports it at a later call, perhaps of a later step: submit the run "
         "again with `env.CUDA_LAUNCH_BLOCKING=1` behind its other settings, and the traceback names the line.",
         patterns=[
-            _raised(
-                _ERROR + r"(?:.*Cuda failure.*|CUDA error: )device-side assert",
-                "torch.AcceleratorError: CUDA error: device-side assert triggered",
-            ),
-            _printed(
-                _OF_WATCHDOG + _ASSERT,
-                "  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
-                "CUDA error: device-side assert triggered",
-            ),
+            _raised(_ERROR + r"(?:.*Cuda failure.*|CUDA error: )device-side assert"),
+            _printed(_OF_WATCHDOG + _ASSERT),
         ],
     ),
     "nccl-network": FailureClass(
@@ -314,15 +216,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="NCCL found no network interface, or there is no route from this node to the address of another one.",
         to_do="Set `network.interfaces` to the one that connects the nodes; NCCL_DEBUG=INFO prints which one NCCL takes.",
         patterns=[
-            _raised(
-                _ERROR + r".*Bootstrap : no socket interface found",
-                "torch.distributed.DistBackendError: NCCL error: internal error\nLast error:\n"
-                "Bootstrap : no socket interface found",
-            ),
+            _raised(_ERROR + r".*Bootstrap : no socket interface found"),
             _raised(
                 r"(?:[\w.]*\.)?(?:DistBackendError|RuntimeError): .*NCCL.*[cC]onnect to \S+ failed ?: (?:No route to host|Network is unreachable)",
-                "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error\nLast error:\n"
-                "socketStartConnect: Connect to 10.0.0.2<4> failed : No route to host",
                 "either",
             ),
         ],
@@ -333,20 +229,10 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Look for `Xid` in `dmesg` of the node. If there is one, exclude the node (`slurm.exclude`) and report it; if there "
         "is none, submit the run again with `env.CUDA_LAUNCH_BLOCKING=1`, and the traceback names the kernel's call.",
         patterns=[
-            _raised(
-                _ERROR + _GPU_FAULT, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
-            ),
-            _error("RuntimeError", "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-            _printed(
-                _OF_WATCHDOG + _GPU_FAULT,
-                "[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:1895] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread "
-                "terminated with exception: CUDA error: uncorrectable ECC error encountered",
-            ),
-            _printed(
-                r"(?:\[ *\d+\.\d+\] )?NVRM: Xid",
-                "NVRM: Xid (PCI:0000:07:00): 79, pid=4242, GPU has fallen off the bus.",
-                "confirmation",
-            ),
+            _raised(_ERROR + _GPU_FAULT),
+            _error("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+            _printed(_OF_WATCHDOG + _GPU_FAULT),
+            _printed(r"(?:\[ *\d+\.\d+\] )?NVRM: Xid", "confirmation"),
         ],
     ),
     "quota": FailureClass(
@@ -354,8 +240,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Your quota of bytes or files on that file system is used up.",
         to_do="Delete what you do not need (`ddp-hpc delete OLD_RUN`; `checkpoint.keep_last` keeps fewer checkpoints), and submit the run again: {again}.",
         patterns=[
-            _system(122, "Disk quota exceeded", ": '/scratch/me/file'"),
-            _logged("122", "[Errno 122] Disk quota exceeded"),
+            _system(122, "Disk quota exceeded"),
+            _logged("122"),
         ],
     ),
     "disk-full": FailureClass(
@@ -363,9 +249,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="A write failed: the file system has no space left, or the limit for the size of a file is reached (`ulimit -f`).",
         to_do="Free space on the file system that the evidence names (`df -h` and `df -i` there, on that node; `ulimit -f`), and submit the run again: {again}. To go on in another `runs_dir`, move the run's whole directory there first.",
         patterns=[
-            _system(28, "No space left on device", ": '/tmp/cache.bin'"),
+            _system(28, "No space left on device"),
             _system(27, "File too large"),
-            _logged("2[78]", "[Errno 28] No space left on device"),
+            _logged("2[78]"),
         ],
     ),
     "stale-mount": FailureClass(
@@ -373,9 +259,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The file server was restarted or is unreachable, or the file was replaced on another node.",
         to_do="Run `ls` on the path that the evidence names, on that rank's node. If it fails, exclude the node (`slurm.exclude`) and report it to the administrators.",
         patterns=[
-            _system(116, "Stale file handle", ": '/data/train'"),
-            _raised(_ERROR + r".*\[Errno 107\]", "OSError: [Errno 107] Transport endpoint is not connected: '/data'"),
-            _raised(_ERROR + r".*\[Errno 5\]", "OSError: [Errno 5] Input/output error: '/data/train/7.bin'"),
+            _system(116, "Stale file handle"),
+            _raised(_ERROR + r".*\[Errno 107\]"),
+            _raised(_ERROR + r".*\[Errno 5\]"),
         ],
     ),
     "not-saved": FailureClass(
@@ -385,10 +271,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Try to write a file into the run's directory, on that rank's node: the evidence says what failed. Repair that, then submit again: "
         "the run continues from its newest checkpoint.",
         patterns=[
-            _raised(
-                r"(?:CheckpointError|NotSavedError): ",
-                "NotSavedError: The checkpoint of step 500 could not be committed: rank 1: PermissionError: [Errno 13] Permission denied",
-            ),
+            _raised(r"(?:CheckpointError|NotSavedError): "),
         ],
     ),
     "nan": FailureClass(
@@ -396,14 +279,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The training has diverged: a value became infinite or NaN.",
         to_do="Lower `train.lr`, or limit the gradients with `train.grad_clip_norm`, and submit the run again: {again}.",
         patterns=[
-            _raised(_ERROR + r".*NaN found in input tensor", "RuntimeError: NaN found in input tensor."),
-            _raised(
-                _ERROR + r"Function '\w+' returned nan values",
-                "RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.",
-            ),
-            _raised(
-                r"DivergedError: ", "DivergedError: The training has diverged: the loss is not finite since step 3."
-            ),
+            _raised(_ERROR + r".*NaN found in input tensor"),
+            _raised(_ERROR + r"Function '\w+' returned nan values"),
+            _raised(r"DivergedError: "),
         ],
     ),
     "ranks-differ": FailureClass(
@@ -413,11 +291,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="If a rank is named, the run was started again, on another node if there was one: report the named node "
         "to the site's administrators. Where the same difference came twice, see docs/integrity.md for what to look for in the code.",
         patterns=[
-            _raised(
-                r"(?:RanksDifferError: )?the ranks differ after step \d+",
-                "the ranks differ after step 40: `model/head.weight` is not equal on all of them, but must be; rank 1 on node2 was wrong "
-                "(2 of 3 ranks agree).",
-            ),
+            _raised(r"(?:RanksDifferError: )?the ranks differ after step \d+"),
         ],
     ),
     "import": FailureClass(
@@ -425,15 +299,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Python on that node does not find a module or a library, or the module itself fails while it is imported.",
         to_do="Try `python -c 'import MODULE'` in the same environment, on a node; install what is missing, or name the right environment. Start a script that has relative imports as a module (`-- python -m pkg.train`).",
         patterns=[
-            _raised(r"(?:ModuleNotFoundError|ImportError): ", "ModuleNotFoundError: No module named 'timm'"),
-            _raised(
-                r"(?:ConfigError: )?`recipe\.target` is .*but importing ",
-                "`recipe.target` is 'm:build', but importing 'm' raised ModuleNotFoundError: No module named 'm'.",
-            ),
-            _printed(
-                r"\S*python[\d.]*: (?:No module named |Error while finding module specification)",
-                "/usr/bin/python3: No module named train",
-            ),
+            _raised(r"(?:ModuleNotFoundError|ImportError): "),
+            _raised(r"(?:ConfigError: )?`recipe\.target` is .*but importing "),
+            _printed(r"\S*python[\d.]*: (?:No module named |Error while finding module specification)"),
         ],
     ),
     "data": FailureClass(
@@ -441,15 +309,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The data set raised an error for this sample or file.",
         to_do="Load that sample alone, on the same node; repair the file that the evidence names, or leave it out of the data set.",
         patterns=[
-            _raised(r"(?:[\w.]*\.)?SampleError: ", "SampleError: `train_data[17]` raised ValueError: bad label."),
-            _raised(
-                r"(?:PIL\.)?UnidentifiedImageError: ",
-                "PIL.UnidentifiedImageError: cannot identify image file '/data/7.jpg'",
-            ),
-            _raised(
-                _ERROR + r"Caught \w+ in DataLoader worker process",
-                "KeyError: Caught KeyError in DataLoader worker process 0.",
-            ),
+            _raised(r"(?:[\w.]*\.)?SampleError: "),
+            _raised(r"(?:PIL\.)?UnidentifiedImageError: "),
+            _raised(_ERROR + r"Caught \w+ in DataLoader worker process"),
         ],
     ),
     "peer-gone": FailureClass(
@@ -459,42 +321,20 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _raised(
                 r"RuntimeError: (?:\[\S*gloo/\S+\] .*(?:onnection closed by peer|onnection reset by peer|Broken pipe|Socket closed)|Connection closed by peer \[\S+\]:\d+)",
-                "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:44715",
                 "cascade",
             ),
-            _raised(
-                _ERROR + r".*ncclRemoteError",
-                "torch.distributed.DistBackendError: NCCL error, remote process exited or there was a network error\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
-                "cascade",
-            ),
-            _raised(
-                _ERROR + r".*NCCL communicator was aborted",
-                "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.",
-                "cascade",
-            ),
-            _raised(
-                _ERROR + r"NCCL error.*Connection closed by remote peer",
-                "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1275, internal error, NCCL version 2.14.3\n"
-                "ncclInternalError: Internal check failed.\nLast error:\nNet : Connection closed by remote peer node2<50260>",
-                "cascade",
-            ),
+            _raised(_ERROR + r".*ncclRemoteError", "cascade"),
+            _raised(_ERROR + r".*NCCL communicator was aborted", "cascade"),
+            _raised(_ERROR + r"NCCL error.*Connection closed by remote peer", "cascade"),
             _raised(
                 r"(?:[\w.]*\.)?(?:Dist\w*Error: |RuntimeError: \[c10d\]).*(?:Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed)",
-                "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
-                "store by key '0', but store->get('0') got error: Connection reset by peer",
                 "cascade",
             ),
             _raised(
                 r"(?:[\w.]*\.)?DistNetworkError: (?!.*(?:The server socket has failed|The client socket has timed out))",
-                "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
                 "cascade",
             ),
-            _printed(
-                _OF_WATCHDOG + r"NCCL error.*remote process exited",
-                "  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
-                "NCCL error: remote process exited or there was a network error, NCCL version 2.21.5",
-                "cascade",
-            ),
+            _printed(_OF_WATCHDOG + r"NCCL error.*remote process exited", "cascade"),
         ],
     ),
     "ranks-missing": FailureClass(
@@ -502,16 +342,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Some ranks did not join the process group within its timeout.",
         to_do="Read the logs of the ranks that are missing: `ddp-hpc logs {run} --attempt {attempt} --all`.",
         patterns=[
-            _raised(
-                _ERROR + r"Timed out after \d+ seconds waiting for clients",
-                "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 3/4 clients joined.",
-                "either",
-            ),
-            _raised(
-                r"(?:[\w.]*\.)?DistNetworkError: The client socket has timed out",
-                "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (node7, 29500).",
-                "either",
-            ),
+            _raised(_ERROR + r"Timed out after \d+ seconds waiting for clients", "either"),
+            _raised(r"(?:[\w.]*\.)?DistNetworkError: The client socket has timed out", "either"),
         ],
     ),
     "collective-timeout": FailureClass(
@@ -519,28 +351,10 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Some rank did not take part in a collective operation in time: it is slow, it waits for something else, or the network fails.",
         to_do="Find the rank that did not come: its log has no such message, or another SeqNum. Compare `ddp-hpc logs {run} --attempt {attempt} --all`.",
         patterns=[
-            _printed(
-                r"\[E.*ProcessGroupNCCL\.cpp.*Watchdog caught collective operation timeout",
-                "[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation timeout: "
-                "WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.",
-                "either",
-            ),
-            _printed(
-                r"\[[EF]\d*\s.*due to ProcessGroupNCCL watchdog hang",
-                "[F321 02:07:08.408271257 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) Rank 0] [PG ID 0 PG GUID 0(default_pg) Rank 0] "
-                "Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang.",
-                "either",
-            ),
-            _raised(
-                _ERROR + r".*Watchdog caught collective operation timeout",
-                "torch.distributed.DistBackendError: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
-                "either",
-            ),
-            _raised(
-                _ERROR + r".*Timed out waiting \d+ms for (?:recv|send) operation",
-                "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
-                "either",
-            ),
+            _printed(r"\[E.*ProcessGroupNCCL\.cpp.*Watchdog caught collective operation timeout", "either"),
+            _printed(r"\[[EF]\d*\s.*due to ProcessGroupNCCL watchdog hang", "either"),
+            _raised(_ERROR + r".*Watchdog caught collective operation timeout", "either"),
+            _raised(_ERROR + r".*Timed out waiting \d+ms for (?:recv|send) operation", "either"),
         ],
     ),
     "image": FailureClass(
@@ -549,18 +363,11 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Check the image with `ddp-hpc container check`, and that every node sees the file of `container.image`.",
         patterns=[
             _printed(
-                r"FATAL: +(?:could not open image|container creation failed|while (?:extracting|loading|making image)|[Uu]nable to (?:pull|handle))",
-                "FATAL:   could not open image /images/torch.sif: no such file or directory",
+                r"FATAL: +(?:could not open image|container creation failed|while (?:extracting|loading|making image)|[Uu]nable to (?:pull|handle))"
             ),
-            _printed(_DAEMON + _STEPD + r"pyxis: ", "slurmstepd: error: pyxis: failed to import docker image"),
-            _printed(
-                r"(?:docker: )?Error response from daemon: ",
-                "docker: Error response from daemon: pull access denied for torch",
-            ),
-            _printed(
-                r"Error: (?:initializing source|unable to (?:copy from source|find image))",
-                "Error: initializing source docker://torch:latest: reading manifest",
-            ),
+            _printed(_DAEMON + _STEPD + r"pyxis: "),
+            _printed(r"(?:docker: )?Error response from daemon: "),
+            _printed(r"Error: (?:initializing source|unable to (?:copy from source|find image))"),
         ],
     ),
     "launch-failed": FailureClass(
@@ -568,35 +375,23 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Slurm, the agent of a node, or the system could not start the command.",
         to_do="Read `ddp-hpc logs {run}` for the message of srun or of the agent; check the command, and the node that it names.",
         patterns=[
-            _printed(
-                _DAEMON + r"srun: error: (?:Unable to create step|Task launch for|Application launch failed)",
-                "srun: error: Unable to create step for job 12: Memory required by task is not available",
-            ),
-            _printed(
-                _DAEMON + _STEPD + r"execve\(\): ",
-                "slurmstepd: error: execve(): /opt/venv/bin/python: No such file or directory",
-            ),
-            _printed(
-                r"(?:error: )?\S+ cannot be executed: ",
-                "error: /home/me/train.sh cannot be executed: Permission denied",
-            ),
-            _printed(
-                r"\S*sh: (?:line \d+: )?\S+: (?:command not found|No such file or directory|Permission denied)",
-                "bash: line 1: torchrum: command not found",
-            ),
+            _printed(_DAEMON + r"srun: error: (?:Unable to create step|Task launch for|Application launch failed)"),
+            _printed(_DAEMON + _STEPD + r"execve\(\): "),
+            _printed(r"(?:error: )?\S+ cannot be executed: "),
+            _printed(r"\S*sh: (?:line \d+: )?\S+: (?:command not found|No such file or directory|Permission denied)"),
         ],
     ),
     "preempted": FailureClass(
         title="Slurm preempted the job",
         means="A job of higher priority took the nodes.",
         to_do="If the run was not started again, submit it: {again}.",
-        patterns=[_cancelled("JOB 12", "PREEMPTION")],
+        patterns=[_cancelled("PREEMPTION")],
     ),
     "time-limit": FailureClass(
         title="the job reached its time limit",
         means="Slurm ends a job at its limit; a checkpoint is written before that.",
         to_do="Submit the run again: {again}. A job that ends before its first checkpoint needs a larger `resources.time_limit_min`, or a smaller `checkpoint.every_steps`.",
-        patterns=[_cancelled("STEP 12.0", "TIME LIMIT")],
+        patterns=[_cancelled("TIME LIMIT")],
     ),
     "node-failed": FailureClass(
         title="a node failed",
@@ -605,7 +400,6 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _printed(
                 _DAEMON + r"(?:slurmstepd(?:-[\w.-]+)?|srun): error: .*(?:DUE TO NODE FAILURE|[Nn]ode failure on)",
-                "slurmstepd: error: *** STEP 12.0 ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO NODE FAILURE ***",
                 "confirmation",
             )
         ],
@@ -659,24 +453,17 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _raised(
                 _ERROR
-                + _OF_LOADER.format("(?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)"),
-                "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Segmentation fault. ",
+                + _OF_LOADER.format("(?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)")
             ),
             _raised(
-                r"(?:[\w.]*\.)?ProcessExitedException: process \d+ terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)",
-                "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGSEGV",
+                r"(?:[\w.]*\.)?ProcessExitedException: process \d+ terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)"
             ),
-            _printed(r"Fatal Python error: ", "Fatal Python error: Segmentation fault", "either"),
+            _printed(r"Fatal Python error: ", "either"),
             _printed(
                 r"(?:double free or corruption|free\(\): invalid|munmap_chunk\(\): invalid|malloc\(\): |corrupted size vs\. prev_size|\*\*\* stack smashing detected|\*\*\* buffer overflow detected)",
-                "double free or corruption (!prev)",
                 "either",
             ),
-            _printed(
-                r"terminate called (?:after throwing an instance of|without an active exception)",
-                "terminate called after throwing an instance of 'c10::Error'",
-                "either",
-            ),
+            _printed(r"terminate called (?:after throwing an instance of|without an active exception)", "either"),
         ],
     ),
     "killed": FailureClass(
@@ -684,14 +471,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The kernel sends SIGKILL when memory runs out; a user, Slurm or another program may send it, too. No record shows which.",
         to_do="Look for `oom` in `dmesg` of the node; on Slurm, `sacct -j JOB --format=State,ExitCode,MaxRSS`. If memory ran out, use fewer workers or loader processes; on Slurm, raise `resources.mem_gb`.",
         patterns=[
-            _raised(
-                _ERROR + _OF_LOADER.format("Killed"),
-                "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed. ",
-            ),
-            _raised(
-                r"(?:[\w.]*\.)?ProcessExitedException: process \d+ terminated with signal SIGKILL",
-                "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGKILL",
-            ),
+            _raised(_ERROR + _OF_LOADER.format("Killed")),
+            _raised(r"(?:[\w.]*\.)?ProcessExitedException: process \d+ terminated with signal SIGKILL"),
         ],
     ),
     "signal": FailureClass(
@@ -710,29 +491,18 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Correct the words after `--` that the message names, and submit the run again.",
         patterns=[
             _printed(
-                r"(?:\S+\.py|python\S* -m \S+): error: |error: (?:Parser key|Validation failed|Unrecognized arguments)",
-                "train.py: error: unrecognized arguments: --foo",
+                r"(?:\S+\.py|python\S* -m \S+): error: |error: (?:Parser key|Validation failed|Unrecognized arguments)"
             ),  # argparse, jsonargparse
             _printed(
                 r"(?:Error: | )(?:Invalid value|Missing (?:option|argument|parameter|command)|No such (?:option|command)|Got unexpected extra)",
-                "Error: Invalid value for '--lr': 'abc' is not a valid float.",
                 "either",
             ),
-            _printed(r"FATAL Flags parsing error:", "FATAL Flags parsing error: Unknown command line flag 'foo'"),
-            _printed(
-                r" (?:Error parsing --|Unrecognized options: |Missing (?:required )?options?: )",
-                " Error parsing --lr: could not convert string to float: 'abc'",
-                "either",
-            ),
-            _printed(
-                r"ERROR: (?:Could not consume arg|The function received no value)",
-                "ERROR: Could not consume arg: --foo=1",
-                "either",
-            ),
+            _printed(r"FATAL Flags parsing error:"),
+            _printed(r" (?:Error parsing --|Unrecognized options: |Missing (?:required )?options?: )", "either"),
+            _printed(r"ERROR: (?:Could not consume arg|The function received no value)", "either"),
             _printed(
                 r"(?:Could not (?:override|load|append|delete) ['\w]|Error parsing override |Cannot find primary config |You must specify '"
                 r"|no viable alternative at input |(?:mismatched|extraneous) input |Multiple values for )",
-                "Could not override 'foo'.",
                 "either",
             ),
         ],
@@ -746,12 +516,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         title="an exception in the user's code",
         means="The code of the model, the recipe or the script raised an exception that nothing caught.",
         to_do="Correct the code at the line that the evidence names, and submit the run again: {again}.",
-        patterns=[
-            _raised(
-                r"(?:ConfigError: )?`[^`]+` was called with `recipe\.args` .* and raised ",
-                "`m:build` was called with `recipe.args` {} and raised ValueError: no such model",
-            )
-        ],
+        patterns=[_raised(r"(?:ConfigError: )?`[^`]+` was called with `recipe\.args` .* and raised ")],
     ),
     "configuration": FailureClass(
         title="the configuration or the input is invalid",
@@ -762,12 +527,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         title="unknown",
         means="Nothing that was recorded, and no known text in the logs, says why it ended.",
         to_do="Read the logs: `ddp-hpc logs {run} --attempt {attempt} --all`; and on Slurm `sacct -j JOB --format=State,ExitCode,MaxRSS`.",
-        patterns=[
-            _raised(
-                _ERROR + r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) exited unexpectedly",
-                "RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly",
-            )
-        ],
+        patterns=[_raised(_ERROR + r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) exited unexpectedly")],
     ),
 }
 """By name, in the order in which texts are compared: a more special class stands above a more general one."""
