@@ -34,7 +34,7 @@ from ddp_hpc.train import process_group
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.engine import loop as our_loop
-from ddp_hpc.train.engine.training import Training, prepare
+from ddp_hpc.train.engine.training import Training, assemble_training
 from ddp_hpc.train.process_group import RankInfo
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recording.phase_times import PHASES
@@ -310,7 +310,7 @@ def _training(run: RunDir, without: Sequence[str] = ()) -> Training:
     )
     group = process_group.join(place, torch.device("cpu"))
     recipe = Recipe(model=model(), train_data=dataset(), loss=nn.functional.cross_entropy, optimizer=sgd)
-    return prepare(spec, recipe, run, group, attempt=0, stop=StopFlag(run.stop_request))
+    return assemble_training(spec, recipe, run, group, attempt=0, stop=StopFlag(run.stop_request))
 
 
 def fabric() -> Mapping[str, float]:

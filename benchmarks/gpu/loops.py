@@ -27,7 +27,7 @@ from ddp_hpc.train import process_group
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch
 from ddp_hpc.train.data.sample_order import RankSampler
 from ddp_hpc.train.engine import loop
-from ddp_hpc.train.engine.training import configure_torch, prepare
+from ddp_hpc.train.engine.training import assemble_training, configure_torch
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recipes import image_classification
@@ -190,7 +190,9 @@ class OurLoop:
         run.config.write_text(f"name: {path.name}\n")
         ownership.claim(run, 0)
         self.run = run
-        self.training = prepare(self.spec, case.recipe(), run, group, attempt=0, stop=StopFlag(run.stop_request))
+        self.training = assemble_training(
+            self.spec, case.recipe(), run, group, attempt=0, stop=StopFlag(run.stop_request)
+        )
         self.training.total_steps = 0
 
     def measure(self, *, own_loader: bool = False, counting: Callable[[], Any] = nullcontext) -> float:

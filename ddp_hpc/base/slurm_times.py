@@ -30,7 +30,7 @@ def minutes(text: str) -> float | None:
     return None if length_s is None else length_s / 60
 
 
-def moment(text: str) -> float | None:
+def parse_time(text: str) -> float | None:
     """Return `2026-11-21T07:00:00` in seconds since the epoch; None for `Unknown` and other words."""
     # Slurm's commands write times in the zone of the host that they run on, and do not name it; so does time.mktime read
     # them. A time that another host wrote is not comparable.

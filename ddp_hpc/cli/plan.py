@@ -82,12 +82,12 @@ def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Pat
     ranks = worker_env.ranks_by_shape(
         node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0
     )
-    environ = {**(worker_env.of_user(environment) if is_inherited else {}), **spec.environ}
+    environ = {**(worker_env.users_environ(environment) if is_inherited else {}), **spec.environ}
     return LaunchPlan(
         steps=steps,
         variables={
             **ranks,
-            **worker_env.settled(facts, environ, fixed=worker_env.ENDPOINT),
+            **worker_env.keep_users_values(facts, environ, fixed=worker_env.ENDPOINT),
             **worker_env.import_path(paths, os.pathsep.join(paths)),
         },
         users=list(spec.environ),

@@ -15,7 +15,7 @@ from ddp_hpc.job.choose_endpoint import endpoints
 from ddp_hpc.job.ending import last_resort, network_probe, node_probe, stale_attempts
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
-from ddp_hpc.job.job_context import JobContext, Outcome, misfit
+from ddp_hpc.job.job_context import JobContext, Outcome, why_job_misfits
 from ddp_hpc.job.missing_ranks import Joining
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.notify import Notifier
@@ -31,7 +31,7 @@ def run_attempt(context: JobContext, workers: Workers, notifier: Notifier) -> Co
     """Begin an attempt, run its workers to their end, and decide what follows."""
     attempt = begin(context.run, context.workload, context.job, image=context.wrapper.image)
     notifier.begun(attempt)
-    outcome = preflight.checked(context, attempt) or _run_workers(context, workers, attempt, notifier)
+    outcome = preflight.check_new_nodes(context, attempt) or _run_workers(context, workers, attempt, notifier)
     if context.allocation is not None:
         with diagnosis("the nodes"):
             outcome = node_probe.explain_by_nodes(context, attempt, outcome)
@@ -65,7 +65,7 @@ def _run_workers(context: JobContext, workers: Workers, attempt: int, notifier: 
         sys.stderr.write(f"error: {error}\n")
         return Outcome(code=error.exit_code, reason=str(error))
     except Exception as error:  # noqa: BLE001  an error in this program ends the attempt, not the job
-        return last_resort.outcome_of(error, workers)
+        return last_resort.end_workers_after_error(error, workers)
 
 
 def _fitting_job(context: JobContext) -> SlurmJob:
@@ -81,7 +81,7 @@ def _fitting_job(context: JobContext) -> SlurmJob:
             f"PATH in the job, {context.environ.get('PATH')}, has no `srun`, so no worker can be started. Add Slurm's directory to it: "
             "`slurm.modules` with the site's module of Slurm, or a line of `slurm.setup`."
         )
-    problem = misfit(context.spec, job.allocation)
+    problem = why_job_misfits(context.spec, job.allocation)
     if problem is not None:
         raise ConfigError(problem)
     return job

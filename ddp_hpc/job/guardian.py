@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return exit_codes.FAILED
     if lock_fd is None:
-        sys.stderr.write(f"error: {ownership.in_use(run)}\n")
+        sys.stderr.write(f"error: {ownership.busy_message(run)}\n")
         return exit_codes.REFUSED
     options = [str(run.path), "--guarded", f"--lock-fd={lock_fd}", f"--since={since}"]
     options += [f"--import-path={path}" for path in arguments.import_path]

@@ -78,13 +78,13 @@ def read_context(run: RunDir, job: SlurmJob | None, *, patience_s: float | None 
 def given_world(spec: LaunchSpec, allocation: Allocation | None) -> World:
     """Return the nodes of this job, or this machine, with as many workers on each as were asked for.
 
-    No worker starts before `misfit` has found that a job has room for them.
+    No worker starts before `why_job_misfits` has found that a job has room for them.
     """
     num_nodes = len(allocation.node_names) if allocation else 1
     return World(num_nodes=num_nodes, workers_per_node=spec.resources.world.workers_per_node)
 
 
-def misfit(spec: LaunchSpec, allocation: Allocation) -> str | None:
+def why_job_misfits(spec: LaunchSpec, allocation: Allocation) -> str | None:
     """Return why this job is not the world that the run asked for; None if it is."""
     return shape_problem(allocation, spec.resources.world)
 

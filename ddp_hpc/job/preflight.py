@@ -92,7 +92,7 @@ def examine(question: Question) -> Preflight:
     return Preflight(at=at, seconds=seconds, nodes=nodes, findings=findings_of(answers))
 
 
-def checked(context: JobContext, attempt: int) -> Outcome | None:
+def check_new_nodes(context: JobContext, attempt: int) -> Outcome | None:
     """Check the job's nodes before its first attempt, where the run asks for it.
 
     Return how the attempt ends where the workers must not start, else None.
@@ -152,7 +152,7 @@ def outcome_of(found: Preflight, on_fail: str, *, nodelist: str = "") -> Outcome
     kept = [node for node in found.bad_nodes if node in asked]
     if on_fail == "exclude" and kept:
         reason += f"; `slurm.nodelist` asks for {', '.join(kept)}, so it cannot be left out"
-    elif on_fail == "exclude" and found.bad_nodes and not found.has_nameless_failure:
+    elif on_fail == "exclude" and found.bad_nodes and not found.has_failure_without_bad_nodes:
         return Outcome(code=exit_codes.FAILED, reason=reason, lost_nodes=found.bad_nodes)
     return Outcome(code=exit_codes.FAILED, reason=reason, has_failed_preflight=True)
 

@@ -142,7 +142,7 @@ def wrapper_of(
     return replace(command_wrapper(inside, runtime, spec.container.python), image=image)
 
 
-def moved(wrapper: CommandWrapper, staged: Staged | None, environ: Mapping[str, str]) -> CommandWrapper:
+def with_staged_paths(wrapper: CommandWrapper, staged: Staged | None, environ: Mapping[str, str]) -> CommandWrapper:
     """Return the same with the paths of what was staged, instead of those on the shared file system."""
     if staged is None:
         return wrapper

@@ -24,7 +24,12 @@ from ddp_hpc.base.discretion import is_shown
 from ddp_hpc.base.durable import make_directories, private_mode
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
 from ddp_hpc.cluster.containers import HostPaths
-from ddp_hpc.cluster.rendezvous.worker_env import for_debug, for_nan_check, giving, of_user
+from ddp_hpc.cluster.rendezvous.worker_env import (
+    nan_check_variables,
+    nccl_debug_variables,
+    users_environ,
+    with_undo_record,
+)
 from ddp_hpc.cluster.slurm.allocation import of_outer_job, read_allocation
 from ddp_hpc.cluster.slurm.directives import sent_options
 from ddp_hpc.job import attempt_start
@@ -37,7 +42,7 @@ from ddp_hpc.job.node.cpus import take_back_cpus
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.notify import Notifier
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.job.staging import moved, stage, unstage, wrapper_of
+from ddp_hpc.job.staging import stage, unstage, with_staged_paths, wrapper_of
 from ddp_hpc.job.workers import workers_of
 from ddp_hpc.run.config.resolve import dropped_from
 from ddp_hpc.run.run_dir import ownership
@@ -90,7 +95,7 @@ def _main(arguments: argparse.Namespace) -> int:
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         if error.exit_code == exit_codes.FAILED:
-            return _note_escaped(run, job, str(error), is_guarded=arguments.guarded)
+            return _record_own_failure(run, job, str(error), is_guarded=arguments.guarded)
         return error.exit_code
     except OSError as error:  # a full disk, a quota, an unmounted file system: then the ledger cannot be written
         is_last = not is_for_slurm and error.errno in _LASTING
@@ -100,7 +105,7 @@ def _main(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"error: ddp-hpc cannot use {what}: {error}. {then}\n")
         return exit_codes.FAILED if is_last else exit_codes.UNDECIDED
     except Exception as error:  # noqa: BLE001  an error in this program: the ledger has to record it
-        return _note_escaped(run, job, last_resort.print_error(error), is_guarded=arguments.guarded)
+        return _record_own_failure(run, job, last_resort.print_error(error), is_guarded=arguments.guarded)
 
 
 _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
@@ -138,7 +143,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, job: SlurmJob | None) -> i
         wrapper = wrapper_of(context.spec, run, paths, os.environ, is_for_slurm=context.is_for_slurm)
     except ConfigError as error:
         if context is not None and job is not None and has_trained(attempts):
-            return _leave_node(context, error)
+            return _requeue_for_other_nodes(context, error)
         attempt_start.note_unbegun(run, job, Cause.REFUSED, str(error), exit_codes.REFUSED)
         raise
     os.environ.update(wrapper.environ)  # for whatever starts there: no command line may show values
@@ -154,7 +159,7 @@ def _supervise(context: JobContext, lock_fds: Sequence[int]) -> int:
         sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
         return exit_codes.FINISHED
     staged = stage(context.spec, run, context.allocation, context.environ)
-    inside = moved(context.wrapper, staged, context.environ)
+    inside = with_staged_paths(context.wrapper, staged, context.environ)
     workers = workers_of(replace(context, wrapper=inside), lock_fds)
     notifier = Notifier(context=context)
     try:
@@ -175,7 +180,7 @@ def _supervise(context: JobContext, lock_fds: Sequence[int]) -> int:
     return conclusion.end.exit_code
 
 
-def _note_escaped(run: RunDir, job: SlurmJob | None, reason: str, *, is_guarded: bool) -> int:
+def _record_own_failure(run: RunDir, job: SlurmJob | None, reason: str, *, is_guarded: bool) -> int:
     """Record an unexpected error as the end of the attempt; return the exit code that says whether another may follow."""
     try:
         ledger = Ledger.read(run)
@@ -194,7 +199,7 @@ def _clean_environ(import_path: Sequence[str], *, is_for_slurm: bool) -> None:
     """Take away what a rank of another run was given, from whose script this run was submitted; say where workers import from."""
     if not is_for_slurm:
         take_back_cpus(os.environ)
-    users = of_user(os.environ)
+    users = users_environ(os.environ)
     for name in os.environ.keys() - users.keys():
         del os.environ[name]
     os.environ.update(users)
@@ -207,23 +212,23 @@ def _context(run: RunDir, job: SlurmJob | None, *, is_for_slurm: bool) -> JobCon
     context = read_context(run, job)
     spec, workload = context.spec, context.workload
     sys.stderr.writelines(f"{note}\n" for note in dropped_from(run.config))
-    if libraries := for_debug(spec.debug.nccl, run.nccl_logs):
+    if libraries := nccl_debug_variables(spec.debug.nccl, run.nccl_logs):
         make_directories(run.nccl_logs)
         sys.stderr.write(f"NCCL logs into {run.nccl_logs}, because `debug.nccl` is {spec.debug.nccl}\n")
-        os.environ.update(giving(libraries, os.environ))  # a variable that the run sets itself wins
+        os.environ.update(with_undo_record(libraries, os.environ))  # a variable that the run sets itself wins
     _set_variables(spec.environ)
     for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
         del os.environ[name]
     if workload.hash_seed is not None and "PYTHONHASHSEED" not in os.environ:
-        os.environ.update(giving({"PYTHONHASHSEED": str(workload.hash_seed)}, os.environ))
-    rule = nan_check_rule(spec.debug.nan, Ledger.read(run).newest, ends_at_nan=workload.ends_at_nan)
+        os.environ.update(with_undo_record({"PYTHONHASHSEED": str(workload.hash_seed)}, os.environ))
+    rule = why_check_nan(spec.debug.nan, Ledger.read(run).newest, ends_at_nan=workload.ends_at_nan)
     if rule:
         sys.stderr.write(f"workers check gradients for NaN, because {rule}\n")
-    os.environ.update(for_nan_check(rule))
+    os.environ.update(nan_check_variables(rule))
     return replace(context, is_for_slurm=is_for_slurm, environ=dict(os.environ), is_supervised=True)
 
 
-def nan_check_rule(asked: Literal["auto", "always", "never"], newest: Attempt | None, *, ends_at_nan: bool) -> str:
+def why_check_nan(asked: Literal["auto", "always", "never"], newest: Attempt | None, *, ends_at_nan: bool) -> str:
     """Return why they do, as a text; empty where they do not. `newest` is the run's newest attempt before the job's."""
     if asked == "always":
         return "`debug.nan` is `always`"
@@ -254,11 +259,11 @@ def _lock(run: RunDir, job: SlurmJob | None) -> list[int]:
     lock_fd = processes.take_lock(run.lock, patience_s=ownership.LOCK_PATIENCE_S)
     newest = Ledger.read(run).newest
     if newest is not None and job is not None and stale_attempts.is_anothers(newest, job):
-        raise ConfigError(ownership.in_use(run, f"job {newest.job_id}"))
+        raise ConfigError(ownership.busy_message(run, f"job {newest.job_id}"))
     if lock_fd is not None:
         return [lock_fd]
     if newest is None or job is None or newest.job_id != job.job_id:
-        raise ConfigError(ownership.in_use(run))
+        raise ConfigError(ownership.busy_message(run))
     sys.stderr.write(
         f"note: attempt {newest.attempt} is still running on {newest.host}; this start of the job replaces it, and the old "
         "one can write no more checkpoints\n"
@@ -279,7 +284,7 @@ def _user_decision(run: RunDir, job: SlurmJob | None, queued: QueuedJob | None, 
     return Cause.STOP_ASKED if is_back and read_stop_request(run) == "end" else None
 
 
-def _leave_node(context: JobContext, error: ConfigError) -> int:
+def _requeue_for_other_nodes(context: JobContext, error: ConfigError) -> int:
     """Requeue the job to get other nodes: this node lacks something that earlier attempts had, such as a mount."""
     attempt = attempt_start.begin(context.run, context.workload, context.job)
     reason = f"{socket.gethostname()}: {error}"

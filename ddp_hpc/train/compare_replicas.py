@@ -36,12 +36,12 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import record_digest
 from ddp_hpc.train.comparable_attempts import not_comparable, processor_of
 from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.save_plan import NO_STEP
 from ddp_hpc.train.state import digests, training_state
 from ddp_hpc.train.state.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
-_NEVER = 2**62
 _MOST_NAMED = 20
 """How many of the tensors that differ are recorded by name."""
 _MOST_SAMPLED, _MOST_PLACES = 4, 64
@@ -75,7 +75,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         self.is_on = self.every_steps is not None
-        self.next_step = 0 if self.is_on else _NEVER
+        self.next_step = 0 if self.is_on else NO_STEP
         """After this step, or the first one behind it, the ranks compare."""
 
     def compare_due(self, state: TrainingState) -> None:
@@ -92,7 +92,7 @@ class Replicas:
             self._read_open()
         self._compared = step
         self.next_step = min(
-            (step // self.every_steps + 1) * self.every_steps, *(one for one in self._open_steps if one > step), _NEVER
+            (step // self.every_steps + 1) * self.every_steps, *(one for one in self._open_steps if one > step), NO_STEP
         )
         compared, left_out = training_state.tensors_to_compare(state)
         self._note_left_out(left_out)
@@ -156,7 +156,7 @@ class Replicas:
         reports = self._reports(tensors=tensors)
         names = digests.differing([one["tensors"] for one in reports])
         # Ranks without a tensor, or with one of another shape, could not take part in a comparison of its elements.
-        sampled = [] if _unlike(names, reports) else names[:_MOST_SAMPLED]
+        sampled = [] if _mismatch_of_kinds(names, reports) else names[:_MOST_SAMPLED]
         samples = [
             self._sample(name, named[name])
             for name in self.group.broadcast_through_store(f"replicas/{step}/sampled", sampled)
@@ -191,7 +191,7 @@ class Replicas:
     ) -> str:
         """Record the difference, and return the message of all ranks."""
         tensors = tuple(names[:_MOST_NAMED]) or ("the names of the tensors",)
-        unlike = _unlike(names, reports)
+        unlike = _mismatch_of_kinds(names, reports)
         newest = by_vote(
             self._difference(
                 step, found, reports, tensors=tensors, num_tensors=len(names), samples=tuple(samples), unlike=unlike
@@ -283,7 +283,7 @@ def message_of(run: RunDir, difference: Difference) -> str:
     return f"{difference.what}; {difference.who}. This step is not saved: the run {goes_on}. See docs/integrity.md"
 
 
-def _unlike(names: Sequence[str], reports: Sequence[dict[str, Any]]) -> str:
+def _mismatch_of_kinds(names: Sequence[str], reports: Sequence[dict[str, Any]]) -> str:
     """Say which of these tensors is the first that some ranks do not have, or have in another shape or dtype; empty if none is."""
     for name in names:
         found = [one["tensors"].get(name, ()) for one in reports]

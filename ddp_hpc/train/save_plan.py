@@ -15,7 +15,8 @@ from typing import Literal
 
 from ddp_hpc.train.auto_interval import AutoInterval
 
-_NEVER = 2**62
+NO_STEP = 2**62
+"""The number of a step that no training reaches."""
 
 
 @dataclass
@@ -33,7 +34,7 @@ class SavePlan:
     _auto: AutoInterval | None = None
     _failing_since: float | None = None
     """On rank zero, when the first failed save since the newest checkpoint ended."""
-    _announced: int = _NEVER
+    _announced: int = NO_STEP
     _saved_step: int = 0
 
     def begin(self, step: int) -> None:
@@ -51,7 +52,7 @@ class SavePlan:
             return step + 1
         if self.every == "auto":
             return max(step + 1, self._saved_step + self._announced)
-        return _NEVER if self.every is None else (step // self.every + 1) * self.every
+        return NO_STEP if self.every is None else (step // self.every + 1) * self.every
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
@@ -60,7 +61,7 @@ class SavePlan:
         What it announced before may have been for this save only, such as an early one after a failure.
         """
         self._saved_step = step
-        self._announced = _NEVER
+        self._announced = NO_STEP
         with nullcontext() if self._auto is None else self._auto.saving(step):
             yield
         self.is_last_try = False
@@ -70,7 +71,7 @@ class SavePlan:
         since, most_s = self._failing_since, self.max_failing_s
         is_last_try = since is not None and most_s is not None and self.clock() - since >= most_s
         every = 0 if self._auto is None or is_last_try else self._auto.choose(step)
-        return every or _NEVER, is_last_try
+        return every or NO_STEP, is_last_try
 
     def take_over(self, every: int, is_last_try: int) -> None:
         """Take over what rank zero has announced."""

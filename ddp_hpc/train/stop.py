@@ -120,7 +120,7 @@ class EarlyStop:
     _is_known: bool = False
     _looked_at: float = float("-inf")
 
-    def is_asked(self) -> bool:
+    def share_stop_request(self) -> bool:
         """Tell all ranks whether this one has been asked, and return whether any has; nearly free if called often."""
         now = time.monotonic()
         if not self._is_known and now - self._looked_at >= _EARLY_INTERVAL_S:

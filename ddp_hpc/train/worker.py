@@ -38,7 +38,7 @@ from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.nonfinite import of_nan_check
 from ddp_hpc.train.engine.optimizer import build_optimizer
 from ddp_hpc.train.engine.replay_trace import follow_request
-from ddp_hpc.train.engine.training import Training, configure_torch, prepare
+from ddp_hpc.train.engine.training import Training, assemble_training, configure_torch
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.late_compiler import DYNAMO, import_compiler_late
 from ddp_hpc.train.process_group import Group, RankInfo
@@ -156,7 +156,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         group.barrier_through_store("built", silence_s=spec.restart.build_timeout_s)
         watchdog.feed()
         phase = "training"
-        training = prepare(spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog)
+        training = assemble_training(spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog)
         if rank_info.is_rank_zero:
             _record_environment(run, attempt, environ)
             _record_inputs(run, attempt, environ, rank_info.world_size)
@@ -165,7 +165,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         # From here on, report when this rank launches its collectives, and how long its phases take.
         folder = environ.get(PROBE_FOLDER)
         reporter_of(run, attempt, environ, folder, phases=training.phases.so_far, has_store=bool(folder)).start()
-        code = _trained(training, watchdog)
+        code = _train_and_close(training, watchdog)
     except BaseException as raised:  # noqa: BLE001  whatever ends a worker is recorded
         step = training.state.position.step if training else 0
         error = of_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
@@ -180,7 +180,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     return code
 
 
-def _trained(training: Training, watchdog: Watchdog) -> int:
+def _train_and_close(training: Training, watchdog: Watchdog) -> int:
     """Train, and close all records; return the exit code. From the end of the training on, the process exits within a bound."""
     code = FINISHED if train(training) else STOPPED
     training.phases.close()
@@ -188,7 +188,8 @@ def _trained(training: Training, watchdog: Watchdog) -> int:
     leave_within(max(PATIENCE_S.values()) + TEARDOWN_S, lambda: os._exit(code))
     watchdog.dismiss()
     training.recorder.close("finished" if code == FINISHED else "stopped")
-    training.samples.close()
+    for observer in training.observers:
+        observer.close()
     return code
 
 

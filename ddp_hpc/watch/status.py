@@ -404,7 +404,7 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
     return ""
 
 
-def goes_on(run: RunDir) -> str:
+def effect_of_resubmitting(run: RunDir) -> str:
     """Return what a run does when it is submitted again, by the checkpoints that it has now."""
     try:
         return _goes_on(committed_steps(run), read_progress(run))

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from ddp_hpc.base import discretion
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.mounts import Mount
-from ddp_hpc.base.slurm_times import minutes, moment, seconds
+from ddp_hpc.base.slurm_times import minutes, parse_time, seconds
 from ddp_hpc.cli import main as command
 from ddp_hpc.cluster.slurm import framing, queries
 from ddp_hpc.cluster.slurm.allocation import read_allocation
@@ -135,7 +135,7 @@ READERS: Mapping[str, tuple[Sequence[str], Callable[[str], object]]] = {
     "scontrol ping": (("Slurmctld(primary) at head is UP\n",), queries.parse_ping),
     "times": (
         ("1-00:00:48", "2026-11-21T07:27:30"),
-        lambda text: (seconds(text), minutes(text), moment(text)),
+        lambda text: (seconds(text), minutes(text), parse_time(text)),
     ),
     "host lists": (("node[1-2,07-09],gpu-a[0-3]-[1-2]x",), expand_hostlist),
     "environment of a job": ((ALLOCATION,), in_environ),

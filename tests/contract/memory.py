@@ -129,7 +129,7 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     return Submission(run, NAME, "running", attempt, job_id=str(attempt))
 
 
-def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
+def why_in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     del environ
     return f"{run.name} runs." if run.path in _specs else None
 

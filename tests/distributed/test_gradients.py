@@ -22,8 +22,8 @@ from ddp_hpc.run.spec import ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data import sample_order
 from ddp_hpc.train.data.loader import Fetched
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, Position, SampleOrder
-from ddp_hpc.train.engine.loop import accumulate_gradients, warmed_up, without_sync
-from ddp_hpc.train.engine.training import Training, prepare
+from ddp_hpc.train.engine.loop import accumulate_gradients, batches_after_warmup, without_sync
+from ddp_hpc.train.engine.training import Training, assemble_training
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.state import rng
@@ -173,7 +173,7 @@ def _prepare(group: Group, accumulation: int, folder: Path) -> Training:
         ),
         resources=ResourcesSpec(workers_per_node=world_size),
     )
-    return prepare(spec, a_recipe(), RunDir(folder), group, attempt=0, stop=StopFlag(folder / "STOP"))
+    return assemble_training(spec, a_recipe(), RunDir(folder), group, attempt=0, stop=StopFlag(folder / "STOP"))
 
 
 def _count_exchanges(t: Training) -> list[int]:
@@ -281,7 +281,7 @@ def _rehearse_first(group: Group, folder: Path) -> tuple[Measured, bool]:
     t = _prepare(group, 3, folder)
     exchanges = _count_exchanges(t)
     before = rng.capture(group.device)
-    window = next(warmed_up(t, t.global_batches()))
+    window = next(batches_after_warmup(t, t.global_batches()))
     after = rng.capture(group.device)
     accumulate_gradients(t, *window)
     gradients = [parameter.grad.clone() for parameter in t.state.model.parameters() if parameter.grad is not None]

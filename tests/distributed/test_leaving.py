@@ -19,7 +19,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.failure_reports import first_failure
 from ddp_hpc.run.run_dir.ledger import Ledger
-from ddp_hpc.run.run_dir.ownership import claim, claims
+from ddp_hpc.run.run_dir.ownership import claim, claiming_attempts
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.watch.status import read_status
@@ -245,4 +245,4 @@ def test_an_attempt_that_was_killed_before_it_wrote_into_the_ledger_blocks_nobod
 
     assert [attempt.attempt for attempt in Ledger.read(run).attempts] == [0, 2]
     assert committed_steps(run)[-1] == 4
-    assert claims(run) == []
+    assert claiming_attempts(run) == []

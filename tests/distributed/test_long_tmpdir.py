@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cluster.rank_probe.folder import make_folder
-from ddp_hpc.cluster.rendezvous.worker_env import of_user
+from ddp_hpc.cluster.rendezvous.worker_env import users_environ
 from ddp_hpc.job.node.python_environ import shorten_tmpdir
 
 LOAD = """
@@ -73,7 +73,7 @@ def test_a_directory_for_temporary_files_is_linked_where_its_path_is_too_long_fo
     printed = subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout
     assert printed.startswith(f"{link}/pymp-")
     assert tempfile.gettempdir() == str(link)
-    assert of_user(environ)["TMPDIR"] == str(users)
+    assert users_environ(environ)["TMPDIR"] == str(users)
     made.close()
     assert not made.path.exists()
     assert users.exists()

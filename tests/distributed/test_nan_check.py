@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cluster.rendezvous.worker_env import for_nan_check, launched, ranks_by_shape
-from ddp_hpc.job.supervisor import nan_check_rule
+from ddp_hpc.cluster.rendezvous.worker_env import launched_worker_env, nan_check_variables, ranks_by_shape
+from ddp_hpc.job.supervisor import why_check_nan
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger
 from tests.distributed.whole_runs import Workplace
 from tests.made_run import made_attempt
@@ -76,12 +76,12 @@ def test_the_check_is_on_where_a_nan_has_ended_the_run(
     ends_at_nan: bool,
     is_on: bool,
 ) -> None:
-    assert bool(nan_check_rule(asked, newest, ends_at_nan=ends_at_nan)) == is_on  # type: ignore[arg-type]
+    assert bool(why_check_nan(asked, newest, ends_at_nan=ends_at_nan)) == is_on  # type: ignore[arg-type]
 
 
 def test_workers_get_the_variables_of_the_check_with_its_reason_and_users_win() -> None:
-    given = launched("an agent", RANKS, {**for_nan_check("so"), "TORCH_NCCL_NAN_CHECK": "0"}).variables
+    given = launched_worker_env("an agent", RANKS, {**nan_check_variables("so"), "TORCH_NCCL_NAN_CHECK": "0"}).variables
 
     assert (given["TORCH_DIST_NAN_CHECK"].value, given["TORCH_DIST_NAN_CHECK"].rule) == ("1", "so")
     assert given["TORCH_NCCL_NAN_CHECK"].value == "0"
-    assert "TORCH_DIST_NAN_CHECK" not in launched("an agent", RANKS, {}).variables
+    assert "TORCH_DIST_NAN_CHECK" not in launched_worker_env("an agent", RANKS, {}).variables

@@ -383,13 +383,13 @@ def test_while_the_server_starts_standard_error_stays_what_it_is(
 ALONE = """
 import os, sys, time
 from pathlib import Path
-from ddp_hpc.cluster.rendezvous.worker_env import for_probe
+from ddp_hpc.cluster.rendezvous.worker_env import probe_variables
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.watchdog import Watchdog
 from ddp_hpc.train.worker import _answer_questions
 
 folder, run = Path(sys.argv[1]), RunDir(Path(sys.argv[2]))
-deadline = _answer_questions(run, 0, 3, for_probe(folder, is_alone=True))
+deadline = _answer_questions(run, 0, 3, probe_variables(folder, is_alone=True))
 Watchdog(4.0, deadline=deadline).feed()
 
 def stand_still():

@@ -18,7 +18,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.spec import LogSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.engine.loop import train
-from ddp_hpc.train.engine.training import Training, prepare
+from ddp_hpc.train.engine.training import Training, assemble_training
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.stop import StopFlag
@@ -152,7 +152,7 @@ def counted(group: Group, folder: Path, tokens: Any) -> list[int | None]:
         train=TrainSpec(epochs=1, global_batch_size=12, micro_batch_size=3, lr=0.1),
         log=LogSpec(every_steps=2),
     )
-    training = prepare(spec, recipe(tokens=tokens), run, group, attempt=0, stop=StopFlag(run.stop_request))
+    training = assemble_training(spec, recipe(tokens=tokens), run, group, attempt=0, stop=StopFlag(run.stop_request))
     found: list[int | None] = []
     take = training.numbers.take_tokens
 

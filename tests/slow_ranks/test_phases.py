@@ -45,7 +45,6 @@ def test_the_loop_counts_its_steps_and_the_time_of_each_phase_where_it_passes(tm
 
     assert train(training)
     training.recorder.close()
-    training.samples.close()
 
     found = training.phases.so_far()
     assert found.num_steps == 12

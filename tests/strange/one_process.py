@@ -10,7 +10,7 @@ from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec, DataSpec, EvalSpec, LogSpec, RunSpec, TrainSpec
 from ddp_hpc.train.engine.loop import train
-from ddp_hpc.train.engine.training import Training, prepare
+from ddp_hpc.train.engine.training import Training, assemble_training
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.stop import StopFlag
@@ -39,7 +39,7 @@ def prepared(folder: Path, recipe: Recipe, **keys: Any) -> Training:
     attempt = ownership.next_attempt(run)
     ownership.claim(run, attempt)
     rng.seed_everything("rank", spec.seed, 0, 0)
-    return prepare(spec, recipe, run, alone(), attempt=attempt, stop=StopFlag(run.stop_request))
+    return assemble_training(spec, recipe, run, alone(), attempt=attempt, stop=StopFlag(run.stop_request))
 
 
 def trained(folder: Path, recipe: Recipe, *, change: Callable[[Training], object] = id, **keys: Any) -> Training:

@@ -21,7 +21,7 @@ import torch
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.job.node import check_users_part
-from ddp_hpc.job.script.source import imports
+from ddp_hpc.job.script.source import early_imports
 from ddp_hpc.launch.submission import local
 from ddp_hpc.launch.submission.run_dir_setup import refuse_several_torchruns
 from ddp_hpc.launch.submission.submit_checks import capacity, users_part
@@ -531,7 +531,7 @@ def test_torchrun_as_one_worker_or_with_a_meeting_place_is_taken(workers: int, c
     ],
 )  # fmt: skip
 def test_of_a_script_the_imports_before_its_first_call_are_certain(source: bytes, names: list[str]) -> None:
-    assert [name for _, name in imports(source)] == names
+    assert [name for _, name in early_imports(source)] == names
 
 
 def annotated(

@@ -27,7 +27,7 @@ from ddp_hpc.run.spec import (
     TrainSpec,
 )
 from ddp_hpc.train.engine.loop import train
-from ddp_hpc.train.engine.training import Training, prepare
+from ddp_hpc.train.engine.training import Training, assemble_training
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.sealed_store import SealedStore
@@ -92,7 +92,7 @@ def begin(case: Case, group: Group, path: Path, *, attempt: int = 0, stop_at: in
     spec = case.spec(group.rank_info.world_size)
     torch.manual_seed(1)
     recipe = case.recipe()
-    t = prepare(
+    t = assemble_training(
         spec, recipe, run, group_of(group, f"{path}/{attempt}"), attempt=attempt, stop=StopFlag(run.stop_request)
     )
     if stop_at:
@@ -131,7 +131,6 @@ def walk_in_parts(group: Group, case: Case, path: Path) -> dict[str, Any]:
 
 def close(t: Training) -> None:
     t.recorder.close()
-    t.samples.close()
 
 
 def everything(t: Training) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.job.ending.attempt_end import Conclusion, conclude
-from ddp_hpc.job.ending.requeue_job import leave
+from ddp_hpc.job.ending.requeue_job import carry_out_decision
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.run_dir import ownership
@@ -68,7 +68,7 @@ class Supervised:
         """End an attempt so, and do what follows, where the job ends with it."""
         conclusion = conclude(self.context, attempt, outcome)
         if conclusion.end.next != Next.IN_PLACE:
-            leave(self.context, conclusion)
+            carry_out_decision(self.context, conclusion)
         return conclusion
 
 

@@ -110,7 +110,7 @@ def make_checkpointers(
     **keep: Any,
 ) -> list[Checkpointer]:
     """Return the checkpointers of all ranks of one attempt, which claims the run if it has not yet."""
-    if attempt not in ownership.claims(run):
+    if attempt not in ownership.claiming_attempts(run):
         ownership.claim(run, attempt)
     store = HashStore()
     return [

@@ -18,7 +18,7 @@ from ddp_hpc import attach
 from ddp_hpc.base.errors import ConfigError, FencedError
 from ddp_hpc.base.processes import STOP_SIGNALS
 from ddp_hpc.cli.status_text import progress_line
-from ddp_hpc.cluster.rendezvous.worker_env import for_attach
+from ddp_hpc.cluster.rendezvous.worker_env import attach_variables
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Ledger, record_start
@@ -51,7 +51,7 @@ def managed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     run.path.mkdir(parents=True)
     record_start(run, attempt=0, job_id="local-1")
     claim(run, 0)
-    facts = for_attach(run.path, attempt=0, stop_signal="USR1", stop_exit_code=42)
+    facts = attach_variables(run.path, attempt=0, stop_signal="USR1", stop_exit_code=42)
     for name, value in facts.items():
         monkeypatch.setenv(name, value)
     return run

@@ -10,7 +10,7 @@ import pytest
 
 from ddp_hpc.base import durable, exit_codes
 from ddp_hpc.job.ending.attempt_end import conclude
-from ddp_hpc.job.ending.requeue_job import leave
+from ddp_hpc.job.ending.requeue_job import carry_out_decision
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.differences import Difference, by_vote, write_difference
@@ -27,7 +27,7 @@ def test_a_finished_run_is_done_and_nobody_owns_it_any_more(supervised: Make) ->
 
     assert (one.last.ending, one.last.cause, one.last.next) == ("finished", "finished", "")
     assert one.run.done.exists()
-    assert ownership.claims(one.run) == []
+    assert ownership.claiming_attempts(one.run) == []
     assert concluded.end.exit_code == 0
     assert one.slurm.orders() == []
 
@@ -39,7 +39,7 @@ def test_a_worker_that_was_killed_is_its_nodes_failure(supervised: Make) -> None
 
     assert (one.last.cause, one.last.next, one.last.failed_nodes) == ("worker crashed", "in place", ("node2",))
     assert one.last.reason == "rank 1 on node1: killed by SIGKILL"
-    assert ownership.claims(one.run) == [0]  # until the next attempt takes it over
+    assert ownership.claiming_attempts(one.run) == [0]  # until the next attempt takes it over
 
 
 def test_an_exception_is_no_nodes_failure(supervised: Make) -> None:
@@ -87,7 +87,7 @@ def test_an_attempt_that_lost_the_run_leaves_the_word_to_the_newer_one(supervise
     first, second = Ledger.read(one.run).attempts
     assert (first.ending, first.cause) == ("fenced", None)
     assert second.ending is None
-    assert ownership.claims(one.run) == [newer]
+    assert ownership.claiming_attempts(one.run) == [newer]
     assert concluded.end.exit_code == exit_codes.FENCED
 
 
@@ -166,7 +166,7 @@ def test_input_that_has_been_good_before_is_its_nodes_failure(
     one = supervised()
     record_start(one.run, attempt=0, job_id="7", cluster="slurm", nodes=NODES)
     add_checkpoint(one.run, 4)  # by attempt 0
-    leave(one.context, conclude(one.context, 0, STOPPED))
+    carry_out_decision(one.context, conclude(one.context, 0, STOPPED))
 
     refuses(one, rank=rank, host=host)
 

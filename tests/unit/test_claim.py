@@ -23,7 +23,7 @@ from ddp_hpc.run.checkpoints.checkpoint_store import (
     write_shard,
 )
 from ddp_hpc.run.run_dir.ledger import record_start
-from ddp_hpc.run.run_dir.ownership import claim, claims, is_fenced, release
+from ddp_hpc.run.run_dir.ownership import claim, claiming_attempts, is_fenced, release
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.made_state import make_checkpointers, make_state, take_step
@@ -52,7 +52,7 @@ def write_half(run: RunDir, attempt: int, step: int) -> Path:
 
 def test_nobody_is_ousted_from_a_run_that_nobody_claimed(run: RunDir) -> None:
     assert not is_fenced(run, 0)
-    assert claims(run) == []
+    assert claiming_attempts(run) == []
 
 
 def test_who_claims_a_run_owns_it_until_a_newer_attempt_does(run: RunDir) -> None:
@@ -62,7 +62,7 @@ def test_who_claims_a_run_owns_it_until_a_newer_attempt_does(run: RunDir) -> Non
         ousted.append([other for other in (0, 1, 5) if is_fenced(run, other)])
 
     assert ousted == [[], [0], [0, 1]]
-    assert claims(run) == [5]
+    assert claiming_attempts(run) == [5]
 
 
 def test_a_claim_that_was_swept_away_is_made_again_by_the_next_checkpoint(run: RunDir) -> None:
@@ -73,7 +73,7 @@ def test_a_claim_that_was_swept_away_is_made_again_by_the_next_checkpoint(run: R
     uncommitted = make_uncommitted(run, 4, 1)
 
     assert uncommitted.is_dir()
-    assert claims(run) == [1]
+    assert claiming_attempts(run) == [1]
 
 
 @pytest.mark.parametrize("newer", ["claimed", "finished"])
@@ -118,7 +118,7 @@ def test_who_comes_too_late_gives_way_and_changes_nothing(attempt: int, told: st
 
     assert raised.value.exit_code == exit_codes.FENCED == 97
     assert content(run.checkpoints) == before
-    assert claims(run) == [3]
+    assert claiming_attempts(run) == [3]
 
 
 def test_a_released_run_is_owned_by_nobody_and_has_no_leftovers(run: RunDir) -> None:
@@ -128,7 +128,7 @@ def test_a_released_run_is_owned_by_nobody_and_has_no_leftovers(run: RunDir) -> 
 
     release(run, 1)
 
-    assert claims(run) == []
+    assert claiming_attempts(run) == []
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000002"]
 
 
@@ -138,7 +138,7 @@ def test_a_release_of_what_was_taken_over_is_nothing(run: RunDir) -> None:
 
     release(run, 0)
 
-    assert claims(run) == [1]
+    assert claiming_attempts(run) == [1]
 
 
 def test_a_deletion_that_was_killed_half_way_blocks_neither_claim_nor_release(run: RunDir) -> None:
@@ -272,5 +272,5 @@ def test_of_many_attempts_that_claim_at_once_the_newest_owns_the_run(trial: int,
 
     assert BROKE not in codes
     assert codes[attempts.index(12)] == WON
-    assert claims(run) == [12]
+    assert claiming_attempts(run) == [12]
     assert committed_steps(run) == []

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.config.foreign import FOREIGN
-from ddp_hpc.run.config.keys import all_keys, is_free, is_section, key_of, unknown_key
+from ddp_hpc.run.config.keys import all_keys, is_below_open_key, is_section, key_of, unknown_key
 from ddp_hpc.run.config.resolve import resolve
 
 
@@ -70,7 +70,7 @@ def test_what_is_above_a_key_is_a_section_and_only_an_open_key_may_have_names_be
     for name, key in all_keys().items():
         parents = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
         assert all(map(is_section, parents))
-        assert is_section(name) is is_free(f"{name}.invented") is key.is_open
-        assert not is_free(name)
+        assert is_section(name) is is_below_open_key(f"{name}.invented") is key.is_open
+        assert not is_below_open_key(name)
     assert not is_section("")
     assert not is_section("train.")

@@ -19,7 +19,7 @@ from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE
 from ddp_hpc.cluster.node_checks.gather import disk, gather, networks, num_gpus, shared, state_of
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
-from ddp_hpc.cluster.rendezvous.worker_env import for_debug
+from ddp_hpc.cluster.rendezvous.worker_env import nccl_debug_variables
 from ddp_hpc.cluster.slurm.queries import NodeState, parse_nodes
 from ddp_hpc.job import preflight
 from ddp_hpc.run.config.resolve import resolve
@@ -27,7 +27,7 @@ from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight
 from ddp_hpc.watch.diagnose.doctor import login, questions
-from ddp_hpc.watch.diagnose.doctor.login import LoginSite, groups, meaning
+from ddp_hpc.watch.diagnose.doctor.login import LoginSite, nodes_by_reason, reason_meaning
 from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, result_of
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of
@@ -241,7 +241,7 @@ def test_an_answer_that_cannot_be_read_leaves_the_others(slurm: dict[str, str], 
     def fails(timeout_s: float) -> None:
         raise ValueError(timeout_s)
 
-    told = questions.answers_of({"config": fails, "controller": lambda timeout_s: f"up {timeout_s}"}, seconds=5)
+    told = questions.ask_side_by_side({"config": fails, "controller": lambda timeout_s: f"up {timeout_s}"}, seconds=5)
 
     assert told.controller == "up 5"
     assert told.why_not("config") == "the answer cannot be read: 5"
@@ -318,24 +318,24 @@ def test_a_reason_may_hold_any_text() -> None:
         NodeState(node="n1", state="down*", reason="Not responding | by root"),
         NodeState(node="n2", state="idle"),
     ]
-    assert [[one.node for one in same] for same in groups(parse_nodes(text))] == [["n1"]]
+    assert [[one.node for one in same] for same in nodes_by_reason(parse_nodes(text))] == [["n1"]]
 
 
 def test_prefixes_of_reasons_are_explained() -> None:
-    assert "hardware" in meaning("[node_problem] Xid 79")
-    assert "user's processes" in meaning("[USER_PROBLEM] disk")
+    assert "hardware" in reason_meaning("[node_problem] Xid 79")
+    assert "user's processes" in reason_meaning("[USER_PROBLEM] disk")
     assert (
-        meaning("kernel update")
+        reason_meaning("kernel update")
         == "this reason is the text of an administrator or of Slurm; ask your cluster's support"
     )
-    assert not meaning("")
+    assert not reason_meaning("")
 
 
 def test_a_node_that_does_not_answer_the_controller_is_explained_without_a_reason() -> None:
-    ((found,),) = groups([NodeState(node="n1", state="idle*"), NodeState(node="n2", state="idle")])
+    ((found,),) = nodes_by_reason([NodeState(node="n1", state="idle*"), NodeState(node="n2", state="idle")])
 
     assert found.node == "n1"
-    assert "slurmd does not answer" in meaning(found.reason, found.state)
+    assert "slurmd does not answer" in reason_meaning(found.reason, found.state)
 
 
 def test_the_result_is_found_behind_a_greeting_without_a_line_break(
@@ -529,9 +529,9 @@ def test_only_failures_exclude_nodes_and_never_all_of_them() -> None:
     everywhere = Finding(check="data", level="fail", found="", nodes=("node1", "node2", "node3"))
 
     assert FAILED.bad_nodes == ("node2",)
-    assert not FAILED.has_nameless_failure
+    assert not FAILED.has_failure_without_bad_nodes
     assert Preflight(at=0, seconds=0, nodes=FAILED.nodes, findings=(everywhere,)).bad_nodes == ()
-    assert Preflight(at=0, seconds=0, nodes=FAILED.nodes, findings=(everywhere,)).has_nameless_failure
+    assert Preflight(at=0, seconds=0, nodes=FAILED.nodes, findings=(everywhere,)).has_failure_without_bad_nodes
 
 
 @pytest.mark.parametrize(
@@ -557,11 +557,11 @@ def test_why_shows_what_the_check_found(cause: Cause, failed_nodes: tuple[str, .
 
 
 def test_one_key_turns_on_all_logs_of_the_libraries() -> None:
-    assert for_debug("off", Path("/run")) == {}
-    assert for_debug("info", Path("/run"))["NCCL_DEBUG_FILE"] == "/run/%h-%p.log"
-    assert for_debug("trace", Path("/run"))["NCCL_DEBUG"] == "TRACE"
+    assert nccl_debug_variables("off", Path("/run")) == {}
+    assert nccl_debug_variables("info", Path("/run"))["NCCL_DEBUG_FILE"] == "/run/%h-%p.log"
+    assert nccl_debug_variables("trace", Path("/run"))["NCCL_DEBUG"] == "TRACE"
 
 
 def test_no_log_of_the_libraries_wraps_the_process_groups() -> None:
     """DETAIL ends ranks of gloo by SIGSEGV."""
-    assert for_debug("trace", Path("/run"))["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    assert nccl_debug_variables("trace", Path("/run"))["TORCH_DISTRIBUTED_DEBUG"] == "INFO"

@@ -92,12 +92,12 @@ def test_a_job_that_goes_back_after_an_error_of_ours_is_left_no_sooner_than_any_
 ) -> None:
     """Some versions of Slurm cannot start a job again in the second in which its supervisor ended (`requeue_job.STAY_S`)."""
 
-    def leave(context: object, conclusion: object) -> None:
+    def fail(context: object, conclusion: object) -> None:
         raise KeyError("odd")
 
     one = supervised()
     conclusion = last_resort.conclude_in_any_case(one.context, one.begin(), STOPPED)
-    monkeypatch.setattr(requeue_job, "leave", leave)
+    monkeypatch.setattr(requeue_job, "carry_out_decision", fail)
     monkeypatch.setattr(requeue_job, "STAY_S", 0.3)
     began = time.monotonic()
 

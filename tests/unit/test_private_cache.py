@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.private_cache import private_cache
-from ddp_hpc.cluster.rendezvous.worker_env import Fact, library_variables, settled
+from ddp_hpc.cluster.rendezvous.worker_env import Fact, keep_users_values, library_variables
 
 CPUS = Fact(value="1", rule="")
 
@@ -64,8 +64,8 @@ def test_what_a_stranger_has_planted_is_left_alone(plant: Callable[[Path], None]
 
 
 def test_workers_compile_there_unless_the_user_names_a_place(tmp_path: Path) -> None:
-    ours = settled(library_variables(CPUS), {})
-    users = settled(library_variables(CPUS), {"TORCHINDUCTOR_CACHE_DIR": "/fast/cache"})
+    ours = keep_users_values(library_variables(CPUS), {})
+    users = keep_users_values(library_variables(CPUS), {"TORCHINDUCTOR_CACHE_DIR": "/fast/cache"})
 
     assert ours["TORCHINDUCTOR_CACHE_DIR"].value == f"{private_cache()}/inductor"
     assert users["TORCHINDUCTOR_CACHE_DIR"].value == "/fast/cache"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.processes import host_name
-from ddp_hpc.base.slurm_times import moment
+from ddp_hpc.base.slurm_times import parse_time
 from ddp_hpc.cluster.slurm import queries
 from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, Ask, QueueStatus, asker
 
@@ -73,7 +73,7 @@ def test_a_job_in_the_queue_is_told_as_squeue_lists_it(fake: Fake) -> None:
 
     waiting, running = fake.ask("12", 900.0), fake.ask("13", 900.0)
 
-    starts_at = moment(WAITING["StartTime"])
+    starts_at = parse_time(WAITING["StartTime"])
     assert waiting == QueueStatus(job_id="12", state="PENDING", reason="Priority", starts_at=starts_at, at=1000.0)
     assert (waiting.is_waiting, waiting.has_ended) == (True, False)
     assert (running.state, running.reason, running.source) == ("RUNNING", "", "squeue")

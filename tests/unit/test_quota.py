@@ -8,7 +8,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.mounts import Mount, mount_of
-from ddp_hpc.watch.diagnose.doctor.quota import answers_of, argv_for, parse, quotas_of
+from ddp_hpc.watch.diagnose.doctor.quota import argv_for, findings_on_quota, parse, quotas_of
 
 LUSTRE = Mount(point="/scratch", fs_type="lustre", source="10.0.0.1@o2ib:/scratch")
 NFS = Mount(point="/home", fs_type="nfs4", source="server:/export/home")
@@ -51,7 +51,7 @@ def test_what_quota_says(text: str, said: list[str]) -> None:
 
 
 def _says(found: object, said: list[str]) -> None:
-    told = [f"{one.level}: {one.found}" for one in answers_of(found, "it is silent")]  # type: ignore[arg-type]  # of a parametrized test
+    told = [f"{one.level}: {one.found}" for one in findings_on_quota(found, "it is silent")]  # type: ignore[arg-type]  # of a parametrized test
     assert len(told) == len(said)
     for line, begin in zip(told, said, strict=True):
         assert line.startswith(begin)

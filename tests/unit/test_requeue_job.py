@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc.job.ending import attempt_end, requeue_job, stale_attempts
 from ddp_hpc.job.ending.attempt_end import conclude
-from ddp_hpc.job.ending.requeue_job import leave
+from ddp_hpc.job.ending.requeue_job import carry_out_decision
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.run_dir.ledger import Ledger, Next
 from ddp_hpc.run.run_dir.records import ask_to_stop, read_queued_job, write_queued_job
@@ -105,7 +105,7 @@ def test_a_job_that_is_cancelled_meanwhile_is_not_called_back(
     concluded = conclude(one.context, one.begin(), STOPPED)
     one.slurm.knows_job(state=state, reason=reason)
 
-    leave(one.context, concluded)
+    carry_out_decision(one.context, concluded)
 
     assert one.slurm.orders("scontrol requeue") == (["scontrol requeue 7"] if goes else [])
     assert one.last.ending == ("stopped" if goes else "cancelled")
@@ -118,7 +118,7 @@ def test_a_job_that_slurm_puts_back_meanwhile_is_not_put_back_again(supervised: 
     concluded = conclude(one.context, one.begin(), STOPPED)
     one.slurm.knows_job(state="RUNNING", restarts=1)
 
-    leave(one.context, concluded)
+    carry_out_decision(one.context, concluded)
 
     assert one.slurm.orders("scontrol requeue") == []
     assert (one.last.ending, one.last.next) == ("stopped", "requeue")
@@ -152,7 +152,7 @@ def test_a_requeue_that_is_refused_while_slurm_answers_now_and_then_is_no_refusa
         "scontrol", f'touch {asked}; if [ "$2" = show ]; then {answers}; elif [ "$1" = requeue ]; then {refuses}; fi'
     )
 
-    leave(one.context, concluded)
+    carry_out_decision(one.context, concluded)
 
     assert len(one.slurm.orders("scontrol requeue")) == 1
     assert "could not go back" not in one.last.reason
@@ -195,7 +195,7 @@ def test_a_job_that_ddp_hpc_has_cancelled_does_not_go_back_also_while_it_is_pree
     assert noted is not None
     write_queued_job(one.run, replace(noted, cancelled_at=1.0))
 
-    leave(one.context, concluded)
+    carry_out_decision(one.context, concluded)
 
     assert (concluded.end.cause, one.last.ending, one.last.next) == ("preempted", "cancelled", "")
     assert one.slurm.orders() == []
@@ -218,7 +218,7 @@ def test_a_cancel_that_comes_while_slurm_is_asked_once_more_is_not_undone(
 
     monkeypatch.setattr(SlurmJob, "now", cancelled_meanwhile)
 
-    leave(one.context, concluded)
+    carry_out_decision(one.context, concluded)
 
     assert one.slurm.orders("scontrol requeue") == []
     noted = read_queued_job(one.run)
@@ -240,7 +240,7 @@ def test_a_job_that_is_cancelled_while_it_is_preempted_does_not_go_back(
     concluded = conclude(one.context, one.begin(), STOPPED)
     cancelled()
 
-    leave(one.context, concluded)
+    carry_out_decision(one.context, concluded)
 
     assert one.last.cause == (concluded.end.cause if is_back else "cancelled")
     assert one.last.next == ("requeue" if is_back else "")
@@ -252,7 +252,7 @@ def test_a_run_that_its_user_stops_while_it_leaves_does_not_go_back(supervised: 
     concluded = conclude(one.context, one.begin(), STOPPED)
     ask_to_stop(one.run)
 
-    leave(one.context, concluded)
+    carry_out_decision(one.context, concluded)
 
     assert (one.last.ending, one.last.cause, one.last.next) == ("stopped", "stop asked", "")
     assert one.slurm.orders() == []
@@ -304,7 +304,7 @@ def test_a_record_that_finds_no_room_does_not_keep_a_job_from_going_back(
     monkeypatch.setattr(attempt_end, "record_end", no_room)
     monkeypatch.setattr(requeue_job, "write_queued_job", no_room)
 
-    leave(one.context, conclude(one.context, attempt, STOPPED))
+    carry_out_decision(one.context, conclude(one.context, attempt, STOPPED))
 
     assert one.slurm.orders() == ["scontrol requeue 7"]
     assert (

@@ -374,7 +374,7 @@ def test_the_writers_thread_selects_its_gpu_first(monkeypatch: pytest.MonkeyPatc
     gpu = torch.device("cuda", 3)
     checkpointer = Checkpointer(run, replace(alone(), device=gpu), attempt=0, keep=CheckpointSpec())
 
-    checkpointer.after_first_step(make_state(steps=1))
+    checkpointer.check_after_first_step(make_state(steps=1))
     with pytest.raises(RuntimeError):  # the memory that it asks for next
         checkpointer.wait()
 
@@ -392,7 +392,7 @@ def test_the_buffers_are_made_after_the_first_step_and_said_once(
 
     with caplog.at_level("INFO"):
         for _ in range(2):
-            checkpointer.after_first_step(state)
+            checkpointer.check_after_first_step(state)
         checkpointer.wait()
 
     num_bytes = sum(item.tensor.nbytes for item in training_state.tensors(state))
@@ -406,7 +406,7 @@ def test_a_replay_makes_no_buffers(tmp_path: Path) -> None:
     told: list[Mapping[str, int]] = []
     checkpointer = Checkpointer(run, alone(), attempt=0, keep=CheckpointSpec(), on_buffers=told.append)
 
-    checkpointer.after_first_step(make_state(steps=1), will_save=False)
+    checkpointer.check_after_first_step(make_state(steps=1), will_save=False)
     checkpointer.wait()
 
     assert told == []

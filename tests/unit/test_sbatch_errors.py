@@ -583,7 +583,7 @@ def test_a_slurm_that_does_not_answer_is_no_refusal(slurm: FakeSlurm) -> None:
     ],
 )
 def test_a_job_that_left_without_a_word_is_told_with_where_to_look(job: JobRecord | None, how: str) -> None:
-    said = capacity.silent_end(RunDir(Path("/scratch/runs/digits")), "7", job, 0.0)
+    said = capacity.vanished_job_message(RunDir(Path("/scratch/runs/digits")), "7", job, 0.0)
 
     assert said.startswith(f"Job 7 of digits {how}")
     assert "/scratch/runs/digits/logs/console.log" in said
@@ -597,8 +597,8 @@ def test_a_job_that_ended_before_ddp_hpc_began_in_it_is_told_by_its_console(tmp_
     job = JobRecord(job_id="7", state="FAILED", reason="NonZeroExitCode")
     words = f"{run.console} ends with: line 3: module: command not found | error: the end"
 
-    assert words in capacity.silent_end(run, "7", job, 0.0)
-    assert "ends with" not in capacity.silent_end(run, "7", job, time.time() + 60)  # those of an earlier job
+    assert words in capacity.vanished_job_message(run, "7", job, 0.0)
+    assert "ends with" not in capacity.vanished_job_message(run, "7", job, time.time() + 60)  # those of an earlier job
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0, since=0, backend="slurm"))
     ended = QueueStatus(job_id="7", state="FAILED", at=1.0)
     assert read_status(run, now=2.0, ask=lambda *_: ended).reason == f"job 7 failed before ddp-hpc began in it: {words}"

@@ -22,7 +22,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
 from ddp_hpc.job.script.liveness import Life
 from ddp_hpc.job.script.plan import frozen_code, plan_of, users_python_path
 from ddp_hpc.job.script.source import sets_endpoint, why_exec
-from ddp_hpc.job.script.watcher import meaning
+from ddp_hpc.job.script.watcher import worker_exit_code
 from ddp_hpc.run.config.resolve import load_resolved, render_resolved, resolve
 from ddp_hpc.run.requeue import Situation, decide
 from ddp_hpc.run.run_dir.failure_reports import first_failure
@@ -319,7 +319,7 @@ def test_exit_codes_of_scripts_mean_what_the_user_says_and_nothing_of_ours(
 ) -> None:
     usr1 = 10
 
-    assert meaning(code, stop_signal=usr1 if was_asked else None, resume_codes=(85, 99)) == expected
+    assert worker_exit_code(code, stop_signal=usr1 if was_asked else None, resume_codes=(85, 99)) == expected
 
 
 # --- what it has saved -------------------------------------------------------------------------------------------------

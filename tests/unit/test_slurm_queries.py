@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.slurm_times import minutes, moment, seconds
+from ddp_hpc.base.slurm_times import minutes, parse_time, seconds
 from ddp_hpc.cluster.slurm import queries
 
 QUEUE = (
@@ -112,11 +112,11 @@ def test_a_duration_is_read(text: str, expected: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["Unknown", "N/A", "None", "NONE", "", "tomorrow"])
 def test_no_moment_is_none(text: str) -> None:
-    assert moment(text) is None
+    assert parse_time(text) is None
 
 
 def test_a_moment_is_in_this_hosts_time() -> None:
-    assert moment("2026-11-21T07:00:00") == at("07:00:00")
+    assert parse_time("2026-11-21T07:00:00") == at("07:00:00")
 
 
 def test_the_queue_is_asked_for_one_user_in_fields_of_any_length() -> None:

@@ -17,7 +17,7 @@ from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.cluster.slurm.framing import read_answers
 from ddp_hpc.job.node import unpack as unpacking
 from ddp_hpc.job.node.unpack import link_package, unpack
-from ddp_hpc.job.staging import Staged, moved, stage, unstage
+from ddp_hpc.job.staging import Staged, stage, unstage, with_staged_paths
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ContainerSpec, RunSpec, StageSpec
 from tests.unit.made_network import batch
@@ -244,15 +244,15 @@ def test_commands_name_what_was_staged(tmp_path: Path) -> None:
     image = CommandWrapper(python="python3", prefix=("apptainer", "exec", "/scratch/torch.sif", "env"), image="SIF 1")
     pyxis = CommandWrapper(srun_args=("--container-image=/scratch/torch.sif",))
 
-    assert moved(image, staged, {}).prefix == ("apptainer", "exec", "/local/j/torch.sif", "env")
-    assert moved(image, staged, {}).image == "SIF 1"
-    assert moved(pyxis, staged, {}).srun_args == ("--container-image=/local/j/torch.sif",)
-    assert moved(CommandWrapper(), packed, {"PYTHONPATH": "/code"}).command == [
+    assert with_staged_paths(image, staged, {}).prefix == ("apptainer", "exec", "/local/j/torch.sif", "env")
+    assert with_staged_paths(image, staged, {}).image == "SIF 1"
+    assert with_staged_paths(pyxis, staged, {}).srun_args == ("--container-image=/local/j/torch.sif",)
+    assert with_staged_paths(CommandWrapper(), packed, {"PYTHONPATH": "/code"}).command == [
         "env",
         "PYTHONPATH=/local/j/import:/code",
         "/local/j/env/bin/python",
     ]
-    assert moved(image, None, {}) == image
+    assert with_staged_paths(image, None, {}) == image
 
 
 def test_what_is_no_archive_is_refused_before_the_queue(tmp_path: Path) -> None:

@@ -24,16 +24,16 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     Fact,
     WorkerEnv,
     endpoint_of_run,
-    for_probe,
-    giving,
-    launched,
+    keep_users_values,
+    launched_worker_env,
     library_variables,
     node_variables,
-    of_user,
+    probe_variables,
     ranks_by_shape,
     recorded,
-    settled,
     threads,
+    users_environ,
+    with_undo_record,
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
@@ -62,7 +62,7 @@ FACTS = {
 def made(*, interface: Fact = IB0, environ: Mapping[str, str] | None = None) -> WorkerEnv:
     """Return the table of the second worker on the second of three nodes with two each."""
     facts = {**FACTS, **node_variables(interface, threads(8, 2, source="Slurm"))}
-    return launched("an agent", facts, {"PYTHONPATH": "/run/snapshot", **(environ or {})}, ["/run/snapshot"])
+    return launched_worker_env("an agent", facts, {"PYTHONPATH": "/run/snapshot", **(environ or {})}, ["/run/snapshot"])
 
 
 ROWS = [
@@ -214,21 +214,21 @@ def test_a_machine_alone_has_no_supervisors_endpoint() -> None:
 def test_libraries_read_the_same_before_the_ranks_have_met() -> None:
     computing = threads(8, 2, source="Slurm")
 
-    assert library_variables(computing).items() <= settled(node_variables(IB0, computing), {}).items()
+    assert library_variables(computing).items() <= keep_users_values(node_variables(IB0, computing), {}).items()
 
 
 def test_a_run_that_a_rank_submits_gets_nothing_that_the_rank_was_given() -> None:
     users = {"PYTHONPATH": "/home/u/lib", "NCCL_SOCKET_IFNAME": "mine", "SLURM_PROCID": "1", "PATH": "/bin"}
-    environ = {**users, **giving({"NCCL_DEBUG": "INFO"}, users)}
-    environ |= giving({"PYTHONPATH": "/run/snapshot:/home/u/lib"}, environ)
-    environ |= launched("an agent", FACTS, environ, ["/run/snapshot"]).environ
-    environ |= for_probe(Path("/tmp/probes"), is_alone=True)
-    environ |= giving({"PYTHONPATH": "/run/snapshot/lib:/home/u/lib", "TORCHELASTIC_RUN_ID": "a"}, environ)
+    environ = {**users, **with_undo_record({"NCCL_DEBUG": "INFO"}, users)}
+    environ |= with_undo_record({"PYTHONPATH": "/run/snapshot:/home/u/lib"}, environ)
+    environ |= launched_worker_env("an agent", FACTS, environ, ["/run/snapshot"]).environ
+    environ |= probe_variables(Path("/tmp/probes"), is_alone=True)
+    environ |= with_undo_record({"PYTHONPATH": "/run/snapshot/lib:/home/u/lib", "TORCHELASTIC_RUN_ID": "a"}, environ)
     assert (environ["RANK"], environ["MASTER_ADDR"]) == ("3", "10.0.0.1")
 
-    assert of_user({**environ, "OMP_NUM_THREADS": "17"}) == {**users, "OMP_NUM_THREADS": "17"}
-    assert of_user(users) == users
-    assert of_user({**users, GIVEN: "{", TABLE: "{"}) == users
+    assert users_environ({**environ, "OMP_NUM_THREADS": "17"}) == {**users, "OMP_NUM_THREADS": "17"}
+    assert users_environ(users) == users
+    assert users_environ({**users, GIVEN: "{", TABLE: "{"}) == users
 
 
 # --- what each launcher's workers find ---------------------------------------------------------------------------------

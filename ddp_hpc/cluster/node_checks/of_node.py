@@ -85,7 +85,7 @@ LEAST_DRIVER: Mapping[str, int] = {"11": 450, "12": 525, "13": 580}
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
 
 
-def misfit(software: Mapping[str, str]) -> str:
+def why_gpus_unused(software: Mapping[str, str]) -> str:
     """Return why a host's PyTorch does not use its GPUs of NVIDIA; empty where it does, or nothing is known."""
     torch, cuda, driver = (software.get(name, "") for name in ("torch", "cuda", "driver"))
     if not torch or not driver:
@@ -108,7 +108,7 @@ TO_FIT = "install a PyTorch for the driver (docs/install.md has the table); an o
 def drivers(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes whose driver does not fit their PyTorch."""
     told = answers.of(lambda facts: facts.software)
-    why = {node: reason for node, one in told.items() if (reason := misfit(one))}
+    why = {node: reason for node, one in told.items() if (reason := why_gpus_unused(one))}
     for reason in sorted({*why.values()}):
         bad = [node for node in why if why[node] == reason]
         yield judged("driver", bad, answers, f"{', '.join(bad)}: {reason}", "", level="warn", to_do=TO_FIT)

@@ -18,11 +18,11 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     Fact,
     WorkerEnv,
     endpoint,
+    keep_users_values,
     node_variables,
     ranks_by_shape,
     ranks_of_shell,
     ranks_of_step,
-    settled,
     threads,
 )
 from ddp_hpc.cluster.slurm.allocation import Allocation, cpu_grant
@@ -51,7 +51,7 @@ def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host
     }
     if allocation is not None and step is None:
         made[COMPILER_CACHE] = Fact(rule="each node has a directory of its own: each task finds it")
-    return WorkerEnv(process=process, variables=settled(made, environ))
+    return WorkerEnv(process=process, variables=keep_users_values(made, environ))
 
 
 def _port(address: Fact, allocation: Allocation | None, host: Host) -> Fact:

@@ -24,7 +24,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     Fact,
     WorkerEnv,
     endpoint,
-    launched,
+    launched_worker_env,
     named_ranks,
     node_variables,
     threads,
@@ -424,4 +424,4 @@ def variables_of(
         **endpoint(replace(place.address, value=address), place.port),
         **node_variables(host.interface_towards(address), computing),
     }
-    return replace(launched(place.launcher, made, environ), process=place.description)
+    return replace(launched_worker_env(place.launcher, made, environ), process=place.description)

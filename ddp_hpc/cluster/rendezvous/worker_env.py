@@ -69,14 +69,14 @@ class WorkerEnv:
         return {**self.given, TABLE: json.dumps({"process": self.process, "variables": rows})}
 
 
-def giving(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables to set, and the record by which `of_user` takes them back."""
-    before = of_user(environ)
+def with_undo_record(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables to set, and the record by which `users_environ` takes them back."""
+    before = users_environ(environ)
     record = {**_given_before(environ), **{name: [value, before.get(name)] for name, value in variables.items()}}
     return {**variables, GIVEN: json.dumps(record)}
 
 
-def of_user(environ: Mapping[str, str]) -> dict[str, str]:
+def users_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without what ddp_hpc gave the rank that this process descends from, unless it was changed since.
 
     Slurm's variables stay: those of another job may have the same values.
@@ -158,7 +158,9 @@ def library_variables(threads: Fact) -> dict[str, Fact]:
     }
 
 
-def settled(made: Mapping[str, Fact], environ: Mapping[str, str], *, fixed: Collection[str] = ()) -> dict[str, Fact]:
+def keep_users_values(
+    made: Mapping[str, Fact], environ: Mapping[str, str], *, fixed: Collection[str] = ()
+) -> dict[str, Fact]:
     """Keep variables that are already set, even to the empty string, except `fixed` ones.
 
     An empty rank or endpoint counts as not set: no process can start without.
@@ -178,7 +180,7 @@ def _or_users(name: str, made: Fact, environ: Mapping[str, str]) -> Fact:
     )
 
 
-def launched(
+def launched_worker_env(
     by: str, made: Mapping[str, Fact], environ: Mapping[str, str], import_paths: Sequence[str] = ()
 ) -> WorkerEnv:
     """Return the table of a worker that our launcher starts. Its ranks, Slurm's too, and endpoint win over variables that are already set."""
@@ -190,7 +192,7 @@ def launched(
     # PyTorch then checks what ranks exchange: by the first variable with gloo, by the other with NCCL.
     nan = environ.get(NAN_CHECK)
     checks = dict.fromkeys(NAN_VARIABLES if nan else (), Fact(value="1", source=OURS, rule=nan or ""))
-    variables = settled({**made, **tasks, **checks}, environ, fixed={*RANKS, *ENDPOINT, *tasks})
+    variables = keep_users_values({**made, **tasks, **checks}, environ, fixed={*RANKS, *ENDPOINT, *tasks})
     variables |= import_path(import_paths, environ.get("PYTHONPATH"))
     return WorkerEnv(process=f"{which.format(**ranks)}, started by {by}", variables=variables)
 
@@ -200,7 +202,7 @@ NAN_CHECK = "_DDP_HPC_NAN_CHECK"
 NAN_VARIABLES = ("TORCH_DIST_NAN_CHECK", "TORCH_NCCL_NAN_CHECK")
 
 
-def for_nan_check(rule: str) -> dict[str, str]:
+def nan_check_variables(rule: str) -> dict[str, str]:
     """Return what workers' launchers read to switch the check on, for this reason; nothing without one."""
     return {NAN_CHECK: rule} if rule else {}
 
@@ -277,7 +279,7 @@ def named_ranks(rows: Iterable[tuple[str | None, str, str]]) -> dict[str, Fact]:
     }
 
 
-def of_torchrun(environ: Mapping[str, str]) -> dict[str, Fact]:
+def torchrun_facts(environ: Mapping[str, str]) -> dict[str, Fact]:
     """Return the ranks and the endpoint that torchrun set; torchrun's name for the node's number is GROUP_RANK.
 
     torchrun's agents meet at the endpoint that the supervisor chose. For the workers, torchrun opens another port there.
@@ -313,7 +315,7 @@ ATTACHED = "_DDP_HPC_ATTACHED"
 """The variable by which `ddp_hpc.attach` in a user's script finds its run."""
 
 
-def for_attach(run: Path, *, attempt: int, stop_signal: str, stop_exit_code: int) -> dict[str, str]:
+def attach_variables(run: Path, *, attempt: int, stop_signal: str, stop_exit_code: int) -> dict[str, str]:
     """Return what `ddp_hpc.attach` reads: the run's directory, and how the script is asked to stop and says that it has."""
     facts = {"run": str(run), "attempt": attempt, "stop_signal": stop_signal, "stop_exit_code": stop_exit_code}
     return {ATTACHED: json.dumps(facts)}
@@ -333,7 +335,7 @@ _OF_RANK = frozenset({TABLE, GIVEN, USERS_CODE, NAN_CHECK, ATTACHED, PROBE_FOLDE
 """What a rank of ours reads, and no run that is submitted from its script."""
 
 
-def for_probe(folder: Path | None, *, is_alone: bool = False) -> dict[str, str]:
+def probe_variables(folder: Path | None, *, is_alone: bool = False) -> dict[str, str]:
     """Return what a rank reads to answer questions; nothing where this node has no directory for sockets."""
     if folder is None:
         return {}
@@ -344,7 +346,7 @@ _SUBSYSTEMS = {"info": "INIT,ENV,NET,P2P,SHM", "trace": "ALL"}
 """Value of `debug.nccl` -> the parts of NCCL that log; of `info`, those that say which network and transport they choose."""
 
 
-def for_debug(nccl: str, folder: Path) -> dict[str, str]:
+def nccl_debug_variables(nccl: str, folder: Path) -> dict[str, str]:
     """Return what NCCL and torch.distributed read to log into a directory; nothing for `off`.
 
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-debug-file: `%h` is the host, `%p` the process.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.slurm_times import minutes, moment, seconds
+from ddp_hpc.base.slurm_times import minutes, parse_time, seconds
 
 _FIELD, _RECORD = "\x1f", "\x1e"
 """The unit and record separators of ASCII. Paths and reasons may hold line breaks, but hardly these."""
@@ -48,7 +48,7 @@ def parse_queue(text: str) -> list[QueuedEntry]:
             number=number,
             state=state,
             reason=_or_empty(reason),
-            starts_at=moment(start),
+            starts_at=parse_time(start),
         )
         for number, array, task, state, reason, start in _rows(text, len(_QUEUE_FIELDS))
     ]
@@ -128,9 +128,9 @@ def parse_job(text: str) -> JobRecord | None:
         qos=_or_empty(fields.get("QOS", "")),
         nodes=_or_empty(fields.get("NodeList", "")),
         time_limit_min=minutes(fields.get("TimeLimit", "")),
-        eligible_at=moment(fields.get("EligibleTime", "")),
-        ends_at=moment(fields.get("EndTime", "")),
-        preempted_at=moment(fields.get("PreemptTime", "")),
+        eligible_at=parse_time(fields.get("EligibleTime", "")),
+        ends_at=parse_time(fields.get("EndTime", "")),
+        preempted_at=parse_time(fields.get("PreemptTime", "")),
         excluded_nodes=_or_empty(fields.get("ExcNodeList", "")),
     )
 
@@ -156,9 +156,9 @@ def parse_accounting(text: str) -> list[JobRecord]:
             reason=_or_empty(reason),
             nodes=_or_empty(nodes),
             time_limit_min=minutes(limit),
-            ends_at=moment(end),
+            ends_at=parse_time(end),
         )
-        for number, state, _, end, limit, nodes, reason in sorted(rows, key=lambda row: moment(row[2]) or 0.0)
+        for number, state, _, end, limit, nodes, reason in sorted(rows, key=lambda row: parse_time(row[2]) or 0.0)
     ]
 
 
@@ -187,7 +187,7 @@ def parse_test_only(returncode: int, stderr: str) -> Estimate:
     found = _ESTIMATE.search(stderr)
     if found is None:
         return Estimate()
-    return Estimate(starts_at=moment(found["start"]), nodes=_or_empty(found["nodes"] or ""))
+    return Estimate(starts_at=parse_time(found["start"]), nodes=_or_empty(found["nodes"] or ""))
 
 
 @dataclass(frozen=True, kw_only=True)

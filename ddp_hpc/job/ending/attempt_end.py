@@ -15,7 +15,7 @@ from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.run import requeue
 from ddp_hpc.run.requeue import Situation
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, silent_end
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, silent_end_message
 from ddp_hpc.run.run_dir.ledger import Cause, End, record_end
 from ddp_hpc.run.run_dir.records import read_remarks, write_done
 
@@ -154,7 +154,7 @@ def _words(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str
         where = f" on {failure.host}" if failure.host else ""
         return failure.exception if is_plain else f"rank {failure.rank}{where}: {failure.exception}"
     if cause in {Cause.WORKER_CRASHED, Cause.STOP_ASKED}:
-        return silent_end(outcome.code, outcome.step_code)
+        return silent_end_message(outcome.code, outcome.step_code)
     return {
         Cause.CANCELLED: "cancelled by the user",
         Cause.FENCED: "a newer start of the run has replaced this one; you need do nothing",

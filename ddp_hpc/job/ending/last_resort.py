@@ -32,7 +32,7 @@ def print_error(error: Exception) -> str:
     return f"ddp-hpc's own supervisor process failed: {type(error).__name__}: {error} (traceback in the job's log)"
 
 
-def outcome_of(error: Exception, workers: Workers) -> Outcome:
+def end_workers_after_error(error: Exception, workers: Workers) -> Outcome:
     """End the workers; return the outcome of an attempt in which the supervisor failed."""
     reason = print_error(error)
     try:
@@ -82,7 +82,7 @@ def conclude_in_any_case(context: JobContext, attempt: int, outcome: Outcome) ->
 def leave_in_any_case(context: JobContext, conclusion: Conclusion) -> None:
     """Leave as `requeue_job` does; if that fails, requeue the job without records and excluded nodes."""
     try:
-        requeue_job.leave(context, conclusion)
+        requeue_job.carry_out_decision(context, conclusion)
     except Exception as error:
         print_error(error)
         job = context.job

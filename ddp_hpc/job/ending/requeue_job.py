@@ -47,7 +47,7 @@ _CONTINUATIONS: Mapping[Next, str] = {
 """What follows an attempt that ends the job -> what the job's log says of it."""
 
 
-def leave(context: JobContext, conclusion: Conclusion) -> None:
+def carry_out_decision(context: JobContext, conclusion: Conclusion) -> None:
     """Carry out the decision, now that no worker is left: requeue the job, submit the next one, or let the run end."""
     end, job = conclusion.end, context.job
     if job is None or not end.next:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.job.ending.attempt_end import Conclusion
-from ddp_hpc.job.ending.requeue_job import leave
+from ddp_hpc.job.ending.requeue_job import carry_out_decision
 from ddp_hpc.job.ending.stale_attempts import end_done
 from ddp_hpc.job.job_context import JobContext, read_context
 from ddp_hpc.job.slurm_job import SlurmJob
@@ -68,7 +68,7 @@ def take_over(run: RunDir, job: SlurmJob | None, *, how: str, since: int = 0) ->
         if context is None:
             return None
         if end.next == Next.REQUEUE or noted is None or noted.job_id == job.job_id:  # else the next job is submitted
-            leave(context, Conclusion(attempt=newest.attempt, end=end, exclude=end.failed_nodes))
+            carry_out_decision(context, Conclusion(attempt=newest.attempt, end=end, exclude=end.failed_nodes))
         return end.exit_code
     if end.next == Next.IN_PLACE:
         return None

@@ -40,12 +40,12 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     PROBES_ITSELF,
     WorkerEnv,
     endpoint_of_run,
-    for_probe,
-    launched,
+    keep_users_values,
+    launched_worker_env,
     library_variables,
     node_variables,
+    probe_variables,
     ranks_by_shape,
-    settled,
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import keep_to, share_here
@@ -165,7 +165,7 @@ class Agent:
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; return the error, which is reported once an attempt is known."""
-        libraries = settled(library_variables(self._share.threads), os.environ)
+        libraries = keep_users_values(library_variables(self._share.threads), os.environ)
         self._given = WorkerEnv(process="agent", variables=libraries).given
         os.environ.update(self._given)
         try:
@@ -229,12 +229,12 @@ class Agent:
             **{name: "" for name in self._given if name not in os.environ},
             **{name: value for name, value in os.environ.items() if self._given.get(name) != value},
         }
-        probe = for_probe(self._probes.path if self._probes else None)
+        probe = probe_variables(self._probes.path if self._probes else None)
         first = self._node_rank * self._arguments.num_workers
         environs = {}
         for local_rank in range(self._arguments.num_workers):
             ranks = ranks_by_shape(**shape, local_rank=local_rank)
-            worker_env = launched("an agent", {**ranks, **address, **node}, users, self._import_paths)
+            worker_env = launched_worker_env("an agent", {**ranks, **address, **node}, users, self._import_paths)
             environs[first + local_rank] = {**worker_env.environ, **probe}
         return environs
 

@@ -107,7 +107,7 @@ def _begin(context: JobContext, place: RankPlace) -> int:
     """Acquire the run, as a supervisor does; return the attempt's number."""
     run, workload = context.run, context.workload
     if processes.take_lock(run.lock, patience_s=ownership.LOCK_PATIENCE_S) is None:  # this process holds it to its end
-        raise ConfigError(ownership.in_use(run))
+        raise ConfigError(ownership.busy_message(run))
     ledger = Ledger.read(run)
     newest = ledger.newest
     if newest is not None and newest.ending is None:

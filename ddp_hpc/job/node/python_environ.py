@@ -16,7 +16,7 @@ from typing import NoReturn
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import DdpHpcError, exit_code_of
 from ddp_hpc.cluster.rank_probe.folder import LINK, ProbeFolder
-from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE, giving
+from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE, with_undo_record
 from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.workload.protocol import load_worker
@@ -54,7 +54,7 @@ def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
         sys.path[:] = [*pythons, *paths, *(path for path in sys.path if path not in pythons)]
         environ[USERS_CODE] = os.pathsep.join(paths)
         path = os.pathsep.join([*paths, *filter(None, [environ.get("PYTHONPATH")])])
-        environ.update(giving({"PYTHONPATH": path}, environ))
+        environ.update(with_undo_record({"PYTHONPATH": path}, environ))
     return paths
 
 
@@ -66,7 +66,7 @@ def shorten_tmpdir(folder: ProbeFolder | None, environ: MutableMapping[str, str]
     link = folder.path / LINK
     link.symlink_to(users)
     tempfile.tempdir = str(link)
-    environ.update(giving({"TMPDIR": tempfile.tempdir}, environ))
+    environ.update(with_undo_record({"TMPDIR": tempfile.tempdir}, environ))
     if says:
         sys.stderr.write(
             f"note: TMPDIR is {link} in the workers, a link to {users}, whose path is too long for Unix sockets\n"

@@ -22,12 +22,12 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     PROBE_FOLDER,
     WorkerEnv,
     endpoint_of_run,
-    for_probe,
-    launched,
+    launched_worker_env,
     node_variables,
-    of_torchrun,
+    probe_variables,
     ranks_of_step,
     recorded,
+    torchrun_facts,
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torchrun's node has made one for all its workers. What a killed task leaves, the next one removes.
     probes = None if PROBE_FOLDER in os.environ else make_folder()
     shorten_tmpdir(probes, os.environ, says=rank == 0)
-    os.environ.update(for_probe(probes.path if probes else None, is_alone=True))
+    os.environ.update(probe_variables(probes.path if probes else None, is_alone=True))
     # torchrun's node samples for all its workers, and of srun's tasks on a node, the first one does.
     place = None if endpoint is None else step_task(os.environ)
     sampler = None
@@ -103,7 +103,7 @@ def _environ_of_srun(endpoint: Endpoint, import_paths: Sequence[str]) -> WorkerE
     interface, threads = this_host().interface_towards(endpoint.address), share_here(os.environ, 1, None).threads
     address = endpoint_of_run(endpoint.address, endpoint.port)
     made = {**ranks_of_step(step_task(os.environ)), **address, **node_variables(interface, threads)}
-    return launched("srun", made, os.environ, import_paths)
+    return launched_worker_env("srun", made, os.environ, import_paths)
 
 
 def _environ_of_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
@@ -111,8 +111,8 @@ def _environ_of_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
     node = recorded(os.environ)
     assert node is not None  # noqa: S101  `torchrun_node` sees to it
     environ = {name: value for name, value in os.environ.items() if name not in node.given}
-    made = {**of_torchrun(os.environ), **node.variables}
-    return launched("torchrun", made, environ, import_paths)
+    made = {**torchrun_facts(os.environ), **node.variables}
+    return launched_worker_env("torchrun", made, environ, import_paths)
 
 
 def _work(run: RunDir, arguments: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.choose_network import source_address
-from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled
+from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, keep_users_values, node_variables, probe_variables
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.python_environ import shorten_tmpdir
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     address = arguments.meet.address
     share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
     made = node_variables(this_host().interface_towards(address), share.threads)
-    node = WorkerEnv(process="torchrun's agent", variables=settled(made, os.environ))
+    node = WorkerEnv(process="torchrun's agent", variables=keep_users_values(made, os.environ))
     place = step_task(os.environ)
     rendezvous = [
         f"--rdzv-endpoint={arguments.meet.netloc}",
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     probes = make_folder()
     shorten_tmpdir(probes, os.environ, says=place.node_rank == 0)
-    environ = {**os.environ, **node.environ, **for_probe(probes.path if probes else None, is_alone=True)}
+    environ = {**os.environ, **node.environ, **probe_variables(probes.path if probes else None, is_alone=True)}
     torchrun = start_torchrun([*rendezvous, *arguments.options], environ)
     sampler = start_sampling(
         RunDir(arguments.run),

@@ -14,7 +14,7 @@ from pathlib import Path
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
-from ddp_hpc.job.script.source import imported, may_compile, sets_endpoint, why_exec
+from ddp_hpc.job.script.source import imported_names, may_compile, sets_endpoint, why_exec
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import Program, RunSpec, ScriptSpec
 
@@ -129,7 +129,7 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
 def _texts_of_imports(text: str, folder: Path) -> Iterator[str]:
     """Yield the source of the modules beside a script that it imports itself."""
     with suppress(SyntaxError, ValueError, RecursionError, OSError):  # Python itself reports it when the script starts
-        for name in imported(text):
+        for name in imported_names(text):
             if (file := _module_file(folder, name)) is not None:
                 yield file.read_text(encoding="utf-8", errors="replace")
 

@@ -40,7 +40,7 @@ def why_exec(source: str) -> str:
     return ""
 
 
-def imports(source: bytes) -> Iterator[tuple[int, str]]:
+def early_imports(source: bytes) -> Iterator[tuple[int, str]]:
     """Yield line and name of each package that a script imports before it calls anything, which may install others.
 
     Raises:
@@ -67,7 +67,7 @@ def sets_endpoint(source: str, *, is_shell: bool = False) -> bool:
     return (_ENDPOINT_OF_SHELL if is_shell else _ENDPOINT).search(source) is not None
 
 
-def imported(source: str) -> Iterator[str]:
+def imported_names(source: str) -> Iterator[str]:
     """Yield the names of what a script imports, of which some may be no modules but what these hold."""
     for node in ast.walk(ast.parse(source)):
         match node:

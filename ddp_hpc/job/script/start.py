@@ -16,9 +16,9 @@ from ddp_hpc.cluster.rank_probe.server import serve_at_rendezvous
 from ddp_hpc.cluster.rendezvous.worker_env import (
     PROBE_FOLDER,
     STORE_IS_HOSTED,
+    attach_variables,
     contract_of_torchrun,
-    for_attach,
-    giving,
+    with_undo_record,
 )
 from ddp_hpc.cluster.slurm.allocation import is_in_job
 from ddp_hpc.job.script.interpreter import run_as_main
@@ -74,7 +74,7 @@ def _environ(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: 
         error_file=str(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)),
     )
     script = script_rank.spec.script
-    attached = for_attach(
+    attached = attach_variables(
         script_rank.run.path.absolute(),
         attempt=script_rank.attempt,
         stop_signal=script.stop_signal,
@@ -83,7 +83,7 @@ def _environ(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: 
     path = os.pathsep.join(users_python_path(environ, script_rank.run.copies))
     others = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", *STORE_IS_HOSTED}}
     ours = {**({"PYTHONPATH": path} if path else {}), **contract, **(STORE_IS_HOSTED if is_hosted else {})}
-    return {"PYTHONUNBUFFERED": "1", **others, **giving(ours, environ), **attached}
+    return {"PYTHONUNBUFFERED": "1", **others, **with_undo_record(ours, environ), **attached}
 
 
 def _not_for_script(script_rank: ScriptRank, environ: Mapping[str, str]) -> list[int]:

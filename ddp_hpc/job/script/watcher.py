@@ -42,7 +42,7 @@ _CHUNK_BYTES = 1 << 16
 _CONSOLE = 1
 
 
-def meaning(code: int, *, stop_signal: int | None, resume_codes: Collection[int]) -> int:
+def worker_exit_code(code: int, *, stop_signal: int | None, resume_codes: Collection[int]) -> int:
     """Return the worker's exit code for a script's, which is minus the number of a signal; `stop_signal` is what it was sent.
 
     A script that ends with 0 after a stop signal has obeyed, or has finished at that moment. Nothing tells the two apart, so it
@@ -162,7 +162,7 @@ class Watcher:
                 codes += self._await_end(asked)
             else:
                 self._await_end(adopted)
-        means = partial(meaning, stop_signal=self.sent_signal, resume_codes=script.resume_exit_codes)
+        means = partial(worker_exit_code, stop_signal=self.sent_signal, resume_codes=script.resume_exit_codes)
         return next((one for one in codes if means(one) == exit_codes.FAILED), code)
 
     def _hear_of_stop(self, code: int) -> None:

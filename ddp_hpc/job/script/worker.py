@@ -30,10 +30,10 @@ from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
 from ddp_hpc.cluster.slow_ranks.reporter import reporter_of
 from ddp_hpc.job.script.plan import ScriptPlan, ScriptRank, frozen_code, plan_of
 from ddp_hpc.job.script.script_end import remark, report_exit, what_was_short
-from ddp_hpc.job.script.source import imports
+from ddp_hpc.job.script.source import early_imports
 from ddp_hpc.job.script.start import start
 from ddp_hpc.job.script.store import host_store, keep_while_used
-from ddp_hpc.job.script.watcher import Echo, Watcher, meaning
+from ddp_hpc.job.script.watcher import Echo, Watcher, worker_exit_code
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.ownership import is_fenced
@@ -147,7 +147,7 @@ def _problems_of_source(path: Path) -> Iterator[str]:
     if b"\0" in source:  # an archive, or compiled
         return
     try:
-        imported = [*imports(source)]
+        imported = [*early_imports(source)]
     except SyntaxError as error:
         yield f"`script.command` starts {path.name!r}, but Python cannot read its line {error.lineno}: {error.msg}. Correct it."
         return
@@ -235,7 +235,9 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     code = watcher.wait_for(pid)
     reporter.close()
     ran_s = time.monotonic() - began
-    means = meaning(code, stop_signal=watcher.sent_signal, resume_codes=script_rank.spec.script.resume_exit_codes)
+    means = worker_exit_code(
+        code, stop_signal=watcher.sent_signal, resume_codes=script_rank.spec.script.resume_exit_codes
+    )
     if means == exit_codes.STOPPED and watcher.was_stopped_for_failure:
         means = exit_codes.FAILED  # the rank that has failed has written why
     elif means == exit_codes.FAILED and is_fenced(script_rank.run, script_rank.attempt):

@@ -114,7 +114,7 @@ class Backend(Protocol):
     def find_job(self, run: RunDir, environ: Mapping[str, str]) -> Submission | None:
         """Return the run's start that waits or runs in this back end; None without one."""
 
-    def in_use(self, run: RunDir, environ: Mapping[str, str]) -> str | None:
+    def why_in_use(self, run: RunDir, environ: Mapping[str, str]) -> str | None:
         """Return why the run's directory must not be moved: it waits, runs, or that cannot be known; None where it may.
 
         The caller holds the run's lock on this host.

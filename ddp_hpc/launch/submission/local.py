@@ -134,7 +134,7 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     return None
 
 
-def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
+def why_in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     """Return why the run's directory must not be moved: another host started it; None where it may.
 
     The caller holds the run's lock on this host.
@@ -272,11 +272,11 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
 
 
 def _gone(run: RunDir, attempt: int) -> str:
-    from ddp_hpc.watch.status import goes_on  # late: most submissions need no status
+    from ddp_hpc.watch.status import effect_of_resubmitting  # late: most submissions need no status
 
     return (
         f"Attempt {attempt} of {run.name} has ended, and attempts.jsonl does not say how: the ddp-hpc processes that watched the "
-        f"workers were killed, or could not write that file. {last_words(run)}\nSubmit the run again: {goes_on(run)}."
+        f"workers were killed, or could not write that file. {last_words(run)}\nSubmit the run again: {effect_of_resubmitting(run)}."
     )
 
 
@@ -306,9 +306,9 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         time.sleep(_POLL_S)  # a supervisor that the guardian starts meanwhile sees what was written
     if not is_known:
         raise ConfigError(f"{run.name} is not running, so there is nothing to cancel. Start it with `ddp-hpc submit`.")
-    from ddp_hpc.watch.status import goes_on  # late: as above
+    from ddp_hpc.watch.status import effect_of_resubmitting  # late: as above
 
-    return f"{run.name} was cancelled. Submit it again to go on: {goes_on(run)}."
+    return f"{run.name} was cancelled. Submit it again to go on: {effect_of_resubmitting(run)}."
 
 
 def _end_attempt(run: RunDir, attempt: Attempt) -> None:

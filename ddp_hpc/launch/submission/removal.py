@@ -95,7 +95,7 @@ def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
                 raise RunBusyError(
                     f"Another process is submitting {run.name} at this moment, so the run cannot be deleted or renamed. Try again when that is done."
                 )
-        problem = next(filter(None, (backend.in_use(run, environ) for backend in backends_of(run))), None)
+        problem = next(filter(None, (backend.why_in_use(run, environ) for backend in backends_of(run))), None)
         if problem:
             raise RunBusyError(problem)
         yield

@@ -216,7 +216,7 @@ def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
     return job is not None and not states.has_ended(job.state)
 
 
-def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
+def why_in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     """Return why the run's directory must not be moved: its job waits or runs, or that cannot be known; None where it may."""
     job, newest = read_queued_job(run), Ledger.read(run).newest
     if job is None:
@@ -328,7 +328,7 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
             f"Job {queued.job_id} of {run.name} has ended, and ddp-hpc was killed before it could record how attempt {newest.attempt} "
             "ended, most likely with the job's shell. Submit the run again; it resumes from its newest checkpoint."
         )
-    raise WorkerError(capacity.silent_end(run, queued.job_id, job, queued.at))
+    raise WorkerError(capacity.vanished_job_message(run, queued.job_id, job, queued.at))
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
@@ -365,9 +365,9 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
             f"Job {job.job_id} of {run.name} was cancelled, but that the user did so could not be written to {unwritten.filename or run.path}: "
             f"{unwritten.strerror}. `ddp-hpc status` may show another reason for its end. Free some space there before you submit it again."
         ) from unwritten
-    from ddp_hpc.watch.status import goes_on  # late: only this command needs it
+    from ddp_hpc.watch.status import effect_of_resubmitting  # late: only this command needs it
 
-    return f"Job {job.job_id} of {run.name} was cancelled. Submit it again to go on: {goes_on(run)}."
+    return f"Job {job.job_id} of {run.name} was cancelled. Submit it again to go on: {effect_of_resubmitting(run)}."
 
 
 def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:

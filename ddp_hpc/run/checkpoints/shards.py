@@ -122,7 +122,7 @@ class StoredTensor(NamedTuple):
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
-    def runs(self, piece: TensorEntry) -> Iterator[tuple[int, int, int]]:
+    def contiguous_parts(self, piece: TensorEntry) -> Iterator[tuple[int, int, int]]:
         """Yield the parts of a piece that are contiguous in the file and in the tensor: begin in either, and length in bytes."""
         if piece.shape == self.shape:  # a whole tensor, as almost all are
             if length := self.num_bytes:
@@ -258,6 +258,6 @@ def raw_tensor(stored: StoredTensor, contents: Sequence[memoryview]) -> RawTenso
         return RawTensor(stored.dtype, stored.shape, contents[shard][piece.begin : piece.end])
     whole = memoryview(bytearray(stored.num_bytes))
     for shard, piece in stored.pieces:
-        for begin, at, length in stored.runs(piece):
+        for begin, at, length in stored.contiguous_parts(piece):
             whole[at : at + length] = contents[shard][begin : begin + length]
     return RawTensor(stored.dtype, stored.shape, whole)

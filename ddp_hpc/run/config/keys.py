@@ -63,12 +63,12 @@ def key_of(name: str) -> Key | None:
     """Return the key with this name. Below an open key, every name is a key: of any type, or of a variable's below `env`."""
     if name in all_keys():
         return all_keys()[name]
-    if not is_free(name):
+    if not is_below_open_key(name):
         return None
     return Key(name, OF_A_VARIABLE if is_below(name, "env") else Any, MISSING)
 
 
-def is_free(name: str) -> bool:
+def is_below_open_key(name: str) -> bool:
     """Return whether the name lies below an open key (`recipe.args.width`)."""
     return name.startswith(_open_beginnings())
 
@@ -99,9 +99,9 @@ def is_below(name: str, section: str) -> bool:
 
 def unknown_key(name: str, location: str) -> ConfigError:
     """Return the error for an unknown key, with the nearest key and all keys of its section; or with what replaces it."""
-    from ddp_hpc.run.config.removed import no_longer_a_key  # late: only an error needs the table
+    from ddp_hpc.run.config.removed import removed_key_error  # late: only an error needs the table
 
-    if gone := no_longer_a_key(name, location):
+    if gone := removed_key_error(name, location):
         return gone
     section = name.rpartition(".")[0]
     if not is_section(section):

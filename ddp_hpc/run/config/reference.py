@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 
 from ddp_hpc.base.field_types import type_in_words
-from ddp_hpc.run.config.keys import Key, all_keys, is_below, is_free, is_section, unknown_key
+from ddp_hpc.run.config.keys import Key, all_keys, is_below, is_below_open_key, is_section, unknown_key
 from ddp_hpc.run.config.yaml_text import dump_value
 
 NO_DEFAULT = "the file's name"
@@ -34,9 +34,13 @@ def reference() -> list[dict[str, str]]:
 
 def rows_of(name: str) -> list[dict[str, str]]:
     """Return the rows of a key, or of a section."""
-    if name and not is_section(name) and name not in all_keys() and not is_free(name):
+    if name and not is_section(name) and name not in all_keys() and not is_below_open_key(name):
         raise unknown_key(name, "the command line")
-    return [row for row in reference() if is_below(row["key"], name) or (is_free(name) and is_below(name, row["key"]))]
+    return [
+        row
+        for row in reference()
+        if is_below(row["key"], name) or (is_below_open_key(name) and is_below(name, row["key"]))
+    ]
 
 
 def as_markdown(rows: Sequence[Mapping[str, str]]) -> str:

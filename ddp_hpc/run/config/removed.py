@@ -69,7 +69,7 @@ REMOVED: Mapping[str, Removed] = {
 """By name."""
 
 
-def no_longer_a_key(name: str, location: str) -> ConfigError | None:
+def removed_key_error(name: str, location: str) -> ConfigError | None:
     """Return the error for a key that a source sets although it was removed; None for any other name."""
     one = REMOVED.get(name)
     if one is None:

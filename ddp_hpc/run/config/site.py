@@ -17,7 +17,7 @@ from ddp_hpc.base.names import nearest
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.config.fill_paths import fill
 from ddp_hpc.run.config.keys import Key, convert
-from ddp_hpc.run.config.removed import no_longer_a_key
+from ddp_hpc.run.config.removed import removed_key_error
 from ddp_hpc.run.config.sources import Origin, Setting, read_mapping, settings_in
 from ddp_hpc.run.run_dir.paths import is_folder, settings_dirs
 
@@ -196,7 +196,7 @@ def _site(path: Path, section: Mapping[str, Any], fills: Callable[[Setting], Set
     for name, value in section.items():
         origin = Origin("", str(path), lines.get(name))
         if name not in annotations:
-            if gone := no_longer_a_key(f"site.{name}", str(origin)):
+            if gone := removed_key_error(f"site.{name}", str(origin)):
                 raise gone
             near = nearest(str(name), annotations)
             hint = f" Did you mean `site.{near}`?" if near else ""

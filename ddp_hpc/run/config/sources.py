@@ -11,7 +11,7 @@ from typing import Any
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.slurm_times import seconds
 from ddp_hpc.run.config.foreign import ours_for
-from ddp_hpc.run.config.keys import all_keys, is_free, is_section, key_of, parse_text, unknown_key
+from ddp_hpc.run.config.keys import all_keys, is_below_open_key, is_section, key_of, parse_text, unknown_key
 from ddp_hpc.run.config.removed import drop_removed
 
 ENVIRONMENT_PREFIX = "DDP_HPC__"
@@ -142,7 +142,7 @@ def _key_name(variable: str) -> str:
     section, dot, rest = name.partition(".")
     if dot and section.lower() == "env":
         return f"env.{rest}"
-    if name.isupper() or not is_free(name.lower()):
+    if name.isupper() or not is_below_open_key(name.lower()):
         return name.lower()
     opened = next(key.name for key in all_keys().values() if key.is_open and name.lower().startswith(f"{key.name}."))
     return opened + name[len(opened) :]
@@ -191,9 +191,9 @@ def _flatten(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
         yield from _flatten_section(name, value, origin)
     elif key_of(name) is None:
         raise unknown_key(name, str(origin))
-    elif is_free(name) and not all(map(_PLAIN_NAME.fullmatch, name.split("."))):
+    elif is_below_open_key(name) and not all(map(_PLAIN_NAME.fullmatch, name.split("."))):
         raise ConfigError(f"`{name}` ({origin}) is not a key: only letters, digits, `_` and `-` may follow a `.`.")
-    elif is_free(name) and _is_tree(value):
+    elif is_below_open_key(name) and _is_tree(value):
         yield from _flatten_mapping(name, value, origin)
     else:
         yield Setting(name, _plain(value), origin)

@@ -208,7 +208,7 @@ def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_o
     write_failure(path, failure)
 
 
-def silent_end(code: int, step_code: int | None) -> str:
+def silent_end_message(code: int, step_code: int | None) -> str:
     """Describe how workers ended where none of them, and no agent, has written a report.
 
     `code` is what their exit codes mean together, `step_code` what the command that started them ended with.

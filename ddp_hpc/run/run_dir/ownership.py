@@ -24,7 +24,7 @@ LOCK_PATIENCE_S = 10.0
 _CLAIM = re.compile(r"attempt-(\d+)\.writing")
 
 
-def in_use(run: RunDir, by: str = "another process") -> str:
+def busy_message(run: RunDir, by: str = "another process") -> str:
     """Say that a run cannot be acquired."""
     return f"{run.path} is already in use by {by}. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`."
 
@@ -55,19 +55,19 @@ def claim(run: RunDir, attempt: int) -> list[str]:
 
 def next_attempt(run: RunDir, ledger: Ledger | None = None) -> int:
     """Return the number of the next attempt; one that was killed before it wrote into the ledger has only its claim."""
-    return 1 + max([(ledger or Ledger.read(run)).newest_number, *claims(run)])
+    return 1 + max([(ledger or Ledger.read(run)).newest_number, *claiming_attempts(run)])
 
 
 def _fence_older(run: RunDir, attempt: int) -> list[str]:
     """Delete the claims of older attempts; stop where a newer one has claimed the run."""
     removed = []
-    for older in claims(run):
+    for older in claiming_attempts(run):
         if older < attempt:
             with suppress(FileNotFoundError):  # other processes may delete it at the same time
                 removed += sorted(path.name for path in claim_path(run, older).iterdir())
             delete_directory(claim_path(run, older))
     # Look again: a newer attempt may have made its claim before ours, and so have deleted none.
-    if max(claims(run), default=attempt) > attempt:
+    if max(claiming_attempts(run), default=attempt) > attempt:
         delete_directory(claim_path(run, attempt))
         raise FencedError(
             f"A newer attempt of {run.name} has begun, so attempt {attempt} stops and writes nothing more. You need do nothing: "
@@ -122,7 +122,7 @@ def has_claim(run: RunDir, attempt: int) -> bool:
 
 
 def _is_newest(run: RunDir, attempt: int) -> bool:
-    return max([Ledger.read(run).newest_number, *claims(run)]) <= attempt
+    return max([Ledger.read(run).newest_number, *claiming_attempts(run)]) <= attempt
 
 
 def claim_again(run: RunDir, attempt: int) -> None:
@@ -142,7 +142,7 @@ def release(run: RunDir, attempt: int) -> None:
     delete_directory(claim_path(run, attempt))
 
 
-def claims(run: RunDir) -> list[int]:
+def claiming_attempts(run: RunDir) -> list[int]:
     """Return the attempts that have claimed the run and were not fenced, oldest first; killed ones too."""
     return numbers_in(run.checkpoints, _CLAIM)
 

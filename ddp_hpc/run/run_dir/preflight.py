@@ -46,7 +46,7 @@ class Preflight:
         return () if named.issuperset(self.nodes) else tuple(node for node in self.nodes if node in named)
 
     @property
-    def has_nameless_failure(self) -> bool:
+    def has_failure_without_bad_nodes(self) -> bool:
         """Whether a failure remains where the bad nodes are left out."""
         bad = {*self.bad_nodes}
         return any(not finding.nodes or not bad.issuperset(finding.nodes) for finding in self.failures)

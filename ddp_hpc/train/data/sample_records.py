@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import Protocol
 
 import msgspec
 
@@ -12,30 +12,34 @@ from ddp_hpc.base.durable import make_directories, open_private
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 
 
-class SampleRecorder:
-    """Writes one line a step, `{"step": 7, "epoch": 1, "samples": [...]}`; without a path it does nothing."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.is_on = path is not None
-        """Whether the loop has to note and record."""
-        self._file: IO[bytes] | None = None
-        self._used: list[int] = []
-        if path is not None:
-            make_directories(path.parent)
-            self._file = open_private(path, "ab", buffering=0)
+class StepObserver(Protocol):
+    """Sees the samples of each step of this rank; the loop calls it."""
 
     def note(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
-        """Keep the samples of a micro batch that have weight."""
-        if self._file is not None:
-            self._used += delivered[: plan.num_real]
+        """Take note of a micro batch after its backward; `delivered` are the ids of its samples, those of no weight last."""
 
     def record(self, plan: GlobalBatch) -> None:
-        """Write the samples of one step; steps and epochs are counted from one."""
-        if self._file is not None:
-            line = {"step": plan.after.step, "epoch": plan.micro_batches[0].epoch + 1, "samples": self._used}
-            self._file.write(msgspec.json.encode(line) + b"\n")
-            self._used = []
+        """Write what was noted in a step, before the optimizer changes the weights."""
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        """Close the file."""
+
+
+class SampleRecorder:
+    """Writes one line a step, `{"step": 7, "epoch": 1, "samples": [...]}`; steps and epochs are counted from one."""
+
+    def __init__(self, path: Path) -> None:
+        make_directories(path.parent)
+        self._file = open_private(path, "ab", buffering=0)
+        self._used: list[int] = []
+
+    def note(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
+        self._used += delivered[: plan.num_real]
+
+    def record(self, plan: GlobalBatch) -> None:
+        line = {"step": plan.after.step, "epoch": plan.micro_batches[0].epoch + 1, "samples": self._used}
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._used = []
+
+    def close(self) -> None:
+        self._file.close()

@@ -76,7 +76,7 @@ class Evaluator:
             rank_info, train = group.rank_info, spec.train
             fewest = min(spec.eval.batch_size, len(recipe.eval_data) // rank_info.world_size)  # type: ignore[arg-type]  # map-style data has a length
             if train.micro_batch_size_in(rank_info.world_size) in (1, train.global_batch_size):
-                self._num_parts = num_parts_of(fewest)  # `warmed_up` checks the loss of other batches
+                self._num_parts = num_parts_of(fewest)  # `batches_after_warmup` checks the loss of other batches
             self._held_out = _HeldOut(
                 len(recipe.eval_data),  # type: ignore[arg-type]  # map-style data has a length
                 spec.eval.batch_size,

@@ -40,7 +40,7 @@ def train(t: Training) -> bool:
         return False
     metrics: Mapping[str, float] = {}
     due = 0
-    for plan, loaded in warmed_up(t, t.global_batches()):
+    for plan, loaded in batches_after_warmup(t, t.global_batches()):
         accumulate_gradients(t, plan, loaded)
         update_weights(t)
         position = t.state.position = plan.after
@@ -51,7 +51,7 @@ def train(t: Training) -> bool:
 
         t.phases.enter("other")
         t.guard.check()
-        t.checkpointer.after_first_step(t.state, will_save=t.after_step is None)
+        t.checkpointer.check_after_first_step(t.state, will_save=t.after_step is None)
         is_last = step == t.total_steps
         if is_last or step % t.spec.log.every_steps == 0:
             log_loss(t)
@@ -84,7 +84,7 @@ def restore(t: Training) -> None:
     t.watchdog.feed()
     step = t.checkpointer.restore_newest(t.state, seed=t.spec.seed)
     t.plan_steps()
-    t.compare_plan()
+    t.report_plan_changes()
     t.evaluator.start(t.evaluated_model)
     if step is None:
         take_initial_weights(t.spec, t.state, t.group)
@@ -133,7 +133,7 @@ def finish(t: Training, metrics: Mapping[str, float]) -> bool:
     return t.state.position.step >= t.total_steps
 
 
-def warmed_up(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Iterator[LoadedGlobalBatch]:
+def batches_after_warmup(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Iterator[LoadedGlobalBatch]:
     """Return the global batches, after one backward pass on the first micro batch that changes nothing (`ddp_warmup`).
 
     One worker does it only where a batch is computed in parts, to check the loss.
@@ -176,16 +176,16 @@ def accumulate_gradients(t: Training, whole: GlobalBatch, loaded: Iterator[Fetch
         else:
             weighted.append(torch.stack([loss.double(), weight]) * bool(plan.num_real))
         t.losses.note(whole.after.step, loss)
-        if t.samples.is_on:
-            t.samples.note(plan, fetched.indices)
+        for observer in t.observers:
+            observer.note(plan, fetched.indices)
         if t.numbers.count_tokens is not None and plan.num_real:
             t.numbers.note_tokens(fetched.batch)
     if weighted:
         own = torch.stack(weighted).sum(0)
         state.loss_meter.add_(divide_by_weight(own, whole.num_samples, trained_parameters(state.optimizer), t.group))
     state.loss_steps += 1
-    if t.samples.is_on:
-        t.samples.record(whole)
+    for observer in t.observers:
+        observer.record(whole)
 
 
 def without_sync(t: Training) -> AbstractContextManager[Any]:

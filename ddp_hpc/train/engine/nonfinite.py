@@ -21,7 +21,7 @@ from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
 from ddp_hpc.train.engine.tensor_copies import Copied, Place, copy_places, places, restore, restore_where
 from ddp_hpc.train.engine.value_copies import NotKeptError
 from ddp_hpc.train.recording.step_numbers import norm_of
-from ddp_hpc.train.state.checkpoint import Checkpointer, diverged
+from ddp_hpc.train.state.checkpoint import Checkpointer, divergence_message
 from ddp_hpc.train.state.training_state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class LossWatch:
         if self._may_try_again and self._began is not None:
             step, is_mine = self._began
             what += self.replicas.where_losses_began(step, is_mine=is_mine)
-        text = diverged(run, what) if group.rank_info.is_rank_zero else None
+        text = divergence_message(run, what) if group.rank_info.is_rank_zero else None
         raise DivergedError(group.last_word("diverged", text))
 
 
@@ -119,7 +119,7 @@ def of_nan_check(error: BaseException, run: RunDir, *, rank: int, step: int) -> 
     if not isinstance(error, RuntimeError) or "NaN found in input tensor" not in str(error):
         return None
     what = f"what rank {rank} had computed itself has a NaN, in step {step + 1}, before the ranks exchanged it"
-    return DivergedError(diverged(run, what))
+    return DivergedError(divergence_message(run, what))
 
 
 @dataclass

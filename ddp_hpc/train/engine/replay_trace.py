@@ -20,7 +20,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.record import read_record
 from ddp_hpc.run.run_dir.replays import ReplayRequest
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
-from ddp_hpc.train.data.sample_records import SampleRecorder
+from ddp_hpc.train.data.sample_records import StepObserver
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.engine.weighted_loss import loss_of
 from ddp_hpc.train.recipe import Loss, WeightedLoss
@@ -43,16 +43,13 @@ def follow_request(t: Training) -> None:
     t.after_step = trace.after_step
 
 
-class _StepTrace(SampleRecorder):
-    """What the steps of one rank compute; in the place of the recorder of samples, it sees each pass that counts."""
+class _StepTrace(StepObserver):
+    """Writes what the steps of one rank compute; it sees each pass that counts."""
 
     def __init__(self, t: Training, request: ReplayRequest, file: IO[bytes]) -> None:
-        super().__init__(None)
-        self.is_on = True
         self._t = t
-        self._samples = SampleRecorder(None)
         self._request = request
-        self._trace = file
+        self._file = file
         self._entries: list[Entry] = []
         """Of the micro batches of this step."""
         self._passed: list[Entry] = []
@@ -68,7 +65,7 @@ class _StepTrace(SampleRecorder):
             inputs_and_targets=partial(self._split, t.recipe.inputs_and_targets),
             loss=partial(self._loss, t.recipe.loss),
         )
-        self._samples, t.samples = t.samples, self
+        t.observers.append(self)
         t.state.optimizer.register_step_pre_hook(lambda *_: self._note_gradients("used gradient"))
         for name, parameter in t.state.model.named_parameters():
             if parameter.requires_grad:
@@ -109,16 +106,17 @@ class _StepTrace(SampleRecorder):
         tensors = {one.name: digest_of(one.tensor) for one in training_state.tensors(self._t.state)}
         numbers = training_state.numbers(self._t.state)
         # Two runs may log at other steps: that is no difference of what they train.
-        trained = {name: seal for name, seal in tensors.items() if not name.endswith("/loss_meter")}
+        trained = {name: seal for name, seal in tensors.items() if not name.endswith(_LOSS_METER)}
         counted = {name: one for name, one in numbers.items() if name != "loss_steps"}
         together = xxhash.xxh3_64_hexdigest(json.dumps([trained, counted], sort_keys=True).encode())
         line = {"step": step, "state": together}
         self._write({**line, "tensors": tensors, "numbers": numbers} if is_whole else line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._trace.write(json.dumps(line).encode() + b"\n")
+        self._file.write(json.dumps(line).encode() + b"\n")
 
-    def _is_on(self) -> bool:
+    def _is_wanted(self) -> bool:
+        """Tell whether the step that is computed now is one to write down."""
         return self._request.traces(self._t.state.position.step + 1)
 
     # --- in the order of a step ---
@@ -126,7 +124,7 @@ class _StepTrace(SampleRecorder):
     def _split(self, inputs_and_targets: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:
         """Note what a micro batch begins with: the random generators and the samples' content."""
         inputs, targets = inputs_and_targets(batch)
-        if not self._is_on():
+        if not self._is_wanted():
             return inputs, targets
         t = self._t
         if not self._has_begun:
@@ -143,24 +141,23 @@ class _StepTrace(SampleRecorder):
         return inputs, targets
 
     def _note_output(self, name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        if self._is_on() and torch.is_grad_enabled():
+        if self._is_wanted() and torch.is_grad_enabled():
             self._passed += [_entry("output", f"{name}{more}", one) for more, one in _tensors_in(outputs)]
 
     def _loss(self, of_recipe: Loss, outputs: Any, targets: Any) -> Any:
         value, weight = loss_of(of_recipe, outputs, targets)
         loss = value if weight is None else WeightedLoss(value, weight)
-        if self._is_on():
+        if self._is_wanted():
             self._passed += [_entry("loss", name, one) for name, one in _tensors_in(loss, "loss")]
         return loss
 
     def _note_gradient(self, name: str, parameter: Tensor) -> None:
-        if self._is_on() and parameter.grad is not None:
+        if self._is_wanted() and parameter.grad is not None:
             self._passed.append(_entry("gradient", name, parameter.grad))
 
     def note(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
         """Keep a micro batch that counts; `delivered` are the ids of its samples."""
-        self._samples.note(plan, delivered)
-        if not self._is_on():
+        if not self._is_wanted():
             return
         number = sum(one["kind"] == "samples" for one in self._entries)
         ids = list(delivered)[: plan.num_real]
@@ -168,18 +165,17 @@ class _StepTrace(SampleRecorder):
         self._entries += self._passed
         self._passed = []
 
-    def record(self, plan: GlobalBatch) -> None:
+    def record(self, plan: GlobalBatch) -> None:  # noqa: ARG002  the protocol's
         """Note the buffers, and the gradients that all ranks have together."""
-        self._samples.record(plan)
-        if self._is_on():
+        if self._is_wanted():
             self._entries += [_entry("buffer", name, one) for name, one in self._t.state.model.named_buffers()]
             self._note_gradients("summed gradient")
 
     def close(self) -> None:
-        self._samples.close()
+        self._file.close()
 
     def _note_gradients(self, kind: str) -> None:
-        if self._is_on():
+        if self._is_wanted():
             named = self._t.state.model.named_parameters()
             self._entries += [_entry(kind, name, one.grad) for name, one in named if one.grad is not None]
 
@@ -189,13 +185,15 @@ def _state_entries(t: Training) -> Iterator[Entry]:
     named = training_state.tensors(t.state)
     for kind, prefix in _STATE_KINDS.items():
         for one in named:
-            if one.name.startswith(prefix) and not one.name.endswith("/loss_meter"):
+            if one.name.startswith(prefix) and not one.name.endswith(_LOSS_METER):
                 yield _entry(kind, one.name.removeprefix(prefix), one.tensor)
     if t.state.scaler is not None:
         scale = t.state.scaler.state_dict()
         yield {"kind": "option", "name": "loss scale", "hash": json.dumps(scale, sort_keys=True)}
 
 
+_LOSS_METER = "/loss_meter"
+"""What a rank adds up to log it."""
 _STATE_KINDS = {"moment": "optimizer/", "weight": "model/", "average": "ema/", "of the rank": "rank."}
 """What the state holds, with the prefix of its names in a checkpoint; in the order in which one follows from another."""
 

@@ -23,7 +23,7 @@ from ddp_hpc.train.auto_interval import AutoInterval
 from ddp_hpc.train.compare_replicas import Replicas
 from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
-from ddp_hpc.train.data.sample_records import SampleRecorder
+from ddp_hpc.train.data.sample_records import SampleRecorder, StepObserver
 from ddp_hpc.train.engine import modes
 from ddp_hpc.train.engine.batch_norm_check import warn_of_single_samples
 from ddp_hpc.train.engine.compiled import CompiledPasses, PlainPasses, compile_model
@@ -44,7 +44,7 @@ from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.recording.step_numbers import StepNumbers
 from ddp_hpc.train.recording.step_profile import phase_timer
 from ddp_hpc.train.recording.time_marks import Timeline
-from ddp_hpc.train.save_plan import SavePlan
+from ddp_hpc.train.save_plan import NO_STEP, SavePlan
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer
 from ddp_hpc.train.state.moving_average import MovingAverage
@@ -53,8 +53,6 @@ from ddp_hpc.train.stop import StopConsensus, StopFlag
 from ddp_hpc.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-_NO_END = 2**62
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Training:
     guard: UpdateGuard
     evaluator: Evaluator
     recorder: RunRecorder
-    samples: SampleRecorder
+    observers: list[StepObserver]
     watchdog: Watchdog
     replicas: Replicas
     numbers: StepNumbers
@@ -115,7 +113,7 @@ class Training:
         last = self.order.last_step(self.state.position, epochs=epochs)
         if last == self.order.last_step(Position(), epochs=epochs):
             return
-        self.total_steps = min(self.spec.train.max_steps or _NO_END, max(last, self.state.position.step))
+        self.total_steps = min(self.spec.train.max_steps or NO_STEP, max(last, self.state.position.step))
         self.recorder.total_steps = self.total_steps
         log.info(
             "the batch size, `data.drop_last` or the size of the data has changed since earlier steps: "
@@ -124,7 +122,7 @@ class Training:
             last,
         )
 
-    def compare_plan(self) -> None:
+    def report_plan_changes(self) -> None:
         """Say what has changed since the checkpoint was saved; from now on, checkpoints have the plan of this attempt."""
         now = {"num_samples": self.order.num_samples, "total_steps": self.total_steps}
         before, self.state.plan = {**now, **self.state.plan}, now
@@ -161,7 +159,7 @@ class Training:
         return self.state.model if self.state.ema is None else self.state.ema.module
 
 
-def prepare(  # noqa: PLR0913  it assembles these parts
+def assemble_training(  # noqa: PLR0913  it assembles these parts
     spec: RunSpec,
     recipe: Recipe,
     run: RunDir,
@@ -211,7 +209,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         passes=CompiledPasses(order, rank_info.rank) if spec.train.compile else PlainPasses(),
         numbers=StepNumbers(recipe.tokens, computes_norm=spec.log.grad_norm),
         phases=phases,
-        samples=SampleRecorder(run.rank_samples(attempt, rank_info.rank) if spec.train.record_samples else None),
+        observers=[SampleRecorder(run.rank_samples(attempt, rank_info.rank))] if spec.train.record_samples else [],
         watchdog=watchdog,
         replicas=replicas,
         moves_batches=group.device.type != "cpu" or spec.train.channels_last,
@@ -336,7 +334,7 @@ def _total_steps(spec: RunSpec, order: SampleOrder) -> int:
             spec.train.epochs,
             last_step,
         )
-    return min(spec.train.max_steps or _NO_END, last_step)
+    return min(spec.train.max_steps or NO_STEP, last_step)
 
 
 def _check_best(spec: RunSpec, recipe: Recipe) -> None:

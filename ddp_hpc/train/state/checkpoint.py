@@ -126,7 +126,7 @@ class Checkpointer:
         round_trip.check_loading(state)
         self._made = training_state.saved_shapes(state)
 
-    def after_first_step(self, state: TrainingState, *, will_save: bool = True) -> None:
+    def check_after_first_step(self, state: TrainingState, *, will_save: bool = True) -> None:
         """When this is called for the first time, do `check_again`, and have the writer's thread make the buffers; nothing later."""
         if self._is_checked_again:
             return
@@ -137,7 +137,7 @@ class Checkpointer:
         unsaved.warn_of_changes(changed)
         if will_save:  # the optimizer has made its state in this step, so its size is known
             self.wait()
-            self._writing = self._writer.submit(self._make_buffers, self._mine(state))
+            self._writing = self._writer.submit(self._make_buffers, self._tensors_to_write(state))
 
     def watch(self, state: TrainingState, **functions: object) -> None:
         """Note, before the first forward, what no checkpoint holds of the model, the optimizer and these functions, to name it if the training changes it."""
@@ -205,7 +205,7 @@ class Checkpointer:
         rank_info = self.group.rank_info
         with without_garbage_collection():
             kept = state.kept_of_optimizer()
-            self._buffers.fill(self._mine(state, kept))
+            self._buffers.fill(self._tensors_to_write(state, kept))
             manifest = Manifest(
                 step=step,
                 world_size=rank_info.world_size,
@@ -225,7 +225,7 @@ class Checkpointer:
         self._last_saved = step
         self._writing = self._writer.submit(self._write, manifest, () if is_final else self.newest_losses())
 
-    def _mine(self, state: TrainingState, kept: KeptByOptimizer | None = None) -> list[NamedTensor]:
+    def _tensors_to_write(self, state: TrainingState, kept: KeptByOptimizer | None = None) -> list[NamedTensor]:
         rank_info = self.group.rank_info
         return partition_tensors(
             training_state.tensors(state, kept), rank=rank_info.rank, world_size=rank_info.world_size
@@ -256,7 +256,7 @@ class Checkpointer:
             self._num_tries += 1
         self.group.let_all_read(self._key(step, "read"), store=self.group.side_store)
         if refused is not None:
-            raise DivergedError(diverged(self.run, refused))
+            raise DivergedError(divergence_message(self.run, refused))
         if error is not None:
             ends = again = ""
             if or_end:
@@ -363,7 +363,7 @@ class Checkpointer:
             log.warning("Old checkpoints could not be deleted: %s. The next save tries again.", str(error).rstrip("."))
 
 
-def diverged(run: RunDir, what: str) -> str:
+def divergence_message(run: RunDir, what: str) -> str:
     """Return the message that a run has diverged, with what its user can do."""
     steps = checkpoint_names.committed_steps(run)
     goes_on = f"goes on from step {steps[-1]}, its newest checkpoint; with `--fresh` it starts over" if steps else ""

@@ -81,15 +81,15 @@ class Restorer:
             decided: list[Any] = []
             if self.group.rank_info.is_rank_zero:
                 with suppress(StopAskedError):
-                    decided = [self._offer(key, damaged)]
-            decided = self.group.broadcast_through_store(key, decided, on_heartbeat=self._move)
+                    decided = [self._choose_checkpoint(key, damaged)]
+            decided = self.group.broadcast_through_store(key, decided, on_heartbeat=self._report_progress)
             if not decided:
                 raise StopAskedError("The ranks were asked to stop while they restored a checkpoint.")
             (offered,) = decided
             if offered is None:
                 return None
             try:
-                self._take(f"{key}/read", state, seed=seed, **offered)
+                self._restore_step(f"{key}/read", state, seed=seed, **offered)
             except CorruptCheckpointError as error:
                 damaged = offered["step"], str(error)  # not the error, which would keep what was read in memory
                 continue
@@ -98,7 +98,7 @@ class Restorer:
 
     # --- which checkpoint: rank zero decides ---
 
-    def _offer(self, key: str, damaged: tuple[int, str] | None) -> dict[str, Any] | None:
+    def _choose_checkpoint(self, key: str, damaged: tuple[int, str] | None) -> dict[str, Any] | None:
         """Return the step of the newest checkpoint and its manifest's checksum, or None if the run never had one; set aside a damaged one."""
         if damaged:
             self._set_aside(*damaged, key)
@@ -166,15 +166,15 @@ class Restorer:
         """Tell the ranks that wait for this one under `key` that it makes progress."""
         self.group.store.heartbeat(key)
         self.on_progress()
-        if self.stop.is_asked():
+        if self.stop.share_stop_request():
             raise StopAskedError("The ranks were asked to stop before the first step.")
 
-    def _move(self) -> None:
+    def _report_progress(self) -> None:
         """Report progress of a rank that this one waits for; let rank zero know if this rank is asked to stop."""
         self.on_progress()
-        self.stop.is_asked()
+        self.stop.share_stop_request()
 
-    def _take(self, key: str, state: TrainingState, *, seed: int, step: int, checksum: str) -> None:
+    def _restore_step(self, key: str, state: TrainingState, *, seed: int, step: int, checksum: str) -> None:
         """Restore the state from the checkpoint of a step, whose manifest has this `checksum`, once every rank has verified all of it.
 
         Raises:
@@ -203,7 +203,7 @@ class Restorer:
         except ConfigError as error:
             refused = error
         # The slowest reader may take as long as it sends heartbeats; a stop comes as the report of a rank that reads.
-        reports = self.group.barrier_through_store(key, report, on_heartbeat=self._move)
+        reports = self.group.barrier_through_store(key, report, on_heartbeat=self._report_progress)
         self.group.sum(torch.zeros(1))  # all have read these: rank zero serves the store, so it must not leave before
         _judge(reports)
         if refused is not None:
@@ -306,7 +306,7 @@ def _segments(stored: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dict
     found: dict[int, list[_Segment]] = defaultdict(list)
     for name in wanted:
         for shard, piece in stored[name].pieces:
-            for begin, at, length in stored[name].runs(piece):
+            for begin, at, length in stored[name].contiguous_parts(piece):
                 found[shard].append((begin, begin + length, name, at))
     for segments in found.values():
         segments.sort()

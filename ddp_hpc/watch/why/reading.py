@@ -14,7 +14,7 @@ from ddp_hpc.run.run_dir.network import read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Preflight
 from ddp_hpc.watch.failed_worker_log import last_words
-from ddp_hpc.watch.status import goes_on
+from ddp_hpc.watch.status import effect_of_resubmitting
 from ddp_hpc.watch.why.findings import AttemptFacts, Verdict
 from ddp_hpc.watch.why.lines import LogLine, tail
 
@@ -76,4 +76,6 @@ def _of_attempt(lines: Sequence[LogLine], ledger: Ledger, attempt: Attempt) -> S
 def to_do(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> str:
     """Return what to do next, with commands that name this run by its `word`."""
     about, rank = verdict.about.to_do, verdict.rank or 0
-    return about.format(run=word, attempt=attempt.attempt, rank=rank, again=goes_on(run) if "{again}" in about else "")
+    return about.format(
+        run=word, attempt=attempt.attempt, rank=rank, again=effect_of_resubmitting(run) if "{again}" in about else ""
+    )

@@ -12,7 +12,14 @@ from ddp_hpc.run.run_dir.error_fingerprint import entity, fingerprint
 from ddp_hpc.run.run_dir.ledger import Cause, Ending
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 from ddp_hpc.watch.why.hangs import is_network_to_blame, of_hang, of_missing, of_network
-from ddp_hpc.watch.why.of_rank import NO_MEMORY, by_signal, matches_in, of_end, of_log, of_report
+from ddp_hpc.watch.why.of_rank import (
+    NO_MEMORY,
+    matches_in,
+    verdict_from_end,
+    verdict_from_log,
+    verdict_from_report,
+    verdict_on_signal,
+)
 from ddp_hpc.watch.why.on_gpu import in_short
 from ddp_hpc.watch.why.signalled_ranks import signalled
 from ddp_hpc.watch.why.signatures import Match, Role, match_line
@@ -152,12 +159,12 @@ def _of_preflight(facts: AttemptFacts) -> Verdict:
 
 def _findings(facts: AttemptFacts) -> list[Verdict]:
     reported = [
-        _abstaining(replace(of_report(facts, failure), has_report=True))
+        _abstaining(replace(verdict_from_report(facts, failure), has_report=True))
         for failure in facts.failures
         if not (failure.is_hang or failure.ranks_differ)
     ]
     told = {failure.rank for failure in facts.failures if not failure.is_hang}  # others report a hang
-    silent = [one for rank in facts.logs if rank not in told and (one := of_log(facts, rank)) is not None]
+    silent = [one for rank in facts.logs if rank not in told and (one := verdict_from_log(facts, rank)) is not None]
     for number, one in enumerate(silent):  # the rank may have gone on after that text, so it is not a root
         role: Role = "either" if one.role == "root" else one.role
         evidence = tuple(replace(line, role=role) for line in one.evidence)
@@ -180,7 +187,7 @@ def _of_signalled(facts: AttemptFacts, reported: AbstractSet[int]) -> list[Verdi
     for rank, host, number, line in ended:
         if rank not in silent or silent - {other for other, *_ in ended}:
             continue  # a rank that left nothing at all may have been the first
-        finding = by_signal(facts, Verdict(failure="unknown", rank=rank, host=host), number)
+        finding = verdict_on_signal(facts, Verdict(failure="unknown", rank=rank, host=host), number)
         evidence = (EvidenceLine("root", None, line.text.strip(), line), *finding.evidence)
         found.append(replace(finding, basis="log", has_report=True, evidence=evidence))
     return found
@@ -203,7 +210,7 @@ def _of_silent_rank(facts: AttemptFacts, findings: Iterable[Verdict]) -> Verdict
     silent = sorted(set(facts.logs) - {one.rank for one in findings if one.has_report})
     if len(silent) != 1:
         return None
-    if ended := of_end(facts, silent[0]):
+    if ended := verdict_from_end(facts, silent[0]):
         return ended
     proofs = next((one.evidence for one in findings if one.rank == silent[0]), ())
     said = f"rank {silent[0]} ended without an error report"

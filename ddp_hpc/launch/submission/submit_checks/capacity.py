@@ -237,7 +237,7 @@ def _without_grace(spec: RunSpec, kill_wait_s: int | None, partition: str, save_
     )
 
 
-def silent_end(run: RunDir, job_id: str, job: JobRecord | None, since: float) -> str:
+def vanished_job_message(run: RunDir, job_id: str, job: JobRecord | None, since: float) -> str:
     """Return the message on a job that Slurm no longer has and that wrote no record; `since`: when it was submitted."""
     how = (
         "is no longer known to Slurm"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddp_hpc.base.names import few, plural
 from ddp_hpc.cluster.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRITE_S, TIGHT_BYTES
-from ddp_hpc.cluster.node_checks.of_node import TO_FIT, misfit
+from ddp_hpc.cluster.node_checks.of_node import TO_FIT, why_gpus_unused
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.own_job import TO_DO, Standing, standing
 from ddp_hpc.cluster.slurm.queries import NEVER_S, NodeState, Partition, chosen_partition, takes_jobs
@@ -89,7 +89,7 @@ def _profile(site: LoginSite) -> Iterator[Finding]:
         yield Finding("ok", f"{profile.site.name}: {profile.path} ({profile.why})")
 
 
-def _job(site: LoginSite) -> Iterator[Finding]:
+def _shells_job(site: LoginSite) -> Iterator[Finding]:
     is_so, said = site.job
     if is_so == "runs":
         yield Finding("ok", f"{said}; `--nodes` checks its nodes")
@@ -103,7 +103,7 @@ def _driver(site: LoginSite) -> Iterator[Finding]:
     here = asdict(capture(site.environ, proc=site.proc))
     if site.spec.container.image or not here["torch"] or not (here["driver"] or site.spec.resources.gpus_per_node):
         return  # an image has a PyTorch of its own
-    if found := misfit(here):
+    if found := why_gpus_unused(here):
         yield Finding("warn", found, TO_FIT)
     elif here["driver"]:
         built = f"CUDA {here['cuda']}" if here["cuda"] else f"ROCm {here['hip']}"
@@ -193,7 +193,7 @@ def _preemption(site: LoginSite) -> Iterator[Finding]:
         return  # the line before says so
     slurm = site.spec.slurm
     qos = preemption.qos_of(slurm.qos, slurm.account, partition.name, told.associations or ())
-    answers = preemption.answers_of(config, partition, told.partitions, qos, told.qos)
+    answers = preemption.findings_on_preemption(config, partition, told.partitions, qos, told.qos)
     if answers is None:
         why = told.why_not("qos") if told.qos is None else "which QOS the job would have is not known"
         found = f"PreemptType is {config.preempt_type or 'not shown'}; whether other jobs may preempt this run is not known: {why}"
@@ -272,7 +272,7 @@ def _nodes(site: LoginSite) -> Iterator[Finding]:
         to_do = "a policy of the site may hide the nodes (PrivateData): `sinfo` shows what you may see; Slurm's estimate below counts"
         yield Finding("unknown", "Slurm shows this user no node", to_do)
         return
-    reasons = groups(nodes)
+    reasons = nodes_by_reason(nodes)
     num_good = len(nodes) - sum(map(len, reasons))
     where = f" of partition {site.spec.slurm.partition}" if site.spec.slurm.partition else ""
     needed = site.spec.resources.nodes
@@ -287,7 +287,7 @@ def _nodes(site: LoginSite) -> Iterator[Finding]:
         one, names = of_one[0], tuple(each.node for each in of_one)
         reason = f": {one.reason}" if one.reason else ", without a reason"
         who = f"{few(names, _MOST_NAMES)} {'is' if len(names) == 1 else 'are'}"
-        yield Finding("warn", f"{who} {one.state}{reason}", meaning(one.reason, one.state), names)
+        yield Finding("warn", f"{who} {one.state}{reason}", reason_meaning(one.reason, one.state), names)
     if rest := reasons[num_shown:]:
         names = tuple(each.node for of_one in rest for each in of_one)
         found = f"{len(names)} more nodes are out of service, for {len(rest)} other reasons"
@@ -307,7 +307,7 @@ _SILENT = "`*` means that the node's slurmd does not answer the controller: the 
 _OTHERS = "this reason is the text of an administrator or of Slurm; ask your cluster's support"
 
 
-def groups(nodes: Sequence[NodeState]) -> list[list[NodeState]]:
+def nodes_by_reason(nodes: Sequence[NodeState]) -> list[list[NodeState]]:
     """Return the nodes that take no jobs by state and reason, the largest group first: hundreds may be down for one reason."""
     found: dict[tuple[str, str], list[NodeState]] = {}
     for one in nodes:
@@ -316,7 +316,7 @@ def groups(nodes: Sequence[NodeState]) -> list[list[NodeState]]:
     return sorted(found.values(), key=len, reverse=True)
 
 
-def meaning(reason: str, state: str = "") -> str:
+def reason_meaning(reason: str, state: str = "") -> str:
     """Return what a reason means; without one, what the state does. Empty where neither says anything."""
     if not reason:
         return _SILENT if state.endswith("*") else ""
@@ -336,10 +336,10 @@ def _unanswered(site: LoginSite, question: str) -> Finding:
 Checks = Sequence[tuple[str, Callable[[LoginSite], Iterator[Finding]]]]
 ALWAYS: Checks = (
     ("site", _profile),
-    ("job", _job),
+    ("job", _shells_job),
     ("driver", _driver),
     ("runs directory", _runs_dir),
-    ("quota", lambda site: quota.answers_of(site.told.quota, site.told.why_not("quota"))),
+    ("quota", lambda site: quota.findings_on_quota(site.told.quota, site.told.why_not("quota"))),
 )
 OF_SLURM: Checks = (
     ("controller", _controller),

@@ -39,7 +39,7 @@ def _mode(*texts: str) -> str:
     return next((word for word in text.upper().split(",") if word not in _ADDED), "OFF")
 
 
-def answers_of(
+def findings_on_preemption(
     config: ClusterConfig,
     partition: Partition,
     partitions: Sequence[Partition],

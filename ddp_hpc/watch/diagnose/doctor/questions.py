@@ -66,7 +66,7 @@ def ask(spec: RunSpec, environ: Mapping[str, str], *, seconds: float = ANSWER_S)
     def quota(*, timeout_s: float) -> Sequence[Quota]:
         return quotas_of(_existing(place), environ, timeout_s=timeout_s)
 
-    return answers_of({"disk": partial(_disk, place), "quota": quota, **of_slurm}, seconds=seconds)
+    return ask_side_by_side({"disk": partial(_disk, place), "quota": quota, **of_slurm}, seconds=seconds)
 
 
 def has_commands(environ: Mapping[str, str]) -> bool:
@@ -104,7 +104,7 @@ def _existing(place: Path) -> Path:
     return next((path for path in (place, *place.parents) if path.is_dir()), Path("/"))
 
 
-def answers_of(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -> SlurmAnswers:
+def ask_side_by_side(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -> SlurmAnswers:
     """Ask side by side; each question gets `timeout_s`, and has no answer after that."""
 
     def one(name: str) -> tuple[Any, str]:

@@ -96,7 +96,7 @@ def _limit(of: str, counts: Sequence[int], unit: int) -> Iterator[Quota]:
         yield Quota(of=of, used=used * unit, limit=limit * unit, is_over_soft=bool(soft) and used > soft)
 
 
-def answers_of(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[Finding]:
+def findings_on_quota(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[Finding]:
     """Yield what is left."""
     if quotas is None:
         yield Finding("unknown", f"ddp-hpc cannot find out how much you may still write: {why_not}", _TO_DO)
