@@ -555,8 +555,3 @@ def die_after(pid: int) -> None:
 
     with all_signals_blocked():
         threading.Thread(target=watch, name=f"end of {pid}", daemon=True).start()
-
-
-def block_no_news() -> None:
-    """Receive SIGCHLD and SIGIO again, and no stop signal; to be called between fork and exec of a program that must outlive those."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGIO})

@@ -14,7 +14,7 @@ def agent_argv(context: JobContext) -> list[str]:
     teardown_s = context.workload.teardown_s
     limit = [] if teardown_s is None else ["--teardown-s", f"{teardown_s:g}"]
     stop = ["--stop-signal", context.workload.stop_signal]
-    worker = ["--worker", context.workload.worker, *stop, *_nsys(context), *limit, *_num_workers(context)]
+    worker = ["--worker", context.workload.worker, *stop, *limit, *_num_workers(context)]
     return [*context.wrapper.command, "-m", "ddp_hpc.job.node.agent", str(context.run.path), *worker]
 
 
@@ -50,7 +50,7 @@ def _step(context: JobContext, *, tasks_per_node: int) -> list[str]:
 
 
 def _task(context: JobContext, attempt: int) -> list[str]:
-    options = ["--worker", context.workload.worker, "--attempt", str(attempt), *_nsys(context)]
+    options = ["--worker", context.workload.worker, "--attempt", str(attempt)]
     return ["-m", "ddp_hpc.job.node.task", str(context.run.path), *options]
 
 
@@ -63,11 +63,6 @@ def _num_workers(context: JobContext) -> list[str]:
 def _gpus(context: JobContext) -> list[str]:
     num_gpus = context.spec.resources.gpus_per_node
     return ["--gpus", str(num_gpus)] if num_gpus else []
-
-
-def _nsys(context: JobContext) -> list[str]:
-    ranks = context.workload.nsys
-    return [f"--nsys={','.join(map(str, ranks))}"] if ranks else []
 
 
 STEPS: Mapping[str, Callable[[JobContext, int, Endpoint], list[str]]] = {

@@ -199,13 +199,6 @@ class _AgentsStep(_Step):
         stdout.close()
 
 
-def ask_by_file(run: RunDir, attempt: int) -> None:
-    """Ask the ranks to stop by the file that rank zero looks for; not where a newer attempt owns the run, which it would stop."""
-    with suppress(OSError):  # the disk may be full; the signal reaches most ranks all the same
-        if not ownership.is_fenced(run, attempt):
-            ask_to_stop(run, by="supervisor")
-
-
 class ByTasks(Workers):
     """Workers that srun or torchrun start, as a step of its own for each attempt."""
 
@@ -222,7 +215,9 @@ class ByTasks(Workers):
 
     def stop(self) -> None:
         """Ask by the signal that srun passes on, and by the file that rank zero looks for."""
-        ask_by_file(self._run, self._attempt)
+        with suppress(OSError):  # the disk may be full; the signal reaches most ranks all the same
+            if not ownership.is_fenced(self._run, self._attempt):  # the file would stop a newer attempt
+                ask_to_stop(self._run, by="supervisor")
         if self._step:
             self._step.ask_to_stop()
 

@@ -19,7 +19,6 @@ from ddp_hpc.job.workers import ByAgents
 from ddp_hpc.prove.drill.injector import NodeProcess
 from ddp_hpc.run.run_dir.failure_reports import first_failure, read_failures
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import read_stop_request
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
 
@@ -213,20 +212,6 @@ def test_told_to_stop_an_agent_tells_its_workers(run: RunDir, workers: ByAgents)
     workers.stop()
 
     assert await_news(workers) == exit_codes.STOPPED
-
-
-@pytest.mark.parametrize(("workers", "is_asked"), [([], False), (["--nsys=7"], True)], indirect=["workers"])
-def test_where_nsys_may_keep_the_signal_an_agent_asks_by_the_stop_file_too(
-    run: RunDir, workers: ByAgents, is_asked: bool
-) -> None:
-    workers.begin(0, None)
-    pids(run, 0)
-
-    workers.stop()
-
-    assert await_news(workers) == exit_codes.STOPPED
-    assert run.stop_request.exists() == is_asked
-    assert read_stop_request(run) is None, "the user has not asked"
 
 
 def test_told_by_a_signal_between_two_attempts_an_agent_tells_the_workers_of_the_next(

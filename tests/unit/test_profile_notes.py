@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from ddp_hpc.train.recording.step_profile import phase_timer
 from tests.full_disk import no_file_larger_than
 from tests.made_run import add_attempt, make_run
 from tests.unit.test_step_profile import OfRank
-
-ABSENT = "`profile.kind` is 'nsys', but there is no program 'nsys' on the PATH of {}. Have the job load it (`slurm.modules`), or set PATH by `env.PATH`"
 
 
 def note(run: RunDir, attempt: int = 0, rank: int = 0, *, kind: str = "torch", why_not: str = "") -> None:
@@ -40,24 +37,6 @@ def test_a_run_that_was_asked_for_none_has_no_line(tmp_path: Path, capsys: pytes
     assert json.loads(capsys.readouterr().out)["profile"] == []
 
 
-def test_where_nsys_is_absent_on_a_node_status_says_so_and_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path)
-    add_attempt(run, ending="finished")
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    phase_timer(ProfileSpec(kind="nsys", ranks=(1,)), run, OfRank(1), attempt=0, next_step=lambda: 1)  # type: ignore[arg-type]
-    absent = ABSENT.format(os.uname().nodename)
-
-    assert main(["status", str(run.path)]) == 0
-    said = capsys.readouterr().out
-    assert f"profile     nsys, steps 11 to 15: rank 1 is missing: {absent}. Its log: `ddp-hpc logs" in said
-    assert "--attempt 0 --rank 1`" in said
-    assert main(["status", str(run.path), "--json"]) == 0
-    (one,) = json.loads(capsys.readouterr().out)["profile"]
-    assert (one["rank"], one["state"], one["file"], one["why"]) == (1, "missing", None, absent)
-
-
 def test_a_profile_that_is_there_is_named_also_where_a_later_attempt_began_behind_its_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     note(run)
@@ -70,8 +49,8 @@ def test_a_profile_that_is_there_is_named_also_where_a_later_attempt_began_behin
 def test_each_rank_has_a_profile_of_its_own(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for rank in (0, 3, 10):
-        note(run, rank=rank, kind="nsys")
-    run.nsys_report(0, 3).with_suffix(".qdstrm").touch()  # of a node whose nsys lacks its importer
+        note(run, rank=rank)
+    run.profile_trace(0, 3).touch()
 
     assert [(one.rank, one.state) for one in read_profiles(run, is_alive=True)] == [
         (0, "awaited"),

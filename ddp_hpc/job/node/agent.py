@@ -60,7 +60,6 @@ from ddp_hpc.job.node.python_environ import (
 from ddp_hpc.job.node.start_sampler import BEGIN_S, Sampler, end_sampling, start_sampling
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
-from ddp_hpc.job.workers import ask_by_file
 from ddp_hpc.run.run_dir.failure_reports import report, report_killed, write_rank_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.workload.protocol import WorkerModule, load_worker
@@ -160,8 +159,6 @@ class Agent:
         self._is_stop_pending = self._group is None
         if self._group:
             processes.send(self._group.alive, self._arguments.stop_signal)
-            if self._arguments.nsys:  # which may keep the signal to itself
-                ask_by_file(self._run, self._group.attempt)
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; return the error, which is reported once an attempt is known."""
@@ -172,7 +169,6 @@ class Agent:
             with imports_for_good():
                 self._worker = load_worker(self._arguments.worker)
                 reason = self._worker.preload(str(self._run.path))
-                reason = reason or (self._arguments.nsys and "nsys starts some of them (`profile.kind`)")
         except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
             return error
         self._must_not_fork = bool(reason)
@@ -247,7 +243,6 @@ class Agent:
         for (rank, environ), cpu_set in zip(environs.items(), self._share.cpu_sets, strict=True):
             options = [f"--worker={self._arguments.worker}", f"--attempt={attempt}"]
             options += [f"--agent={os.getpid()}", f"--cpus={','.join(map(str, cpu_set))}"]
-            options += [f"--nsys={self._arguments.nsys}"] if self._arguments.nsys else []
             if meeting_point and rank == 0:
                 meeting_point.set_inheritable(True)
                 options.append(f"--listen-fd={meeting_point.fileno()}")
@@ -375,7 +370,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpus-per-worker", type=int)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--in-step", action="store_true")
-    parser.add_argument("--nsys", metavar="RANKS")
     arguments = parser.parse_args(argv)
     processes.die_with_parent(os.getppid())  # no worker trains on after its supervisor was killed
     # Before the first fork, too: a stop signal that comes between two attempts, or before a worker has installed its handlers,

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.job.node.cpus import keep_to
 from ddp_hpc.job.node.python_environ import make_users_code_importable, run_and_leave, run_worker
-from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
 from ddp_hpc.run.run_dir.paths import RunDir
 
 
@@ -28,26 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--agent", type=int, required=True, help="its process id")
     parser.add_argument("--cpus")
-    parser.add_argument("--nsys", type=parse_ranks, default=frozenset())
-    parser.add_argument("--under-nsys", type=int, metavar="PID", help="nsys has started it, which has this process id")
     parser.add_argument("--listen-fd", type=int)
-    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
-    run, rank = RunDir(arguments.run), int(os.environ["RANK"])
-    if arguments.under_nsys is None:
-        processes.die_with_parent(arguments.agent)  # across exec, too
-    else:
-        processes.die_after(arguments.under_nsys)
+    processes.die_with_parent(arguments.agent)
     # Until the worker has installed its handlers: what comes earlier stays pending.
     processes.block_awaited_signals()
     processes.block_interruptions()
-    if rank in arguments.nsys and arguments.under_nsys is None:
-        start_under_nsys("ddp_hpc.job.node.spawned_worker", argv, run=run, attempt=arguments.attempt, rank=rank)
     if arguments.cpus:
         keep_to(map(int, arguments.cpus.split(",")), os.environ)
     make_users_code_importable(os.environ)
     attempt, listen_fd = arguments.attempt, arguments.listen_fd
-    return run_worker(run, arguments.worker, os.environ, attempt=attempt, listen_fd=listen_fd)
+    return run_worker(RunDir(arguments.run), arguments.worker, os.environ, attempt=attempt, listen_fd=listen_fd)
 
 
 if __name__ == "__main__":

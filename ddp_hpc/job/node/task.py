@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +38,6 @@ from ddp_hpc.job.node.python_environ import (
     shorten_tmpdir,
 )
 from ddp_hpc.job.node.start_sampler import end_sampling, start_sampling
-from ddp_hpc.job.node.under_nsys import parse_ranks, start_under_nsys
 from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
 from ddp_hpc.run.run_dir.failure_reports import report
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -54,21 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--meet", type=Endpoint.parse, metavar="'ADDRESS PORT'")
     parser.add_argument("--gpus", type=int, default=0)
-    parser.add_argument("--nsys", type=parse_ranks, default=frozenset())
-    parser.add_argument("--under-nsys", type=int, metavar="PID", help="nsys has started it, which has this process id")
-    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     # A signal that comes during the imports stays pending until the worker has handlers.
     processes.block_awaited_signals()
     processes.block_interruptions()
     run, endpoint, python = RunDir(arguments.run), arguments.meet, python_environ(os.environ)
-    if arguments.under_nsys is not None:
-        processes.die_after(arguments.under_nsys)
-    elif endpoint is None:
+    if endpoint is None:
         processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
     rank = int(os.environ["RANK"]) if endpoint is None else step_task(os.environ).rank
-    if rank in arguments.nsys and arguments.under_nsys is None:
-        start_under_nsys("ddp_hpc.job.node.task", argv, run=run, attempt=arguments.attempt, rank=rank)
     import_paths = make_users_code_importable(os.environ)
     given = _environ_of_torchrun(import_paths) if endpoint is None else _environ_of_srun(endpoint, import_paths)
     os.environ.update(given.environ)

@@ -25,7 +25,6 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     VANISH_PATIENCE_S,
     check_settings,
     find_start,
-    refuse_missing_nsys,
     submitting_alone,
 )
 from ddp_hpc.run.run_dir import ownership, poll_files
@@ -86,7 +85,6 @@ def describe(request: SubmitRequest) -> Description:
     run, spec, environ = request.run, request.spec, request.environ
     refuse_too_much(spec)
     notes = check_settings(spec, run.path, environ)
-    refuse_missing_nsys(spec, environ)
     if spec.container.image is not None or spec.stage.archive is not None:
         from ddp_hpc.launch.submission.submit_checks.image import look_at_image  # late: most runs here have neither
 

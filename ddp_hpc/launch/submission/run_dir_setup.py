@@ -89,16 +89,6 @@ def refuse_several_torchruns(spec: RunSpec) -> None:
         )
 
 
-def refuse_missing_nsys(spec: RunSpec, environ: Mapping[str, str]) -> None:
-    """Refuse a profile by Nsight Systems where this machine, on which the workers run, has no such program."""
-    path = spec.env.get("PATH", environ.get("PATH"))
-    if spec.profile.kind == "nsys" and not spec.container.image and shutil.which("nsys", path=path) is None:
-        raise ConfigError(
-            "`profile.kind` is 'nsys', but there is no program 'nsys' on this machine's PATH. Install Nsight Systems, set PATH by "
-            "`env.PATH`, or use `profile.kind=torch`."
-        )
-
-
 def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
     """Make the run's directory by one rename, or renew its configuration."""
     if is_new:

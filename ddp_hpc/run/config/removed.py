@@ -49,7 +49,7 @@ REMOVED: Mapping[str, Removed] = {
     "profile.command": Removed(
         since="2026-11-26",
         default="nsys",
-        instead="have `nsys` on the PATH of the nodes, by `slurm.modules`, `slurm.setup` or `env.PATH`.",
+        instead="`profile.kind=torch` records the kernels of a GPU, too.",
     ),
     **{
         f"slurm.{flag}": Removed(

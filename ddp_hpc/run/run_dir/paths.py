@@ -183,8 +183,6 @@ class RunDir:
     """The operators of these steps by the time that they took, as text."""
     profile_note = _RankPath("profile/attempt-{}.rank-{}.asked.json")
     """That a rank was to record some steps, and why it has not."""
-    nsys_report = _RankPath("profile/attempt-{}.rank-{}.nsys-rep")
-    """What Nsight Systems has recorded of a rank; where nsys lacks its importer, `.qdstrm` stands in the place of `.nsys-rep`."""
 
     replay_request = _RunPath("replay.json")
     """In the private directory of a replay: which step it ends at, and what its workers write down."""

@@ -59,9 +59,8 @@ def read_profiles(run: RunDir, *, is_alive: bool) -> list[RankProfile]:
 def _profile(run: RunDir, attempt: int, rank: int, names: Sequence[str], *, is_alive: bool) -> RankProfile | None:
     note = read_json(run.profile_note(attempt, rank)) or {}
     why_not = note.get("why_not", "")
-    report = run.nsys_report(attempt, rank)
-    files = (run.profile_trace(attempt, rank), report, report.with_suffix(".qdstrm"))
-    file = next((str(path) for path in files if path.name in names), None)
+    trace = run.profile_trace(attempt, rank)
+    file = str(trace) if trace.name in names else None
     state = "found" if file else "awaited" if is_alive and not why_not else "missing"
     of_file = {"state": state, "file": file, "why": "" if file else why_not}
     return record_of({**note, "rank": rank, "attempt": attempt, **of_file}, RankProfile)

@@ -231,9 +231,9 @@ class IntegritySpec(Checked, section="integrity", above_zero=("every_steps",)):
 class ProfileSpec(Checked, section="profile"):
     """A record of some steps, operator by operator."""
 
-    kind: Literal["off", "torch", "nsys"] = "off"
-    """`torch`: record with PyTorch's profiler; each of the ranks writes a trace and a table of operators into `profile/`. `nsys`: run these ranks
-    under Nsight Systems, which writes its report there (docs/slow.md)."""
+    kind: Literal["off", "torch"] = "off"
+    """`torch`: record with PyTorch's profiler; each of the ranks writes a trace and a table of operators into `profile/`
+    (docs/slow.md)."""
     steps: tuple[int, int] = (11, 15)
     """The first and the last step to record, counted from 1. Steps that lie before a resume are not repeated for it."""
     ranks: tuple[int, ...] = (0,)

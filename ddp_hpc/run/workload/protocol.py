@@ -72,11 +72,6 @@ class Workload(ABC):
         """Whether a NaN in a gradient means that the run has diverged, so that it may be searched for."""
         return False
 
-    @property
-    def nsys(self) -> Sequence[int]:
-        """Which ranks are to run under Nsight Systems. If any, workers are new processes, whatever `WorkerModule.preload` returns."""
-        return ()
-
     @abstractmethod
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return a number that grows whenever an attempt has achieved something that the next one builds on; 0 at first.

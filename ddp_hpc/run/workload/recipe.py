@@ -48,11 +48,6 @@ class RecipeWorkload(Workload):
         """Not with fp16, whose loss scaler skips such updates while it looks for its scale."""
         return self.spec.train.on_nonfinite == "stop" and self.spec.train.precision != "fp16"
 
-    @property
-    def nsys(self) -> Sequence[int]:
-        """Return the ranks of `profile.ranks`, where nsys is to record them."""
-        return self.spec.profile.ranks if self.spec.profile.kind == "nsys" else ()
-
     @staticmethod
     def progress(run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say.

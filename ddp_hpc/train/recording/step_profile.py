@@ -1,4 +1,4 @@
-"""Has some steps of a rank recorded, each in a range with its phases: by PyTorch's profiler, or by Nsight Systems.
+"""Has PyTorch's profiler record some steps of a rank, each in a range with its phases.
 
 It stands in the place of the phases' timer, which the loop calls anyway, so a run without a profile pays nothing for it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.autograd.profiler import profile as AnyProfiler  # noqa: N812  a clas
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_hpc.base.durable import make_directories, private_mode, replace_text
-from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.profile_notes import note_profile
 from ddp_hpc.run.spec.training import ProfileSpec
@@ -48,25 +46,18 @@ def phase_timer(
         note_profile(run, attempt, rank, kind=spec.kind, steps=spec.steps, why_not=why_not)
 
     note()
-    if spec.kind == "nsys":
-        if why_not := why_not_by_nsys(group.device):
-            note(why_not)
-            log.warning("steps %d to %d are not recorded: %s. The training goes on without it.", *spec.steps, why_not)
-            return PhaseTimes()
-        return NsysProfile(spec.steps, group.device, next_step, note=note)
     trace = run.profile_trace(attempt, rank)
     return StepProfile(spec.steps, trace, run.profile_table(attempt, rank), group.device, next_step, note=note)
 
 
-class ChosenSteps(PhaseTimes):
-    """Times the phases, and has the chosen steps recorded; a recorder that fails is left alone, and the training goes on."""
+class StepProfile(PhaseTimes):
+    """Times the phases, and has PyTorch's profiler record the chosen steps; one that fails is left alone, and the training goes on."""
 
-    range: Callable[[str], Any]
-    """Makes the context manager of a step or a phase in the record."""
-
-    def __init__(
+    def __init__(  # noqa: PLR0913  where, when and what it records
         self,
         steps: tuple[int, int],
+        trace: Path,
+        table: Path,
         device: torch.device,
         next_step: Callable[[], int],
         *,
@@ -75,6 +66,7 @@ class ChosenSteps(PhaseTimes):
         """`note` is called with the reason where nothing is recorded."""
         super().__init__()
         self._first, self._last = steps
+        self._trace, self._table = trace, table
         self._device = device
         self._next_step = next_step
         self._note = note
@@ -82,17 +74,10 @@ class ChosenSteps(PhaseTimes):
         self._is_over = False
         self._step = self._began_at = 0
         """The newest step that is recorded, and the first one: a run may resume among the chosen steps."""
-        self._ranges: list[Any] = []
+        self._ranges: list[record_function] = []
         """The ranges of the step and of the phase, in this order, while it records."""
-
-    def prepare(self) -> None:
-        """Do before the first step that is recorded what takes time."""
-
-    def start(self) -> None:
-        """Begin to record."""
-
-    def stop(self) -> None:
-        """Write what has been recorded, or let go of what was prepared."""
+        self._profiler: Any = None
+        """While it records, or is about to."""
 
     def enter(self, phase: str) -> None:
         """End the phase before, and begin this one, and whatever begins or ends with it."""
@@ -113,11 +98,11 @@ class ChosenSteps(PhaseTimes):
             self._guarded(self._finish)
 
     def _follow(self, step: int, phase: str) -> None:
-        self.prepare()
+        self._prepare()
         # An evaluation and a save come after their step, and belong to it, though the next one is counted already.
         if step >= self._first and step != self._step and phase in BEGIN_STEPS:
             if not self._began_at:
-                self.start()
+                self._start()
                 self._began_at = step
             self._leave(0)
             self._step = step
@@ -130,10 +115,10 @@ class ChosenSteps(PhaseTimes):
         if not self._began_at:
             self._note(self._why_not)
         self._leave(0)
-        self.stop()
+        self._write()
 
     def _begin(self, name: str) -> None:
-        one = self.range(name)
+        one = record_function(name)
         one.__enter__()
         self._ranges.append(one)
 
@@ -156,55 +141,7 @@ class ChosenSteps(PhaseTimes):
                 error,
             )
 
-
-class NsysProfile(ChosenSteps):
-    """Tells Nsight Systems, which has started this process (`under_nsys`), which steps to record."""
-
-    range = staticmethod(torch.cuda.nvtx.range)
-
-    def start(self) -> None:
-        torch.cuda.profiler.start()
-
-    def stop(self) -> None:
-        if self._began_at:
-            with suppress(RuntimeError):  # a failure of CUDA has ended the training
-                torch.cuda.synchronize(self._device)  # else kernels that still run would be missing
-                torch.cuda.profiler.stop()
-            log.info("nsys has recorded steps %d to %d", self._began_at, self._step)
-
-
-def why_not_by_nsys(device: torch.device) -> str:
-    """Return why nsys records nothing of this rank, or an empty text."""
-    if shutil.which("nsys") is None:
-        return (
-            f"`profile.kind` is 'nsys', but there is no program 'nsys' on the PATH of {host_name()}. Have the job load it "
-            "(`slurm.modules`), or set PATH by `env.PATH`"
-        )
-    on_gpu = "nsys records from cudaProfilerStart on, which takes a GPU; use `profile.kind=torch`"
-    return "" if device.type == "cuda" else on_gpu
-
-
-class StepProfile(ChosenSteps):
-    """Records the chosen steps with PyTorch's profiler, as a trace and as a table of operators."""
-
-    range = record_function
-
-    def __init__(  # noqa: PLR0913  where, when and what it records
-        self,
-        steps: tuple[int, int],
-        trace: Path,
-        table: Path,
-        device: torch.device,
-        next_step: Callable[[], int],
-        *,
-        note: Callable[[str], object] = lambda _: None,
-    ) -> None:
-        super().__init__(steps, device, next_step, note=note)
-        self._trace, self._table = trace, table
-        self._profiler: Any = None
-        """While it records, or is about to."""
-
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         # The step before the first one starts what PyTorch needs, which takes time and would stand in the trace.
         if self._profiler is None:
             _refuse_second_profiler()
@@ -213,7 +150,7 @@ class StepProfile(ChosenSteps):
             self._profiler.prepare_trace()
             self._end_before_another()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         _refuse_second_profiler()
         self._profiler.start_trace()
 
@@ -232,7 +169,8 @@ class StepProfile(ChosenSteps):
 
         AnyProfiler._prepare_trace = prepare_other  # type: ignore[method-assign]  # noqa: SLF001
 
-    def stop(self) -> None:
+    def _write(self) -> None:
+        """Write what has been recorded, or let go of what was prepared."""
         profiler = self._profiler
         if profiler is None:
             return
