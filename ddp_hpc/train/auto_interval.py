@@ -92,9 +92,8 @@ class AutoInterval:
         if step_s is None:
             return 0 if chosen is None else chosen.every_steps
         costs = self._costs()
-        first_within_s = self.past.first_within_s if self._num_saves == 0 else None
         is_measured = bool(self._stalls)
-        best_s, why = choose(costs, self.keys, is_measured=is_measured, first_within_s=first_within_s)
+        best_s, why = choose(costs, self.keys, is_measured=is_measured)
         every = max(1, round(best_s / step_s))
         if chosen is None or is_worth_changing(chosen.every_steps, every) or is_measured > chosen.is_measured:
             self._chosen = chosen = SaveInterval(
@@ -108,7 +107,7 @@ class AutoInterval:
             self.note(step, chosen.as_numbers())
             log.info("the run saves %s: %s", chosen.often(), chosen.reason(why))
         kept_s = chosen.every_steps * step_s
-        if why not in ("failed before", "written"):  # these win over the limits
+        if why != "written":  # which wins over the limits
             kept_s = min(max(kept_s, self.keys.min_interval_s), self.keys.max_interval_s)
         return max(1, round(kept_s / step_s))
 

@@ -92,8 +92,8 @@ class World:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.now = 0.0
-        self.kept = self.lost = 0
-        """Steps that a later attempt does not repeat, and that it does."""
+        self.kept = self.lost = self.reached = 0
+        """Steps that a later attempt does not repeat, and that it does; the newest one of the newest attempt."""
 
     def attempt(self, lifetime: float, policy: Policy) -> PastAttempt:
         """Train until the attempt fails; a save is committed some time after it was made."""
@@ -120,11 +120,9 @@ class World:
         self._commit(pending, policy)
         saved, self.kept = self.kept, max(first, self.kept)
         self.lost += step - saved
+        self.reached = step
         return PastAttempt(
             is_sudden=True,
-            first_step=first,
-            reached_step=step,
-            saved_step=saved,
             trained_s=trained_s,
             started_s=case.restart_s,
             num_nodes=case.num_nodes,
@@ -215,7 +213,7 @@ def goodput(case: Case, lives: Sequence[float], make: Callable[[World], Policy])
     for number, lifetime in enumerate(lives):
         one = world.attempt(lifetime, policy)
         if number == len(lives) - 1:
-            world.kept = one.reached_step  # it is asked to stop, and commits
+            world.kept = world.reached  # it is asked to stop, and commits
         if isinstance(policy, Auto):
             policy.past.append(one)
     return world.kept * STEP_S / case.length_s

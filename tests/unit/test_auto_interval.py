@@ -201,16 +201,6 @@ def test_a_change_is_logged_and_noted_once(caplog: pytest.LogCaptureFixture) -> 
     assert 0.05 < one.notes[0]["expected_cost"] < 0.2
 
 
-def test_an_attempt_after_one_that_saved_nothing_saves_soon_but_only_once() -> None:
-    one = Training(past=Past(num_failures=1, trained_s=40.0, first_within_s=20.0), shortest_s=60)
-
-    first = one.steps(30)
-    one.saves(0.1)
-
-    assert first == 200
-    assert one.steps(1) == 600
-
-
 # --- the plan of all ranks ---
 
 NOT_YET = SavePlan("auto").to_announce(0)[0]

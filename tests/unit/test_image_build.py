@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
@@ -193,28 +192,6 @@ def test_docker_builds_from_the_dockerfile_under_a_tag() -> None:
         *("docker", "build", "--build-arg", "BASE=debian:12"),
         *("--file", "containers/Dockerfile", "--tag", "torch:1", "."),
     ]
-
-
-def test_a_digest_is_of_all_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "torch.sif"
-    path.write_bytes(b"an image" * 1_000_000)
-
-    assert main(["container", "digest", str(path), "--json"]) == 0
-
-    found = json.loads(capsys.readouterr().out)
-    assert found["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert found["num_bytes"] == path.stat().st_size
-
-
-def test_dockers_own_digest_is_asked_for_where_there_is_no_file(
-    has_engine: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    has_engine("docker", 'case "$*" in *torch:1) echo sha256:abc ;; *) exit 1 ;; esac')
-
-    assert main(["container", "digest", "torch:1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sha256"] == "abc"
-    assert main(["container", "digest", "torch:2"]) == 2
-    assert main(["container", "digest", "."]) == 2
 
 
 def test_the_files_of_a_build_are_found_in_the_checkout() -> None:

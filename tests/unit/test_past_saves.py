@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run.checkpoints.past_saves import NEWEST, Past, PastAttempt, first_within_s, past_of, read_past, summary
+from ddp_hpc.run.checkpoints.past_saves import NEWEST, Past, PastAttempt, past_of, read_past, summary
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause
 from ddp_hpc.run.run_dir.timeline import Mark
 from tests.made_run import made_attempt
 from tests.report.made import Plan, made_run
 
-LOST = PastAttempt(
-    is_sudden=True, first_step=0, reached_step=100, saved_step=0, trained_s=50.0, started_s=5.0, num_nodes=1
-)
+LOST = PastAttempt(is_sudden=True, trained_s=50.0, started_s=5.0, num_nodes=1)
 
 
 def attempt(number: int = 0, cause: Cause | None = Cause.WORKER_CRASHED, **more: object) -> Attempt:
@@ -120,37 +118,3 @@ def test_it_is_read_from_a_run_directory_without_the_attempt_that_reads(tmp_path
     assert 0 < before.trained_s < whole.trained_s
     assert before.restart_s == pytest.approx(40.0)
     assert before.writes_s == (1.5, 1.5, 1.5)
-
-
-# --- attempts that fail before they save ---
-
-
-def test_after_an_attempt_without_a_checkpoint_the_next_saves_in_half_its_time() -> None:
-    assert first_within_s([LOST], needed_s=0.0) == 25.0
-    assert first_within_s([LOST], needed_s=20.0) == 15.0
-    assert first_within_s([LOST, replace(LOST, trained_s=30.0)], needed_s=0.0) == 15.0
-
-
-def test_a_save_that_needs_longer_than_attempts_live_begins_at_once() -> None:
-    assert first_within_s([LOST], needed_s=500.0) == 0.0
-
-
-def test_after_an_attempt_that_saved_nothing_is_hurried() -> None:
-    assert first_within_s([LOST, replace(LOST, saved_step=60)], needed_s=0.0) is None
-    assert first_within_s([LOST, replace(LOST, is_sudden=False)], needed_s=0.0) is None
-    assert first_within_s([], needed_s=0.0) is None
-
-
-def test_a_run_that_fails_after_the_same_time_again_and_again_gets_further_each_time() -> None:
-    saved = replace(LOST, saved_step=50)
-    further = replace(LOST, first_step=50, reached_step=150, saved_step=50)
-
-    assert first_within_s([LOST, saved, further], needed_s=0.0) == 25.0
-
-
-def test_a_run_that_fails_at_the_same_step_does_not_save_its_way_to_it() -> None:
-    """Else each save would count as progress, and `restart.max_no_progress` would come late."""
-    saved = replace(LOST, saved_step=50)
-    again = replace(LOST, first_step=50, reached_step=101, saved_step=50)
-
-    assert first_within_s([LOST, saved, again], needed_s=0.0) is None

@@ -71,8 +71,6 @@ def test_saves_that_never_fit_between_two_failures_cost_everything() -> None:
         ({"write_s": 300.0}, {}, (600.0, "written")),
         ({"write_s": 3000.0}, {}, (6000.0, "written")),  # no limit makes a disk faster
         ({}, {"is_measured": False}, (FIRST_S, "least cost")),
-        ({}, {"first_within_s": 17.0}, (17.0, "failed before")),
-        ({}, {"first_within_s": 1e6}, (best_interval_s(2.0, 8 * HOUR), "least cost")),
     ],
 )
 def test_the_interval_is_the_best_one_within_its_limits(

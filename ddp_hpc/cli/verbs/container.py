@@ -1,9 +1,8 @@
-"""Build a container image for runs, check that an image has what a run needs, or print its hash.
+"""Build a container image for runs, or check that an image has what a run needs.
 
 ddp-hpc container build torch.sif                           build an image with PyTorch and all that workers import
 ddp-hpc container build torch.sif --base pytorch/pytorch    add what is missing to another image, and keep its PyTorch
 ddp-hpc container check run.yaml container.image=torch.sif  check that workers can import all they need in the image
-ddp-hpc container digest torch.sif                          print the SHA-256, and the name in a run's `attempts.jsonl`
 
 `check` starts the image as a run does, with the same mounts and variables, and imports what workers import.
 """
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
-from ddp_hpc.cli.formatting import as_json, or_dash, size, table
+from ddp_hpc.cli.formatting import as_json, table
 from ddp_hpc.cli.runs import add_flag, add_site
 from ddp_hpc.cli.verbs.submit import config_among
 
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "action", choices=("build", "check", "digest"), help="build an image, check one, or print its hash"
-    )
+    parser.add_argument("action", choices=("build", "check"), help="build an image, or check one")
     parser.add_argument("what", metavar="IMAGE|CONFIG", help="the image; with `check`, a run's configuration file")
     parser.add_argument(
         "settings", metavar="KEY=VALUE", nargs="*", help="check: set a key; it overrides the file's value"
@@ -52,16 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flag(parser, "--force", "build: overwrite an existing file")
     add_site(parser)
-    add_flag(parser, "--json", "check, digest: print JSON instead of text")
+    add_flag(parser, "--json", "check: print JSON instead of text")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Build, check, or print the hash."""
+    """Build or check."""
     if args.settings and args.action != "check":
         raise ConfigError(
             f"`ddp-hpc container {args.action}` takes one image, but {args.settings[0]!r} follows it. Remove that."
         )
-    return {"build": _build, "check": _check, "digest": _digest}[args.action](args, environment)
+    return {"build": _build, "check": _check}[args.action](args, environment)
 
 
 def _build(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -71,23 +68,6 @@ def _build(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         args.what, base=args.base, engine=args.engine, build_args=args.build_arg, force=args.force, environ=environment
     )
     print(f"built {args.what}. Use it: ddp-hpc submit run.yaml container.image={args.what}")
-    return FINISHED
-
-
-def _digest(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.launch.submission.image_build import digest
-
-    found = digest(args.what, environment)
-    if args.json:
-        print(as_json(found))
-    else:
-        rows = [
-            ("image", found["image"]),
-            ("sha256", found["sha256"]),
-            ("in attempts.jsonl", or_dash(found["identity"])),
-            ("size", size(found["num_bytes"])),
-        ]
-        print(table(("", ""), rows).lstrip("\n"))
     return FINISHED
 
 

@@ -1,18 +1,17 @@
-"""Build the image that ddp_hpc ships, and identify an image by a hash of all its bytes."""
+"""Build the image that ddp_hpc ships."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ddp_hpc.base.durable import scratch_path
 from ddp_hpc.base.errors import ConfigError, WorkerError
-from ddp_hpc.cluster.containers import candidate_runtimes, identity_of
+from ddp_hpc.cluster.containers import candidate_runtimes
 from ddp_hpc.run.config.fill_paths import refuse_unknown_home
 
 Engine = Literal["auto", "apptainer", "singularity", "docker"]
@@ -26,7 +25,6 @@ FILES = (
     "envs/constraints.txt",
 )
 """What a build reads, from the project's root."""
-_CHUNK_BYTES = 1 << 22
 
 
 def files_dir() -> Path:
@@ -98,33 +96,3 @@ def _engine(engine: Engine, environ: Mapping[str, str]) -> str:
             f"PATH has no {' or '.join(candidates)} to build the image with. Load its module, or choose another `--engine`."
         )
     return found
-
-
-def digest(image: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what `container digest --json` prints of an image: a file, or else an image that Docker has.
-
-    Its `sha256` is that of all bytes of a file, or Docker's own; its `identity` is what a run's ledger says of it: cheaper, and
-    as good for a SIF file, which gets a number when it is built.
-    """
-    refuse_unknown_home(image, f"The image is {image!r}")
-    path = Path(image).expanduser().absolute()
-    if path.is_file():
-        of_bytes = hashlib.sha256()
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                of_bytes.update(chunk)
-        found, size = of_bytes.hexdigest(), path.stat().st_size
-        return {"image": str(path), "sha256": found, "identity": identity_of(str(path)), "num_bytes": size}
-    if path.is_dir():
-        raise ConfigError(
-            f"{path} is a directory, but only an image file has a digest. Make a file of it: `apptainer build NEW.sif {path}`."
-        )
-    asked = ["docker", "image", "inspect", "--format", "{{.Id}}", image]
-    if shutil.which("docker", path=environ.get("PATH", "")):
-        done = subprocess.run(asked, env=dict(environ), capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            found = done.stdout.strip().removeprefix("sha256:")
-            return {"image": image, "sha256": found, "identity": identity_of(image), "num_bytes": None}
-    raise ConfigError(
-        f"{image} is neither a file nor an image that Docker has on this host. Correct the name (`docker image ls` lists images)."
-    )

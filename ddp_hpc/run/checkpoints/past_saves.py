@@ -45,11 +45,6 @@ class PastAttempt:
     """An earlier attempt that had begun to train."""
 
     is_sudden: bool
-    first_step: int
-    reached_step: int
-    """The newest step that it noted."""
-    saved_step: int
-    """That of its newest checkpoint; `first_step` without one."""
     trained_s: float
     """By a clock that does not jump; without what came after its newest note, such as a hang."""
     started_s: float
@@ -71,8 +66,6 @@ class Past:
     """How long the newest saves took to be committed."""
     restart_s: float | None = None
     """How long the attempts took from their start until they trained; the middle one."""
-    first_within_s: float | None = None
-    """How early the next attempt has to save, if attempts before it failed without a new checkpoint."""
 
 
 def read_past(run: RunDir, *, before: int, num_nodes: int, now: float) -> Past:
@@ -107,7 +100,6 @@ def summary(
         stalls_s=tuple(stalls_s[-1:]),
         writes_s=tuple(writes_s[-_NEWEST_SAVES:]),
         restart_s=median_high(one.started_s for one in past) if past else None,
-        first_within_s=first_within_s(past, needed_s=sum([*stalls_s[-1:], *writes_s[-1:]])),
     )
 
 
@@ -121,31 +113,7 @@ def _attempt(one: Attempt, marks: Sequence[Mark]) -> PastAttempt | None:
     sudden = _IS_SUDDEN[one.cause or Cause.UNEXPLAINED]
     return PastAttempt(
         is_sudden=sudden == "yes" or (sudden == "if steps are lost" and reached > saved),
-        first_step=begin.step,
-        reached_step=reached,
-        saved_step=saved,
         trained_s=sum(phases[-1].phases.values()) if phases else 0.0,
         started_s=max(0.0, begin.at - one.started_at),
         num_nodes=len(one.nodes) or 1,
     )
-
-
-def first_within_s(past: Sequence[PastAttempt], *, needed_s: float) -> float | None:
-    """Return how early an attempt has to save, so that it gets further than those before it, which failed without a new checkpoint.
-
-    Half of the shortest of their trainings, less the `needed_s` that a save takes. None where the newest attempt made a checkpoint; and where
-    earlier saves have not helped, as the failure happens at the same step: then the run must end, and not save its way to that step.
-    """
-    row: list[PastAttempt] = []
-    for one in reversed(past):
-        if one.saved_step > one.first_step or not one.is_sudden:
-            if row and _is_at_same_step(one, row[0]):
-                return None
-            break
-        row.append(one)
-    return max(0.0, min(one.trained_s for one in row) - needed_s) / 2 if row else None
-
-
-def _is_at_same_step(before: PastAttempt, newest: PastAttempt) -> bool:
-    gained = newest.first_step - before.first_step
-    return before.is_sudden and gained > 0 and newest.reached_step - before.reached_step < gained / 2

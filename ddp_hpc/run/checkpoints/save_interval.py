@@ -20,7 +20,7 @@ CHANGE = 1.3
 """An interval is changed where the best one is so many times longer or shorter. One that is so much off costs 4 % more than the
 best: not of the time, but of what saves and repeated steps take of it."""
 
-Why = Literal["least cost", "shortest", "longest", "written", "failed before"]
+Why = Literal["least cost", "shortest", "longest", "written"]
 
 
 def best_interval_s(stall_s: float, between_failures_s: float) -> float:
@@ -62,17 +62,13 @@ class SaveCosts:
         return 1 - interval_s / mean_s / (math.exp(delay) * math.expm1(period))
 
 
-def choose(
-    costs: SaveCosts, keys: CheckpointSpec, *, is_measured: bool = True, first_within_s: float | None = None
-) -> tuple[float, Why]:
+def choose(costs: SaveCosts, keys: CheckpointSpec, *, is_measured: bool = True) -> tuple[float, Why]:
     """Return how long to train between two saves, in seconds, and what decided that.
 
     Args:
         costs: what is known now; `write_s` also of a save that is still being written, as far as it has come.
         keys: the limits that users and sites have set.
         is_measured: whether `stall_s` was measured.
-        first_within_s: for the first save of an attempt: how early it must come, because attempts before failed without a new
-            checkpoint. It wins over all limits.
     """
     best_s = best_interval_s(costs.stall_s, costs.between_failures_s)
     found: tuple[float, Why] = (best_s if is_measured else min(best_s, FIRST_S), "least cost")
@@ -82,8 +78,6 @@ def choose(
         found = (keys.min_interval_s, "shortest")
     if found[0] < WRITES_APART * costs.write_s:
         found = (WRITES_APART * costs.write_s, "written")
-    if first_within_s is not None and first_within_s < found[0]:
-        found = (first_within_s, "failed before")
     return found
 
 
@@ -150,8 +144,6 @@ class SaveInterval:
 
     def reason(self, why: Why) -> str:
         """Return why the interval is as long as it is."""
-        if why == "failed before":
-            return "the attempt before failed before its first save, so the first save comes early"
         limit = {
             "shortest": "; not more often, because of `checkpoint.min_interval_s`",
             "longest": "; not less often, because of `checkpoint.max_interval_s`",

@@ -188,8 +188,7 @@ class CheckpointSpec(
     """Write a checkpoint after every so many steps, and always at the end and when the run is asked to stop. `auto`: as often as
     costs the least time, by what is measured in this run: how long training waits for a save, and how often it fails without warning. Unset: only at the end and at a stop."""
     min_interval_s: int = 60
-    """With `every_steps=auto`: save at most once in so many seconds, to spare the file system. Only the first save of an attempt may come
-    earlier, where the attempts before it failed sooner than they saved."""
+    """With `every_steps=auto`: save at most once in so many seconds, to spare the file system."""
     max_interval_s: int = 3600
     """With `every_steps=auto`: save at least once in so many seconds of training, however seldom the run fails."""
     max_failing_s: int | None = 3600
