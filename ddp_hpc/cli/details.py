@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import DASH, duration
@@ -16,25 +17,23 @@ from ddp_hpc.watch.attempt_times import KINDS, read_times
 from ddp_hpc.watch.goodput import Goodput, goodput_of, newest_interval
 from ddp_hpc.watch.status import RunStatus
 
-if TYPE_CHECKING:
-    from ddp_hpc.run.run_dir.profile_notes import RankProfile
 
-
-def details_of(run: RunDir, status: RunStatus, *, now: float, word: str) -> tuple[dict[str, Any], dict[str, str]]:
+def details_of(run: RunDir, status: RunStatus, *, now: float) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the details as keys of `status --json`, and as rows of text, without those whose records are not readable now."""
     goodput, interval = node_time(run, status, now=now)
-    profiles = _profiles(run, status)
+    traces: list[Path] = known(run.profile, lambda: sorted(run.profile.glob("*.trace.json.gz")), unknown=[])
+    profiles = [str(path) for path in traces]
     machines, machine_words = _machines(run, status, now)
     record = {
         "goodput": None if goodput is None else asdict(goodput),
         "save_interval": None if interval is None else asdict(interval),
         "machines": machines,
-        "profile": [asdict(one) for one in profiles],
+        "profile": profiles,
     }
     rows = {
         "saves": "" if interval is None else interval.sentence(),
         "machines": machine_words,
-        "profile": about_profiles(profiles, word),
+        "profile": ", ".join(profiles),
         "node time": goodput_line(goodput),
     }
     return record, rows
@@ -65,35 +64,6 @@ def _machines(run: RunDir, status: RunStatus, now: float) -> tuple[Mapping[str, 
     ago, long = duration(max(0.0, now - use.at)), duration(use.seconds)
     when = f"{ago} ago" if status.is_alive else f"the mean of the last {long} of the newest attempt"
     return record_of(uses), f"{'; '.join(in_words(use))}, {when}"
-
-
-def _profiles(run: RunDir, status: RunStatus) -> Sequence[RankProfile]:
-    """Return what became of the profiles that the run was asked for."""
-    if not known(run.profile, run.profile.is_dir, unknown=False):
-        return []
-    from ddp_hpc.run.run_dir.profile_notes import read_profiles  # late: most runs are asked for none
-
-    return known(run.profile, lambda: read_profiles(run, is_alive=status.is_alive), unknown=[])
-
-
-def about_profiles(profiles: Sequence[RankProfile], word: str) -> str:
-    """Return one line, with what to do where a profile is missing; empty where none was asked for."""
-    if not profiles:
-        return ""
-    newest = max(profiles, key=lambda one: one.attempt)
-    first, last = newest.steps
-    return f"{newest.kind}, steps {first} to {last}: {'; '.join(_about_profile(one, word) for one in profiles)}"
-
-
-def _about_profile(one: RankProfile, word: str) -> str:
-    """Return where the profile of a rank is; where it is missing, why, and what to do."""
-    if one.state == "found":
-        return f"rank {one.rank} is in {one.file}"
-    if one.state == "awaited":
-        return f"rank {one.rank} is not written yet"
-    why = one.why or f"attempt {one.attempt} ended before it was written"
-    log = f"`ddp-hpc logs {word} --attempt {one.attempt} --rank {one.rank}`"
-    return f"rank {one.rank} is missing: {why}. Its log: {log}"
 
 
 def goodput_line(goodput: Goodput | None) -> str:

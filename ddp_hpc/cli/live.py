@@ -46,7 +46,7 @@ def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bo
                 console.print(_text(line), soft_wrap=True)
             now = time.time()
             if now >= next_read or not look.status.is_alive:
-                _, rows = details_of(run, look.status, now=now, word=run.word)
+                _, rows = details_of(run, look.status, now=now)
                 losses = known(run.metrics, lambda: read_losses(run, num_bins=_WIDTH).loss, unknown=())
                 next_read = now + max(1.0, _READ_SHARE * (time.time() - now))
             width, height = console.size

@@ -43,10 +43,6 @@ _held: dict[Path, int] = {}
 _lock = threading.Lock()
 
 
-def require(environ: Mapping[str, str]) -> None:
-    del environ
-
-
 def is_here(environ: Mapping[str, str]) -> bool:
     del environ
     return True

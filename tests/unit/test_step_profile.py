@@ -115,13 +115,16 @@ def test_a_save_belongs_to_the_step_before_it(tmp_path: Path) -> None:
     assert loop.steps == ["step 1", "step 2", "step 3", "step 4"]
 
 
-def test_a_run_that_resumes_behind_these_steps_records_nothing(tmp_path: Path) -> None:
+def test_a_run_that_resumes_behind_these_steps_records_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = Loop(tmp_path, (3, 4), done=4)
 
     loop.run(5)
     loop.timer.close()
 
     assert not loop.trace.parent.exists()
+    assert "no profile of steps 3 to 4: the attempt began behind these steps" in caplog.text
 
 
 def test_a_run_that_resumes_among_these_steps_records_the_rest(tmp_path: Path) -> None:
@@ -134,12 +137,13 @@ def test_a_run_that_resumes_among_these_steps_records_the_rest(tmp_path: Path) -
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_training_that_ends_before_these_steps_leaves_no_file_and_no_profiler_that_runs(
-    num_steps: int, tmp_path: Path
+    num_steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop(tmp_path / "short", (3, 4))
     loop.run(num_steps, has_more=False)
     loop.timer.close()
     assert not loop.trace.parent.exists()
+    assert "no profile of steps 3 to 4: the attempt ended before step 3" in caplog.text
 
     other = Loop(tmp_path / "other", (1, 1))
     other.run(2)

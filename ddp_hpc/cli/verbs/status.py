@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if status.state in {"failed", "cancelled", "stopped"} and status.attempt is not None:
         status = replace(status, reason=_reason(run_dir, status.attempt, status.reason))
     word = word_for(run_dir, environment)
-    record, rows = details_of(run_dir, status, now=now, word=word)
+    record, rows = details_of(run_dir, status, now=now)
     print(as_json({**asdict(status), **record}) if args.json else as_text(status, now=now, word=word, details=rows))
     return 0
 

@@ -73,9 +73,6 @@ class Backend(Protocol):
     def HAS_QUEUE(self) -> bool:  # noqa: N802  a module's constant
         """Whether runs wait in a queue and go back into it; then partitions of a site profile count, too."""
 
-    def require(self, environ: Mapping[str, str]) -> None:
-        """Check that the back end can be used from this host."""
-
     def is_here(self, environ: Mapping[str, str]) -> bool:
         """Return whether `auto` may choose this back end on this host, even if it does not answer now."""
 
@@ -145,7 +142,10 @@ def choose_backend(asked: str, environ: Mapping[str, str]) -> Backend:
     """Return the back end that was asked for; for `auto`, the first that is here."""
     if asked != AUTO:
         backend = load_backend(asked)
-        backend.require(environ)
+        if command := BACKENDS[asked][1]:
+            from ddp_hpc.cluster.slurm import client  # late: runs on one machine do not need it
+
+            client.require(command, environ)
         return backend
     path = environ.get("PATH", "")
     on_path = (name for name, (_, command) in BACKENDS.items() if not command or shutil.which(command, path=path))

@@ -69,11 +69,6 @@ def refuse_too_much(spec: LaunchSpec) -> None:
         )
 
 
-def require(environ: Mapping[str, str]) -> None:
-    """Check nothing: every host can run a run locally."""
-    del environ
-
-
 def is_here(environ: Mapping[str, str]) -> bool:
     """Return True: every host can run a run locally."""
     del environ

@@ -61,11 +61,6 @@ _names: dict[str, str] = {}
 """PATH -> the ClusterName of the Slurm whose commands are there; asked for once, as a sweep may have a thousand points."""
 
 
-def require(environ: Mapping[str, str]) -> None:
-    """Check that Slurm's sbatch is on PATH."""
-    client.require("sbatch", environ)
-
-
 def describe(request: SubmitRequest) -> Description:
     """Return what `submit` would do: the very text that sbatch would get. Make nothing."""
     refuse_unusable_place(request.run)

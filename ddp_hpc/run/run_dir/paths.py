@@ -181,8 +181,6 @@ class RunDir:
     """A rank's trace, for Perfetto and chrome://tracing."""
     profile_table = _RankPath("profile/attempt-{}.rank-{}.operators.txt")
     """The operators of these steps by the time that they took, as text."""
-    profile_note = _RankPath("profile/attempt-{}.rank-{}.asked.json")
-    """That a rank was to record some steps, and why it has not."""
 
     replay_request = _RunPath("replay.json")
     """In the private directory of a replay: which step it ends at, and what its workers write down."""

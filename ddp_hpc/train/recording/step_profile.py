@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_hpc.base.durable import make_directories, private_mode, replace_text
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.profile_notes import note_profile
 from ddp_hpc.run.spec.training import ProfileSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recording.phase_times import BEGIN_STEPS, PhaseTimes
@@ -41,35 +40,26 @@ def phase_timer(
     rank = group.rank_info.rank
     if spec.kind == "off" or rank not in spec.ranks:
         return PhaseTimes()
-
-    def note(why_not: str = "") -> None:
-        note_profile(run, attempt, rank, kind=spec.kind, steps=spec.steps, why_not=why_not)
-
-    note()
     trace = run.profile_trace(attempt, rank)
-    return StepProfile(spec.steps, trace, run.profile_table(attempt, rank), group.device, next_step, note=note)
+    return StepProfile(spec.steps, trace, run.profile_table(attempt, rank), group.device, next_step)
 
 
 class StepProfile(PhaseTimes):
     """Times the phases, and has PyTorch's profiler record the chosen steps; one that fails is left alone, and the training goes on."""
 
-    def __init__(  # noqa: PLR0913  where, when and what it records
+    def __init__(
         self,
         steps: tuple[int, int],
         trace: Path,
         table: Path,
         device: torch.device,
         next_step: Callable[[], int],
-        *,
-        note: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """`note` is called with the reason where nothing is recorded."""
         super().__init__()
         self._first, self._last = steps
         self._trace, self._table = trace, table
         self._device = device
         self._next_step = next_step
-        self._note = note
         self._why_not = f"the attempt ended before step {self._first}; set `profile.steps` to steps that the run takes"
         self._is_over = False
         self._step = self._began_at = 0
@@ -113,7 +103,7 @@ class StepProfile(PhaseTimes):
 
     def _finish(self) -> None:
         if not self._began_at:
-            self._note(self._why_not)
+            log.warning("no profile of steps %d to %d: %s", self._first, self._last, self._why_not)
         self._leave(0)
         self._write()
 
@@ -132,7 +122,6 @@ class StepProfile(PhaseTimes):
         except Exception as error:  # noqa: BLE001  the training matters more
             self._is_over = True
             self._ranges = []
-            self._note(f"{type(error).__name__}: {error}")
             log.warning(
                 "the profile of steps %d to %d cannot be recorded: %s: %s. The training goes on without it.",
                 self._first,
