@@ -18,7 +18,7 @@ from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from tests.full_disk import no_file_larger_than
-from tests.made_run import add_progress, make_run
+from tests.made_run import add_attempt, add_progress, make_run
 from tests.unit.fake_slurm import JOB
 from tests.unit.made_repository import git
 
@@ -309,6 +309,17 @@ def test_a_job_that_waits_is_not_stopped(slurm: Path, capsys: pytest.CaptureFixt
     assert "wanted is not running, so there is nothing to stop" in (told := capsys.readouterr().err)
     assert f"`ddp-hpc cancel {run.path}`" in told
     assert not run.stop_request.exists()
+
+
+def test_of_a_run_that_has_ended_no_waiting_job_is_spoken_of(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(slurm / "runs", "wanted")
+    add_job(run, queued="17")
+    add_attempt(run, job_id="17", ending="finished")
+
+    assert main(["requeue", "wanted"]) == 2
+
+    assert "there is nothing to stop. Start it with `ddp-hpc submit`" in (told := capsys.readouterr().err)
+    assert "cancel" not in told
 
 
 def test_who_submits_a_run_that_is_stopping_in_its_job_is_not_promised_that_the_command_waits(

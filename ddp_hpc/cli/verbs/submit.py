@@ -57,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--explain",
         "with --dry-run: also print the commands that the job runs and the workers' environment variables",
     )
-    add_flag(parser, "--fresh", "start over from step 0; the existing run of that name is renamed to NAME.old-1")
+    add_flag(
+        parser,
+        "--fresh",
+        "start over from step 0; the existing run of that name is renamed to NAME.old-1, and what a script has saved elsewhere stays",
+    )
     parser.add_argument(
         "--after",
         action="append",
@@ -104,6 +108,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         submission = _submit(request, backend)
     if aside is not None:
         changed.append(f"the earlier run {run_dir.name} was renamed to {aside}")
+        if request.spec.script.is_set:
+            changed.append("what the script has saved elsewhere stays: if it looks for that, it goes on from it")
     out = sys.stderr if args.json else sys.stdout
     news = [*changed, *submission.notes] if submission.state in {"started", "queued"} else []
     word = word_for(submission.run, environment)

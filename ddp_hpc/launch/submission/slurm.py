@@ -371,11 +371,14 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     job = read_queued_job(run)
     newest = Ledger.read(run).newest
     is_over = newest is None or (newest.ending is not None and newest.next != Next.IN_PLACE)
-    if job is None or newest is None or newest.attempt < job.attempt or is_over:
-        raise ConfigError(
-            f"{run.name} is not running, so there is nothing to stop. To remove a waiting job from the queue, use "
-            f"`ddp-hpc cancel {run.word}`."
+    waits = job is not None and (newest is None or newest.attempt < job.attempt or (is_over and bool(newest.next)))
+    if job is None or waits or is_over:
+        to_do = (
+            f"Its job waits; to remove it from the queue: `ddp-hpc cancel {run.word}`."
+            if waits
+            else "Start it with `ddp-hpc submit`."
         )
+        raise ConfigError(f"{run.name} is not running, so there is nothing to stop. {to_do}")
     ask_to_stop(run, then=then)
     if then == "requeue":
         return f"{run.name} was asked to save and go back into Slurm's queue."
