@@ -171,7 +171,7 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
     number = rest.index("--") if name in OF_SCRIPTS and "--" in rest else None
     parser.set_defaults(command=None if number is None else rest[number + 1 :])
     rest = rest[:number]
-    words = [_plain_setting(word) for word in rest]
+    words = [_without_dashes(word) for word in rest]
     # In Python 3.11, `parse_intermixed_args` makes the text of the usage first, which takes as long as all other parsing.
     parse = parser.parse_intermixed_args if _are_mixed(words) else parser.parse_args
     return verb.run(parse(words), environment)
@@ -185,7 +185,7 @@ def _are_mixed(words: Sequence[str]) -> bool:
     return others != list(range(others[0], others[-1] + 1)) if others else False
 
 
-def _plain_setting(word: str) -> str:
+def _without_dashes(word: str) -> str:
     """Return `train.lr=0.1` for `--train.lr=0.1`, and anything else as it is."""
     match = _DASHED_SETTING.match(word)
     if match is None:

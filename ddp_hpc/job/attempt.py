@@ -113,7 +113,7 @@ def _wait_for_workers(
                 joining.look(time.monotonic())
             if monitor.silence_s > context.spec.restart.hang_timeout_s / 2:
                 notifier.silent(begun.attempt, monitor.silence_s)
-            notifier.look(begun.attempt)
+            notifier.notify_failed_save(begun.attempt)
     if code == exit_codes.PORT_TAKEN and (monitor.is_signalled or monitor.is_out_of_time):
         code = exit_codes.STOPPED_EARLY  # the job has to end, so no other port is tried
     return Outcome(

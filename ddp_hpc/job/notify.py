@@ -38,7 +38,7 @@ class Notifier:
     def begun(self, attempt: int) -> None:
         """Note the start of an attempt: the first of the user's submission is the run's start."""
         run, is_in_job = self.context.run, self.context.allocation is not None
-        queued, before = read_queued_job(run), Ledger.read(run).before(attempt)
+        queued, before = read_queued_job(run), Ledger.read(run).newest_before(attempt)
         if is_in_job or before is None or not before.next:  # else it goes on after a supervisor that died
             self._tell("start", attempt, number=queued.since if is_in_job and queued else attempt)
 
@@ -49,7 +49,7 @@ class Notifier:
         )
         self._tell("no_progress", attempt, reason=reason)
 
-    def look(self, attempt: int) -> None:
+    def notify_failed_save(self, attempt: int) -> None:
         """Note the first save of an attempt that fails."""
         if not self._is_wanted("save_failed", attempt):
             return

@@ -103,7 +103,7 @@ def check_new_nodes(context: JobContext, attempt: int) -> Outcome | None:
     found: Preflight | None = None
     with diagnosis("the nodes before the workers start"):
         ledger = Ledger.read(context.run)
-        begun, before = ledger.attempt(attempt), ledger.before(attempt)
+        begun, before = ledger.attempt(attempt), ledger.newest_before(attempt)
         # Only in the first attempt of this start of the job, the nodes are new to the run.
         if not (begun and before and (begun.job_id, begun.restart) == (before.job_id, before.restart)):
             found = examine(_question(context, attempt, allocation))

@@ -121,7 +121,7 @@ def require(condition: bool, name: str, value: object, wanted: str) -> None:
         raise ConfigError(f"`{name}` is {value!r}, but it must be {wanted}.")
 
 
-def nearest_names(name: object, known: Iterable[str]) -> str:
+def did_you_mean_name(name: object, known: Iterable[str]) -> str:
     """Return a sentence with the nearest and all known names, for an unknown name."""
     names = list(known)
     return f"{did_you_mean(str(name), names)}Known: {', '.join(names)}."
@@ -133,7 +133,7 @@ def load_builder(target: str) -> Callable[..., Recipe]:
     if not function_name:
         module, _, function = target.rpartition(".")  # written as in Python
         raise ConfigError(
-            f"`recipe.target` is {target!r}, but there is no built-in recipe of that name. {nearest_names(target, BUILT_IN)} "
+            f"`recipe.target` is {target!r}, but there is no built-in recipe of that name. {did_you_mean_name(target, BUILT_IN)} "
             f"Name your own function as `module:function`{f': `{module}:{function}`' if module else ''}."
         )
     try:
@@ -219,7 +219,7 @@ def check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, A
         unknown = [name for name in args if name not in signature.parameters]
         raise ConfigError(
             f"`recipe.args` is {dict(args)!r}, but `{target}` does not accept that: {error}. "
-            f"{nearest_names(unknown[0] if unknown else '', signature.parameters)}"
+            f"{did_you_mean_name(unknown[0] if unknown else '', signature.parameters)}"
         ) from error
     for name, value in args.items():
         wanted = signature.parameters[name].annotation if name in signature.parameters else Any

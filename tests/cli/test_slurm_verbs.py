@@ -15,10 +15,11 @@ import pytest
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission.submit_checks import capacity
+from ddp_hpc.run.run_dir.ledger import End, Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
 from tests.full_disk import no_file_larger_than
-from tests.made_run import add_attempt, add_progress, make_run
+from tests.made_run import add_progress, make_run
 from tests.unit.fake_slurm import JOB
 from tests.unit.made_repository import git
 
@@ -314,7 +315,8 @@ def test_a_job_that_waits_is_not_stopped(slurm: Path, capsys: pytest.CaptureFixt
 def test_of_a_run_that_has_ended_no_waiting_job_is_spoken_of(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(slurm / "runs", "wanted")
     add_job(run, queued="17")
-    add_attempt(run, job_id="17", ending="finished")
+    record_start(run, attempt=0, job_id="17", cluster="slurm")
+    record_end(run, 0, End(ending=Ending.FINISHED, exit_code=0))
 
     assert main(["requeue", "wanted"]) == 2
 

@@ -39,7 +39,7 @@ class CountingWorkload(Workload):
         del ledger, is_patient
         return counted(run)
 
-    def seen_progress(self, run: RunDir) -> int | None:
+    def progress_on_disk(self, run: RunDir) -> int | None:
         return counted(run)
 
     def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:

@@ -178,14 +178,14 @@ def attempted(
     t = begin(case, group, path, attempt=attempt)
     if group.rank_info.is_rank_zero:
         write_inputs(t.run, AttemptInputs(attempt=attempt, world_size=t.state.world_size, config=""))
-    restored, plan = t.plan_steps, flip
+    restored, plan = t.update_total_steps, flip
 
     def armed() -> None:  # once the step at which this attempt begins is known
         restored()
         if plan is not None:
             arm(t, plan)
 
-    t.plan_steps = armed  # type: ignore[method-assign]
+    t.update_total_steps = armed  # type: ignore[method-assign]
     try:
         assert train(t)
     except RanksDifferError:

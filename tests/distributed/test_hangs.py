@@ -22,7 +22,7 @@ from ddp_hpc.cluster.rank_probe.compare_ranks import ComparedRanks, compare
 from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder, socket_of
 from ddp_hpc.cluster.rank_probe.server import serve
 from ddp_hpc.run.run_dir.failure_reports import HangKind
-from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records
+from ddp_hpc.run.run_dir.hang_records import RankInHang, read_hang_records
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.skips import has_record_of_gloo
 
@@ -98,7 +98,7 @@ def ranks_of(work: Callable[[], None], folder: ProbeFolder, path: Path) -> Itera
             os.waitpid(pid, 0)
 
 
-def verdict_in_time(run: RunDir, folder: ProbeFolder, said: str) -> tuple[ComparedRanks, Sequence[HangRecord]]:
+def verdict_in_time(run: RunDir, folder: ProbeFolder, said: str) -> tuple[ComparedRanks, Sequence[RankInHang]]:
     """Ask until the ranks stand where they hang: they need time to get there."""
     ends_at = time.monotonic() + 60
     while True:

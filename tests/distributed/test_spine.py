@@ -24,7 +24,7 @@ SLURMS_OWN = {
     ("launch/submission/allocate.py", "allocate"),
     ("job/choose_endpoint.py", "endpoints"),
     ("job/launcher.py", "step_of_agents"),
-    ("job/ending/requeue_job.py", "leave"),
+    ("job/ending/requeue_job.py", "carry_out_decision"),
 }
 """What a run on one machine does not pass."""
 

@@ -54,7 +54,7 @@ def test_the_time_of_processes_that_have_ended_counts_once() -> None:
 
 
 def test_this_process_is_not_counted_as_one_of_the_workers() -> None:
-    assert [one.pid for one in sampler(os.getppid()).workers()].count(os.getpid()) == 0
+    assert [one.pid for one in sampler(os.getppid()).process_tree()].count(os.getpid()) == 0
 
 
 def test_of_a_root_that_is_gone_or_not_to_be_seen_nothing_is_known() -> None:
@@ -76,7 +76,7 @@ def test_the_cpus_are_those_of_the_workers_and_not_of_the_process_that_has_start
         assert root.stdout is not None
         root.stdout.readline()
 
-        assert cpus_of(sampler(root.pid).workers())[1] == {min(os.sched_getaffinity(root.pid))}
+        assert cpus_of(sampler(root.pid).process_tree())[1] == {min(os.sched_getaffinity(root.pid))}
 
 
 STEPD = """

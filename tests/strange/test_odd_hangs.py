@@ -19,7 +19,7 @@ from ddp_hpc.cluster.rank_probe.collect import process_state
 from ddp_hpc.cluster.rank_probe.compare_ranks import compare
 from ddp_hpc.cluster.rank_probe.folder import make_folder, socket_of
 from ddp_hpc.job.script.liveness import cpu_seconds
-from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, read_hang_records, write_hang_record
+from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang, read_hang_records, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.unit.test_compare_ranks import LOADS, OPEN, launched, rank
 
@@ -89,7 +89,7 @@ def test_what_only_looks_like_a_leftover_is_not_removed(tmp_path: Path) -> None:
 def test_records_of_nodes_whose_clocks_differ_by_an_hour_are_of_one_hang(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for number, at in ((0, time.time()), (1, time.time() + 3600)):
-        write_hang_record(run, 0, HangRecord(rank=number, host=f"node{number}", at=at))
+        write_hang_record(run, 0, RankInHang(rank=number, host=f"node{number}", at=at))
 
     assert [record.rank for record in read_hang_records(run, 0)] == [0, 1]
 

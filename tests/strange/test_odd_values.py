@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.base.record import write_record
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.failure_reports import write_rank_end
-from ddp_hpc.run.run_dir.hang_records import HangRecord, write_hang_record
+from ddp_hpc.run.run_dir.hang_records import RankInHang, write_hang_record
 from ddp_hpc.run.run_dir.joined_ranks import write_meeting, write_missing
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, Root, record_end, record_start
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault, write_network
@@ -69,7 +69,7 @@ def add_everything(run: RunDir) -> None:
         write_meeting(run, attempt, "node1:29500", "the fastest network")
         write_missing(run, attempt, [1], workers_per_node=1)
         write_rank_end(run, attempt, 1, -9)
-        write_hang_record(run, attempt, HangRecord(rank=0, host="node1", at=2.0, stacks="main", state="sleeping"))
+        write_hang_record(run, attempt, RankInHang(rank=0, host="node1", at=2.0, stacks="main", state="sleeping"))
         network = NetworkFindings(
             at=1.0,
             seconds=1.0,

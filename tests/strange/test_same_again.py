@@ -110,7 +110,7 @@ def test_a_file_system_that_does_not_show_checkpoints_ends_nothing_early(
 ) -> None:
     one = supervised()
     fails(one, POISONED)
-    monkeypatch.setattr(type(one.context.workload), "seen_progress", lambda *_: None)
+    monkeypatch.setattr(type(one.context.workload), "progress_on_disk", lambda *_: None)
 
     fails(one, POISONED)
 

@@ -20,7 +20,7 @@ from ddp_hpc.base.processes import host_name, take_lock
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import local
 from ddp_hpc.launch.sweep.manage_sweep import continue_sweep
-from ddp_hpc.launch.sweep.point_configs import Points
+from ddp_hpc.launch.sweep.point_configs import PointResolver
 from ddp_hpc.launch.sweep.points import parse_axis, points_of, read_points
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, make_sweep, read_sweep, record_continued
 from ddp_hpc.run.config.resolve import resolve
@@ -86,7 +86,7 @@ def test_what_stands_in_braces_in_a_value_is_not_replaced_again() -> None:
     base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
     (point,) = points_of([], [{"a": HOSTILE}])
 
-    command = Points(base, {}).resolved(point).spec.script.command
+    command = PointResolver(base, {}).resolved(point).spec.script.command
 
     assert command == ("python", "train.py", HOSTILE, '{"k": 1}', "{nothing}", f"--at={point.name}")
 
@@ -309,7 +309,7 @@ def test_a_sweep_that_was_renamed_and_is_continued_from_elsewhere_makes_its_poin
     monkeypatch.chdir(tmp_path / "elsewhere")
 
     sweep = read_sweep(moved)
-    run = Points(load_base(moved), {}).resolved(sweep.points[1]).spec.path
+    run = PointResolver(load_base(moved), {}).resolved(sweep.points[1]).spec.path
 
     assert run == moved.run(sweep.points[1]).path
     assert sweep.work_dir == tmp_path  # where the points' scripts are looked for

@@ -24,7 +24,7 @@ from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Ledger, record_start
 from ddp_hpc.run.run_dir.ownership import claim
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import Progress, ask_to_stop, with_report, write_progress
+from ddp_hpc.run.run_dir.records import Progress, ask_to_stop, with_script_report, write_progress
 from ddp_hpc.run.spec import RunSpec, ScriptSpec
 from ddp_hpc.run.workload.script import ScriptWorkload
 from ddp_hpc.train.attached import run as attached_run
@@ -294,7 +294,7 @@ def test_status_shows_what_the_script_reports_and_a_call_between_two_writes_read
     said = json.loads(managed.script_report.read_text())
     assert (said["step"], said["loss"], said["metrics"], said["last_checkpoint"]) == (3, 0.25, {"accuracy": 0.75}, 3)
     assert said["samples_per_s"] > 0
-    write_progress(managed, with_report(managed, Progress(attempt=0, saves=0, at=5.0)))
+    write_progress(managed, with_script_report(managed, Progress(attempt=0, saves=0, at=5.0)))
     status = read_status(managed, now=6.0)
     assert (status.step, status.loss, status.metrics) == (3, 0.25, {"accuracy": 0.75})
     assert "step 3  loss 0.25" in progress_line(status)

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hpc.cluster.rank_probe.compare_ranks import compare, main_frames
 from ddp_hpc.run.run_dir.failure_reports import HangKind
-from ddp_hpc.run.run_dir.hang_records import HangRecord
+from ddp_hpc.run.run_dir.hang_records import RankInHang
 
 WAITS = ("/v/torch/distributed/distributed_c10d.py:9 in all_reduce", "/home/u/train.py:12 in step")
 LOADS = ("/v/torch/utils/data.py:3 in fetch", "/home/u/data.py:30 in load", "/home/u/train.py:11 in step")
@@ -42,14 +42,14 @@ def launched(
     }
 
 
-def rank(number: int, *entries: Mapping[str, Any], frames: Sequence[str] = WAITS, **more: Any) -> HangRecord:
+def rank(number: int, *entries: Mapping[str, Any], frames: Sequence[str] = WAITS, **more: Any) -> RankInHang:
     fields: dict[str, Any] = {
         "answers": True,
         "stacks": stacks(frames),
         "flight_record": {"entries": list(entries), "pg_config": {"": {"ranks": "[0, 1]"}}},
         **more,
     }
-    return HangRecord(rank=number, host="node1", at=1.0, **fields)
+    return RankInHang(rank=number, host="node1", at=1.0, **fields)
 
 
 OPEN = launched(4, done=False)
@@ -89,7 +89,7 @@ OTHER_GROUP = launched(1, done=False, group="7")
         pytest.param([rank(0, {"collective_seq_id": "?"}, OPEN), rank(1, OPEN, flight_record={"entries": [7, OPEN], "pg_config": 3})], "network", [0, 1], "", id="an entry is damaged"),
     ],
 )  # fmt: skip
-def test_records_say_who_hangs(records: Sequence[HangRecord], kind: HangKind, ranks: Sequence[int], said: str) -> None:
+def test_records_say_who_hangs(records: Sequence[RankInHang], kind: HangKind, ranks: Sequence[int], said: str) -> None:
     world_size = 1 + max(1, *(record.rank for record in records))
 
     found = compare(records, world_size)
@@ -101,8 +101,8 @@ def test_records_say_who_hangs(records: Sequence[HangRecord], kind: HangKind, ra
 def test_a_group_whose_ranks_are_listed_counts_a_rank_that_has_not_used_it() -> None:
     config = {"7": {"desc": "tp", "ranks": "[0, 2]"}}
 
-    def with_config(record: HangRecord) -> HangRecord:
-        return HangRecord(**{**vars(record), "flight_record": {**(record.flight_record or {}), "pg_config": config}})
+    def with_config(record: RankInHang) -> RankInHang:
+        return RankInHang(**{**vars(record), "flight_record": {**(record.flight_record or {}), "pg_config": config}})
 
     records = [
         with_config(rank(0, OTHER_GROUP)),

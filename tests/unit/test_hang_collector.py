@@ -14,7 +14,7 @@ from ddp_hpc.cluster.rank_probe.collect import collect, process_state
 from ddp_hpc.cluster.rank_probe.deadlines import LOOK_S, Deadline, HangCollector, deadline_file
 from ddp_hpc.job.node.agent import _collector
 from ddp_hpc.job.script.liveness import cpu_seconds
-from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records, write_hang_record
+from ddp_hpc.run.run_dir.hang_records import RankInHang, read_hang_records, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 
@@ -86,9 +86,9 @@ def test_a_rank_that_does_not_answer_has_a_record_of_what_the_kernel_says(tmp_pa
 
 def test_records_of_an_earlier_silence_or_in_another_format_are_left_out(run: RunDir) -> None:
     now = time.time()
-    write_hang_record(run, 0, HangRecord(rank=0, host="a", at=now - 500))
+    write_hang_record(run, 0, RankInHang(rank=0, host="a", at=now - 500))
     write_hang_record(
-        run, 0, HangRecord(rank=1, host="b", at=now, flight_record={"entries": [{"n": i} for i in range(9999)]})
+        run, 0, RankInHang(rank=1, host="b", at=now, flight_record={"entries": [{"n": i} for i in range(9999)]})
     )
     os.utime(run.hang_record(0, 0), (now - 500, now - 500))
     path = run.hang_record(0, 2)
@@ -112,7 +112,7 @@ def test_the_cpu_time_of_a_process_that_has_ended_is_nothing() -> None:
 def test_an_agent_does_not_wait_for_a_file_system_that_takes_no_record(
     may_fork: bool, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wait_for_file_system(run: RunDir, attempt: int, record: HangRecord) -> None:
+    def wait_for_file_system(run: RunDir, attempt: int, record: RankInHang) -> None:
         ends_at = time.monotonic() + 10
         while not (tmp_path / "answers").exists() and time.monotonic() < ends_at:
             time.sleep(0.01)

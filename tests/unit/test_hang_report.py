@@ -15,7 +15,7 @@ from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir.failure_reports import read_failures
-from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, write_hang_record
+from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang, write_hang_record
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -232,7 +232,7 @@ def test_a_hang_has_one_task_on_each_node_probe_the_network_and_keeps_what_it_fo
     ],
 )
 def test_the_reason_of_a_scripts_hang_is_what_the_collectives_of_all_ranks_show(
-    second: HangRecord, kind: str, said: str, supervised: Make
+    second: RankInHang, kind: str, said: str, supervised: Make
 ) -> None:
     one = supervised()
     attempt = one.begin()

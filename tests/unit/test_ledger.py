@@ -142,5 +142,5 @@ def test_a_ledger_answers_for_one_attempt_or_several(tmp_path: Path) -> None:
     assert found.newest_number == 5
     assert found.attempt(5) is None
     assert [one.attempt for one in found.since(2)] == [2, 3]
-    assert [one.attempt if one else None for one in map(found.before, (3, 2, 0))] == [2, 0, None]
+    assert [one.attempt if one else None for one in map(found.newest_before, (3, 2, 0))] == [2, 0, None]
     assert found.newest_committed == 70

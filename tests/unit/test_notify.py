@@ -125,8 +125,8 @@ def test_the_first_save_of_an_attempt_that_fails_is_told_once(run: RunDir) -> No
         (1, "rank 0: quota"),
     ):
         write_progress(run, Progress(attempt=attempt, step=5, save_error=error))
-        of.look(attempt)
-        of.look(attempt + 1)  # which has not reported yet
+        of.notify_failed_save(attempt)
+        of.notify_failed_save(attempt + 1)  # which has not reported yet
 
     found = sorted(told(run, of), key=lambda one: one["attempt"])  # the commands run beside each other
 

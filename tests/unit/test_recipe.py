@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.recipe import Recipe, build_recipe, load_builder, nearest_names, refuse_other_return
+from ddp_hpc.train.recipe import Recipe, build_recipe, did_you_mean_name, load_builder, refuse_other_return
 
 SAMPLES = TensorDataset(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long))
 
@@ -220,4 +220,4 @@ def test_a_plain_list_is_map_style_data() -> None:
     ids=["near", "a number"],
 )
 def test_an_unknown_name_is_answered_with_the_nearest_and_all(name: object, sentence: str) -> None:
-    assert re.match(re.escape(sentence), nearest_names(name, ["resnet18", "resnet50", "vgg"]))
+    assert re.match(re.escape(sentence), did_you_mean_name(name, ["resnet18", "resnet50", "vgg"]))

@@ -31,7 +31,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec, program_of
 from ddp_hpc.run.workload.protocol import UsersCode
-from ddp_hpc.run.workload.script_progress import look, read_seen, record_changes
+from ddp_hpc.run.workload.script_progress import find_saved_files, read_seen, record_changes
 from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.watch.status import read_status
 from tests.made_run import make_run
@@ -337,7 +337,7 @@ def test_saves_are_counted_whatever_clocks_say_and_however_few_files_a_script_ke
 
     def count() -> None:
         counts.append(workload_of(spec).progress(run, Ledger.read(run)))
-        record_changes(run, read_seen(run), look(str(spec.script.progress), tmp_path))
+        record_changes(run, read_seen(run), find_saved_files(str(spec.script.progress), tmp_path))
 
     count()
     save("1.pt", 2e9)  # by a node whose clock is years ahead
@@ -359,7 +359,7 @@ def test_a_directory_that_the_pattern_matches_counts_with_its_files(tmp_path: Pa
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5" / "model.bin").write_text("x")
 
-    assert list(look("checkpoint-*", tmp_path)) == [str(tmp_path / "checkpoint-5" / "model.bin")]
+    assert list(find_saved_files("checkpoint-*", tmp_path)) == [str(tmp_path / "checkpoint-5" / "model.bin")]
 
 
 def test_the_code_of_a_script_is_its_directory_and_of_a_module_where_it_is_imported_from(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.launch.sweep import point_states
-from ddp_hpc.launch.sweep.point_configs import Points, check_points
+from ddp_hpc.launch.sweep.point_configs import PointResolver, check_points
 from ddp_hpc.launch.sweep.points import Point, parse_axis, points_of, read_points
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 from ddp_hpc.run.config.resolve import Resolved, render_resolved, resolve
@@ -153,8 +153,8 @@ def test_a_file_that_lists_no_points_is_refused(tmp_path: Path, text: str) -> No
         read_points(path)
 
 
-def resolve_base(*words: str, command: tuple[str, ...] = ()) -> Points:
-    return Points(base(*words, command=command), ENVIRON)
+def resolve_base(*words: str, command: tuple[str, ...] = ()) -> PointResolver:
+    return PointResolver(base(*words, command=command), ENVIRON)
 
 
 def base(*words: str, command: tuple[str, ...] = ()) -> Resolved:

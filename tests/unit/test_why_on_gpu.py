@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.watch.why.on_gpu import memory
+from ddp_hpc.watch.why.on_gpu import who_has_gpu_memory
 from ddp_hpc.watch.why.verdict import verdict_of
 from tests.unit.test_why_verdict import facts, raised
 
@@ -77,5 +77,5 @@ def test_an_allocation_that_failed_tells_who_has_the_memory(text: str, told: str
 
     found = verdict_of(facts(raised(0, traceback), logs={0: traceback}))
 
-    assert memory(text) == told
+    assert who_has_gpu_memory(text) == told
     assert (found.failure, found.in_short) == ("gpu-memory", told)

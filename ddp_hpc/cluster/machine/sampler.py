@@ -52,12 +52,12 @@ class Sampler:
     _cpu_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._cpu_s, _ = cpus_of(self.workers())
+        self._cpu_s, _ = cpus_of(self.process_tree())
 
     def look(self) -> MachineUse:
         """Return what was used since the last look, and what GPUs and memory say now."""
         now, before = time.monotonic(), self._at
-        cpu_s, cpus = cpus_of(self.workers())
+        cpu_s, cpus = cpus_of(self.process_tree())
         used_s, self._at, self._cpu_s = cpu_s - self._cpu_s, now, cpu_s
         bounds = [one for one in (len(cpus), self.granted, quota_of(self.cgroups)) if one]
         num_cpus = min(bounds) if cpus else None
@@ -84,7 +84,7 @@ class Sampler:
             memory_limit_gib=limit / GIB,
         )
 
-    def workers(self) -> list[psutil.Process]:
+    def process_tree(self) -> list[psutil.Process]:
         """Return the processes below the root, after it."""
         with suppress(psutil.Error):
             if self.root is not None:

@@ -41,7 +41,7 @@ def shared(answers: NodeAnswers) -> Iterator[Finding]:
             yield Finding(check="run directory", level="fail", found=found, to_do=_OF_ALL[error])
         else:
             yield judged("run directory", few, answers, found, "", to_do=_OF_NODE.get(error, _UNMOUNTED))
-    unseen = _unseen({node: one for node, one in told.items() if not one.error}, answers.nodes)
+    unseen = _outside_majority({node: one for node, one in told.items() if not one.error}, answers.nodes)
     if unseen:
         found = f"files in the run directory do not pass between {', '.join(unseen)} and the other nodes"
         to_do = "the nodes have different file systems there: compare `findmnt --target DIR` on them"
@@ -54,7 +54,7 @@ def shared(answers: NodeAnswers) -> Iterator[Finding]:
         yield unknown("run directory", "no node answered in time whether it can write into the run directory")
 
 
-def _unseen(told: Mapping[str, Shared], nodes: Sequence[str]) -> list[str]:
+def _outside_majority(told: Mapping[str, Shared], nodes: Sequence[str]) -> list[str]:
     """Return the nodes that share no file system with most; all of them where there is no such majority.
 
     Of two nodes on one file system, the later one sees the file of the earlier one, however late it starts: only two of

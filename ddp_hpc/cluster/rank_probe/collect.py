@@ -14,7 +14,7 @@ from typing import Any
 from ddp_hpc.base.processes import host_name, kernel_text
 from ddp_hpc.cluster.rank_probe.client import ANSWER_S, NoAnswerError, NoHandlerError, RankProbe
 from ddp_hpc.cluster.rank_probe.compare_ranks import is_in_distributed, main_frames
-from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord, write_hang_record
+from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _AT_ONCE = 16
@@ -36,7 +36,7 @@ def keep_hang_records(run: RunDir, attempt: int, ranks: Mapping[int, Path], *, a
         list(pool.map(keep, ranks))
 
 
-def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks: bool = True) -> HangRecord:
+def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks: bool = True) -> RankInHang:
     """Ask one rank everything; `pid` is its process, where that is known without asking."""
     unknown: dict[str, str] = {}
     try:
@@ -57,7 +57,7 @@ def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks:
     # The stacks come last: where a thread holds the interpreter, that question stays with the server, and takes one of its threads.
     flight_record = ask("flight_record", partial(flight_record_of_all, probe)) if answers else None
     stacks = ask("stacks", probe.stacks) if answers and with_stacks else None
-    return HangRecord(
+    return RankInHang(
         rank=rank,
         host=host_name(),
         at=time.time(),

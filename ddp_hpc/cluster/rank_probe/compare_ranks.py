@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from ddp_hpc.run.run_dir.failure_reports import HangKind
-from ddp_hpc.run.run_dir.hang_records import DUMPING, HangRecord
+from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang
 
 _SAME_SIZE = frozenset({"all_reduce", "allreduce", "broadcast", "allreduce_coalesced"})
 """Operations to which every rank gives as many elements of the same type. To a gather or a scatter, ranks may give different ones."""
@@ -86,7 +86,7 @@ class _RankCollectives:
     """The ranks of a group, where the record lists them."""
 
 
-def compare(records: Sequence[HangRecord], world_size: int) -> ComparedRanks:
+def compare(records: Sequence[RankInHang], world_size: int) -> ComparedRanks:
     """Compare the records of one hang. A rank that has crashed explains it alone."""
     by_rank = {record.rank: record for record in records}
     if crashed := [rank for rank, record in sorted(by_rank.items()) if record.state == DUMPING]:
@@ -104,7 +104,7 @@ def compare(records: Sequence[HangRecord], world_size: int) -> ComparedRanks:
 class _Collectives:
     """The records of one hang, and what those that have collectives say of these."""
 
-    by_rank: Mapping[int, HangRecord]
+    by_rank: Mapping[int, RankInHang]
     ranks: Mapping[int, _RankCollectives]
 
     @cached_property
@@ -203,7 +203,7 @@ class _Collectives:
         return ComparedRanks(ranks=late, how=how)
 
 
-def _say_doing(record: HangRecord) -> str:
+def _say_doing(record: RankInHang) -> str:
     """Say what a rank does that no other one waits with."""
     if record.state.startswith("stopped"):
         return f"is {record.state} (SIGSTOP)" if record.state == "stopped" else f"is {record.state}"
@@ -219,12 +219,12 @@ def _say_doing(record: HangRecord) -> str:
     return f"is in {place(record) or 'code without a Python frame'}"
 
 
-def _is_held(record: HangRecord) -> bool:
+def _is_held(record: RankInHang) -> bool:
     """Tell whether the kernel says that a process which does not answer cannot."""
     return record.state.startswith(("stopped", "in the kernel"))
 
 
-def _may_wait(record: HangRecord) -> bool:
+def _may_wait(record: RankInHang) -> bool:
     """Tell whether a rank waits for others, or may: by its stack, as not all that ranks wait in is recorded."""
     if _is_held(record):
         return False
@@ -233,14 +233,14 @@ def _may_wait(record: HangRecord) -> bool:
     return is_in_distributed(record.stacks) or (bool(_WAIT.search(record.line)) and not _loads(record))
 
 
-def _is_unclear(record: HangRecord) -> bool:
+def _is_unclear(record: RankInHang) -> bool:
     """Tell whether a rank that sleeps in a line that is not known may wait in it for another one."""
     if _is_held(record) or record.holds_interpreter or record.state == "running" or record.line:
         return False
     return not _loads(record)
 
 
-def _loads(record: HangRecord) -> bool:
+def _loads(record: RankInHang) -> bool:
     """Tell whether a rank waits for its samples."""
     return any(_LOADER in frame for frame in main_frames(record.stacks or "")[:8])
 
@@ -250,7 +250,7 @@ def is_in_distributed(stacks: str) -> bool:
     return any("torch/distributed/" in frame or "sealed_store.py" in frame for frame in main_frames(stacks)[:4])
 
 
-def place(record: HangRecord) -> str:
+def place(record: RankInHang) -> str:
     """Return the innermost line of the user's code in the main thread, or else the innermost line."""
     frames = main_frames(record.stacks or "")
     return next((frame for frame in frames if not any(part in frame for part in _NOT_USERS)), "".join(frames[:1]))
@@ -265,7 +265,7 @@ def main_frames(stacks: str) -> list[str]:
     return []
 
 
-def _at(record: HangRecord) -> str:
+def _at(record: RankInHang) -> str:
     return f" at {place(record)}" if place(record) else ""
 
 

@@ -71,7 +71,9 @@ class HangCollector:
     def patience_s(self) -> float:
         """Return how long to wait at most before the next look."""
         now = time.monotonic()
-        waits = (ends_at - _lead_s(given_s) - now for ends_at, given_s in self._deadlines if ends_at > self._asked_for)
+        waits = (
+            ends_at - _lead_s(allowed_s) - now for ends_at, allowed_s in self._deadlines if ends_at > self._asked_for
+        )
         return max(0.05, min([LOOK_S, *waits]))
 
     def look_for_ever(self) -> None:
@@ -88,15 +90,17 @@ class HangCollector:
         if not due:
             return
         # The deadlines of the others lie within one step of the first; these ranks need not be asked again.
-        self._asked_for = max(ends_at for ends_at, given_s in self._deadlines if ends_at - 2 * _lead_s(given_s) <= now)
-        lead_s = min(_lead_s(given_s) for _, given_s in due)
+        self._asked_for = max(
+            ends_at for ends_at, allowed_s in self._deadlines if ends_at - 2 * _lead_s(allowed_s) <= now
+        )
+        lead_s = min(_lead_s(allowed_s) for _, allowed_s in due)
         sockets = {rank: socket_of(self.folder, rank) for rank in self.ranks}
         answer_s = min(ANSWER_S, lead_s / 3)
         self.run_work(partial(keep_hang_records, self.run, self.attempt, sockets, answer_s=answer_s))
 
 
-def _lead_s(given_s: float) -> float:
-    return min(_MOST_LEAD_S, _LEAD * given_s)
+def _lead_s(allowed_s: float) -> float:
+    return min(_MOST_LEAD_S, _LEAD * allowed_s)
 
 
 def _read(path: Path) -> tuple[float, float] | None:
@@ -106,8 +110,8 @@ def _read(path: Path) -> tuple[float, float] | None:
         return None
     if len(data) != _FORMAT.size:
         return None
-    ends_at, given_s = _FORMAT.unpack(data)
-    return None if ends_at == float("inf") else (ends_at, given_s)
+    ends_at, allowed_s = _FORMAT.unpack(data)
+    return None if ends_at == float("inf") else (ends_at, allowed_s)
 
 
 def in_thread(work: Work) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ddp_hpc.cluster.rank_probe.compare_ranks import ComparedRanks, compare
 from ddp_hpc.run.run_dir.failure_reports import HangKind
-from ddp_hpc.run.run_dir.hang_records import HangRecord
+from ddp_hpc.run.run_dir.hang_records import RankInHang
 from ddp_hpc.run.run_dir.network import NetworkFindings
 
 _WAITING_FOR_OTHERS = (
@@ -48,7 +48,7 @@ HangVerdict = tuple[HangKind, int, str]
 
 def judge_hang(
     hosts: Sequence[str | None],
-    records: Sequence[HangRecord],
+    records: Sequence[RankInHang],
     stands: Sequence[RankStack],
     network: NetworkFindings | None,
     *,

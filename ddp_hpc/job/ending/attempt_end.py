@@ -45,11 +45,11 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     explained = report_hang(context, attempt, evidence.failures, outcome.network) if cause == Cause.HANG else failure
     unreached = blame.unreached_nodes(cause, outcome.network, context.nodes)
     failed_nodes = unreached or blame.failed_nodes(cause, context, evidence, explained)
-    bad_nodes = blame.bad_nodes(evidence.attempts, attempt, cause, failed_nodes, context.spec.restart)
+    bad_nodes = blame.nodes_to_avoid(evidence.attempts, attempt, cause, failed_nodes, context.spec.restart)
     newest_step = context.workload.progress(context.run, evidence.ledger)
     root = blame.root_of(cause, evidence.failures, hosts=context.nodes)
     poisoned = requeue.fails_again(evidence.attempts, root, newest_step)
-    is_without_progress = poisoned and context.workload.seen_progress(context.run) == newest_step
+    is_without_progress = poisoned and context.workload.progress_on_disk(context.run) == newest_step
     situation = Situation(
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,

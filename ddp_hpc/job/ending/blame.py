@@ -50,7 +50,7 @@ def unreached_nodes(cause: Cause, network: NetworkFindings | None, nodes: Collec
     return tuple(node for node in network.bad_nodes if node in nodes)
 
 
-def bad_nodes(
+def nodes_to_avoid(
     attempts: Sequence[Attempt], attempt: int, cause: Cause, failed_nodes: Sequence[str], policy: RestartSpec
 ) -> list[str]:
     """Return the nodes that have failed too often, the attempt that has just ended included."""

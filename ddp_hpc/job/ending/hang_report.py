@@ -12,7 +12,7 @@ from ddp_hpc.cluster.rank_probe.hang_verdict import RankStack, judge_hang
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, allowed_phase, write_failure
-from ddp_hpc.run.run_dir.hang_records import HangRecord, read_hang_records
+from ddp_hpc.run.run_dir.hang_records import RankInHang, read_hang_records
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -64,7 +64,7 @@ def _timeout(context: JobContext, phase: Phase) -> str:
     return f"no rank made progress for {restart.hang_timeout_s} s; if a step may take longer, raise `restart.hang_timeout_s`"
 
 
-def read_rank_stacks(run: RunDir, attempt: int, world_size: int, records: Sequence[HangRecord] = ()) -> list[RankStack]:
+def read_rank_stacks(run: RunDir, attempt: int, world_size: int, records: Sequence[RankInHang] = ()) -> list[RankStack]:
     """Return the stacks of the ranks whose watchdogs timed out, and of those that only their node has asked: a script's."""
     asked = {one.rank: RankStack(one.rank, main_frames(one.stacks), one.stacks) for one in records if one.stacks}
     found = [_read(run, attempt, rank) or asked.get(rank) for rank in range(world_size)]

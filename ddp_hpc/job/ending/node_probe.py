@@ -34,7 +34,7 @@ def explain_by_nodes(context: JobContext, attempt: int, outcome: Outcome) -> Out
     has_failed = outcome.code in (exit_codes.FAILED, exit_codes.STOPPED_EARLY)
     if is_explained or not has_failed or read_failures(context.run, attempt) or len(context.nodes) < 2:
         return outcome
-    before = Ledger.read(context.run).before(attempt)
+    before = Ledger.read(context.run).newest_before(attempt)
     if (
         not context.has_time(TIMEOUT_S)
         or before is None

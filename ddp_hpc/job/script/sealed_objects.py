@@ -47,7 +47,7 @@ def seal_at_rendezvous(
         def meet(*args: object, **options: object) -> Iterator[Any]:
             if STORE_IS_HOSTED.items() <= environ.items():
                 for name in STORE_IS_HOSTED:
-                    os.environ[name] = str(_is_endpoint_of(environ, str(args[0])))
+                    os.environ[name] = str(_meets_where_ranks_meet(environ, str(args[0])))
             if any(os.environ.get(name) != environ.get(name) for name in _MEETING):
                 return handler(*args, **options)
             key = token().encode()
@@ -64,7 +64,7 @@ def seal_at_rendezvous(
     return True
 
 
-def _is_endpoint_of(environ: Mapping[str, str], url: str) -> bool:
+def _meets_where_ranks_meet(environ: Mapping[str, str], url: str) -> bool:
     """Tell whether ranks that meet at a URL meet where `environ` says."""
     at = urlsplit(url)
     place = (at.hostname, str(at.port)) if at.scheme == "tcp" else tuple(map(os.environ.get, ENDPOINT))

@@ -24,8 +24,8 @@ from ddp_hpc.job.script.liveness import Life
 from ddp_hpc.job.script.plan import ScriptRank
 from ddp_hpc.run.run_dir.failure_reports import read_failures, write_rank_end
 from ddp_hpc.run.run_dir.hang_records import write_hang_record
-from ddp_hpc.run.run_dir.records import Progress, with_report, write_progress
-from ddp_hpc.run.workload.script_progress import SeenFiles, look, record_changes
+from ddp_hpc.run.run_dir.records import Progress, with_script_report, write_progress
+from ddp_hpc.run.workload.script_progress import SeenFiles, find_saved_files, record_changes
 
 ECHO_S = 0.25
 """How often rank zero's output is copied to the console."""
@@ -214,7 +214,7 @@ class Watcher:
             return False
         before = self.seen.num_changes
         with suppress(OSError):  # the file system does not answer now; the next look sees the change, too
-            self.seen = record_changes(self.script_rank.run, self.seen, look(pattern, Path.cwd()))
+            self.seen = record_changes(self.script_rank.run, self.seen, find_saved_files(pattern, Path.cwd()))
         return self.seen.num_changes != before
 
     def _keep_record(self, pid: int) -> None:
@@ -239,7 +239,7 @@ class Watcher:
                     last_checkpoint_at=None if newest is None else newest / 1e9,
                     at=time.time(),
                 )
-                write_progress(run, with_report(run, progress))
+                write_progress(run, with_script_report(run, progress))
             else:
                 sign = run.allowance(attempt)
                 make_directories(sign.parent)

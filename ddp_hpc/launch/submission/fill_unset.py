@@ -64,7 +64,7 @@ def fill_unset(
         found = _cpus_on_slurm(spec, before, environ)
     else:
         environ_of_run = {**environ, **spec.environ}
-        there, why_not = _gpus_here(spec, before, environ_of_run)
+        there, why_not = _visible_gpus_and_note(spec, before, environ_of_run)
         found = choose_gpus(spec, before, there, environ_of_run.get(VISIBLE))
         if why_not and found.resources.get("gpus_per_node") == 0:
             found = replace(found, source="unknown", note=why_not)
@@ -126,7 +126,9 @@ def _with_shorter_lead(resolved: Resolved, environ: Mapping[str, str]) -> Resolv
     )
 
 
-def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> tuple[list[Gpu] | None, str]:
+def _visible_gpus_and_note(
+    spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]
+) -> tuple[list[Gpu] | None, str]:
     """Return the GPUs that the run would see, None where it uses none or the driver does not say; and in the latter case a note."""
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     may_have = any(path.exists() for path in (*_DEVICES, *(Path(folder, _LIBRARY) for folder in folders if folder)))

@@ -46,7 +46,7 @@ from ddp_hpc.run.run_dir.records import (
     write_queued_job,
 )
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.run.workload.script_progress import folder_of, look
+from ddp_hpc.run.workload.script_progress import find_saved_files, folder_of
 from ddp_hpc.run.workload.table import workload_of
 
 NAME = "slurm"
@@ -248,7 +248,7 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
     saved: list[Path] = []
     notes: list[str] = []
     if (pattern := spec.script.progress) is not None:
-        saved = [Path(path).resolve() for path in look(pattern, Path.cwd())]
+        saved = [Path(path).resolve() for path in find_saved_files(pattern, Path.cwd())]
         folder = folder_of(pattern, Path.cwd()).resolve()
         if folder.is_relative_to(source_of(code.directory)):
             make_directories(folder)  # its link leads the files to where the pattern has them

@@ -30,7 +30,7 @@ _MOST_CHECKED = 32
 """Each costs some milliseconds of the submission."""
 
 
-class Points:
+class PointResolver:
     """Makes the configuration of one point after another."""
 
     def __init__(self, base: Resolved, environ: Mapping[str, str]) -> None:
@@ -65,7 +65,7 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
     """
     in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
     is_plain = "{" not in "".join(base.spec.script.command[:1])
-    made = Points(base, environ)
+    made = PointResolver(base, environ)
     checked: set[str] = set()
     keys: set[str] = set()
     """Those that the points set, without the words of a script's command."""
@@ -85,7 +85,7 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
 def specs_to_check(base: Resolved, points: Sequence[Point], environ: Mapping[str, str]) -> list[RunSpec]:
     """Return the first point's spec, and those of some points that differ from it in what is checked of the user's part."""
     in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
-    made, different = Points(base, environ), dict[Any, Point]()
+    made, different = PointResolver(base, environ), dict[Any, Point]()
     for point in points:
         own = {key: value for key, value in point.settings.items() if key.startswith(_USERS_PART) or key in in_braces}
         different.setdefault(as_set(own), point)

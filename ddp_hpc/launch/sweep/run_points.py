@@ -15,7 +15,7 @@ from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.launch.submission import local, run_dir_setup
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.launch.sweep.point_configs import Points
+from ddp_hpc.launch.sweep.point_configs import PointResolver
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep, record_cancelled
 from ddp_hpc.run.config.resolve import render_resolved
@@ -59,7 +59,7 @@ def run_points(
     sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, str], is_over: threading.Event
 ) -> None:
     """Run points, as many at once as the sweep allows, until all have ended, too many have failed, or it is over."""
-    sweep, made, left = read_sweep(sweep_dir), Points(load_base(sweep_dir), environ), deque(numbers)
+    sweep, made, left = read_sweep(sweep_dir), PointResolver(load_base(sweep_dir), environ), deque(numbers)
 
     def work() -> None:
         while left and not is_over.is_set():
@@ -94,7 +94,9 @@ def _stop_points(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
     record_cancelled(sweep_dir)
 
 
-def _run_point(made: Points, point: Point, sweep: Sweep, environ: Mapping[str, str], is_over: threading.Event) -> None:
+def _run_point(
+    made: PointResolver, point: Point, sweep: Sweep, environ: Mapping[str, str], is_over: threading.Event
+) -> None:
     """Run one point to its end. Where it fails, its own records or a line here say why, and the others run all the same."""
     try:
         resolved = made.resolved(point)

@@ -22,7 +22,7 @@ from ddp_hpc.cluster.slurm.allocation import Allocation, claimed_cluster, read_a
 from ddp_hpc.launch.render import render
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.run_dir_setup import make_run_dir
-from ddp_hpc.launch.sweep.point_configs import Points
+from ddp_hpc.launch.sweep.point_configs import PointResolver
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep
 from ddp_hpc.run.config.resolve import render_resolved
@@ -122,7 +122,7 @@ def _why_not(sweep: Sweep, run: RunDir, before: QueuedJob | None, environ: Mappi
 def _make(sweep: Sweep, point: Point, allocation: Allocation, environ: Mapping[str, str]) -> None:
     """Make the run's directory as `submit` does, or renew it; record last that this task has it."""
     run = sweep.dir.run(point)
-    resolved = Points(load_base(sweep.dir, is_patient=True), environ).resolved(point)
+    resolved = PointResolver(load_base(sweep.dir, is_patient=True), environ).resolved(point)
     make_run_dir(run, render_resolved(resolved), is_new=not run.config.exists())
     make_directories(run.console.parent)
     replace_text(run.job_script, render(resolved.spec, run, sweep.import_paths, chdir=Path.cwd()))

@@ -367,7 +367,7 @@ class TrialEvidence:
         return [contents.kind] if whole and (file, "") not in volatile else []
 
     @property
-    def has_same_weights(self) -> bool:
+    def has_same_saved_state(self) -> bool:
         """Whether tensors were compared, and nothing differs but lines of a log, and numbers and texts in older states."""
         has_weights = any(
             text.startswith("tensor") or (text == "bytes" and is_saved_state(Path(file)))
@@ -381,7 +381,7 @@ class TrialEvidence:
     @property
     def differs(self) -> bool:
         """Whether the run came back to another end, and undisturbed runs are all the same."""
-        is_same = self.has_same_weights or self.baseline.is_deterministic is False
+        is_same = self.has_same_saved_state or self.baseline.is_deterministic is False
         return self.came_back and not is_same and bool(self.differences)
 
 

@@ -188,10 +188,10 @@ class Trial:
         if kind != "read":
             self._alive_at = time.monotonic()
         if self._files.note(kind, path, self._output.has_position):
-            self._saves.append(self._save(path, in_place=kind == "done"))
+            self._saves.append(self._observed_save(path, in_place=kind == "done"))
         self._inject_if_due()
 
-    def _save(self, path: Path, *, in_place: bool) -> Save:
+    def _observed_save(self, path: Path, *, in_place: bool) -> Save:
         contents, at = None, time.monotonic() - self.began
         if self.fault is None:  # the undisturbed run: what it has saved is what others are compared with
             with suppress(OSError):

@@ -75,7 +75,7 @@ class FaultResult:
 def needs_second_run(evidence: TrialEvidence) -> bool:
     """Tell whether only a second undisturbed run shows what a difference means."""
     seen = evidence.differences or evidence.first_loss_differs or evidence.later_loss_differs
-    return evidence.has_finished and bool(seen) and not evidence.has_same_weights
+    return evidence.has_finished and bool(seen) and not evidence.has_same_saved_state
 
 
 def judge(name: str, evidence: TrialEvidence) -> FaultResult:
@@ -166,9 +166,9 @@ def _notes(finding: FaultResult, evidence: TrialEvidence) -> Iterator[str]:
         yield "the script does not print at which step it continues, so the amount of repeated work is not known"
     if evidence.has_finished and not evidence.compared:
         yield "no file was compared: the script leaves none, or names or all values of files differ between undisturbed runs"
-    if evidence.has_same_weights and evidence.differences:
+    if evidence.has_same_saved_state and evidence.differences:
         yield f"the saved states are the same, but {_difference_text(evidence.differences[0])}"
-    if evidence.has_same_weights and (evidence.first_loss_differs or evidence.later_loss_differs):
+    if evidence.has_same_saved_state and (evidence.first_loss_differs or evidence.later_loss_differs):
         yield (
             "after the resume, the script prints other losses than the undisturbed run, but both save the same states: so the resume is right, "
             "and the printed loss is probably a running mean that starts again"

@@ -70,13 +70,13 @@ class History:
         parts: list[StepRange] = []
         for low, high in pairwise(cuts):
             inputs = self.inputs_at(low + 1)
-            if parts and self._given(parts[-1][2]) == self._given(inputs):
+            if parts and self._what_decides_numbers(parts[-1][2]) == self._what_decides_numbers(inputs):
                 parts[-1] = (parts[-1][0], high, parts[-1][2])
             else:
                 parts.append((low, high, inputs))
         return parts
 
-    def _given(self, inputs: AttemptInputs) -> tuple[AttemptInputs, Mapping[str, str]]:
+    def _what_decides_numbers(self, inputs: AttemptInputs) -> tuple[AttemptInputs, Mapping[str, str]]:
         """Return all that decides which numbers an attempt computes."""
         return replace(inputs, attempt=0), self.numerics.get(inputs.attempt) or {}
 

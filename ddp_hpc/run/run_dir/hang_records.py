@@ -24,7 +24,7 @@ DUMPING = "dumping core"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HangRecord:
+class RankInHang:
     """One rank, as its node saw it."""
 
     rank: int
@@ -50,7 +50,7 @@ class HangRecord:
         return self.answers and self.stacks is None
 
 
-def write_hang_record(run: RunDir, attempt: int, record: HangRecord) -> None:
+def write_hang_record(run: RunDir, attempt: int, record: RankInHang) -> None:
     """Write a record, in place of an older one of the same rank."""
     flight = record.flight_record
     if flight is not None and isinstance(flight.get("entries"), list):
@@ -59,13 +59,13 @@ def write_hang_record(run: RunDir, attempt: int, record: HangRecord) -> None:
     write_record(run.hang_record(attempt, record.rank), kept, durable=False)
 
 
-def read_hang_records(run: RunDir, attempt: int) -> Sequence[HangRecord]:
+def read_hang_records(run: RunDir, attempt: int) -> Sequence[RankInHang]:
     """Return the records of an attempt's last hang, by rank."""
     folder = run.hang_record(attempt, 0).parent
     ranks: list[int] = known(folder, lambda: numbers_in(folder, re.compile(r"rank-(\d+)\.json")), unknown=[])
-    found: list[tuple[float, HangRecord]] = []
+    found: list[tuple[float, RankInHang]] = []
     for path in (run.hang_record(attempt, rank) for rank in ranks):
-        record = known_record(path, HangRecord)
+        record = known_record(path, RankInHang)
         if record is not None:
             # By the file's time, which one file server gives: the clocks of nodes may differ by more.
             status = known(path, path.stat, unknown=None)

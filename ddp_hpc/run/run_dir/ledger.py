@@ -226,7 +226,7 @@ class Ledger:
         """Return the attempt of this number, or None where its start was not written."""
         return next((one for one in self.attempts if one.attempt == number), None)
 
-    def before(self, number: int) -> Attempt | None:
+    def newest_before(self, number: int) -> Attempt | None:
         """Return the newest attempt that is older than `number`."""
         return next((one for one in reversed(self.attempts) if one.attempt < number), None)
 

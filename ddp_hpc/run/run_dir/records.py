@@ -253,7 +253,7 @@ def write_report(run: RunDir, report: Mapping[str, Any]) -> None:
     replace_text(run.script_report, json.dumps(report), durable=False)
 
 
-def with_report(run: RunDir, progress: Progress) -> Progress:
+def with_script_report(run: RunDir, progress: Progress) -> Progress:
     """Return a script's progress with what the script says of itself, if it does."""
     record = read_json(run.script_report) or {}
     found = {key: record[key] for key in REPORTED if record.get(key) is not None}

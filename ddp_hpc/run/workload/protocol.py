@@ -81,7 +81,7 @@ class Workload(ABC):
         """
 
     @abstractmethod
-    def seen_progress(self, run: RunDir) -> int | None:
+    def progress_on_disk(self, run: RunDir) -> int | None:
         """Return the same number as the file system shows it now; None where it does not answer, or nothing shows it."""
 
     @abstractmethod

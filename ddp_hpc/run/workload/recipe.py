@@ -72,7 +72,7 @@ class RecipeWorkload(Workload):
                 f"({type(error).__name__}: {error}). Check that the file system answers and that you may read there."
             ) from error
 
-    def seen_progress(self, run: RunDir) -> int | None:
+    def progress_on_disk(self, run: RunDir) -> int | None:
         """Return the step of the newest checkpoint, 0 without one."""
         try:
             return max(checkpoint_names.committed_steps(run), default=0)

@@ -13,7 +13,7 @@ from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.workload.protocol import UsersCode, Workload
-from ddp_hpc.run.workload.script_progress import look, num_changes, read_seen
+from ddp_hpc.run.workload.script_progress import find_saved_files, num_changes, read_seen
 
 LISTING_PATIENCE_S = 10.0
 """How long to ask a file system for the saved files, before the run's records are used instead."""
@@ -53,9 +53,11 @@ class ScriptWorkload(Workload):
     def _count(self, run: RunDir) -> int:
         pattern = self.spec.script.progress
         committed = max(checkpoint_names.committed_steps(run), default=0)
-        return committed + (0 if pattern is None else num_changes(read_seen(run), look(pattern, Path.cwd())))
+        return committed + (
+            0 if pattern is None else num_changes(read_seen(run), find_saved_files(pattern, Path.cwd()))
+        )
 
-    def seen_progress(self, run: RunDir) -> int | None:
+    def progress_on_disk(self, run: RunDir) -> int | None:
         """Return the same; None also where neither the key names the files that the script saves, nor has it committed one."""
         try:
             count = self._count(run)

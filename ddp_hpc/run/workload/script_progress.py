@@ -30,7 +30,7 @@ class SeenFiles:
     files: Files = field(default_factory=dict)
 
 
-def look(pattern: str, work_dir: Path) -> Files:
+def find_saved_files(pattern: str, work_dir: Path) -> Files:
     """Return the files that a pattern matches now, and those in directories that it matches; not those of writers (`*.tmp`)."""
     found: dict[str, tuple[int, int]] = {}
     for name in glob.iglob(_absolute(pattern, work_dir), recursive=True):  # noqa: PTH207  text, with `**`
@@ -58,7 +58,7 @@ def _absolute(pattern: str, work_dir: Path) -> str:
 
 def num_changes(seen: SeenFiles, files: Files) -> int:
     """Return how often they have changed, the change since they were recorded included."""
-    return seen.num_changes + any(seen.files.get(path) != look for path, look in files.items())
+    return seen.num_changes + any(seen.files.get(path) != find_saved_files for path, find_saved_files in files.items())
 
 
 def read_seen(run: RunDir) -> SeenFiles:

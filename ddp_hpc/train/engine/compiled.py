@@ -25,7 +25,7 @@ _AS_IT_IS = nullcontext()
 class PlainPasses:
     """Runs every pass as it is."""
 
-    def around(self, plan: MicroBatch) -> AbstractContextManager[object]:  # noqa: ARG002  as the compiled ones
+    def forward_context(self, plan: MicroBatch) -> AbstractContextManager[object]:  # noqa: ARG002  as the compiled ones
         """Return the context manager for the forward pass on a micro batch."""
         return _AS_IT_IS
 
@@ -44,7 +44,7 @@ class CompiledPasses(PlainPasses):
         self._graphs_before: int | None = None
         self._has_reported = self._is_warming_up = False
 
-    def around(self, plan: MicroBatch) -> AbstractContextManager[object]:
+    def forward_context(self, plan: MicroBatch) -> AbstractContextManager[object]:
         if self._is_warming_up:
             return _AS_IT_IS
         if not self._has_reported and self._graphs_before is not None:

@@ -83,7 +83,7 @@ def restore(t: Training) -> None:
     """
     t.watchdog.feed()
     step = t.checkpointer.restore_newest(t.state, seed=t.spec.seed)
-    t.plan_steps()
+    t.update_total_steps()
     t.report_plan_changes()
     t.evaluator.start(t.evaluated_model)
     if step is None:
@@ -209,7 +209,7 @@ def backward(
     t.phases.enter("forward")
     inputs, targets = t.recipe.inputs_and_targets(batch)
     try:
-        with t.precision.autocast(), t.passes.around(plan):
+        with t.precision.autocast(), t.passes.forward_context(plan):
             outputs = t.model(inputs)
             if num_parts:
                 warn_of_no_mean(t.recipe.loss, outputs, targets, num_parts)

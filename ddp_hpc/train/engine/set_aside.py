@@ -61,7 +61,7 @@ def set_aside(
         NotKeptError: before anything has changed, if there is something that cannot be put back, and no list for it.
     """
     others = [*others]
-    modules = [one for one in _holders(model, others) if isinstance(one, nn.Module)]
+    modules = [one for one in _objects_to_keep(model, others) if isinstance(one, nn.Module)]
     tensors = _registered(modules)
     copies_on = room_for_copies(tensors, device)
     restores = [
@@ -92,7 +92,7 @@ def set_aside(
 def to_keep(model: nn.Module, others: Iterable[object], *, refused: list[str] | None = None) -> ToKeep:
     """Return what is to be kept of the attributes of all modules, and of the `others`."""
     others = [*others]
-    holders = _holders(model, others)
+    holders = _objects_to_keep(model, others)
     modules = [one for one in holders if isinstance(one, nn.Module)]
     found = ToKeep([*modules, *_registered(modules)], refused)
     names = {id(one): f"model.{name}" if name else "model" for name, one in model.named_modules()}
@@ -123,7 +123,7 @@ def place_of_copies(num_bytes: int, free: int) -> torch.device | None:
     return None if num_bytes <= free * _SHARE else torch.device("cpu")
 
 
-def _holders(model: nn.Module, others: Iterable[object]) -> list[Any]:
+def _objects_to_keep(model: nn.Module, others: Iterable[object]) -> list[Any]:
     """Return the objects whose attributes are kept: all modules, and objects that are called."""
     found: list[Any] = [*model.modules()]
     for one in _called(others):

@@ -38,7 +38,7 @@ from ddp_hpc.train.engine.optimizer import (
 )
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.recipe import Recipe, nearest_names
+from ddp_hpc.train.recipe import Recipe, did_you_mean_name
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.recording.step_numbers import StepNumbers
@@ -104,7 +104,7 @@ class Training:
             recipe.train_data, sampler, data=self.spec.data, pin_memory=pin_memory, collate=recipe.collate_fn
         )
 
-    def plan_steps(self) -> None:
+    def update_total_steps(self) -> None:
         """Compute the last step again from the restored position.
 
         The user may have changed `train.global_batch_size` between attempts, so earlier steps may have had other sizes.
@@ -350,7 +350,7 @@ def _check_best(spec: RunSpec, recipe: Recipe) -> None:
     if spec.checkpoint.best_metric not in names:
         raise ConfigError(
             f"`checkpoint.best_metric` is {spec.checkpoint.best_metric!r}, but the evaluation has no such metric. "
-            f"{nearest_names(spec.checkpoint.best_metric, names)}"
+            f"{did_you_mean_name(spec.checkpoint.best_metric, names)}"
         )
 
 

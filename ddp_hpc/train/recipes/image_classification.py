@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.recipe import Recipe, nearest_names, require
+from ddp_hpc.train.recipe import Recipe, did_you_mean_name, require
 from ddp_hpc.train.recipes import digits, fake_images
 from ddp_hpc.train.recipes import torchvision_sets as tv
 from ddp_hpc.train.recipes.images import Images, ImagesWanted, check_counts
@@ -100,7 +100,7 @@ def _images_wanted(dataset: str, **asked: Any) -> ImagesWanted:
     """Return the usual form of a set, changed by what is asked for; None asks for nothing."""
     if dataset not in IMAGE_SETS:
         raise ConfigError(
-            f"`recipe.args.dataset` is {dataset!r}, but that is not a built-in data set. {nearest_names(dataset, IMAGE_SETS)} "
+            f"`recipe.args.dataset` is {dataset!r}, but that is not a built-in data set. {did_you_mean_name(dataset, IMAGE_SETS)} "
             "For your own data, write your own recipe: docs/recipes.md."
         )
     if dataset != "fake" and asked.get("num_samples") is not None:
@@ -133,7 +133,7 @@ def _check_model(model: str, width: int | None) -> None:
     if model not in known:
         raise ConfigError(
             f"`recipe.args.model` is {model!r}, but that is neither {MINI_RESNET!r} nor a torchvision classifier. "
-            f"{nearest_names(model, [MINI_RESNET, *known])}"
+            f"{did_you_mean_name(model, [MINI_RESNET, *known])}"
         )
     if width is not None:
         raise ConfigError(

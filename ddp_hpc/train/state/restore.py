@@ -195,7 +195,7 @@ class Restorer:
             stored = shards.stored_tensors(path, manifest.shards, reader.headers())
             saved = {name: SavedTensor(torch.Size(one.shape), _TORCH_DTYPES[one.dtype]) for name, one in stored.items()}
             restoration = Restoration(state, saved, manifest.state, seed=seed, about=manifest.made)
-            reader.copy(stored, restoration.into)
+            reader.read_into(stored, restoration.into)
         except CorruptCheckpointError as error:
             report["corrupt"] = str(error)
         except StopAskedError:
@@ -269,7 +269,7 @@ class ShardReader:
                 break
         return header
 
-    def copy(self, stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor]) -> None:
+    def read_into(self, stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor]) -> None:
         """Read all shards, and copy into the tensors of `into` what belongs there."""
         targets, segments = _Targets(into), _segments(stored, into)
         for shard, chunks in self._in_order():

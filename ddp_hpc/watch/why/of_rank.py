@@ -16,7 +16,7 @@ from ddp_hpc.watch.why.exceptions import Raised, tracebacks, uncaught
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import LogLine
 from ddp_hpc.watch.why.signatures import Match, match_exception, match_line
-from ddp_hpc.watch.why.slurm_lines import of_step
+from ddp_hpc.watch.why.slurm_lines import lines_of_newest_step
 
 _KILL = signal_number("KILL")
 _CRASHES = frozenset(map(signal_number, ("SEGV", "ABRT", "BUS", "ILL", "FPE", "SYS", "TRAP")))
@@ -164,7 +164,7 @@ def _matches_at_end(facts: AttemptFacts, verdict: Verdict) -> list[tuple[LogLine
 
 def _verdict_on_kill(facts: AttemptFacts, verdict: Verdict) -> Verdict:
     """Return the verdict on a rank that SIGKILL ended: only a message of Slurm or of the kernel proves that memory ran out."""
-    of_job = matches_in(of_step(facts.console, facts.attempt.job_id, verdict.host))
+    of_job = matches_in(lines_of_newest_step(facts.console, facts.attempt.job_id, verdict.host))
     proofs = [(line, verdict.rank) for line, match in _matches_at_end(facts, verdict) if match == NO_MEMORY]
     proofs += [(line, None) for line, match in of_job if match == NO_MEMORY]
     if not proofs:

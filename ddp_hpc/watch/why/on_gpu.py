@@ -26,7 +26,7 @@ _IN_GIB = {"bytes": 2.0**-30, "KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "TiB
 def in_short(finding: Verdict, lines: Sequence[LogLine]) -> tuple[str, Sequence[EvidenceLine]]:
     """Return what the texts of a rank's GPU add up to, and the lines that say so; `lines` are the end of its log."""
     if finding.failure == "gpu-memory":
-        return memory(finding.detail), ()
+        return who_has_gpu_memory(finding.detail), ()
     if finding.failure == "device-assert":
         found = ((line, match) for line in lines if (match := _ASSERTION.match(line.text)))
         for line, match in found:  # the first: others follow from the same kernel
@@ -37,7 +37,7 @@ def in_short(finding: Verdict, lines: Sequence[LogLine]) -> tuple[str, Sequence[
     return "", ()
 
 
-def memory(text: str) -> str:
+def who_has_gpu_memory(text: str) -> str:
     """Return who has the memory of a GPU, by PyTorch's text of an allocation that failed; empty where that does not say."""
     total, free = _gib(rf"total capaci?ty of {_SIZE}", text), _gib(rf"of which {_SIZE} is free", text)
     asked, used = _gib(rf"Tried to allocate {_SIZE}", text), _gib(rf"allocated memory {_SIZE} is allocated", text)

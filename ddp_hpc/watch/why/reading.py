@@ -31,7 +31,7 @@ def chosen_attempt(run: RunDir, ledger: Ledger, number: int | None) -> Attempt:
         raise ConfigError(f"Run {run.name!r} has not begun an attempt. {where}")
     if number is None:
         newest = ledger.attempts[-1]
-        before = ledger.before(newest.attempt) if newest.ending is None else None
+        before = ledger.newest_before(newest.attempt) if newest.ending is None else None
         return before if before is not None and before.ending == Ending.FAILED else newest
     attempt = ledger.attempt(number)
     if attempt is None:

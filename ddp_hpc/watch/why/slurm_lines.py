@@ -11,7 +11,7 @@ _STEP = re.compile(r"\bStepId=(?P<job>\w+)\.(?P<step>\w+)")
 _NODE = re.compile(r"(?:\[?\d[\d:.T-]*\]? )?(?:slurmstepd-(?P<daemon>[\w.-]+): |srun: error: (?P<node>[\w.-]+): task )")
 
 
-def of_step(lines: Sequence[LogLine], job_id: str, host: str) -> Sequence[LogLine]:
+def lines_of_newest_step(lines: Sequence[LogLine], job_id: str, host: str) -> Sequence[LogLine]:
     """Return the lines that may be of the ranks' step of this job, and of this host; "" for a host that is not known.
 
     Ranks run in the newest numbered step: earlier ones are of the setup, and the batch script is a step without a number.

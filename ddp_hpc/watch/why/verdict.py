@@ -23,7 +23,7 @@ from ddp_hpc.watch.why.of_rank import (
 from ddp_hpc.watch.why.on_gpu import in_short
 from ddp_hpc.watch.why.signalled_ranks import signalled
 from ddp_hpc.watch.why.signatures import Match, Role, match_line
-from ddp_hpc.watch.why.slurm_lines import node_of, of_step
+from ddp_hpc.watch.why.slurm_lines import lines_of_newest_step, node_of
 
 _BY_CAUSE: Mapping[Cause, str] = {
     Cause.PREEMPTED: "preempted",
@@ -219,7 +219,7 @@ def _of_silent_rank(facts: AttemptFacts, findings: Iterable[Verdict]) -> Verdict
 
 def _of_lost_memory(facts: AttemptFacts) -> Verdict | None:
     """Return that memory ran out in the ranks' step, where the ranks that are left only lost their connections."""
-    lines = matches_in(of_step(facts.console, facts.attempt.job_id, ""))
+    lines = matches_in(lines_of_newest_step(facts.console, facts.attempt.job_id, ""))
     line = next((line for line, match in lines if match == NO_MEMORY), None)
     if line is None:
         return None

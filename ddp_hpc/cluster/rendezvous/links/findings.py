@@ -145,7 +145,7 @@ class _Link:
         return [way for way in self.heard if self.heard[way][0]]
 
     @property
-    def worst(self) -> Way:
+    def lossiest_way(self) -> Way:
         return max(self.loss, key=lambda way: self.loss[way])
 
     def of(self, *found: str) -> Way | None:
@@ -182,27 +182,27 @@ def _fault_of_working(link: _Link) -> tuple[Way, Fault] | None:
         return refused, "refused"
     if link.of("connect") is not None:
         return next(iter(link.tcp)), "TCP"
-    if len(link.passes) < len(link.tcp) or link.loss[link.worst] < LITTLE_LOSS:
+    if len(link.passes) < len(link.tcp) or link.loss[link.lossiest_way] < LITTLE_LOSS:
         return None
-    return link.worst, "little loss"
+    return link.lossiest_way, "little loss"
 
 
 def _fault_of_failed(link: _Link) -> tuple[Way, Fault]:
     """Return what is wrong where no connection passed all of its bytes."""
     if not {"connect", "refused"}.issuperset(link.tcp.values()):
-        return _fault_of_halted(link)
+        return _fault_after_connect(link)
     plain, refused = next(iter(link.tcp)), link.of("refused")
     if len(link.passes) == 1 and link.of("connect") is not None:
         ((one, other),) = link.passes
         return (other, one), "one way"
-    if link.passes and link.loss[link.worst] >= MUCH_LOSS:
-        return link.worst, "loss"
+    if link.passes and link.loss[link.lossiest_way] >= MUCH_LOSS:
+        return link.lossiest_way, "loss"
     if refused is not None:
         return refused, "refused"
     return plain, "TCP" if link.passes else "nothing passes"
 
 
-def _fault_of_halted(link: _Link) -> tuple[Way, Fault]:
+def _fault_after_connect(link: _Link) -> tuple[Way, Fault]:
     """Return what is wrong where a connection was made, but passed too little, or was not tried.
 
     It proves that small packets pass both ways. What came of it depends on the processes, too, which may not run for seconds:
@@ -211,8 +211,8 @@ def _fault_of_halted(link: _Link) -> tuple[Way, Fault]:
     stuck = [way for way in link.passes if not link.heard[way][1] and link.is_counted[way]]
     if stuck:
         return stuck[0], "large packets"
-    if link.loss[link.worst] >= MUCH_LOSS:
-        return link.worst, "loss"
+    if link.loss[link.lossiest_way] >= MUCH_LOSS:
+        return link.lossiest_way, "loss"
     halted = link.of("large")
     if halted is not None and all(link.is_counted.values()) and not any(large for _, large in link.heard.values()):
         return halted, "large packets"

@@ -66,7 +66,7 @@ def _too_large(spec: RunSpec, shapes: Sequence[NodeShape]) -> str:
             f"`resources.gpu_type` is {asked_type!r}, but nodes of {_where(shapes)} have {', '.join(sorted(types))}. Set it to one of these, or "
             "choose another `slurm.partition`."
         )
-    causes = " ".join(_causes(spec, shapes))
+    causes = " ".join(_oversized_requests(spec, shapes))
     return causes and f"{causes} Lower it, or choose another `slurm.partition`."
 
 
@@ -81,7 +81,7 @@ def _shapes(spec: RunSpec, cluster: Cluster) -> Sequence[NodeShape]:
     return [shape for shape in cluster.shapes if shape.partition in names]
 
 
-def _causes(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
+def _oversized_requests(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
     """Yield a sentence for each key that asks for more than any node has."""
     if not shapes:
         return
