@@ -162,6 +162,25 @@ def test_a_file_that_was_cut_off_is_half_written(tmp_path: Path) -> None:
     assert read(tmp_path / "whole.safetensors").kind == "values"
 
 
+def test_a_directory_of_distributed_checkpoint_counts_as_a_state_once_its_metadata_is_there(tmp_path: Path) -> None:
+    for step in (40, 60):
+        (tmp_path / f"step-{step}").mkdir()
+        torch.save({"x": torch.zeros(9)}, tmp_path / f"step-{step}" / "__0_0.distcp")
+    (tmp_path / "step-40" / ".metadata").write_bytes(b"which tensors lie where")
+
+    half, whole = LiveFiles(tmp_path).states_now()
+
+    assert half == ()
+    assert whole == ["step-40/__0_0.distcp"]
+
+
+def test_a_line_of_our_own_logger_is_no_evaluation() -> None:
+    assert parse("eval loss 0.3").is_evaluation
+    assert not parse(
+        "ddp_hpc.train.late_compiler - INFO - importing torch._dynamo because torch._dynamo.eval_frame is used"
+    ).is_evaluation
+
+
 # --- directories -------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ddp_hpc.prove.certify.file_events import Kind
 from ddp_hpc.prove.certify.output_lines import PrintedLine, parse, scale_of
 from ddp_hpc.prove.certify.sandbox import files_in
-from ddp_hpc.prove.certify.saved_files import SAVED_SUFFIXES, is_half_written, is_saved_state, plain
+from ddp_hpc.prove.certify.saved_files import SAVED_SUFFIXES, is_committed, is_half_written, is_saved_state, plain
 
 
 @dataclass
@@ -88,7 +88,8 @@ class LiveFiles:
         found = sorted(files_in(self.root).items(), key=lambda item: item[1][1])
         paths = [path for path, _ in found if self.is_of_save(self.root / path)]
         half = tuple(path for path in paths if is_half_written(self.root / path))
-        return half, [path for path in paths if path not in half and self.is_state(self.root / path)]
+        whole = (path for path in paths if path not in half and self.is_state(self.root / path))
+        return half, [path for path in whole if is_committed(self.root / path)]
 
     def emptied(self) -> Iterator[str]:
         """Yield the other files that were begun and hold nothing, such as the one that names the newest state."""

@@ -66,7 +66,7 @@ def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> Printe
         step=int(step[1]) if step else None,
         epoch=(float if "." in epoch[1] else int)(epoch[1]) if epoch else (last_epoch if step else None),
         loss=float(loss[1]) if loss else None,
-        is_evaluation=_EVAL.search(text) is not None,
+        is_evaluation=_EVAL.search(text) is not None and "ddp_hpc." not in text,  # a logger of ours
         is_mention=loss is None and _MENTION.search(text) is not None,
     )
 

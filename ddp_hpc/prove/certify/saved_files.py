@@ -71,6 +71,11 @@ def is_saved_state(path: Path) -> bool:
     return path.suffix in SAVED_SUFFIXES
 
 
+def is_committed(path: Path) -> bool:
+    """Tell whether a reader takes a whole file for part of a state: torch.distributed.checkpoint writes a directory's `.metadata` last."""
+    return path.suffix != ".distcp" or path.with_name(".metadata").exists()
+
+
 def is_half_written(path: Path) -> bool:
     """Tell whether a saved state ends before its end; False where the format does not say."""
     try:
