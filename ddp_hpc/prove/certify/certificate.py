@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import plural
 from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS, TrialFault, Trigger, trigger_of
 from ddp_hpc.prove.certify.output_lines import PrintedLine, losses, parse, scale_of
@@ -299,7 +300,11 @@ def time_needed(seconds: float, num_faults: int) -> str:
     minutes = max(1, round(seconds * (num_faults + 2) / 60))  # what a fault has undone is done again
     span = f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes} min"
     advice = " A shorter training, or fewer faults (`--faults`), shows the same sooner" if minutes >= 30 else ""
-    return f"undisturbed, it took {seconds:.0f} s; {num_faults} faults take about {span}.{advice}".rstrip(".")
+    return (
+        f"undisturbed, it took {seconds:.0f} s; {plural(num_faults, 'run')} with a fault: about {span}.{advice}".rstrip(
+            "."
+        )
+    )
 
 
 def hint_on(error: str, work_dir: Path) -> str:
