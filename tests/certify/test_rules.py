@@ -198,6 +198,20 @@ def test_each_defect_is_named_by_its_evidence_and_no_other_is(name: str) -> None
     assert all(defect.evidence and defect.mend and defect.what for defect in finding.defects)
 
 
+def test_a_counter_that_ends_elsewhere_is_the_reason_of_a_learning_rate_that_does() -> None:
+    """As in fairseq's checkpoints, whose schedule is a function of the number of updates."""
+    counted, rate = "optimizer_history.0.num_updates", "last_optimizer_state.param_groups.0.lr"
+    here, whole = values({counted: "22", rate: "0.0151"}), values({counted: "20", rate: "0.0158"})
+
+    finding = found(
+        "kill-at-random",
+        faulty(then=LATER_DIFFER, final={"step_10.pt": here}),
+        undisturbed(final={"step_10.pt": whole}),
+    )
+
+    assert {defect.name for defect in finding.defects} == {"goes on at the wrong step"}
+
+
 def test_every_defect_of_the_table_has_a_case() -> None:
     assert set(RULES) == set(CASES)
 

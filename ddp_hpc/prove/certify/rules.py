@@ -88,7 +88,9 @@ def _resumes_wrong_file(seen: TrialEvidence) -> str:
 
 def _miscounts(seen: TrialEvidence) -> str:
     """Return a counter of the script's own that ends elsewhere; a scheduler that is off by one leaves it alone."""
-    return _first_at_end(seen, {"step", "steps", "global_step", "iteration", "iter", "num_steps", "batches_done"})
+    return _first_at_end(
+        seen, {"step", "steps", "global_step", "iteration", "iter", "num_steps", "num_updates", "batches_done"}
+    )
 
 
 def _first_at_end(seen: TrialEvidence, names: set[str]) -> str:
@@ -151,7 +153,7 @@ RULES: Mapping[str, tuple[str, str, Callable[[TrialEvidence], str]]] = {
     ),
     "half-written file used": (
         "The script saves directly under the name that it loads from, so a kill in a save leaves a file that cannot be read.",
-        "torch.save(state, path + '.tmp'); os.replace(path + '.tmp', path)",
+        "torch.save(state, path + '.tmp'); os.replace(path + '.tmp', path)   # also of a text file that names the newest state",
         _uses_half_written,
     ),
     "starts over": (
