@@ -72,7 +72,7 @@ BROKEN_PIPE = 141
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class Verb(Protocol):
+class VerbModule(Protocol):
     """What a verb's module offers."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -165,7 +165,7 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
             else "which command? `ddp-hpc --help` lists them."
         )
     name, *rest = words
-    verb = cast("Verb", importlib.import_module(f"ddp_hpc.cli.verbs.{name}"))
+    verb = cast("VerbModule", importlib.import_module(f"ddp_hpc.cli.verbs.{name}"))
     parser = argparse.ArgumentParser(prog=f"ddp-hpc {name}", description=verb.__doc__, allow_abbrev=False)
     verb.add_arguments(parser)
     number = rest.index("--") if name in OF_SCRIPTS and "--" in rest else None

@@ -31,7 +31,7 @@ def show(run: RunDir, attempt: int, out: TextIO, *, ask: Ask) -> None:
     _show(run, follow(run, attempt, clock=time.time, pause=await_news, ask=ask_or_end), out, is_kept=False)
 
 
-def watch(run: RunDir, out: TextIO, *, ask: Ask) -> None:
+def show_status_live(run: RunDir, out: TextIO, *, ask: Ask) -> None:
     """Show in the same way how the run goes from now on, until the user has seen enough."""
     looks = follow(run, None, clock=time.time, pause=await_news, ask=ask)
     with suppress(KeyboardInterrupt):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cli.follow_run import watch
+from ddp_hpc.cli.follow_run import show_status_live
 from ddp_hpc.cli.live import LEVELS, PLAIN_LEVELS, screen, sparkline
 from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.machine_use import MachineUse, append_use
@@ -45,7 +45,7 @@ def drawn(
     monkeypatch.setattr(out, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("LINES", str(lines))
-    watch(run, out, ask=lambda _job, _at: pytest.fail("the run has ended"))
+    show_status_live(run, out, ask=lambda _job, _at: pytest.fail("the run has ended"))
     out.flush()
     text = (
         written.getvalue().decode(encoding).rpartition("\x1b[1A")[2]

@@ -15,8 +15,8 @@ from ddp_hpc.cluster.rendezvous.launchers import (
     RankPlace,
     find_place,
     numeric_address,
-    of_run,
     variables_of,
+    with_port_of_run,
     with_workers,
 )
 from ddp_hpc.cluster.slurm.allocation import read_allocation
@@ -164,7 +164,7 @@ def test_all_processes_of_a_job_compute_the_same_port_and_other_jobs_another() -
 
 @pytest.mark.parametrize("environ", [MPICH, {**OPEN_MPI, "PBS_JOBID": "4711.server"}, SKYPILOT])
 def test_runs_of_one_job_or_of_none_meet_at_different_ports(environ: dict[str, str]) -> None:
-    ports = [of_run(placed(environ), Path(run)).port.value for run in ("/runs/a", "/runs/a", "/runs/b")]
+    ports = [with_port_of_run(placed(environ), Path(run)).port.value for run in ("/runs/a", "/runs/a", "/runs/b")]
 
     assert ports[0] == ports[1] != ports[2]
     assert all(10_000 <= int(port or 0) < 32_768 for port in ports)
@@ -173,7 +173,7 @@ def test_runs_of_one_job_or_of_none_meet_at_different_ports(environ: dict[str, s
 def test_a_port_that_the_user_or_the_launcher_names_counts_for_every_run() -> None:
     place = placed({**MPICH, "MASTER_PORT": "29500"})
 
-    assert of_run(place, Path("/runs/a")) == place
+    assert with_port_of_run(place, Path("/runs/a")) == place
 
 
 @pytest.mark.parametrize(

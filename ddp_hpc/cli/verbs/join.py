@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Find this process's place, and become the worker, or the process that starts the workers of this node."""
     from ddp_hpc.cluster.rendezvous.address import this_host
-    from ddp_hpc.cluster.rendezvous.launchers import find_place, of_run
+    from ddp_hpc.cluster.rendezvous.launchers import find_place, with_port_of_run
     from ddp_hpc.cluster.slurm.allocation import read_allocation
     from ddp_hpc.cluster.slurm.own_job import without_ended_job
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     is_finished = place.rank == 0 and _prepare(run_dir, resolved)
     options = [*(f"--import-path={one}" for one in import_paths), *(["--finished"] if is_finished else [])]
     options += [] if first_node is None else [f"--first-node={first_node}"]
-    place = of_run(place, run_dir.path.absolute())
+    place = with_port_of_run(place, run_dir.path.absolute())
     argv = _worker_argv(run_dir, options) if place.scope == "worker" else _node_argv(run_dir, resolved, place, options)
     sys.stdout.flush()
     sys.stderr.flush()

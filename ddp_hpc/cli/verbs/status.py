@@ -34,9 +34,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     now = time.time()
     run_dir = chosen_run(args, environment)
     if args.watch:
-        from ddp_hpc.cli.follow_run import watch  # late: only here
+        from ddp_hpc.cli.follow_run import show_status_live  # late: only here
 
-        watch(run_dir, sys.stdout, ask=slurm_asker(environment))
+        show_status_live(run_dir, sys.stdout, ask=slurm_asker(environment))
         return 0
     status = read_status(run_dir, now=now, ask=slurm_asker(environment))
     if status.state in {"failed", "cancelled", "stopped"} and status.attempt is not None:

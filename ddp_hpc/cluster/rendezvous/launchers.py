@@ -379,7 +379,7 @@ def with_workers(place: RankPlace, num_workers: int) -> RankPlace:
     )
 
 
-def of_run(place: RankPlace, run: Path) -> RankPlace:
+def with_port_of_run(place: RankPlace, run: Path) -> RankPlace:
     """Return the place with the run's own port, where nobody has named one: a job may have several runs, and some have no job.
 
     `run` is the run's absolute path: all processes of the run have the same.

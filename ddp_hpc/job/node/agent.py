@@ -50,10 +50,10 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import keep_to, share_here
 from ddp_hpc.job.node.python_environ import (
+    import_variables,
     imports_for_good,
     leave_at_once,
     make_users_code_importable,
-    python_environ,
     run_and_leave,
     shorten_tmpdir,
 )
@@ -376,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # then stays pending instead of killing the process.
     processes.block_awaited_signals()
     processes.block_interruptions()
-    python = python_environ(os.environ)
+    python = import_variables(os.environ)
     for name in (PROBE_FOLDER, PROBES_ITSELF):  # of a rank from whose script this run was submitted
         os.environ.pop(name, None)
     import_paths = make_users_code_importable(os.environ)

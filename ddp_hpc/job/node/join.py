@@ -19,7 +19,14 @@ from pathlib import Path
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.cluster.rendezvous.address import this_host
-from ddp_hpc.cluster.rendezvous.launchers import TORCHRUN, RankPlace, find_place, numeric_address, of_run, variables_of
+from ddp_hpc.cluster.rendezvous.launchers import (
+    TORCHRUN,
+    RankPlace,
+    find_place,
+    numeric_address,
+    variables_of,
+    with_port_of_run,
+)
 from ddp_hpc.cluster.rendezvous.worker_env import import_path
 from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.job import attempt_start
@@ -60,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if place.launcher == TORCHRUN.name:
         # A killed torchrun ends no worker, and this one would hold the run and its GPU.
         processes.die_with_parent(os.getppid())
-    run, place = RunDir(arguments.run), of_run(place, RunDir(arguments.run).path.absolute())
+    run, place = RunDir(arguments.run), with_port_of_run(place, RunDir(arguments.run).path.absolute())
 
     def begin() -> int:
         processes.block_awaited_signals()  # the attempt that begins is to be ended by the worker

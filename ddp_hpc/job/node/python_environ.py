@@ -29,7 +29,7 @@ _LONGEST = 107 - 40
 """Bytes (unix(7)); Python's `multiprocessing` adds 32 (`/pymp-12345678/listener-12345678`), PyTorch's `torch_shm_manager` 34."""
 
 
-def python_environ(environ: Mapping[str, str]) -> dict[str, str]:
+def import_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that decide where a worker's Python imports from, before `make_users_code_importable`."""
     return {name: environ.get(name, "") for name in (IMPORT_PATH, "PYTHONSAFEPATH", "PYTHONPATH")}  # "" is as unset
 

@@ -31,8 +31,8 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.python_environ import (
+    import_variables,
     make_users_code_importable,
-    python_environ,
     run_and_leave,
     run_worker,
     shorten_tmpdir,
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A signal that comes during the imports stays pending until the worker has handlers.
     processes.block_awaited_signals()
     processes.block_interruptions()
-    run, endpoint, python = RunDir(arguments.run), arguments.meet, python_environ(os.environ)
+    run, endpoint, python = RunDir(arguments.run), arguments.meet, import_variables(os.environ)
     if endpoint is None:
         processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
     rank = int(os.environ["RANK"]) if endpoint is None else step_task(os.environ).rank

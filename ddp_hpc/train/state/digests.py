@@ -63,7 +63,10 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         there = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
         names, alone = [*there], [*there.values()]
         groups = [*_groups(alone)]
-        sums = [(_of_alike if is_alike else _of_any)([alone[place] for place in places]) for places, is_alike in groups]
+        sums = [
+            (_digests_of_alike if is_alike else _digests_of_mixed)([alone[place] for place in places])
+            for places, is_alike in groups
+        ]
         places = (names[place] for places, _ in groups for place in places)
         found |= zip(places, torch.cat(sums).tolist(), strict=True)
     return {name: found[name] for name in tensors}
@@ -96,7 +99,7 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[tuple[Sequence[int], bool]]:
         yield group, False
 
 
-def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
+def _digests_of_alike(tensors: Sequence[Tensor]) -> Tensor:
     """Return the digests of small tensors of the same dtype and number of elements."""
     rows = (
         torch.cat([_with_resolved_bits(tensor).reshape(-1) for tensor in tensors])
@@ -109,7 +112,7 @@ def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
     return _mixed(values + torch.arange(1, values.shape[1] + 1, device=values.device) * _STRIDE).sum(1)
 
 
-def _of_any(tensors: Sequence[Tensor]) -> Tensor:
+def _digests_of_mixed(tensors: Sequence[Tensor]) -> Tensor:
     parts = [_parts(tensor) for tensor in tensors]
     # Few operations: beside a small model, each takes microseconds, whatever it computes.
     lengths = [sum(one.numel() for one in some) for some in parts]
