@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission.backend import Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.prove.drill import scenario
+from ddp_hpc.prove.drill import faults, scenario
 from ddp_hpc.prove.drill.faults import FAULTS
 from ddp_hpc.prove.drill.injector import NodeProcess, processes_by_kind
 from ddp_hpc.prove.drill.scenario import check
@@ -201,3 +202,22 @@ def test_a_run_that_chooses_its_interval_may_lose_by_the_one_that_was_in_force_a
     assert scenario._every_steps(run, "auto", 1) == 216
     assert scenario._every_steps(run, "auto", 0) == 0
     assert scenario._every_steps(run, 50, 1) == 50
+
+
+def test_a_run_that_ends_before_a_save_can_fail_is_said_to_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    writing = run.checkpoints / "attempt-0.writing"
+    writing.mkdir(parents=True)
+
+    def finish(_: RunDir) -> None:
+        writing.rmdir()
+        run.done.touch()
+
+    monkeypatch.setattr(faults, "read_progress", finish)
+    request: Any = SimpleNamespace(run=run)
+    inject: Any = FAULTS["disk-full"].inject
+
+    with pytest.raises(ConfigError, match="no save failed within"):
+        inject(request, None, "", "")

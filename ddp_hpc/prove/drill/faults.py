@@ -6,6 +6,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ddp_hpc.base.errors import ConfigError
@@ -89,7 +90,8 @@ def _fill_disk(request: SubmitRequest, *_: object) -> Injection:
                 )
             time.sleep(0.05)
     finally:
-        writing.chmod(mode)
+        with suppress(FileNotFoundError):  # the attempt has ended
+            writing.chmod(mode)
     return f"made {writing} read-only for {time.time() - at:.1f} s ({progress.save_error})", at
 
 
