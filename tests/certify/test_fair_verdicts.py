@@ -445,6 +445,30 @@ def test_an_export_that_was_cut_off_and_written_again_is_no_defect() -> None:
     assert (finding.verdict, names(finding)) == ("exact", set())
 
 
+@pytest.mark.parametrize(
+    ("paths", "was_in_save", "is_named"),
+    [
+        (("step_2.pt", "step_4.pt"), False, True),
+        (("step_2.pt", "step_4.pt"), True, False),  # a kill has cut off one of the kind, and the script came back
+        (("step_4.pt", "step_4.pt"), True, True),  # but another file than the one that each save writes again
+    ],
+)
+def test_a_file_that_is_written_in_place_is_a_defect_though_no_kill_has_cut_it_off(
+    paths: tuple[str, str], was_in_save: bool, is_named: bool
+) -> None:
+    saves = tuple(
+        Save(path=name, num_lines=at, at=float(at), in_place=True) for at, name in zip((2, 4), paths, strict=True)
+    )
+    record = faulty(attempt={"saves": saves}, later={"reads": ("step_4.pt",)}, was_in_save=was_in_save)
+    baseline = baseline_of(lines_of(1, 10), saves=saves, final={"step_10.pt": values()})
+
+    finding = found("kill-in-save", record, baseline)
+
+    assert finding.verdict == "loses"
+    assert names(finding) == ({"half-written file used"} if is_named else set())
+    assert all("no kill came while the file was open" in defect.evidence for defect in finding.defects)
+
+
 def test_an_export_that_stays_cut_off_is_a_half_written_file_that_was_used() -> None:
     saves = (*undisturbed().attempt.saves, Save(path="final.pt", num_lines=10, at=11.0, contents=WEIGHTS))
     cut_off = Contents(kind="bytes", digest="half")

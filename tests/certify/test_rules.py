@@ -299,16 +299,6 @@ def test_a_script_that_ends_too_early_does_not_come_back() -> None:
     assert finding.reason == "the script ended with exit code 0 at step 5, but the undisturbed run goes on after that"
 
 
-def test_a_file_that_is_written_in_place_is_a_defect_though_no_kill_has_cut_it_off() -> None:
-    saves = (Save(path="step_4.pt", num_lines=4, at=4.0, in_place=True),)
-    record = faulty(attempt={"saves": saves}, later={"reads": ("step_4.pt",)})
-
-    finding = found("kill-in-save", record, undisturbed())
-
-    assert finding.reason == "half-written file used"
-    assert "no kill came while the file was open" in finding.defects[0].evidence
-
-
 def test_a_file_in_place_that_no_kill_has_cut_off_is_not_why_a_result_differs() -> None:
     saves = (Save(path="step_4.pt", num_lines=4, at=4.0, in_place=True),)
     record = faulty(then=ALL_DIFFER, final=OTHER, attempt={"saves": saves}, later={"reads": ("step_4.pt",)})

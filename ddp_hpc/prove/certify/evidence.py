@@ -217,9 +217,17 @@ class TrialEvidence:
         ]
 
     @property
-    def in_place(self) -> list[str]:
-        """Saved states that the script read back, and that it writes under their own names."""
-        return [one.path for one in self.faulty.saves if one.in_place and one.path in self.read_back]
+    def spared_in_place(self) -> list[str]:
+        """Saved states that the script read back and writes under their own names, and that no kill cut off.
+
+        If a kill did come in a save, the script has come back from that: then only those count that each save writes again.
+        """
+        whole = self.baseline.attempt.saves
+        paths = [one.path for one in (*self.faulty.saves, *whole) if one.in_place and one.path in self.read_back]
+        if self.injected.was_in_save:
+            written = [one.path for one in whole]
+            paths = [one for one in paths if written.count(one) > 1 and one not in self.injected.half_written]
+        return list(dict.fromkeys(paths))
 
     @cached_property
     def _before(self) -> list[Position]:

@@ -64,8 +64,8 @@ def _uses_half_written(seen: TrialEvidence) -> str:
             return f"{cut_off}; the script read it and started over"
         if any(one.file == file and not one.path for one in seen.differences):
             return f"{cut_off}, and is incomplete at the end, too"
-    if seen.fault.moment == "in a save" and seen.in_place and not seen.injected.was_in_save:
-        return f"{seen.in_place[0]} is saved under the name that the script loads; no kill came while the file was open, but a later one may"
+    if seen.fault.moment == "in a save" and (spared := seen.spared_in_place):
+        return f"{spared[0]} is saved under the name that the script loads; no kill came while the file was open, but a later one may"
     return ""
 
 

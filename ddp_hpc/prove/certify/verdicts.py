@@ -129,7 +129,7 @@ def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
 
 def _has_come(defect: Defect, evidence: TrialEvidence) -> bool:
     """Tell whether the defect did harm in this run: a file that could have been cut off, and was not, alters no result."""
-    return defect.name != "half-written file used" or evidence.injected.was_in_save
+    return defect.name != "half-written file used" or bool(evidence.half_written)
 
 
 def _difference_text(difference: FileDifference) -> str:
