@@ -24,7 +24,7 @@ from tests.distributed import exact_training
 from tests.distributed.processes import in_group
 from tests.strange.walks import begin, close
 
-LAST = 80
+LAST = 160
 KEEPS_ALL = {"keep_last": 1000, "min_interval_s": 1}
 
 
@@ -42,7 +42,7 @@ def uneven() -> Recipe:
 AUTO = replace(
     exact_training.CASE,
     recipe=uneven,
-    train={**exact_training.CASE.train, "epochs": 20, "max_steps": LAST},
+    train={**exact_training.CASE.train, "epochs": 40, "max_steps": LAST},
     save_every="auto",
     checkpoint=KEEPS_ALL,
 )

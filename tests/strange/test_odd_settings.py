@@ -150,7 +150,6 @@ def test_a_file_where_runs_would_be_is_named_with_the_key(
         (["render", "run.yaml", "slurm.template=~nosuchuser/t.j2"], "~nosuchuser/t.j2"),
         (["submit", "run.yaml", "--dry-run", "--site", "~nosuchuser/s.yaml"], "~nosuchuser/s.yaml"),
         (["list", "--runs-dir=~nosuchuser/x"], "~nosuchuser/x"),
-        (["container", "digest", "~nosuchuser/i.sif"], "no user 'nosuchuser'"),
         (["container", "build", "i.sif", "--base=~nosuchuser/b.sif"], "no user 'nosuchuser'"),
     ],
 )

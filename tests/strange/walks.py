@@ -131,6 +131,8 @@ def walk_in_parts(group: Group, case: Case, path: Path) -> dict[str, Any]:
 
 def close(t: Training) -> None:
     t.recorder.close()
+    for observer in t.observers:
+        observer.close()
 
 
 def everything(t: Training) -> dict[str, Any]:
