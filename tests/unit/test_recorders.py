@@ -303,7 +303,8 @@ def test_a_record_that_is_never_closed_after_the_training_does_not_keep_the_work
     monkeypatch.setattr(worker, "PATIENCE_S", {"stopped": 0.1})
     monkeypatch.setattr(os, "_exit", leave)
 
-    worker._train_and_close(cast("Any", SimpleNamespace(**records)), Watchdog(None))
+    training = SimpleNamespace(**records, observers=[records["samples"]])
+    worker._train_and_close(cast("Any", training), Watchdog(None))
 
     assert codes == [STOPPED]
 

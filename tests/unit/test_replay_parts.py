@@ -210,7 +210,7 @@ def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of
     from_the_beginning.state.position = Position(step=1)
     with pytest.raises(ConfigError, match=r"begins after step 20, .* that of step 0"):
         from_the_beginning.after_step()
-    from_the_beginning.after_step.__self__._trace.close()
+    from_the_beginning.after_step.__self__.close()
 
 
 def test_where_the_machine_lists_no_gpus_those_count_that_the_variable_names(tmp_path: Path) -> None:
