@@ -176,10 +176,15 @@ class Cluster:
         self.wait_for(self._all_idle, 120)
 
     def _all_idle(self) -> bool:
+        """Tell whether all nodes are idle, where the queue is empty; set right those that are not."""
         states = self.run("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %T").stdout.split("\n")
-        amiss = [line.split()[0] for line in states if line and line.split()[1] != "idle"]
-        if amiss:  # one that is set down stays so until told; telling the others fails, and does no harm
-            self.run("scontrol", "update", f"nodename={','.join(amiss)}", "state=resume", user="root", check=False)
+        amiss = dict(line.split() for line in states if line and line.split()[1] != "idle")
+        # Seen after slurmctld was restarted amid the end of a job: the queue is empty, the node "completing" for minutes.
+        lost = [node for node, state in amiss.items() if state == "completing"]
+        for nodes, change in ((lost, ("state=down", "reason=lost-job")), (list(amiss), ("state=resume",))):
+            if nodes:  # one that is set down stays so until told; telling the others fails, and does no harm
+                argv = ("scontrol", "update", f"nodename={','.join(nodes)}", *change)
+                self.run(*argv, user="root", check=False)
         return not amiss
 
     def _start(self, daemon: str) -> None:
