@@ -336,6 +336,36 @@ def test_a_script_that_goes_on_from_a_file_of_an_unknown_kind_is_not_said_to_sav
     assert found("kill-at-random", record, baseline).verdict == "loses"
 
 
+@pytest.mark.parametrize(
+    ("num_saved", "then", "final", "verdict"),
+    [(4, lines_of(9, 10), None, "loses"), (5, (), None, "not tried"), (5, (), OTHER, "differs")],
+)
+def test_a_fault_after_which_nothing_is_left_to_train_proves_nothing_unless_the_result_is_another(
+    num_saved: int, then: Sequence[PrintedLine], final: Mapping[str, Contents] | None, verdict: str
+) -> None:
+    saves = undisturbed().attempt.saves[:num_saved]
+    record = faulty(lines_of(1, 10), then, attempt={"saves": saves}, at=11.0, final=final)
+
+    finding = found("kill-after-save", record, undisturbed())
+
+    assert finding.verdict == verdict
+    assert finding.was_tried == (verdict != "not tried")
+
+
+def test_parts_of_epochs_count_as_parts() -> None:
+    """Transformers prints `'epoch': 0.25`, and saves each 50 steps."""
+
+    def quarters(first: int, last: int) -> tuple[PrintedLine, ...]:
+        return printed(*(f"{{'loss': {1 / part:.4f}, 'epoch': {part / 4}}}" for part in range(first, last + 1)))
+
+    saves = [Save(path=f"checkpoint-{part}/optimizer.pt", num_lines=part, at=float(part)) for part in (5, 10, 15, 20)]
+    baseline = baseline_of(quarters(1, 24), saves=saves)
+
+    finding = found("kill-at-random", faulty(quarters(1, 8), quarters(6, 24), attempt={"saves": saves[:1]}), baseline)
+
+    assert (baseline.num_units, finding.words) == (6, "loses at most 1.25 epochs")
+
+
 UNTRIED = FaultResult(fault="kill-in-save", description="", verdict="not tried", words="not tried: no save")
 EXACT = FaultResult(fault="term", description="", verdict="exact", words="exact")
 HANGS = FaultResult(fault="undisturbed", description="", verdict="hangs", words="hangs")

@@ -151,6 +151,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "half-written directory used": (
+        "kill-in-save",
+        {
+            "present": ("out/checkpoint-4/model.safetensors", "out/checkpoint-8/model.safetensors"),
+            "then": (),
+            "later": {
+                "ending": "failed",
+                "failed_ranks": {0: "FileNotFoundError: [Errno 2] ...: '/w/out/checkpoint-8/trainer_state.json'"},
+            },
+        },
+        {
+            "final": {
+                "out/checkpoint-10/trainer_state.json": text("{}"),
+                "out/checkpoint-10/model.safetensors": values(),
+            }
+        },
+    ),
     "optimizer not restored": (
         "kill-at-random",
         {"then": LATER_DIFFER, "final": OTHER},

@@ -86,6 +86,8 @@ class Certification:
     names: set[str] = field(default_factory=set)
     """Of the directories of its runs."""
     notes: list[str] = field(default_factory=list)
+    _records: dict[str, RunRecord] = field(default_factory=dict)
+    """Of the faults that were tried."""
     _old_states: set[Path] = field(default_factory=set)
     """Of an earlier run; they are not copied."""
     _save_names: frozenset[str] = frozenset()
@@ -105,6 +107,8 @@ class Certification:
             finding = self._try_fault(name, rng)
             certificate.findings.append(finding)
             on_finding(finding)
+        # A second undisturbed run, once it was needed, says more of the faults before it, too.
+        certificate.findings = [self._judge(one.fault, one.run) if one.run else one for one in certificate.findings]
         certificate.is_deterministic = self.baseline.is_deterministic
         if certificate.is_good and not self.is_kept:  # nothing is left to compare
             for name in self.names:
@@ -129,7 +133,7 @@ class Certification:
             folder=str(self.folder),
             seconds=round(record.seconds, 1),
             unit=self.baseline.scale.unit,
-            num_positions=len(self.baseline.positions),
+            num_positions=self.baseline.num_units,
             saves=list(dict.fromkeys(one.path for one in self.baseline.attempt.saves)),
             final_files=sorted(record.final),
             notes=self.notes,
@@ -188,11 +192,15 @@ class Certification:
                 "its result differs; certify runs the script undisturbed once more, to see whether its result is always the same"
             )
             self.baseline = replace(self.baseline, second=self._undisturbed("undisturbed-2"))
-        finding = judge(name, TrialEvidence(fault, record, self.baseline))
-        finding.run = str(trial.directory.path)
+        self._records[name] = record
+        finding = self._judge(name, str(trial.directory.path))
         if finding.is_good and not self.is_kept:
             shutil.rmtree(trial.work_dir.parent, ignore_errors=True)
         return finding
+
+    def _judge(self, name: str, run: str) -> FaultResult:
+        """Return the verdict on a fault that was tried, by what the undisturbed runs have shown until now."""
+        return replace(judge(name, TrialEvidence(FAULTS[name], self._records[name], self.baseline)), run=run)
 
     def _trial(
         self, name: str, fault: TrialFault | None = None, trigger: Trigger | None = None

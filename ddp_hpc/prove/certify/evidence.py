@@ -81,8 +81,13 @@ class Baseline:
         return frozenset(kind_of(one.path) for one in whole or saves)
 
     @property
-    def steps_between_saves(self) -> int:
-        """The most positions that lie between two saves; 0 where that is not known."""
+    def num_units(self) -> int:
+        """How many lines name a step, or how many epochs they are parts of."""
+        return round(len(self.positions) * min(1, self.scale.stride))
+
+    @property
+    def steps_between_saves(self) -> float:
+        """The most steps, or epochs, that lie between two saves; 0 where that is not known."""
         counts = [0, *(len(positions(self.attempt.lines[: one.num_lines], self.scale)) for one in self.attempt.saves)]
         return max((later - earlier for earlier, later in pairwise(counts)), default=0) * self.scale.stride
 
@@ -217,6 +222,18 @@ class TrialEvidence:
         ]
 
     @property
+    def missing_beside_state(self) -> str:
+        """A file that the undisturbed run writes beside a saved state, and that the script misses there after the fault."""
+        kinds = set(map(kind_of, self.baseline.record.final))
+        for folder in {str(Path(path).parent) for path in (*self.injected.present, *self.injected.half_written)} - {
+            "."
+        }:
+            found = re.search(rf"{re.escape(folder)}/[\w.-]+", self.error)
+            if found and kind_of(found[0]) in kinds and not {found[0]}.intersection(self.injected.present):
+                return found[0]
+        return ""
+
+    @property
     def spared_in_place(self) -> list[str]:
         """Saved states that the script read back and writes under their own names, and that no kill cut off.
 
@@ -287,11 +304,22 @@ class TrialEvidence:
         return whole[numbers[-1]]
 
     @property
-    def num_repeated(self) -> int:
+    def num_repeated(self) -> float:
         """Steps (or epochs) that were done again, at most."""
         repeated = len({*self._before}.intersection(self._after)) if self.is_measured else 0
         stride = self.baseline.scale.stride
-        return repeated * stride + (stride - 1 if repeated else 0)
+        unprinted = stride - 1 if stride >= 1 else stride
+        return repeated * stride + (unprinted if repeated else 0)
+
+    @property
+    def came_too_late(self) -> bool:
+        """Whether the undisturbed run prints no further step or epoch after the save that was the newest when the fault came."""
+        attempts = self.record.attempts[: self.injected.attempt + 1]
+        num_saves = sum(save.at < self.injected.at for attempt in attempts for save in attempt.saves)
+        whole = self.baseline.attempt
+        newest = whole.saves[min(num_saves, len(whole.saves)) - 1] if num_saves and whole.saves else None
+        until_then = positions(whole.lines[: newest.num_lines], self.baseline.scale) if newest else []
+        return bool(until_then) and len(until_then) == len(self.baseline.positions)
 
     # --- its result ----------------------------------------------------------------------------------------------------
 

@@ -79,8 +79,8 @@ class Scale:
     """`step` or `epoch`; empty where no line says either."""
     has_epochs: bool = False
     """Whether a position needs the epoch beside the step, because steps begin anew in each epoch."""
-    stride: int = 1
-    """How many steps lie between two lines."""
+    stride: float = 1
+    """How many steps, or which part of an epoch, lie between two lines."""
 
     def position(self, line: PrintedLine) -> Position | None:
         """Return where a line says that the training is; None where it does not say."""
@@ -101,10 +101,17 @@ def scale_of(lines: Iterable[PrintedLine]) -> Scale:
     places = {(line.epoch, line.step) for line in lines if line.step is not None}
     # Fewer places than epochs are no steps: `print_iter=4` among the arguments that a script prints.
     if len(places) < max(1, len(epochs)):
-        return Scale("epoch" if epochs else "")
+        is_whole = all(float(one).is_integer() for one in epochs)
+        return Scale(
+            "epoch" if epochs else "", stride=1 if is_whole else round(median(_gaps(sorted(epochs)) or [1]), 4)
+        )
     restarts = any(later < earlier for earlier, later in pairwise(steps))
-    gaps = [later - earlier for earlier, later in pairwise(steps) if later > earlier]
+    gaps = _gaps(steps)
     return Scale("step", has_epochs=restarts, stride=max(1, round(median(gaps))) if gaps else 1)
+
+
+def _gaps(numbers: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(numbers) if later > earlier]
 
 
 def positions(lines: Sequence[PrintedLine], scale: Scale) -> list[Position]:

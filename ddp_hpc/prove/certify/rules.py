@@ -69,6 +69,13 @@ def _uses_half_written(seen: TrialEvidence) -> str:
     return ""
 
 
+def _uses_torn_directory(seen: TrialEvidence) -> str:
+    missing = seen.missing_beside_state if seen.record.outcome == "failed" and seen.resumed_at is None else ""
+    return (
+        f"a kill left the directory without {missing}, and the script did not resume: {seen.error}" if missing else ""
+    )
+
+
 def _starts_over(seen: TrialEvidence) -> str:
     if not seen.starts_over or seen.read_back:
         return ""
@@ -155,6 +162,11 @@ RULES: Mapping[str, tuple[str, str, Callable[[TrialEvidence], str]]] = {
         "The script saves directly under the name that it loads from, so a kill in a save leaves a file that cannot be read.",
         "torch.save(state, path + '.tmp'); os.replace(path + '.tmp', path)   # also of a text file that names the newest state",
         _uses_half_written,
+    ),
+    "half-written directory used": (
+        "The script writes the files of a saved state one after another into the directory that it loads, so a kill in a save leaves only some of them.",
+        "save(path + '.tmp'); os.rename(path + '.tmp', path)   # Transformers: resume from the newest directory that has a trainer_state.json",
+        _uses_torn_directory,
     ),
     "starts over": (
         "The script does not load what it has saved.",

@@ -13,6 +13,7 @@ GOOD = frozenset({"exact", "loses", "comes back", "not tried"})
 """`not tried`, where the script has no such moment, does no harm beside others; alone it says nothing."""
 _WORDS: Mapping[str, str] = {
     "untouched": "not tried: the run finished before the moment of the fault",
+    "not tried": "not tried: when the fault came, nothing was left to train",
     "differs": "differs: the script resumed, but its result is another",
 }
 _TABLE: Mapping[str, Callable[[TrialEvidence], object]] = {
@@ -21,6 +22,7 @@ _TABLE: Mapping[str, Callable[[TrialEvidence], object]] = {
     "does not come back": lambda seen: not seen.came_back,
     "does not stop": lambda seen: seen.injected.signal_action == "ignored" or seen.ran_on,
     "differs": lambda seen: seen.differs or seen.doubled,
+    "not tried": lambda seen: seen.came_too_late,
     "saves nothing": lambda seen: seen.saves_nothing,
     # which also says that the final files are the same:
     "loses": lambda seen: seen.num_repeated and seen.baseline.is_deterministic is not False,
@@ -40,8 +42,8 @@ class FaultResult:
     """One of the table, or `not tried`."""
     words: str
     """The verdict as text."""
-    at_most: int | None = None
-    """How many steps or epochs were done again, where that is the verdict."""
+    at_most: float | None = None
+    """How many steps or epochs were done again, where that is the verdict; part of an epoch, where the output says parts."""
     reason: str = ""
     first_difference: str = ""
     """The loss, the value or the file that differs first."""
@@ -84,7 +86,7 @@ def judge(name: str, evidence: TrialEvidence) -> FaultResult:
     finding = FaultResult(
         fault=name, description=evidence.fault.description, verdict=verdict, words=_WORDS.get(verdict, verdict)
     )
-    if verdict == "untouched":
+    if not finding.was_tried:
         finding.reason = "have the script train on for longer after its last save, or save fewer files at a time"
         return finding
     if evidence.differs:
@@ -98,7 +100,7 @@ def judge(name: str, evidence: TrialEvidence) -> FaultResult:
         saves_at_stop = evidence.fault.is_stop and evidence.injected.signal_action == "caught"
         between_saves = 0 if saves_at_stop else evidence.baseline.steps_between_saves
         finding.at_most = max(evidence.num_repeated, between_saves)
-        lost = f"at most {finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
+        lost = f"at most {finding.at_most:g} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
         finding.words = f"loses {lost}" if verdict == "loses" else f"comes back, and repeats {lost}"
     finding.reason = _reason(finding, evidence)
     finding.notes = [*_notes(finding, evidence)]
