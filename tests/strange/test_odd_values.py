@@ -160,3 +160,24 @@ def check(
                     assert words != ["list"] or sound.name in printed.out
         path.write_text(whole, "utf-8")
     assert tried > 100
+
+
+def test_a_run_with_a_value_that_its_key_takes_no_more_is_read_and_only_a_start_of_it_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`profile.kind=nsys` was one of version 0.9.0's trials."""
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs", "odd")
+    add_everything(run)
+    run.config.write_text("name: odd\nprofile:\n  kind: nsys   # command line\n")
+    for words in (*COMMANDS, ["logs", "odd", "--rank", "0"]):
+        assert main([*words]) in {0, 1}, words
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err, words
+        assert printed.out, words
+
+    assert main(["submit", "runs/odd/config.yaml", "name=odd", "--dry-run"]) == 2
+
+    told = capsys.readouterr().err
+    for part in ("`profile.kind`", "nsys", "line 3", "torch"):
+        assert part in told
