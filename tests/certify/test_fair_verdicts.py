@@ -523,20 +523,26 @@ def test_a_text_with_the_arguments_of_the_resume_is_the_same(here: str, other: s
     assert (finding.verdict != "differs") is is_same
 
 
-def test_the_file_that_names_the_newest_state_is_half_written_where_a_kill_left_it_empty() -> None:
-    end = {"step_10.pt": values(), "last_checkpoint": text("step_10.pt"), "notes.txt": text()}
+@pytest.mark.parametrize(
+    ("cut_off", "whole"),
+    [("last_checkpoint", "last_checkpoint"), ("checkpoint-4/trainer_state.json", "checkpoint-10/trainer_state.json")],
+)
+def test_a_text_without_which_a_state_is_not_found_is_half_written_where_a_kill_left_it_empty(
+    cut_off: str, whole: str
+) -> None:
+    end = {"step_10.pt": values(), whole: text("step_10.pt"), "notes.txt": text()}
     failure = "torch.multiprocessing.spawn.ProcessRaisedException:\n\n-- Process 1 terminated:\nFileNotFoundError: ''"
     record = faulty(
         then=(),
         later={"ending": "failed", "failed_ranks": {0: failure}},
-        half_written=("last_checkpoint", "notes.txt"),
+        half_written=(cut_off, "notes.txt"),
     )
 
     finding = found("kill-after-save", record, baseline_of(lines_of(1, 10), final=end))
 
     assert [one.evidence for one in finding.defects] == [
         (
-            "last_checkpoint was cut off by a kill while the script wrote it under its final name, and the script did not resume: "
+            f"{cut_off} was cut off by a kill while the script wrote it under its final name, and the script did not resume: "
             "FileNotFoundError: ''"
         )
     ]

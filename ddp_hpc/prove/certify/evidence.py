@@ -214,12 +214,9 @@ class TrialEvidence:
     @property
     def half_written(self) -> list[str]:
         """Files that were cut off, and are of a kind that the undisturbed run has saved to its end, or hold text there."""
-        kinds, whole = {kind_of(one.path) for one in self.baseline.attempt.saves}, self.baseline.record.final
-        return [
-            path
-            for path in self.injected.half_written
-            if kind_of(path) in kinds or (path in whole and whole[path].lines)
-        ]
+        texts = (path for path, contents in self.baseline.record.final.items() if contents.lines)
+        kinds = set(map(kind_of, (*(one.path for one in self.baseline.attempt.saves), *texts)))
+        return [path for path in self.injected.half_written if kind_of(path) in kinds]
 
     @property
     def missing_beside_state(self) -> str:
