@@ -329,6 +329,16 @@ def test_a_file_in_place_that_no_kill_has_cut_off_is_not_why_a_result_differs() 
     assert finding.reason.endswith("; not the reason, but to be mended, too: half-written file used")
 
 
+@pytest.mark.parametrize(("file", "is_told"), [("train.log", False), ("metrics.csv", True)])
+def test_lines_of_a_log_that_differ_are_told_only_where_they_are_a_table(file: str, is_told: bool) -> None:
+    here, whole = ({"step_10.pt": values(), file: text(f"{hour}:00 step 1", "step 2")} for hour in (1, 2))
+
+    finding = found("kill-at-random", faulty(final=here), undisturbed(final=whole))
+
+    assert finding.verdict == "loses"
+    assert any(f"in {file} is '1:00 step 1'" in note for note in finding.notes) is is_told
+
+
 def test_a_log_with_times_of_day_is_not_compared() -> None:
     def final(hour: int, *more: str) -> dict[str, Contents]:
         return {"step_10.pt": values(), "train.log": text(*(f"{hour}:0{second} step" for second in range(3)), *more)}

@@ -13,7 +13,7 @@ from ddp_hpc.prove.certify.saved_files import Contents
 
 NO_FILE = "no such file"
 _TABLES = frozenset({".csv", ".tsv", ".jsonl"})
-_LOGS = _TABLES | {".log", ".out", ".err"}
+_MESSAGES = frozenset({".log", ".out", ".err"})
 
 _RESUME = r"(?:resume(?:_from\w*|_path|_checkpoint)?|auto_resume|start_epoch|start_iter|init_from)"
 _RESUME_ARGUMENT = re.compile(rf"(?:^|\.)(?:args|opts?|cfg|config|hparams|hyper_parameters)\.(?:\w+\.)*{_RESUME}$")
@@ -35,7 +35,13 @@ class FileDifference:
     @property
     def is_of_log(self) -> bool:
         """Whether it is a line of a log or a table."""
-        return self.path.startswith("line ") and (self.is_of_records or PurePosixPath(self.file).suffix in _LOGS)
+        is_of_table = self.is_of_records or PurePosixPath(self.file).suffix in _TABLES
+        return self.is_of_messages or (self.path.startswith("line ") and is_of_table)
+
+    @property
+    def is_of_messages(self) -> bool:
+        """Whether it is a line of a log, which tells times, and of a resume."""
+        return self.path.startswith("line ") and PurePosixPath(self.file).suffix in _MESSAGES
 
     @property
     def is_of_resume(self) -> bool:

@@ -168,8 +168,9 @@ def _notes(finding: FaultResult, evidence: TrialEvidence) -> Iterator[str]:
         yield "the script does not print at which step it continues, so the amount of repeated work is not known"
     if evidence.has_finished and not evidence.compared:
         yield "no file was compared: the script leaves none, or names or all values of files differ between undisturbed runs"
-    if evidence.has_same_saved_state and evidence.differences:
-        yield f"the saved states are the same, but {_difference_text(evidence.differences[0])}"
+    others = [one for one in evidence.differences if not one.is_of_messages]
+    if evidence.has_same_saved_state and others:
+        yield f"the saved states are the same, but {_difference_text(others[0])}"
     if evidence.has_same_saved_state and (evidence.first_loss_differs or evidence.later_loss_differs):
         yield (
             "after the resume, the script prints other losses than the undisturbed run, but both save the same states: so the resume is right, "
