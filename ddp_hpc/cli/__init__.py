@@ -32,7 +32,7 @@ GROUPS = {
     },
     "start otherwise": {
         "render": "write a job script for `sbatch`, and submit nothing",
-        "join": "run this process's share of a run, where torchrun, srun, mpiexec, Kubeflow, SkyPilot or dstack has started it",
+        "join": "run this process's share of a run, where torchrun, srun, mpiexec, Kubeflow or SkyPilot has started it",
         "env": "print the environment variables that a worker gets (RANK, MASTER_ADDR, ...), and where each comes from",
     },
     "look": {

@@ -19,7 +19,7 @@ from ddp_hpc.cli.status_text import steps
 from ddp_hpc.launch.sweep.point_states import PointReader, PointState
 from ddp_hpc.launch.sweep.points import Point, labels_of
 from ddp_hpc.launch.sweep.sweep_dir import find_sweep, is_being_sent, read_sweep
-from ddp_hpc.watch.compare_runs import ListedRun, sort_runs
+from ddp_hpc.watch.compare_runs import sort_runs
 from ddp_hpc.watch.queue import Queue, queue_now
 
 HEADER = ("POINT", "STATE", "STEP", "LOSS", "EVALUATION", "ATTEMPT", "AGE")
@@ -66,8 +66,8 @@ def _sorted(rows: Sequence[Row], by: str, *, is_reversed: bool) -> list[Row]:
             values, key=lambda name: values[name] if are_numbers else str(values[name]), reverse=is_reversed
         )
     else:
-        listed = [ListedRun(state.status) for _, state in rows if state.status is not None]
-        ordered = [one.status.run for one in sort_runs(listed, by, is_reversed=is_reversed)]
+        listed = [state.status for _, state in rows if state.status is not None]
+        ordered = [one.run for one in sort_runs(listed, by, is_reversed=is_reversed)]
     by_name = {point.name: (point, state) for point, state in rows}
     return [by_name[name] for name in dict.fromkeys([*ordered, *by_name])]
 

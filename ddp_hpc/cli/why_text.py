@@ -69,7 +69,8 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
     yield "concerns", _entity(attempt, verdict)
     yield "alike", _alike(ledger, attempt)
     yield "evidence", "\n".join(f"{_ROLES[one.role]} ({_where(run, one)}): {_quoted(one)}" for one in verdict.evidence)
-    yield "others", _others(verdict)
+    others = {"lost the connection to a peer": verdict.num_cascades, "failed in the same way": verdict.num_alike}
+    yield "others", "; ".join(f"{plural(count, 'other rank')} {what}" for what, count in others.items() if count)
     yield "means", about.means
     yield "to do", to_do(run, attempt, verdict, word=word)
     ended = f"{REGISTRY[verdict.end].title}; " if verdict.end else ""
@@ -93,11 +94,6 @@ def _alike(ledger: Ledger, attempt: Attempt) -> str:
     if not attempt.root.fingerprint or not others:
         return ""
     return f"{'attempt' if len(others) == 1 else 'attempts'} {', '.join(map(str, others))} failed in the same way"
-
-
-def _others(verdict: Verdict) -> str:
-    others = {"lost the connection to a peer": verdict.num_cascades, "failed in the same way": verdict.num_alike}
-    return "; ".join(f"{plural(count, 'other rank')} {what}" for what, count in others.items() if count)
 
 
 def _where(run: RunDir, evidence: EvidenceLine) -> str:

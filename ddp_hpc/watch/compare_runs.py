@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,18 +27,6 @@ _COLUMNS: Mapping[str, Callable[[RunStatus], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class ListedRun:
-    """A run's status, and its configuration."""
-
-    status: RunStatus
-
-    @cached_property
-    def values(self) -> Mapping[str, Any]:
-        """Key -> value; empty if the configuration cannot be read. Reading it takes longer than all else of a run."""
-        return config_values(RunDir(Path(self.status.path)))
-
-
 def config_values(run: RunDir) -> dict[str, Any]:
     """Return a run's configuration, key by key; empty if it cannot be read."""
     try:
@@ -48,13 +35,19 @@ def config_values(run: RunDir) -> dict[str, Any]:
         return {}
 
 
-def filter_runs(runs: Sequence[ListedRun], conditions: Sequence[str]) -> list[ListedRun]:
+@cache
+def values_of(path: str) -> Mapping[str, Any]:
+    """Return the same of a run's directory, read once: that takes longer than all else of a run."""
+    return config_values(RunDir(Path(path)))
+
+
+def filter_runs(runs: Sequence[RunStatus], conditions: Sequence[str]) -> list[RunStatus]:
     """Return the runs that meet all conditions: `state=running`, `train.lr=0.1`."""
     tests = [_test(condition) for condition in conditions]
     return [run for run in runs if all(test(run) for test in tests)]
 
 
-def _test(condition: str) -> Callable[[ListedRun], bool]:
+def _test(condition: str) -> Callable[[RunStatus], bool]:
     name, equals, text = condition.partition("=")
     if not equals:
         raise ConfigError(
@@ -63,32 +56,32 @@ def _test(condition: str) -> Callable[[ListedRun], bool]:
     if name == "state":
         if text not in _STATES:
             raise ConfigError(f"`--filter {condition}` names an unknown state. The states are {', '.join(_STATES)}.")
-        return lambda run: run.status.state == text
+        return lambda run: run.state == text
     key = key_of(name)
     if key is None:
         raise unknown_key(name, f"--filter {condition}")
     wanted = parse_text(key, text, f"--filter {condition}")
-    return lambda run: name in run.values and _plain(run.values[name]) == _plain(wanted)
+    return lambda run: name in values_of(run.path) and _plain(values_of(run.path)[name]) == _plain(wanted)
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def sort_runs(runs: Sequence[ListedRun], by: str, *, is_reversed: bool) -> list[ListedRun]:
+def sort_runs(runs: Sequence[RunStatus], by: str, *, is_reversed: bool) -> list[RunStatus]:
     """Return the runs, sorted by a column, an evaluation metric or a key; those without a value come last."""
-    is_metric = any(by in run.status.metrics for run in runs)
+    is_metric = any(by in run.metrics for run in runs)
     if by not in _COLUMNS and not is_metric and key_of(by) is None:
-        metrics = sorted({name for run in runs for name in run.status.metrics})
+        metrics = sorted({name for run in runs for name in run.metrics})
         raise ConfigError(
             f"`--sort {by}` names no column, metric or key. Use one of {', '.join([*_COLUMNS, *metrics])}, or a key such as "
             "`train.lr`."
         )
 
-    def value(run: ListedRun) -> Any:
+    def value(run: RunStatus) -> Any:
         if by in _COLUMNS:
-            return _COLUMNS[by](run.status)
-        return run.status.metrics.get(by) if is_metric else run.values.get(by)
+            return _COLUMNS[by](run)
+        return run.metrics.get(by) if is_metric else values_of(run.path).get(by)
 
     known = [run for run in runs if value(run) is not None]
     is_numeric = all(isinstance(value(run), (int, float)) for run in known)

@@ -363,7 +363,7 @@ def test_parts_of_epochs_count_as_parts() -> None:
 
     finding = found("kill-at-random", faulty(quarters(1, 8), quarters(6, 24), attempt={"saves": saves[:1]}), baseline)
 
-    assert (baseline.num_units, finding.words) == (6, "loses at most 1.25 epochs")
+    assert (baseline.scale.stride, finding.words) == (0.25, "loses at most 1.25 epochs")
 
 
 UNTRIED = FaultResult(fault="kill-in-save", description="", verdict="not tried", words="not tried: no save")

@@ -99,16 +99,6 @@ def kubeflow(node: int, port: str) -> dict[str, str]:
     }
 
 
-def dstack(node: int, port: str) -> dict[str, str]:
-    return {
-        "DSTACK_NODE_RANK": str(node),
-        "DSTACK_NODES_NUM": "2",
-        "DSTACK_MASTER_NODE_IP": "127.0.0.1",
-        "DSTACK_GPUS_PER_NODE": "0",
-        "MASTER_PORT": port,
-    }
-
-
 def open_mpi(rank: int, port: str) -> dict[str, str]:
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
@@ -125,7 +115,6 @@ def open_mpi(rank: int, port: str) -> dict[str, str]:
     [
         pytest.param(skypilot, marks=pytest.mark.long),
         pytest.param(kubeflow, marks=pytest.mark.long),
-        pytest.param(dstack, marks=pytest.mark.long),
         open_mpi,  # a process for each worker; the others start torchrun, which imports torch once more on each node
     ],
 )

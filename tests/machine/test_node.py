@@ -52,14 +52,14 @@ def test_an_error_of_the_process_that_samples_is_seen(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "ddp_hpc.cluster.machine.sampler", *arguments(RunDir(tmp_path), os.getpid())]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     (tmp_path / "sitecustomize.py").write_text(
-        "from ddp_hpc.cluster.slurm import allocation\ndel allocation.cpu_grant\n"
+        "from ddp_hpc.cluster.slurm import allocation\ndel allocation.granted_cpus\n"
     )
 
     done = subprocess.run(argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert "cpu_grant" in done.stderr
+    assert "granted_cpus" in done.stderr
 
 
 def arguments(run: RunDir, parent: int) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cluster.slurm.allocation import CpuGrant, cpu_grant
+from ddp_hpc.cluster.slurm.allocation import granted_cpus
 from ddp_hpc.job.node.cpus import Cpu, gpu_numa_nodes, read_cpus, share_cpus, share_here
 from tests.unit.made_network import batch
 
@@ -206,9 +206,7 @@ def many(count: int) -> list[Cpu]:
 def test_threads_and_pinning_are_bounded_by_what_slurm_gave(  # noqa: PLR0917  a row of a table
     num_cpus: int, of_task: int, of_job: int, asked: int | None, num_threads: int, is_pinned: bool
 ) -> None:
-    grant = CpuGrant(num_of_task=of_task, num_of_job=of_job)
-
-    share = share_cpus(many(num_cpus), 2, asked, grant=grant)
+    share = share_cpus(many(num_cpus), 2, asked, granted=(of_task, of_job))
 
     first, second = share.cpu_sets
     assert share.threads.value == str(num_threads)
@@ -217,7 +215,7 @@ def test_threads_and_pinning_are_bounded_by_what_slurm_gave(  # noqa: PLR0917  a
 
 
 def test_the_note_tells_what_was_given_and_what_was_found() -> None:
-    note = share_cpus(many(128), 2, None, grant=CpuGrant(num_of_task=4, num_of_job=4)).note
+    note = share_cpus(many(128), 2, None, granted=(4, 4)).note
 
     assert "4 CPUs" in note
     assert "128" in note
@@ -235,22 +233,22 @@ STEP = {
     [
         ({}, None),
         ({"SLURM_JOB_ID": "7"}, None),
-        (batch("node[1-2]", "1(x2)", SLURM_CPUS_ON_NODE="8"), CpuGrant(num_of_task=8, num_of_job=8)),
+        (batch("node[1-2]", "1(x2)", SLURM_CPUS_ON_NODE="8"), (8, 8)),
         ({**batch("node[1-2]", "1(x2)"), "SLURM_CPUS_ON_NODE": "", **STEP, "SLURMD_NODENAME": "node2"}, None),
         (
             {**batch("node[1-2]", "1(x2)", on="node2"), **STEP, "SLURM_CPUS_PER_TASK": "4"},
-            CpuGrant(num_of_task=4, num_of_job=6),
+            (4, 6),
         ),
         (
             {**batch("node[1-2]", "1(x2)", on="node2"), **STEP, "SLURM_CPUS_ON_NODE": "6"},
-            CpuGrant(num_of_task=6, num_of_job=6),
+            (6, 6),
         ),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_TASKS_PER_NODE": "1"}, None),
         (batch("node1", "1", SLURM_JOB_CPUS_PER_NODE="many"), None),
     ],
 )
-def test_slurms_variables_tell_what_was_given(environ: Mapping[str, str], found: CpuGrant | None) -> None:
-    assert cpu_grant(environ) == found
+def test_slurms_variables_tell_what_was_given(environ: Mapping[str, str], found: tuple[int, int] | None) -> None:
+    assert granted_cpus(environ) == found
 
 
 def test_in_a_job_that_was_given_one_cpu_one_thread_computes_on_this_machine_too() -> None:

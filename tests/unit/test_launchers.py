@@ -79,14 +79,7 @@ SKYPILOT = {
     "SKYPILOT_NUM_GPUS_PER_NODE": "2",
     "SKYPILOT_TASK_ID": "sky-2026-11-23-10-00-00-000000_train_1",
 }
-DSTACK = {
-    "DSTACK_NODE_RANK": "1",
-    "DSTACK_NODES_NUM": "2",
-    "DSTACK_MASTER_NODE_IP": "10.77.0.11",
-    "DSTACK_NODES_IPS": "10.77.0.11\n10.77.0.12",
-    "DSTACK_GPUS_PER_NODE": "2",
-}
-NODES = {"Kubeflow, or torchrun's own variables": KUBEFLOW, "SkyPilot": SKYPILOT, "dstack": DSTACK}
+NODES = {"Kubeflow, or torchrun's own variables": KUBEFLOW, "SkyPilot": SKYPILOT}
 
 
 def placed(environ: Mapping[str, str], *, first_node: str | None = None) -> RankPlace:

@@ -1,4 +1,4 @@
-"""Run this process's share of a run, where another program has started the processes: torchrun, srun, mpiexec, flux, Kubeflow, SkyPilot, dstack.
+"""Run this process's share of a run, where another program has started the processes: torchrun, srun, mpiexec, flux, Kubeflow, SkyPilot.
 
 torchrun --nproc-per-node=4 -m ddp_hpc join my_run.yaml     a process for each worker
 mpiexec -n 8 ddp-hpc join my_run.yaml                       the same

@@ -92,11 +92,11 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
         statuses.reverse()
     spent = _spent(statuses) if args.goodput else []
     if args.json:
-        more: list[dict[str, Any]] = (
-            [{"differs": values} for values in differing] if args.keys else [{} for _ in statuses]
-        )
-        more = [{**one, "goodput": record} for one, (_, record) in zip(more, spent, strict=True)] if spent else more
-        print(as_json([{**asdict(status), **one} for status, one in zip(statuses, more, strict=True)]))
+        records = [asdict(status) for status in statuses]
+        for number, record in enumerate(records):
+            record.update({"differs": differing[number]} if args.keys else {})
+            record.update({"goodput": spent[number][1]} if spent else {})
+        print(as_json(records))
     elif statuses:
         names = list(differing[0]) if args.keys else []
         rows = [
@@ -130,16 +130,15 @@ def _print_reasons(statuses: Sequence[RunStatus]) -> None:
 
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
     """Return the runs that match the filters, sorted as the user asks, each with its values of the keys that differ."""
-    from ddp_hpc.watch.compare_runs import ListedRun, differing_keys, filter_runs, sort_runs  # late: only to compare
+    from ddp_hpc.watch.compare_runs import differing_keys, filter_runs, sort_runs, values_of  # late: only to compare
 
-    runs = filter_runs([ListedRun(status) for status in statuses], args.filter)
+    runs = filter_runs(statuses, args.filter)
     if args.sort:
         runs = sort_runs(runs, args.sort, is_reversed=args.reverse)
     elif args.reverse:
         runs.reverse()
-    names = differing_keys([run.values for run in runs]) if args.keys else []
-    shown = [{name: as_shown(name, run.values.get(name)) for name in names} for run in runs]
-    return [run.status for run in runs], shown
+    names = differing_keys([values_of(run.path) for run in runs]) if args.keys else []
+    return runs, [{name: as_shown(name, values_of(run.path).get(name)) for name in names} for run in runs]
 
 
 def _row(status: RunStatus) -> tuple[str, ...]:

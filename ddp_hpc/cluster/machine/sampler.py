@@ -25,7 +25,7 @@ import psutil
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.machine.cgroups import memory_of, own_cgroups, quota_of
 from ddp_hpc.cluster.machine.gpus import GIB, Gpu, GpuReader
-from ddp_hpc.cluster.slurm.allocation import cpu_grant, node_name
+from ddp_hpc.cluster.slurm.allocation import granted_cpus, node_name
 from ddp_hpc.run.run_dir.machine_use import FULL, MachineUse, append_use, merged
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     processes.die_after(arguments.parent)
     processes.ignore_stop_signals()
-    grant, root = cpu_grant(os.environ), None
+    granted, root = granted_cpus(os.environ), None
     with suppress(psutil.Error):
         root = None if arguments.root is None else psutil.Process(arguments.root)
     sampler = Sampler(
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         node=node_name(os.environ),
         gpus=GpuReader(os.environ.get("CUDA_VISIBLE_DEVICES"), arguments.gpus) if arguments.gpus else None,
         root=root,
-        granted=grant.num_of_job if grant else None,
+        granted=granted[1] if granted else None,
         cgroups=own_cgroups(),
     )
     looks: list[MachineUse] = []

@@ -25,7 +25,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     ranks_of_step,
     threads,
 )
-from ddp_hpc.cluster.slurm.allocation import Allocation, cpu_grant
+from ddp_hpc.cluster.slurm.allocation import Allocation, granted_cpus
 
 
 def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> WorkerEnv:
@@ -38,8 +38,8 @@ def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host
     elif step is not None:
         where = f"on node {step.node_rank} of {step.num_nodes}"
         process = f"task {step.rank} of {step.world_size} in step {allocation.job_id}.{step.step_id}, {where}"
-        ranks, grant = ranks_of_step(step), cpu_grant(environ)
-        computing = threads(min(host.num_cpus, grant.num_of_task) if grant else host.num_cpus, source="Slurm")
+        ranks, granted = ranks_of_step(step), granted_cpus(environ)
+        computing = threads(min(host.num_cpus, granted[0]) if granted else host.num_cpus, source="Slurm")
     else:
         where = "a node" if allocation.process_kind == "shell on a node" else "a host that is not in the job"
         process = f"shell of job {allocation.job_id}, on {where}: every task inherits what this shell exports"

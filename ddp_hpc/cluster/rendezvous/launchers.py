@@ -126,15 +126,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
         address="SKYPILOT_NODE_IPS",
         job="SKYPILOT_TASK_ID",
     ),
-    Launcher(
-        name="dstack",
-        marks=("DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP"),
-        node_rank="DSTACK_NODE_RANK",
-        num_nodes="DSTACK_NODES_NUM",
-        local_world_size="DSTACK_GPUS_PER_NODE",
-        address="DSTACK_MASTER_NODE_IP",
-        job="DSTACK_RUN_ID",
-    ),
     replace(TORCHRUN, name="PyTorch's variables, set by hand", marks=TORCHRUN.marks[1:]),
 )
 """In the order in which they are tried."""

@@ -41,11 +41,8 @@ class _Entry(msgspec.Struct):
     input_dtypes: list[str] = []
 
 
-class _Record(msgspec.Struct):
-    entries: list[_Entry] = []
-
-
-_DECODER = msgspec.json.Decoder(_Record)
+_PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRIES = msgspec.json.Decoder(list[_Entry])
 
 
 def read_launches(record: bytes) -> tuple[list[str], list[Launches]]:
@@ -57,10 +54,11 @@ def read_launches(record: bytes) -> tuple[list[str], list[Launches]]:
         ValueError: if it is not a flight record.
     """
     try:
-        entries = [one for one in _DECODER.decode(record).entries if one.time_created_ns > 0]
+        all_entries = _ENTRIES.decode(_PARTS.decode(record).get("entries", b"[]"))
     except msgspec.DecodeError as error:
         raise ValueError(f"This is not a flight record as JSON: {error}") from error
-    entries = sorted(entries, key=lambda one: one.time_created_ns)[-MOST:]
+    launched = (one for one in all_entries if one.time_created_ns > 0)
+    entries = sorted(launched, key=lambda one: one.time_created_ns)[-MOST:]
     numbers: dict[str, int] = {}
     found: dict[str, Launches] = {}
     for one in entries:

@@ -195,18 +195,11 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CpuGrant:
-    """How many CPUs Slurm granted. Only CPU binding, where a cluster uses it, tells which ones."""
+def granted_cpus(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return how many CPUs Slurm gave this process and its children, and how many all processes of the job on this node.
 
-    num_of_task: int
-    """To this process and its children."""
-    num_of_job: int
-    """To all processes of the job on this node."""
-
-
-def cpu_grant(environ: Mapping[str, str]) -> CpuGrant | None:
-    """Return the CPUs granted to this process; None outside of a job's nodes, and if Slurm's variables do not say."""
+    None outside of a job's nodes, and if Slurm's variables do not say. Only CPU binding, where a cluster uses it, tells which ones.
+    """
     try:
         allocation = read_allocation(environ)
         counts = _tasks(environ, "SLURM_JOB_CPUS_PER_NODE") if environ.get("SLURM_JOB_CPUS_PER_NODE") else ()
@@ -222,7 +215,7 @@ def cpu_grant(environ: Mapping[str, str]) -> CpuGrant | None:
         return None
     by_name = dict(zip(allocation.node_names, counts, strict=False))
     of_job = by_name.get(allocation.node_name or "", on_node or of_task)
-    return CpuGrant(num_of_task=of_task, num_of_job=max(of_task, of_job))
+    return of_task, max(of_task, of_job)
 
 
 def as_task(  # noqa: PLR0913  the numbers of one process
@@ -241,8 +234,8 @@ def as_task(  # noqa: PLR0913  the numbers of one process
         "SLURM_STEP_NUM_TASKS": f"{world_size}",
         "SLURM_GTIDS": ",".join(map(str, range(first, first + local_world_size))),
     }
-    if grant := cpu_grant(environ):
-        cpus = str(max(1, grant.num_of_task // local_world_size))
+    if granted := granted_cpus(environ):
+        cpus = str(max(1, granted[0] // local_world_size))
         where_set["SLURM_CPUS_PER_TASK"] = cpus
         # srun in a worker's script refuses to start where the two differ (23.11 and newer have both).
         where_set["SLURM_TRES_PER_TASK"] = _CPUS_OF_TASK.sub(rf"\g<1>{cpus}", environ.get("SLURM_TRES_PER_TASK", ""))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ddp_hpc.base.processes import kernel_text
 from ddp_hpc.cluster.rendezvous.worker_env import CPUS_BEFORE, Fact, threads
-from ddp_hpc.cluster.slurm.allocation import CpuGrant, cpu_grant, gpu_numbers
+from ddp_hpc.cluster.slurm.allocation import gpu_numbers, granted_cpus
 
 ROOT = Path("/")
 """Where /sys and /proc are looked for."""
@@ -65,7 +65,7 @@ def share_here(environ: Mapping[str, str], num_workers: int, cpus_per_worker: in
         read_cpus(sorted(os.sched_getaffinity(0))),
         num_workers,
         cpus_per_worker,
-        grant=cpu_grant(environ),
+        granted=granted_cpus(environ),
         near=gpu_numa_nodes(environ, num_workers),
     )
 
@@ -75,24 +75,25 @@ def share_cpus(
     num_workers: int,
     cpus_per_worker: int | None,
     *,
-    grant: CpuGrant | None = None,
+    granted: tuple[int, int] | None = None,
     near: Sequence[int | None] = (),
 ) -> CpuShare:
     """Assign CPUs to workers, neighbours together; workers share them all where there are too few.
 
-    `grant` bounds them by what Slurm gave; `near` names the NUMA node that each worker should be on.
+    `granted` bounds them by what Slurm gave, `granted_cpus`; `near` names the NUMA node that each worker should be on.
     """
     everything = tuple(sorted(cpu.number for cpu in cpus))
-    num_given = min(len(cpus), grant.num_of_task) if grant else len(cpus)
+    of_task, of_job = granted or (len(cpus), len(cpus))
+    num_given = min(len(cpus), of_task)
     each = cpus_per_worker or num_given // num_workers
     fits = 0 < each * num_workers <= num_given
-    computing = threads(num_given, num_workers, cpus_per_worker, source="Slurm" if grant else "this host")
-    is_bound = grant is None or len(cpus) <= grant.num_of_job
+    computing = threads(num_given, num_workers, cpus_per_worker, source="Slurm" if granted else "this host")
+    is_bound = len(cpus) <= of_job
     sets = _assign(sorted(cpus), num_workers, each, near) if fits and is_bound else [everything] * num_workers
     note = ""
-    if grant is not None and not is_bound:
+    if not is_bound:
         note = (
-            f"Slurm gave this job {grant.num_of_job} CPUs of the node but does not bind the job to them, so it can use all "
+            f"Slurm gave this job {of_job} CPUs of the node but does not bind the job to them, so it can use all "
             f"{len(cpus)}. Each worker computes with {computing.value} thread{'' if computing.value == '1' else 's'} and is not "
             "pinned to CPUs; you need do nothing"
         )

@@ -59,16 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, endpoint, python = RunDir(arguments.run), arguments.meet, import_variables(os.environ)
     if endpoint is None:
         processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
-    rank = int(os.environ["RANK"]) if endpoint is None else step_task(os.environ).rank
+    place = None if endpoint is None else step_task(os.environ)
     import_paths = make_users_code_importable(os.environ)
     given = _environ_of_torchrun(import_paths) if endpoint is None else _environ_of_srun(endpoint, import_paths)
     os.environ.update(given.environ)
     # torchrun's node has made one for all its workers. What a killed task leaves, the next one removes.
     probes = None if PROBE_FOLDER in os.environ else make_folder()
-    shorten_tmpdir(probes, os.environ, says=rank == 0)
+    shorten_tmpdir(probes, os.environ, says=(place.rank if place else int(os.environ["RANK"])) == 0)
     os.environ.update(probe_variables(probes.path if probes else None, is_alone=True))
     # torchrun's node samples for all its workers, and of srun's tasks on a node, the first one does.
-    place = None if endpoint is None else step_task(os.environ)
     sampler = None
     if place is not None and place.local_rank == 0:
         sampler = start_sampling(

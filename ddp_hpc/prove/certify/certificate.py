@@ -133,7 +133,7 @@ class Certification:
             folder=str(self.folder),
             seconds=round(record.seconds, 1),
             unit=self.baseline.scale.unit,
-            num_positions=self.baseline.num_units,
+            num_positions=round(len(self.baseline.positions) * min(1, self.baseline.scale.stride)),
             saves=list(dict.fromkeys(one.path for one in self.baseline.attempt.saves)),
             final_files=sorted(record.final),
             notes=self.notes,

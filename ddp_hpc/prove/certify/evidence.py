@@ -81,11 +81,6 @@ class Baseline:
         return frozenset(kind_of(one.path) for one in whole or saves)
 
     @property
-    def num_units(self) -> int:
-        """How many lines name a step, or how many epochs they are parts of."""
-        return round(len(self.positions) * min(1, self.scale.stride))
-
-    @property
     def steps_between_saves(self) -> float:
         """The most steps, or epochs, that lie between two saves; 0 where that is not known."""
         counts = [0, *(len(positions(self.attempt.lines[: one.num_lines], self.scale)) for one in self.attempt.saves)]
@@ -313,9 +308,9 @@ class TrialEvidence:
         """Whether the undisturbed run prints no further step or epoch after the save that was the newest when the fault came."""
         attempts = self.record.attempts[: self.injected.attempt + 1]
         num_saves = sum(save.at < self.injected.at for attempt in attempts for save in attempt.saves)
-        whole = self.baseline.attempt
-        newest = whole.saves[min(num_saves, len(whole.saves)) - 1] if num_saves and whole.saves else None
-        until_then = positions(whole.lines[: newest.num_lines], self.baseline.scale) if newest else []
+        whole, scale = self.baseline.attempt, self.baseline.scale
+        newest = whole.saves[:num_saves][-1:]
+        until_then = [one for save in newest for one in positions(whole.lines[: save.num_lines], scale)]
         return bool(until_then) and len(until_then) == len(self.baseline.positions)
 
     # --- its result ----------------------------------------------------------------------------------------------------

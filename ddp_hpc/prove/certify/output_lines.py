@@ -100,18 +100,14 @@ def scale_of(lines: Iterable[PrintedLine]) -> Scale:
     epochs = {line.epoch for line in lines if line.epoch is not None}
     places = {(line.epoch, line.step) for line in lines if line.step is not None}
     # Fewer places than epochs are no steps: `print_iter=4` among the arguments that a script prints.
-    if len(places) < max(1, len(epochs)):
-        is_whole = all(float(one).is_integer() for one in epochs)
-        return Scale(
-            "epoch" if epochs else "", stride=1 if is_whole else round(median(_gaps(sorted(epochs)) or [1]), 4)
-        )
-    restarts = any(later < earlier for earlier, later in pairwise(steps))
-    gaps = _gaps(steps)
-    return Scale("step", has_epochs=restarts, stride=max(1, round(median(gaps))) if gaps else 1)
-
-
-def _gaps(numbers: Sequence[float]) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(numbers) if later > earlier]
+    has_steps = len(places) >= max(1, len(epochs))
+    numbers = steps if has_steps else sorted(epochs)
+    stride = median([later - earlier for earlier, later in pairwise(numbers) if later > earlier] or [1])
+    if has_steps:
+        restarts = any(later < earlier for earlier, later in pairwise(steps))
+        return Scale("step", has_epochs=restarts, stride=max(1, round(stride)))
+    are_parts = any(not float(one).is_integer() for one in epochs)
+    return Scale("epoch" if epochs else "", stride=round(stride, 4) if are_parts else 1)
 
 
 def positions(lines: Sequence[PrintedLine], scale: Scale) -> list[Position]:
