@@ -481,6 +481,7 @@ def test_an_export_that_was_cut_off_and_written_again_is_no_defect() -> None:
         (("step_2.pt", "step_4.pt"), False, True),
         (("step_2.pt", "step_4.pt"), True, False),  # a kill has cut off one of the kind, and the script came back
         (("step_4.pt", "step_4.pt"), True, True),  # but another file than the one that each save writes again
+        (("step_2/__0_0.distcp", "step_4/__0_0.distcp"), False, False),  # `.metadata` commits it
     ],
 )
 def test_a_file_that_is_written_in_place_is_a_defect_though_no_kill_has_cut_it_off(
@@ -489,7 +490,7 @@ def test_a_file_that_is_written_in_place_is_a_defect_though_no_kill_has_cut_it_o
     saves = tuple(
         Save(path=name, num_lines=at, at=float(at), in_place=True) for at, name in zip((2, 4), paths, strict=True)
     )
-    record = faulty(attempt={"saves": saves}, later={"reads": ("step_4.pt",)}, was_in_save=was_in_save)
+    record = faulty(attempt={"saves": saves}, later={"reads": paths[1:]}, was_in_save=was_in_save)
     baseline = baseline_of(lines_of(1, 10), saves=saves, final={"step_10.pt": values()})
 
     finding = found("kill-in-save", record, baseline)

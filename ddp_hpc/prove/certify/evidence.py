@@ -13,7 +13,7 @@ from ddp_hpc.prove.certify.faults import TrialFault
 from ddp_hpc.prove.certify.file_differences import NO_FILE, FileDifference, aligned, differences, doubled_line
 from ddp_hpc.prove.certify.output_lines import Position, Scale, losses, positions, scale_of
 from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord
-from ddp_hpc.prove.certify.saved_files import Contents, is_saved_state, kind_of
+from ddp_hpc.prove.certify.saved_files import COMMITTED_BY_ANOTHER, Contents, is_saved_state, kind_of
 
 _MOST_LEFT = 2
 """So many positions may be missing at the end where a step was counted twice: the script did finish."""
@@ -209,8 +209,8 @@ class TrialEvidence:
     @property
     def half_written(self) -> list[str]:
         """Files that were cut off, and are of a kind that the undisturbed run has saved to its end, or hold text there."""
-        texts = (path for path, contents in self.baseline.record.final.items() if contents.lines)
-        kinds = set(map(kind_of, (*(one.path for one in self.baseline.attempt.saves), *texts)))
+        texts = [path for path, contents in self.baseline.record.final.items() if contents.lines]
+        kinds = {*map(kind_of, texts), *(kind_of(one.path) for one in self.baseline.attempt.saves)}
         return [path for path in self.injected.half_written if kind_of(path) in kinds]
 
     @property
@@ -227,12 +227,17 @@ class TrialEvidence:
 
     @property
     def spared_in_place(self) -> list[str]:
-        """Saved states that the script read back and writes under their own names, and that no kill cut off.
+        """Saved states that the script read back, that are written under their own names, committed by no other file, and cut off by no kill.
 
         If a kill did come in a save, the script has come back from that: then only those count that each save writes again.
         """
         whole = self.baseline.attempt.saves
-        paths = [one.path for one in (*self.faulty.saves, *whole) if one.in_place and one.path in self.read_back]
+        in_place = [
+            one.path
+            for one in (*self.faulty.saves, *whole)
+            if one.in_place and not one.path.endswith(COMMITTED_BY_ANOTHER)
+        ]
+        paths = [path for path in in_place if path in self.read_back]
         if self.injected.was_in_save:
             written = [one.path for one in whole]
             paths = [one for one in paths if written.count(one) > 1 and one not in self.injected.half_written]

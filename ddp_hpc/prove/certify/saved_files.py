@@ -19,7 +19,9 @@ SAVED_SUFFIXES = frozenset(
     f".{name}"
     for name in "pt pth ckpt bin safetensors tar pkl npz npy state distcp h5 hdf5 msgpack".split()  # noqa: SIM905
 )
-"""Of files in which scripts save their state; `.distcp` is torch.distributed.checkpoint's."""
+"""Of files in which scripts save their state."""
+COMMITTED_BY_ANOTHER = ".distcp"
+"""Of files that count once another one is there: torch.distributed.checkpoint writes a directory's `.metadata` last."""
 MOST_BYTES = 512 << 20
 """The largest file that is read."""
 _RNG_SIZES = frozenset({16, 816, 5056})
@@ -72,8 +74,8 @@ def is_saved_state(path: Path) -> bool:
 
 
 def is_committed(path: Path) -> bool:
-    """Tell whether a reader takes a whole file for part of a state: torch.distributed.checkpoint writes a directory's `.metadata` last."""
-    return path.suffix != ".distcp" or path.with_name(".metadata").exists()
+    """Tell whether a reader takes a whole file for part of a state."""
+    return path.suffix != COMMITTED_BY_ANOTHER or path.with_name(".metadata").exists()
 
 
 def is_half_written(path: Path) -> bool:

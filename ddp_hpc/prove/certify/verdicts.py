@@ -109,11 +109,9 @@ def judge(name: str, evidence: TrialEvidence) -> FaultResult:
 
 def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
     named = " and ".join(dict.fromkeys(one.name for one in finding.defects))
-    if (
-        evidence.differs
-        and finding.verdict == "differs"
-        and not any(_has_come(one, evidence) for one in finding.defects)
-    ):
+    # A file that could have been cut off, and was not, alters no result.
+    harmful = [one for one in finding.defects if one.name != "half-written file used" or evidence.half_written]
+    if evidence.differs and finding.verdict == "differs" and not harmful:
         missing = _missing(evidence)
         unknown = f"certify does not know why; what differs first: {finding.first_difference}{f'; its saved state has {missing}' if missing else ''}"
         return f"{unknown}; not the reason, but to be mended, too: {named}" if named else unknown
@@ -127,11 +125,6 @@ def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
     if finding.verdict == "saves nothing":
         return "certify recognised no saved state among the script's files, and the script started over; name the files with `script.progress=PATTERN`"
     return ""
-
-
-def _has_come(defect: Defect, evidence: TrialEvidence) -> bool:
-    """Tell whether the defect did harm in this run: a file that could have been cut off, and was not, alters no result."""
-    return defect.name != "half-written file used" or bool(evidence.half_written)
 
 
 def _difference_text(difference: FileDifference) -> str:
