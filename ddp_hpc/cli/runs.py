@@ -32,7 +32,10 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Declare CONFIG, KEY=VALUE, `--site` and `--runs-dir`, before the command of a script."""
     parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="the configuration file (YAML); not needed for a script"
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="the configuration file (YAML), or a run; not needed for a script",
     )
     add_settings(parser, "set a key; it overrides the file's value")
 

@@ -95,7 +95,7 @@ def test_launchers_and_images_show_their_own_words(
 
 def test_an_explanation_alone_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "run.yaml", "--explain"]) == 2
-    assert "`--explain` works only together with `--dry-run`" in capsys.readouterr().err
+    assert "`--explain` works only with `--dry-run`" in capsys.readouterr().err
 
 
 def test_ranks_and_endpoint_are_the_launchers_whatever_is_set(

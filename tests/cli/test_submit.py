@@ -153,6 +153,22 @@ def test_a_dry_run_as_json_has_values_sources_and_the_command(here: Path, capsys
     assert planned["command"][1:] == ["-m", "ddp_hpc.job.guardian", str(here / "runs/run")]
 
 
+@pytest.mark.parametrize("word", ["mine", "elsewhere/mine", "elsewhere/mine/config.yaml"])
+def test_a_run_that_is_named_has_its_own_configuration(
+    word: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "elsewhere" / "mine").mkdir(parents=True)
+    kept = f"name: mine\nruns_dir: {here}/elsewhere\nseed: 7\n"
+    (here / "elsewhere" / "mine" / "config.yaml").write_text(CONFIG + kept)
+
+    assert main(["submit", word, "train.lr=0.5", "--dry-run", "--json", "--runs-dir", "elsewhere"]) == 0
+
+    planned = json.loads(capsys.readouterr().out)
+    values = {key: planned["config"][key]["value"] for key in ("seed", "train.lr", "name")}
+    assert values == {"seed": 7, "train.lr": 0.5, "name": "mine"}
+    assert planned["command"][-1] == str(here / "elsewhere/mine")
+
+
 def test_a_run_is_followed_to_its_end_and_finishes_once(here: Path) -> None:
     first = submit("run.yaml", "--follow")
     second = submit("run.yaml", "--wait")

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     words = [word for word in (args.config, *args.settings) if word is not None]
     # Where the container has no file, settings alone do, if one is `name`.
     is_complete = any(word.startswith("name=") for word in words) and all("=" in word for word in words)
-    path, settings = (None, words) if is_complete else config_and_settings(args)
+    path, settings = (None, words) if is_complete else config_and_settings(args, environment)
     place, resolved = _resolve(args, place, path, settings, environment)
     run_dir = RunDir(resolved.spec.path)
     import_paths = [Path.cwd(), *([] if path is None else [path.absolute().parent])]

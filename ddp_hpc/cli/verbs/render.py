@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.launch.submission.backend import load_backend
     from ddp_hpc.launch.submission.request import request_of_config
 
-    path, settings = config_and_settings(args)
+    path, settings = config_and_settings(args, environment)
     settings += runs_dir_setting(args.runs_dir)
     command = args.command or ()
     request = request_of_config(path, settings, environment, site=args.site, is_for_slurm=True, command=command)

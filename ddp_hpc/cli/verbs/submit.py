@@ -23,7 +23,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.cli import INTERRUPTED
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_config, add_flag, runs_dir_setting, slurm_asker, word_for
+from ddp_hpc.cli.runs import add_config, add_flag, chosen_runs_dir, runs_dir_setting, slurm_asker, word_for
 from ddp_hpc.cli.sweeps import add_sweep, asked_points, dry_run_of_sweep, start_sweep
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -80,10 +80,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.launch.submission.backend import choose_backend
 
     if args.explain and not args.dry_run:
-        raise ConfigError(
-            "`--explain` works only together with `--dry-run`. Add `--dry-run`, or leave out `--explain`."
-        )
-    path, settings = config_and_settings(args)
+        raise ConfigError("`--explain` works only with `--dry-run`. Add `--dry-run`, or leave out `--explain`.")
+    path, settings = config_and_settings(args, environment)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
     points = asked_points(args)
@@ -213,8 +211,8 @@ def _shown(setting: str) -> str:
     return f'{key}="${name}"' if (name := key.partition("env.")[2]) else f"{key}=..."
 
 
-def config_and_settings(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """Return the configuration's path, which a script can do without, and the settings."""
+def config_and_settings(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Path | None, list[str]]:
+    """Return the configuration's path, which a script can do without, and the settings; of a run that is named: its own."""
     words = [*([] if args.config is None else [args.config]), *args.settings]
     if args.command is not None and not args.command:
         raise ConfigError(
@@ -227,7 +225,9 @@ def config_and_settings(args: argparse.Namespace) -> tuple[Path | None, list[str
             "Neither a configuration file nor a script is named. Name one: `ddp-hpc submit CONFIG`, or "
             "`ddp-hpc submit -- python train.py`."
         )
-    return config_among(words)
+    path, settings = config_among(words)
+    kept = [RunDir(place / path).config for place in (Path(), chosen_runs_dir(args.runs_dir, environment))]
+    return path if path.is_file() else next((one for one in kept if one.is_file()), path), settings
 
 
 def config_among(words: Sequence[str]) -> tuple[Path, list[str]]:

@@ -54,14 +54,13 @@ def read_launches(record: bytes) -> tuple[list[str], list[Launches]]:
         ValueError: if it is not a flight record.
     """
     try:
-        all_entries = _ENTRIES.decode(_PARTS.decode(record).get("entries", b"[]"))
+        listed = _ENTRIES.decode(_PARTS.decode(record).get("entries", b"[]"))
     except msgspec.DecodeError as error:
         raise ValueError(f"This is not a flight record as JSON: {error}") from error
-    launched = (one for one in all_entries if one.time_created_ns > 0)
-    entries = sorted(launched, key=lambda one: one.time_created_ns)[-MOST:]
+    entries = sorted((one for one in listed if one.time_created_ns > 0), key=lambda one: one.time_created_ns)
     numbers: dict[str, int] = {}
     found: dict[str, Launches] = {}
-    for one in entries:
+    for one in entries[-MOST:]:
         group = MESSAGES if one.is_p2p else one.process_group[0] if one.process_group else ""
         launches = found.setdefault(group, Launches(group, [], [], []))
         number, kind = len(launches.seqs) + 1, "send/recv"
