@@ -39,6 +39,7 @@ def test_the_contracts_hold(copy: Path) -> None:
     assert broken_contracts(copy) == set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [

@@ -14,6 +14,7 @@ from tests.conftest import SHARE_RUNS, SHORT, part_of, start_order
 HERE = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("limit_min", "outcome"), [("0", "1 skipped"), ("60", "1 passed")])
 def test_no_test_is_begun_after_the_minutes_that_a_caller_has(limit_min: str, outcome: str) -> None:
     one_test = "tests/architecture/test_tiers.py::test_one_that_takes_no_time"
@@ -75,6 +76,7 @@ def test_always_passes():
 FAILS_TWICE = "def test_fails():\n    raise AssertionError('each time')\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "exit_code", "last_line"),
     [

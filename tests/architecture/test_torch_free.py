@@ -64,6 +64,7 @@ def test_a_verb_of_the_login_node_imports_nothing_heavy(verb: str, directory: Pa
     assert loaded & HEAVY == set()
 
 
+@pytest.mark.long
 def test_the_guard_sees_torch_where_it_is_imported(directory: Path) -> None:
     """It would be blind where torch is not installed at all."""
     assert importlib.util.find_spec("torch") is not None

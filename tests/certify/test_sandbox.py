@@ -115,6 +115,7 @@ def test_links_in_circles_and_to_directories_above_come_to_an_end(tmp_path: Path
     assert linked == [tmp_path]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_many", [False, True], ids=["large", "many"])
 def test_a_directory_that_is_too_large_is_refused_by_its_largest_parts(tmp_path: Path, is_many: bool) -> None:
     work, target = tmp_path / "work", tmp_path / "target"

@@ -238,6 +238,7 @@ def test_a_wait_ends_with_the_reason_where_the_job_will_never_start(  # noqa: PL
     assert "#SBATCH --kill-on-invalid-dep=yes" in script
 
 
+@pytest.mark.long
 def test_a_wait_for_a_held_job_says_once_who_is_to_act(
     slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def check(*words: str) -> int:
     return cli.main(["container", "check", "run.yaml", "container.image=image", *words])
 
 
+@pytest.mark.long
 def test_an_image_with_all_that_is_needed_is_good(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = check(f"container.python={sys.executable}", "--json")
 

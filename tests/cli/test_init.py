@@ -12,6 +12,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.cli.verbs.init import FILES
 
 
+@pytest.mark.long
 def test_the_first_files_train_at_once(tmp_path: Path) -> None:
     ours = [sys.executable, "-m", "ddp_hpc"]
 

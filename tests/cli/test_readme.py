@@ -80,6 +80,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_readmes_recipe_and_commands_work_one_after_the_other_as_printed(here: Path) -> None:
     commands = [shown.command for shown in shown_in(README) if re.search(r"own_net|longer", shown.command)]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

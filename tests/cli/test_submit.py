@@ -192,6 +192,7 @@ def test_a_failure_names_the_first_rank_its_error_and_its_log() -> None:
     assert "again ddp-hpc submit run.yaml resources.workers_per_node=2 recipe.args.fails=true" in done.stdout
 
 
+@pytest.mark.long
 def test_a_run_outlives_its_follower_stops_when_told_and_goes_on_when_submitted_again(cancelled_later: RunDir) -> None:
     run = cancelled_later
     words = ["run.yaml", "recipe.args.pause_s=0.05", "train.epochs=1000"]

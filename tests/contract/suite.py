@@ -127,6 +127,7 @@ class BackendContract:
         assert Ledger.read(run_of(bench, "prepared")).attempts == ()
         assert bench.call("find_job", "prepared") == {"value": None}
 
+    @pytest.mark.long
     def test_two_submissions_at_once_make_one_run(self, bench: Bench, life: Life) -> None:
         begun = [one for one in life.at_once if one.get("value", {}).get("state") in {"started", "queued"}]
         others = [one for one in life.at_once if one not in begun]

@@ -30,6 +30,7 @@ def test_two_workers_start_meet_and_leave(
     assert 0 < measured[launch.FIRST] < measured[launch.GONE]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "walk",
     [

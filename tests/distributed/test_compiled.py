@@ -93,6 +93,7 @@ def _stopped(group: Group, *, folder: Path, sizes: list[int]) -> tuple[Any, Any,
     return unbroken, walk_in_parts(group, case(Own), folder / "resumed"), {*sizes}
 
 
+@pytest.mark.long
 def test_a_compiled_run_that_was_stopped_ends_in_the_same_bits(compiled_sizes: list[int], tmp_path: Path) -> None:
     stopped = partial(_stopped, folder=tmp_path / "ours", sizes=compiled_sizes)
 
@@ -109,6 +110,7 @@ def _said(
     return caplog.text, sizes
 
 
+@pytest.mark.long
 def test_the_log_says_what_was_compiled(
     compiled_sizes: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -94,6 +94,7 @@ def test_with_a_rehearsal_a_restart_changes_no_bit(world_size: int, tmp_path: Pa
     assert all(torch.equal(one, other) for one, other in zip(unbroken[0], restarted[0], strict=True))
 
 
+@pytest.mark.long
 def test_without_a_rehearsal_a_restart_does_change_bits(tmp_path: Path) -> None:
     """The guard of the test above: were DDP to add in the same order anyway, the rehearsal could go."""
     unbroken = in_group(4, partial(_train, restarts=False, rehearses=False), tmp_path / "unbroken")
@@ -102,6 +103,7 @@ def test_without_a_rehearsal_a_restart_does_change_bits(tmp_path: Path) -> None:
     assert not all(torch.equal(one, other) for one, other in zip(unbroken[0], restarted[0], strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keeps", [True, False])
 def test_an_order_of_gradients_drawn_at_random_is_kept_for_the_next_attempt(tmp_path: Path, *, keeps: bool) -> None:
     walk = partial(_train, rehearses=True, make=Shuffled, keeps=keeps)

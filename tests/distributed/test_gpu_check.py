@@ -27,6 +27,7 @@ def wrong_of(tmp_path: Path, names: list[str]) -> dict[str, str]:
     return {name: why for name, why in wrong.items() if "needs PyTorch that" not in why}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [

@@ -110,6 +110,7 @@ def open_mpi(rank: int, port: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "environ_of",
     [

@@ -52,6 +52,7 @@ def events(workplace: Workplace) -> list[tuple[str, str]]:
     return [(one["event"], one["state"]) for one in told(workplace)]
 
 
+@pytest.mark.long
 def test_a_run_tells_its_start_and_its_end_and_a_failure_with_the_reason(workplace: Workplace) -> None:
     done = workplace.submit("good", "--cluster", "local", "--wait")
     assert done.returncode == 0, done.stderr

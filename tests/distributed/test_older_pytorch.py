@@ -27,6 +27,7 @@ def _leave(group: Group, version: str) -> tuple[bool, bool]:
     return not dist.is_initialized(), made() is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("version", "is_freed"), [("2.6.0+cu124", False), ("2.7.1", False), ("2.8.0", True)])
 def test_a_group_is_freed_only_where_pytorch_lets_go_of_the_interpreter_meanwhile(
     version: str, *, is_freed: bool, tmp_path: Path

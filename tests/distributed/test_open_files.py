@@ -48,6 +48,7 @@ def test_ranks_may_open_as_many_files_as_the_hard_limit_allows(launcher: str, tm
     assert int(log.split("limit ")[1].split()[0]) > FEW
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["agent", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_a_world_that_needs_more_files_than_the_hard_limit_is_refused_before_it_starts(
     launcher: str, tmp_path: Path

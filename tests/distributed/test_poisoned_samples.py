@@ -50,6 +50,7 @@ def entities(job: Job) -> list[tuple[str, bool]]:
     return [(one.root.entity, one.root.may_recover) for one in job.attempts]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "num_workers"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.long)])
 def test_a_sample_that_cannot_be_decoded_ends_the_run_after_two_attempts_with_its_name(
     job: Job, ranks: int, num_workers: int

@@ -43,6 +43,7 @@ def build():
 """
 
 
+@pytest.mark.long
 def test_workers_import_nothing_of_size_after_the_fork_and_no_compiler(tmp_path: Path) -> None:
     (tmp_path / "noting_recipe.py").write_text(RECIPE)
     make_workplace(tmp_path, CONFIG).finish("one")

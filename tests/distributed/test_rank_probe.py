@@ -399,6 +399,7 @@ stand_still()
 """
 
 
+@pytest.mark.long
 def test_a_recipes_rank_beside_which_no_agent_runs_asks_itself_before_its_watchdog_ends_it(
     folder: ProbeFolder, tmp_path: Path
 ) -> None:

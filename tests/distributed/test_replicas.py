@@ -57,6 +57,7 @@ def test_a_flipped_bit_is_found_its_rank_is_named_if_clear_and_the_run_ends_with
 ALIKE = [replace(FLIPS[0], step=EVERY, num_alike=2), replace(FLIPS[2], num_alike=2)]
 
 
+@pytest.mark.long
 def test_two_of_three_ranks_that_are_wrong_alike_are_found_out_by_the_next_attempt(tmp_path: Path) -> None:
     for one in outcomes(3, tmp_path, ALIKE):
         assert (one.end, one.end_after, one.is_same) == ("ranks differ", "finished", True)

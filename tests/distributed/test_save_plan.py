@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor
 
@@ -65,6 +66,7 @@ def trained(group: Group, path: Path, *, case: Any) -> None:
     close(training)
 
 
+@pytest.mark.long
 def test_uneven_ranks_save_after_the_same_steps_and_end_with_the_same_bits(tmp_path: Path) -> None:
     runs = {"auto": RunDir(tmp_path / "auto"), "fixed": RunDir(tmp_path / "fixed")}
     fails_after_a_second(runs["auto"])

@@ -96,6 +96,7 @@ def test_a_script_that_dies_at_its_first_line_fails_the_command_that_submits_it(
     assert "boom failed" in submitted.stdout
 
 
+@pytest.mark.long
 def test_a_script_that_lives_on_is_left_alone_by_the_command_that_submits_it(place: Place) -> None:
     (place.path / "lives.py").write_text("import time\ntime.sleep(100)\n")
 
@@ -122,6 +123,7 @@ def train_by_torchrun(place: Place) -> None:
     subprocess.run([*torchrun, *command], cwd=place.path, env=ENVIRON, check=True, capture_output=True)
 
 
+@pytest.mark.long
 def test_the_tutorials_script_trains_to_the_bits_that_torchrun_gives(place: Place) -> None:
     train_by_torchrun(place)
     script = ("python", "multinode.py", str(EPOCHS), "--snapshot", "ours.pt")

@@ -162,6 +162,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "settings"),
     [
@@ -202,6 +203,7 @@ def test_a_shell_a_module_of_a_new_process_and_ranks_that_spawn_may_say_where_th
     assert "sum 2.0" in place.log("says")
 
 
+@pytest.mark.long
 def test_ranks_exchange_objects_by_each_of_pytorchs_functions(place: Place) -> None:
     (place.path / "sends.py").write_text(SENDS_OBJECTS)
 

@@ -116,6 +116,7 @@ def listening(process: psutil.Process) -> list[Any]:
     return [one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
 
 
+@pytest.mark.long
 def test_a_single_node_listens_on_loopback_alone_where_a_stranger_who_overwrites_its_keys_runs_no_code(
     torchrun: Torchrun, tmp_path: Path
 ) -> None:

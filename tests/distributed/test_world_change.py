@@ -157,6 +157,7 @@ def test_global_batches_are_the_sets_of_the_unbroken_run(
     assert batches[0] == batches[1]
 
 
+@pytest.mark.long
 def test_ranks_share_each_batch_evenly(changed: RunDir) -> None:
     for path in (changed.samples / "attempt-0").glob("rank-*.jsonl"):
         counts = {len(json.loads(line)["samples"]) for line in path.read_text().splitlines()}

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from ddp_hpc.run.run_dir.machine_use import read_uses
 from tests.distributed.whole_runs import Workplace
 from tests.machine.fake_nvml import build
@@ -31,6 +33,7 @@ while not is_sampled() and time.time() < deadline:
 """Trains until its node has been sampled for a moment."""
 
 
+@pytest.mark.long
 def test_a_script_that_knows_nothing_of_it_has_its_gpus_cpus_and_memory_in_status_and_log(
     tmp_path: Path,
 ) -> None:

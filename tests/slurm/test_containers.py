@@ -216,6 +216,7 @@ def house_here(program: Apptainer, images: dict[str, Path]) -> Callable[..., Com
     return make
 
 
+@pytest.mark.long
 def test_hostile_values_arrive_byte_for_byte(house_here: Callable[..., CommandWrapper], shared_dir: Path) -> None:
     chance = random.Random(0)
     values = {f"VALUE_{number}": hostile(chance) for number in range(NUM_VALUES)}
@@ -249,6 +250,7 @@ def test_hostile_paths_are_seen_under_their_own_names(
         assert read == [Path(path).name for path in some]
 
 
+@pytest.mark.long
 def test_an_image_can_be_looked_into_before_it_is_used(
     cluster: Cluster, login: LoginNode, program: Apptainer, images: dict[str, Path]
 ) -> None:
@@ -274,6 +276,7 @@ def test_an_image_that_is_not_there_is_refused_before_the_queue(login: LoginNode
     assert not login.run("digits").path.exists()
 
 
+@pytest.mark.long
 def test_a_user_without_the_runtime_is_told_by_the_job(login: LoginNode, images: dict[str, Path]) -> None:
     asked = [*SMALL, *world(1, 1), f"container.image={images['sandbox']}"]
     done = login.type("submit", "digits.yaml", "--cluster", "slurm", *asked, "--wait")

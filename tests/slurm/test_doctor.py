@@ -113,6 +113,7 @@ def test_a_healthy_cluster_passes_every_check(login: LoginNode) -> None:
     assert found["code"] == 0
 
 
+@pytest.mark.long
 def test_each_node_that_differs_is_named_with_what_differs(login: LoginNode) -> None:
     """Another PyTorch, a wrong hosts entry, missing data and a full disk, each on a node."""
     with ExitStack() as broken:

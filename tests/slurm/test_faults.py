@@ -89,10 +89,13 @@ def test_a_job_cancelled_behind_our_back_is_told_by_slurm(cluster: Cluster, logi
         pytest.param(
             *([*world(8, 1)], ["`resources.nodes` is 8", "partition batch has 4 nodes"]), marks=pytest.mark.long
         ),
-        (["slurm.account=nope"], ["'nope'", "you may use lab", "QOS high"]),
+        pytest.param(["slurm.account=nope"], ["'nope'", "you may use lab", "QOS high"], marks=pytest.mark.long),
         pytest.param(["slurm.qos=nope"], ["'nope'", "you may use lab"], marks=pytest.mark.long),
-        (["runs_dir=/tmp/runs"], ["/tmp/runs/wrong", "of its own", "runs_dir"]),
-        (["resources.mem_gb=999"], ["`resources.mem_gb` is 999", "a node of partition batch has at most"]),
+        pytest.param(["runs_dir=/tmp/runs"], ["/tmp/runs/wrong", "of its own", "runs_dir"], marks=pytest.mark.long),
+        pytest.param(
+            *(["resources.mem_gb=999"], ["`resources.mem_gb` is 999", "a node of partition batch has at most"]),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["partition", "nodes", "account", "qos", "private directory", "memory"],
 )

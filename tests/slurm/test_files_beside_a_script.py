@@ -45,6 +45,7 @@ def code(login: LoginNode) -> Path:
     return login.folder
 
 
+@pytest.mark.long
 def test_it_finds_its_data_and_saves_where_script_progress_says_and_goes_on_after_an_edit(
     login: LoginNode, code: Path
 ) -> None:

@@ -50,6 +50,7 @@ def made_up(seed: int, *, may_have_suffix: bool) -> list[str]:
     return [expression(random, may_have_suffix=may_have_suffix)[0] for _ in range(NUM_EXPRESSIONS)]
 
 
+@pytest.mark.long
 def test_ten_thousand_expressions_in_lists(scontrol: Scontrol, takes_suffixes: bool) -> None:
     texts = made_up(1, may_have_suffix=takes_suffixes)
     lists = [",".join(texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)]

@@ -96,6 +96,7 @@ def submit(login: LoginNode, name: str, cell: Cell) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cell",
     [

@@ -13,6 +13,7 @@ from tests.slurm.faulty_runs import FAULTY, RECIPE, assert_unbroken, await_done,
 from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
 
 
+@pytest.mark.long
 def test_digits_train_on_two_nodes_to_the_bits_of_the_local_run_over_the_fast_network(
     cluster: Cluster, login: LoginNode
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_rendered_script_does_the_same_by_plain_sbatch(cluster: Cluster, login
     assert login.digest("rendered") == login.digest("submitted")
 
 
+@pytest.mark.long
 def test_a_dry_run_prints_what_sbatch_gets_byte_for_byte(login: LoginNode) -> None:
     comment = 'it\'s a "test" # %j $HOME'
     settings = [*SMALL, *world(1, 1), f"slurm.extra.comment={comment}", "slurm.extra.begin=now+1hour"]

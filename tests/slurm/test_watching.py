@@ -46,6 +46,7 @@ def test_a_waiting_job_says_why_in_words_and_when_it_may_start(cluster: Cluster,
     assert status["age_s"] < 30
 
 
+@pytest.mark.long
 def test_many_questions_about_many_waiting_jobs_cost_one_squeue(cluster: Cluster, login: LoginNode) -> None:
     for number in range(4):
         login.queue(f"run-{number}")
@@ -60,6 +61,7 @@ def test_many_questions_about_many_waiting_jobs_cost_one_squeue(cluster: Cluster
     assert calls.read_text().count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_running_job_is_read_from_its_directory_alone(cluster: Cluster, login: LoginNode) -> None:
     login.add_recipe(TRIAL_RECIPE)
     login.submit(

@@ -27,6 +27,7 @@ PYTHONS_AND_TORCHS = ("LC_CTYPE", "TORCHINDUCTOR_")
 """What Python sets when it starts, and PyTorch when it is imported."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "more"),
     [

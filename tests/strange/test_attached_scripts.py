@@ -139,6 +139,7 @@ def test_all_ranks_hear_that_a_manifest_of_the_scripts_own_is_refused(tmp_path: 
     assert (tmp_path / "mine" / "manifest.json").read_text() == '["shard-0"]'
 
 
+@pytest.mark.long
 def test_a_script_that_leaves_its_process_group_has_none_of_the_groups_threads_left(tmp_path: Path) -> None:
     """Threads of gloo that live on to the process's end may end it with SIGABRT there."""
     done = run_script(LEAVES_ITS_GROUP, tmp_path)

@@ -392,6 +392,7 @@ def test_a_script_that_saves_beside_itself_among_the_runs_is_told_where_its_file
     assert (tmp_path / pattern.partition("/*")[0].removesuffix("/last.pt")).is_dir()
 
 
+@pytest.mark.long
 def test_without_a_snapshot_the_job_imports_the_code_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,7 @@ def test_a_node_that_ends_after_it_has_answered_is_said_not_to_be_known() -> Non
     assert findings.carries or findings.silent == ("c",)
 
 
+@pytest.mark.long
 def test_a_node_that_never_answers_does_not_keep_the_others_from_being_probed() -> None:
     sleeps = 'case "$*" in *--name=b*) exec sleep 60 ;; esac'
 

@@ -67,6 +67,7 @@ resources: {workers_per_node: 2}
 """
 
 
+@pytest.mark.long
 def test_a_run_that_diverges_fails_once_and_goes_on_from_its_last_finite_checkpoint(tmp_path: Path) -> None:
     """The whole way: two ranks, the supervisor, the ledger, and the same name again with a sane rate."""
     (tmp_path / "exploding.py").write_text(EXPLODING)

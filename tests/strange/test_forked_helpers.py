@@ -69,6 +69,7 @@ print("ends")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rest",
     [

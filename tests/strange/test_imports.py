@@ -31,6 +31,7 @@ threading.Thread(target=threading.Event().wait, name="uploader", daemon=True).st
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("at_import", "is_safe"), [(WORKS, True), (WAITS, False)], ids=["works", "waits"])
 def test_after_the_preload_a_fork_computes_with_all_threads_or_is_warned_of(
     at_import: str, is_safe: bool, tmp_path: Path
@@ -80,6 +81,7 @@ def test_runs_whose_recipes_start_threads_at_import_come_to_the_weights_of_one_t
     assert len(set(digests.values())) == 1
 
 
+@pytest.mark.long
 def test_a_node_is_asked_to_import_the_users_own_recipe(tmp_path: Path) -> None:
     (tmp_path / "my_own.py").write_text("def build():\n    raise NotImplementedError\n")
     run = make_run(tmp_path / "runs")

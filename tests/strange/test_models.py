@@ -450,6 +450,7 @@ ALIKE_ON_TWO_RANKS = [
 ONLY_RESUMED_ON_TWO_RANKS = ["batch norm frozen by a train() of its own", "dict inputs"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*ALIKE_ON_TWO_RANKS, *ONLY_RESUMED_ON_TWO_RANKS])
 def test_so_it_is_on_two_ranks(name: str, tmp_path: Path) -> None:
     ranks = in_group(2, partial(_walk_both_ways, name=name, folder=tmp_path), tmp_path / "ours")

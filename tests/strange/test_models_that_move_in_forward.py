@@ -160,6 +160,7 @@ def test_it_is_trained_as_by_a_plain_loop_although_it_was_tried_out(
     assert differences(weights(trained), plain) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", MODELS)
 def test_on_two_ranks_a_resumed_training_ends_with_the_bits_of_an_unbroken_one(
     model: Callable[[], nn.Module], tmp_path: Path

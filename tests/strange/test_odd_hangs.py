@@ -44,6 +44,7 @@ os._exit(7)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "before",
     [
@@ -112,6 +113,7 @@ def test_a_process_with_a_name_that_looks_like_its_state_is_read_right() -> None
         sleeper.stdin.close()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not Path("/proc/sys/kernel/core_pattern").read_text().startswith("core"), reason="core files go elsewhere"
 )

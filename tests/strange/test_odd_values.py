@@ -124,7 +124,7 @@ def test_every_value_of_every_record_may_be_odd(
 def test_some_values_of_records_may_be_odd(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(tmp_path, ODD, every=97, monkeypatch=monkeypatch, capsys=capsys)
+    check(tmp_path, ODD, every=389, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def check(

@@ -60,6 +60,7 @@ def port() -> int:
     return next(port for port in candidate_ports(str(time.monotonic_ns())) if is_free("127.0.0.1", port))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is new in Python 3.11")
 def test_one_node_with_one_worker_trains_beside_a_json_py_of_the_users(tmp_path: Path) -> None:
     workplace = make_workplace(tmp_path, TEXT)

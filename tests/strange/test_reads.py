@@ -79,6 +79,7 @@ def restore(run: RunDir, attempt: int = 1) -> int | None:
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: it makes the errors")
 def test_a_run_whose_reads_fail_now_and_then_goes_on_where_it_was(tmp_path: Path) -> None:
     place = make_workplace(tmp_path, CONFIG)

@@ -369,6 +369,7 @@ def wraps_an_error_of_the_disk(index: int) -> None:
             raise ValueError("bad image") from None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("why", "read", "num"),
     [

@@ -74,6 +74,7 @@ def runtime(here: Path, name: str, image: str) -> Path:
     return record
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("singularity", marks=pytest.mark.long), "docker"])
 def test_a_secret_reaches_workers_in_an_image_and_stands_on_no_command_line_and_in_no_log(
     name: str, here: Path, monkeypatch: pytest.MonkeyPatch

@@ -77,6 +77,7 @@ def test_channels_last_orders_weights_and_inputs(is_asked: bool, tmp_path: Path)
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last) is is_asked
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_compile_wraps_what_the_loop_calls_and_not_what_is_saved(is_asked: bool, tmp_path: Path) -> None:
     t = begin(Case(recipe=a_recipe, train={"compile": is_asked}), alone(), tmp_path)

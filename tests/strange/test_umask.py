@@ -62,6 +62,7 @@ def open_to_others(top: Path, bits: int = 0o077) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_umask")
 def test_all_of_a_run_is_its_owners_alone_whatever_the_umask(here: Path) -> None:
     argv = [sys.executable, "-m", "ddp_hpc", "submit", "run.yaml", "--wait", "--runs-dir", "a/b/runs"]

@@ -44,6 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_a_run_imports_its_recipe_from_there_and_pythons_modules_from_python(here: Path) -> None:
     argv = [sys.executable, "-m", "ddp_hpc", "submit", "run.yaml", "--wait", f"recipe.args.where={here}/seen.json"]
 

@@ -62,6 +62,7 @@ def attempt(folder: Path, shell: str, *words: str) -> tuple[int, RunDir]:
 QUICK = {"exec", "in the background, with a trap", "a trap that waits for the foreground", "a trap at the exit"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.long) for how in WRAPPERS]
 )

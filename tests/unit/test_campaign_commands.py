@@ -74,6 +74,7 @@ def test_a_wrong_or_missing_folder_is_said_before_anything_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.long
 def test_a_reader_that_fails_on_some_text_is_found_with_the_text() -> None:
     failed: dict[str, str] = {}
 
@@ -85,6 +86,7 @@ def test_a_reader_that_fails_on_some_text_is_found_with_the_text() -> None:
     assert "Failing test case" in failed["float"]
 
 
+@pytest.mark.long
 def test_a_reader_whose_time_grows_faster_than_its_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "PARTS", ("ab",))
     monkeypatch.setattr(fuzz, "GROWN", (5_000, 20_000))

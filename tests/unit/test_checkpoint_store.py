@@ -144,6 +144,7 @@ def test_a_damaged_file_is_found_out_and_the_older_checkpoint_used(file: str, da
     assert committed_steps(run) == [OLDER]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", FILES)
 def test_every_flipped_bit_is_found_out(file: str, run: RunDir) -> None:
     """All of the first bytes, where a header is, and many positions at random."""

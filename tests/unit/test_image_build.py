@@ -67,6 +67,7 @@ def test_the_dockerfile_passes_its_linter_which_can_fail(tmp_path: Path) -> None
     assert subprocess.run([hadolint, bad], capture_output=True, check=False).returncode != 0
 
 
+@pytest.mark.long
 def test_the_self_test_imports_all_that_a_run_would_and_passes_here() -> None:
     text = (ROOT / "containers/selftest").read_text()
     imported = set(re.findall(r"^import ([a-z0-9_]+)", text, flags=re.MULTILINE))

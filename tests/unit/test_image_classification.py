@@ -133,6 +133,7 @@ def test_mini_resnet_is_as_wide_as_asked() -> None:
     assert widths == [32, 128]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

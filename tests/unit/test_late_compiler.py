@@ -58,6 +58,7 @@ assert len(graphs) == 3, "a function that was disabled before the import is trac
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="DDP of PyTorch 2.6 imports the compiler in any case")
 def test_an_eager_training_leaves_the_compiler_out_and_torch_compile_brings_it_in() -> None:
     done = subprocess.run(
@@ -84,6 +85,7 @@ for name, module in of_dynamo.items():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "line",
     [

@@ -215,6 +215,7 @@ def _ignores(pid: int, number: int) -> bool:
     return bool(int(ignored.split()[1], 16) & 1 << (number - 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("when", "heard"), [("held-back", "told: DataLoader worker"), ("at-once", "not told: ")])
 def test_a_loader_that_dies_while_another_is_forked_is_told_of_and_would_not_be_otherwise(
     when: str, heard: str

@@ -51,6 +51,7 @@ def test_the_average_has_the_bits_of_pytorchs_averaged_model(warms_up: bool) -> 
     assert ours.num_updates == int(theirs.n_averaged)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decay", [0.9, 0.99, 0.9999])
 @pytest.mark.parametrize("steps", [30, 184])
 def test_the_average_of_a_short_training_with_batch_norm_is_as_good_as_the_weights(decay: float, steps: int) -> None:

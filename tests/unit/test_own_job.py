@@ -76,6 +76,7 @@ def test_a_host_without_slurms_commands_keeps_the_variables() -> None:
     assert without_ended_job(environ) == (environ, "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -38,6 +38,7 @@ def test_only_rank_zero_downloads_and_all_get_the_data(outcome: Outcome) -> None
     assert [rank["got"] for rank in outcome.ranks] == ["the data", "the data"]
 
 
+@pytest.mark.long
 def test_a_failed_download_is_told_to_every_rank_in_the_same_words(outcome: Outcome) -> None:
     assert [rank["told"] for rank in outcome.ranks] == ["URLError: <urlopen error no route to host>"] * 2
 
