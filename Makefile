@@ -43,7 +43,7 @@ demo: .venv/.runtime ## Train on real digits on this machine: the quickest look
 	@echo '(`ddp-hpc` is in .venv/bin: `source .venv/bin/activate` puts it on PATH)'
 
 test: check ## All checks, then the tests in random order, those on the Slurm cluster beside the others
-	$(BIN)/python -m pytest -n 3 $(SLOWEST) $(ARGS) # most wait for a process that starts: three keep two cores busy
+	$(BIN)/python -m pytest -n 4 $(SLOWEST) $(ARGS) # most wait for a process that starts: four keep two cores busy
 
 test-long: .venv/.dev ## The tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -n 2 $(SLOWEST) -m 'long and not campaign' $(ARGS)

@@ -21,6 +21,8 @@ from ddp_hpc.train.data.sample_order import permutation
 from tests.distributed.trial_recipe import Net
 from tests.distributed.whole_runs import Workplace, live_processes, make_workplace
 
+pytestmark = pytest.mark.long
+
 NUM_SAMPLES = 475
 GLOBAL_BATCH_SIZE = 12
 NUM_STEPS = 40
@@ -145,7 +147,6 @@ def test_global_batches_follow_the_order_of_the_epoch(workplace: Workplace, chan
     assert [len(batch) for batch in batches] == [GLOBAL_BATCH_SIZE] * 39 + [7]
 
 
-@pytest.mark.long
 def test_global_batches_are_the_sets_of_the_unbroken_run(
     workplace: Workplace, changed: RunDir, unbroken: RunDir
 ) -> None:
@@ -157,7 +158,6 @@ def test_global_batches_are_the_sets_of_the_unbroken_run(
     assert batches[0] == batches[1]
 
 
-@pytest.mark.long
 def test_ranks_share_each_batch_evenly(changed: RunDir) -> None:
     for path in (changed.samples / "attempt-0").glob("rank-*.jsonl"):
         counts = {len(json.loads(line)["samples"]) for line in path.read_text().splitlines()}
