@@ -42,8 +42,13 @@ demo: .venv/.runtime ## Train on real digits on this machine: the quickest look
 	@$(BIN)/ddp-hpc submit examples/digits.yaml name=demo --follow $(ARGS)
 	@echo '(`ddp-hpc` is in .venv/bin: `source .venv/bin/activate` puts it on PATH)'
 
-test: check ## All checks, then the tests in random order, those on the Slurm cluster beside the others
-	$(BIN)/python -m pytest -n 4 $(SLOWEST) $(ARGS) # most wait for a process that starts: four keep two cores busy
+test: .venv/.dev ## The tests in random order, those on the Slurm cluster beside the others, and all checks meanwhile
+	@echo 'The tests take about 6 minutes on 2 cores, all checks meanwhile (`make check`) included ...'
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; tests=0; \
+	$(MAKE) --no-print-directory check >"$$log" 2>&1 & check=$$!; \
+	$(BIN)/python -m pytest -n 4 $(SLOWEST) $(ARGS) || tests=$$?; \
+	wait $$check || { cat "$$log"; exit 1; }; \
+	exit $$tests # most tests wait for a process that starts: four at a time keep two cores busy
 
 test-long: .venv/.dev ## The tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -n 2 $(SLOWEST) -m 'long and not campaign' $(ARGS)
