@@ -25,9 +25,10 @@ SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_te
 # (some Lustre) go without.
 can-lock = flock --shared --nonblock --conflict-exit-code 0 Makefile true 2>/dev/null && echo yes
 one-at-a-time := $(if $(shell $(can-lock)),flock Makefile)
-# Installs what the rule's environment $(1) needs, unless a `make` beside this one has done it meanwhile. Quiet but for errors.
+# Installs what the rule's environment $(1) needs, with the flags $(2), unless a `make` beside this one has done it meanwhile.
+# Quiet but for errors.
 pip-install = $(one-at-a-time) sh -c '{ [ -e $@ ] && [ -z "$$(find $^ -newer $@)" ]; } \
-	|| { $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt "$$@" && touch $@; }' pip
+	|| { $(1)/python -m pip install -qq --disable-pip-version-check $(2) -c envs/constraints.txt "$$@" && touch $@; }' pip
 
 .PHONY: help demo test test-long test-adapters test-all check format dist docs pictures bench campaign campaign-slurm \
 	campaign-strangers campaign-storm campaign-pythons campaign-dockerfile clean distclean
@@ -122,12 +123,13 @@ distclean: clean ## Remove the environments and Slurm's files too
 	@touch $@
 
 .venv/.runtime: $(PINS) | .venv/.made
-	@echo 'Installing ddp_hpc and PyTorch into .venv (about 90 s, once) ...'
-	@$(call pip-install,$(BIN)) -e '.[vision]'
+	@echo 'Installing ddp_hpc and PyTorch into .venv (about 60 s, once) ...'
+	@$(call pip-install,$(BIN),--no-compile) -e '.[vision]' # a demo needs few of 10,000 modules compiled
 
 .venv/.dev: $(PINS) | .venv/.runtime
-	@echo 'Installing the tools for tests and checks into .venv (about 20 s, once) ...'
-	@$(call pip-install,$(BIN)) -e '.[dev]'
+	@echo 'Installing the tools for tests and checks into .venv (about 60 s, once) ...'
+	@$(call pip-install,$(BIN),--no-compile) -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # at once, on all cores; some files are templates
 
 .venv-bench/.runtime: $(PINS) envs/bench.txt | .venv-bench/.made
 	@echo 'Installing ddp_hpc, PyTorch, Lightning and Accelerate into .venv-bench (about 2 min, once) ...'
