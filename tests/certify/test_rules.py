@@ -155,6 +155,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "kill-in-save",
         {
             "present": ("out/checkpoint-4/model.safetensors", "out/checkpoint-8/model.safetensors"),
+            "half_written": ("out/checkpoint-8/step_8.pt",),
             "then": (),
             "later": {
                 "ending": "failed",

@@ -56,7 +56,7 @@ def _ranks_disagree(seen: TrialEvidence) -> str:
 
 
 def _uses_half_written(seen: TrialEvidence) -> str:
-    for file in seen.half_written:
+    for file in () if seen.missing_beside_state else seen.half_written:
         cut_off = f"{file} was cut off by a kill while the script wrote it under its final name"
         if seen.record.outcome in {"failed", "hung"} and seen.resumed_at is None:
             return f"{cut_off}, and the script did not resume: {seen.error}"
@@ -64,7 +64,7 @@ def _uses_half_written(seen: TrialEvidence) -> str:
             return f"{cut_off}; the script read it and started over"
         if any(one.file == file and not one.path for one in seen.differences):
             return f"{cut_off}, and is incomplete at the end, too"
-    if seen.fault.moment == "in a save" and (spared := seen.spared_in_place):
+    if seen.fault.moment == "in a save" and (spared := seen.spared_in_place) and not seen.missing_beside_state:
         return f"{spared[0]} is saved under the name that the script loads; no kill came while the file was open, but a later one may"
     return ""
 
