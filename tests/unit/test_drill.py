@@ -208,11 +208,11 @@ def test_a_run_that_ends_before_a_save_can_fail_is_said_to_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir(tmp_path / "run")
-    writing = run.checkpoints / "attempt-0.writing"
-    writing.mkdir(parents=True)
+    run.checkpoints.mkdir(parents=True)
+    seen = []
 
     def finish(_: RunDir) -> None:
-        writing.rmdir()
+        seen.append(run.checkpoints.stat().st_mode & 0o777)
         run.done.touch()
 
     monkeypatch.setattr(faults, "read_progress", finish)
@@ -221,3 +221,5 @@ def test_a_run_that_ends_before_a_save_can_fail_is_said_to_have_ended(
 
     with pytest.raises(ConfigError, match="no save failed within"):
         inject(request, None, "", "")
+
+    assert (seen, run.checkpoints.stat().st_mode & 0o200) == ([0o500], 0o200)  # and it is writable again

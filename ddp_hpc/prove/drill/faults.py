@@ -6,7 +6,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from ddp_hpc.base.errors import ConfigError
@@ -76,23 +75,22 @@ def _preempt(request: SubmitRequest, attempt: Attempt, _: str, signal: str) -> I
 
 def _fill_disk(request: SubmitRequest, *_: object) -> Injection:
     """Make the checkpoint directory read-only until a save fails: a user cannot fill a shared disk."""
-    run = request.run
-    writing = next(iter(run.checkpoints.glob("attempt-*.writing")), run.checkpoints)
-    mode, at = writing.stat().st_mode, time.time()
-    writing.chmod(0o500)
+    # Not the attempt's own directory in it: progress.json goes through that, and says that a save has failed.
+    run, folder = request.run, request.run.checkpoints
+    mode, at = folder.stat().st_mode, time.time()
+    folder.chmod(0o500)
     try:
         deadline = time.monotonic() + DISK_PATIENCE_S
         while (progress := read_progress(run)) is None or progress.save_error is None:
             if time.monotonic() > deadline or run.done.exists():
                 raise ConfigError(
-                    f"The drill made {writing} read-only, but no save failed within {DISK_PATIENCE_S:.0f} s, or before "
+                    f"The drill made {folder} read-only, but no save failed within {DISK_PATIENCE_S:.0f} s, or before "
                     "the run finished. Root can write to read-only directories: run the drill as another user."
                 )
             time.sleep(0.05)
     finally:
-        with suppress(FileNotFoundError):  # the attempt has ended
-            writing.chmod(mode)
-    return f"made {writing} read-only for {time.time() - at:.1f} s ({progress.save_error})", at
+        folder.chmod(mode)
+    return f"made {folder} read-only for {time.time() - at:.1f} s ({progress.save_error})", at
 
 
 FAULTS: Mapping[str, Fault] = {
