@@ -281,7 +281,7 @@ print("alive")
 
 def test_threads_that_a_forked_process_would_not_have_are_named() -> None:
     script = """
-import threading
+import os, threading
 from ddp_hpc.base.processes import lasting_threads
 
 before, end = lasting_threads(), threading.Event()
@@ -292,6 +292,8 @@ thread.start()
 while_it_runs = lasting_threads()
 end.set()
 thread.join()
+while len(os.listdir("/proc/self/task")) > 1:  # Python's join may return before the kernel's thread has ended
+    pass
 print(before, while_it_runs, lasting_threads())
 """
 
