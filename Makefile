@@ -45,7 +45,7 @@ demo: .venv/.runtime ## Train on real digits on this machine: the quickest look
 
 test: .venv/.dev ## The tests in random order, those on the Slurm cluster beside the others, and all checks meanwhile
 	@echo 'The tests take about 6 minutes on 2 cores, all checks meanwhile (`make check`) included ...'
-	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; tests=0; \
+	@log=$$(mktemp); check=; trap 'kill $$check 2>/dev/null || true; rm -f "$$log"' EXIT; tests=0; \
 	$(MAKE) --no-print-directory check >"$$log" 2>&1 & check=$$!; \
 	$(BIN)/python -m pytest -n 4 $(SLOWEST) $(ARGS) || tests=$$?; \
 	wait $$check || { cat "$$log"; exit 1; }; \

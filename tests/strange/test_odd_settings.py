@@ -166,3 +166,13 @@ def test_the_home_of_an_unknown_user_is_named_and_ends_in_no_traceback(
     assert main(words) == (0 if words[0] == "list" else 2)
     out, err = capsys.readouterr()
     assert named in out + err
+
+
+def test_a_word_that_no_file_can_have_as_its_name_is_said_to_be_no_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["submit", "a" * 300, "--dry-run"]) == 2
+
+    assert "The configuration file 'aaa" in capsys.readouterr().err

@@ -8,6 +8,7 @@ KEY=VALUE or --KEY=VALUE sets any key of the configuration, such as `train.lr=0.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -227,7 +228,8 @@ def config_and_settings(args: argparse.Namespace, environment: Mapping[str, str]
         )
     path, settings = config_among(words)
     kept = [RunDir(place / path).config for place in (Path(), chosen_runs_dir(args.runs_dir, environment))]
-    return path if path.is_file() else next((one for one in kept if one.is_file()), path), settings
+    # Not `Path.is_file`, which raises what reading the file is going to tell: a name that is too long, a closed directory.
+    return next((one for one in (path, *kept) if os.path.isfile(one)), path), settings  # noqa: PTH113
 
 
 def config_among(words: Sequence[str]) -> tuple[Path, list[str]]:
