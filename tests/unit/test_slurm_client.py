@@ -139,11 +139,17 @@ def test_a_question_that_fails_has_no_answer(slurm: Slurm) -> None:
         client.queue(environ)
 
 
-def test_a_job_that_the_controller_forgot_is_looked_up_in_the_database(slurm: Slurm) -> None:
+@pytest.mark.parametrize(
+    "said",
+    ["slurm_load_jobs error: Invalid job id specified", "Job 14_3 not found"],
+    ids=["a job", "a task of an array whose other tasks live"],
+)
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_job_that_the_controller_forgot_is_looked_up_in_the_database(said: str, stream: int, slurm: Slurm) -> None:
     row = "7|NODE_FAIL|2026-11-21T07:00:00|2026-11-21T07:10:00|10:00|node1|None"
     again = row.replace("NODE_FAIL", "COMPLETED").replace("T07", "T08")
     environ = slurm(
-        scontrol=failing("slurm_load_jobs error: Invalid job id specified"),
+        scontrol=f"echo '{said}' >&{stream}; exit 1",
         sacct=f"printf '%s\\n' '{again}' '{row}' | tr '|' '\\037'",
     )
 

@@ -42,7 +42,8 @@ LIMIT = re.compile(r"submit\w* ?limit|Resource temporarily unavailable", re.IGNO
 controller has all the jobs that it may have (MaxJobCount)."""
 _BUSY = re.compile(r"sleeping and retrying", re.IGNORECASE)
 """What sbatch prints where the controller accepts no job now; then it asks again, for up to two minutes."""
-_NO_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
+_NO_JOB = re.compile(r"Invalid job id|^Job \S+ not found", re.IGNORECASE | re.MULTILINE)
+"""The second, before Slurm 25 on the standard output: a task that ended MinJobAge ago, of an array of which other tasks live."""
 
 Answer = subprocess.CompletedProcess[str]
 
@@ -62,6 +63,16 @@ def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
 def without_inherited_argv(environ: Mapping[str, str]) -> list[str]:
     """Return `env --unset=...`, to put before a command that another library (submitit) starts in our environment."""
     return ["env", *(f"--unset={name}" for name in inherited(environ))]
+
+
+def refuse_other_cluster(own: str, environ: Mapping[str, str]) -> None:
+    """Refuse a cluster that a site's module has set: jobs, and each question on them, go to this host's own one."""
+    for variable in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"):
+        if own and environ.get(variable, own) not in {"", own}:
+            raise ConfigError(
+                f"{variable} is {environ[variable]!r}, but this host's Slurm cluster is {own}, and ddp-hpc submits to that one alone. Submit on a login "
+                f"node of {environ[variable]}; or unset {variable} to submit to {own}."
+            )
 
 
 def require(command: str, environ: Mapping[str, str]) -> None:
@@ -175,7 +186,7 @@ def commands(environ: Mapping[str, str]) -> dict[str, str]:
 def job(job_id: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.JobRecord | None:
     """Return a job as the controller knows it, or else the accounting database; None if neither knows it."""
     answer = ask(queries.job_argv(job_id), environ, timeout_s=timeout_s)
-    if answer.returncode != 0 and not _NO_JOB.search(answer.stderr):
+    if answer.returncode != 0 and not _NO_JOB.search(f"{answer.stderr}\n{answer.stdout}"):
         raise SlurmUnavailableError(
             f"Slurm does not say whether it knows job {job_id}: `scontrol show job` failed: {_line(answer)}. Try again later."
         )

@@ -203,9 +203,13 @@ def record(sweep: SweepDir, **fields: object) -> None:
 
 
 def from_ranges(text: str) -> tuple[int, ...]:
-    """Return the numbers of `0-3,7`."""
-    ends = (part.partition("-") for part in text.split(",") if part)
-    return tuple(number for first, _, last in ends for number in range(int(first), int(last or first) + 1))
+    """Return the numbers of `0-3,7`, and of `9-19:2`, as squeue prints tasks that are equally far apart."""
+    numbers: list[int] = []
+    for part in filter(None, text.split(",")):
+        ends, _, step = part.partition(":")
+        first, _, last = ends.partition("-")
+        numbers += range(int(first), int(last or first) + 1, int(step or 1))
+    return tuple(numbers)
 
 
 def read_sweep(sweep: SweepDir) -> Sweep:
