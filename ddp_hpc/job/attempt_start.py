@@ -6,6 +6,9 @@ import os
 import sys
 import time
 
+from ddp_hpc.base.durable import read_json
+from ddp_hpc.base.errors import FencedError
+from ddp_hpc.base.patience import known
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.requeue import TABLE
 from ddp_hpc.run.run_dir import ownership
@@ -14,7 +17,6 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
     QueuedJob,
     read_queued_job,
-    read_stop_request,
     write_queued_job,
     write_rendezvous_token,
 )
@@ -25,17 +27,19 @@ def begin(run: RunDir, workload: Workload, job: SlurmJob | None, *, image: str =
     """Claim the run for another attempt, and write its start into the ledger; return its number.
 
     Raises:
-        FencedError: where another process has claimed it.
+        FencedError: where another process has claimed it, or Slurm has started the job again since.
     """
     ledger = Ledger.read(run)
+    refuse_older_start(run, ledger, job)
     attempt = ownership.next_attempt(run, ledger)
     for name in ownership.claim(run, attempt):
         sys.stderr.write(
             f"note: removed {name}, an unfinished checkpoint that killed workers left; committed ones are not affected\n"
         )
     write_rendezvous_token(run.rendezvous_token(attempt))
-    if read_stop_request(run) is None:
-        run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
+    stop_request = known(run.stop_request, lambda: read_json(run.stop_request), unknown=None) or {}
+    if stop_request.get("by") == "supervisor":  # for the attempt before; what cannot be read may be the user's
+        run.stop_request.unlink(missing_ok=True)
     first_step = workload.progress(run, ledger)
     if job is None:
         record_start(run, attempt=attempt, job_id=str(os.getpid()), first_step=first_step, image=image)
@@ -48,6 +52,19 @@ def begin(run: RunDir, workload: Workload, job: SlurmJob | None, *, image: str =
         write_queued_job(run, QueuedJob(job_id=job.job_id, attempt=attempt, at=time.time(), since=attempt))
     run.gave_up.unlink(missing_ok=True)
     return attempt
+
+
+def refuse_older_start(run: RunDir, ledger: Ledger, job: SlurmJob | None) -> None:
+    """Return while Slurm has not started the job again, as it does where it has lost this start's node for some minutes.
+
+    Raises:
+        FencedError: where the newer start of the job has begun an attempt, which goes on alone.
+    """
+    newest = ledger.newest
+    if newest and job and newest.job_id == job.job_id and newest.restart > job.allocation.restart_count:
+        raise FencedError(
+            f"Slurm has started job {job.job_id} of {run.name} again, on {newest.host}, so this older start of it ends. You need do nothing."
+        )
 
 
 def begin_without_workers(run: RunDir, job: SlurmJob | None) -> int:

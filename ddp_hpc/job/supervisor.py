@@ -115,6 +115,7 @@ _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, err
 def _work(arguments: argparse.Namespace, run: RunDir, job: SlurmJob | None) -> int:
     """Acquire the run, and run its attempts."""
     if arguments.after is not None and job is not None:
+        attempt_start.refuse_older_start(run, Ledger.read(run), job)  # the steps of the job would be the newer start's
         takeover.end_leftover_steps(run, job)
     lock_fds = _lock(run, job) if arguments.lock_fd is None else [arguments.lock_fd]
     if arguments.after is not None:
@@ -155,6 +156,10 @@ def _supervise(context: JobContext, lock_fds: Sequence[int]) -> int:
     run, job = context.run, context.job
     if job is not None:
         stale_attempts.close_stale(run, context.workload, job)
+        if why := stale_attempts.why_not_again(context, job):
+            attempt_start.note_unbegun(run, job, Cause.NODE_FAILED, why, exit_codes.FAILED)
+            sys.stderr.write(f"ended: {why}\n")
+            return exit_codes.FAILED
     if is_done(run, context.workload.goal):
         sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
         return exit_codes.FINISHED

@@ -127,7 +127,7 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
     if not row.next or not (situation.is_on_slurm or goes_on_here):
         has_failed = situation.cause == Cause.STOP_ASKED and not situation.has_obeyed
         return Decision(ending=Ending.FAILED if has_failed else row.ending)
-    if why := _why_last(situation, policy):
+    if why := why_last(situation, policy):
         return Decision(ending=Ending.FAILED, why=why)
     is_worth_trying = not situation.has_no_report or situation.num_without_progress <= 1
     is_right_here = row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying
@@ -142,7 +142,7 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
     return Decision(ending=ending, next=Next(policy.by), exclude=tuple(sorted({*situation.bad_nodes, *lost})))
 
 
-def _why_last(situation: Situation, policy: RestartSpec) -> str:
+def why_last(situation: Situation, policy: RestartSpec) -> str:
     """Return why a failure ends the run; empty where another attempt may follow."""
     if situation.fails_again and situation.cause == Cause.WORKER_CRASHED:
         return (

@@ -57,6 +57,18 @@ def test_a_recipe_that_is_never_built_is_named_and_blames_no_node(supervised: Ma
     assert bool(one.last.failed_nodes) is is_built
 
 
+def test_stacks_that_a_script_dumps_itself_do_not_make_its_failure_a_hang(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_stacks(one.run, attempt, "wait_for_slow_data")  # `faulthandler.dump_traceback_later(repeat=True)`
+    add_failure(one.run, attempt, rank=0, exception="KeyError: 7")
+
+    concluded = conclude(one.context, attempt, CRASHED)
+
+    assert (concluded.end.cause, one.last.failed_nodes) == ("worker crashed", ())
+    assert "KeyError: 7" in one.last.reason
+
+
 def add_stacks(run: RunDir, attempt: int, function: str, *, rank: int = 0) -> None:
     """Write what a rank's watchdog leaves in its log."""
     log = run.rank_log(attempt, rank)

@@ -14,14 +14,17 @@ import pytest
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.cluster.slurm.allocation import read_allocation
-from ddp_hpc.job import attempt, supervisor
+from ddp_hpc.job import attempt, attempt_start, supervisor
 from ddp_hpc.job.ending import takeover
+from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, ask_to_stop, write_queued_job
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.recipe import RecipeWorkload
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.fake_slurm import FakeSlurm
 from tests.unit.held_signals import signals_held_back
@@ -152,6 +155,78 @@ def test_what_the_user_said_of_an_earlier_job_is_over(job: str, tmp_path: Path, 
 
     assert not run.stop_request.exists()
     assert "gone.sif" in Ledger.read(run).attempts[-1].reason  # so far it came
+
+
+@pytest.mark.parametrize(("num_lost", "begins"), [(2, True), (3, False)])
+def test_a_run_whose_nodes_fail_again_and_again_ends_though_slurm_requeues_it_without_a_limit(
+    num_lost: int, begins: bool, tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text("name: digits\nresources: {nodes: 2}\nrestart: {max_no_progress: 3}\n")
+    slurm.accounts(*["NODE_FAIL"] * num_lost)
+    for number in range(num_lost):
+        record_start(run, attempt=number, job_id="7", cluster="slurm", nodes=("node1", "node2"), restart=number)
+        if number < num_lost - 1:  # the newest one's supervisor died with its node
+            end = End(
+                ending=Ending.FAILED, exit_code=-9, cause=Cause.NODE_FAILED, next=Next.SLURM, failed_nodes=("node1",)
+            )
+            record_end(run, number, end)
+    write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(num_lost))
+    began: list[int] = []
+
+    def run_attempt(*_: object) -> Conclusion:
+        began.append(num_lost)
+        return Conclusion(attempt=num_lost, end=End(ending=Ending.FAILED, exit_code=exit_codes.FAILED))
+
+    monkeypatch.setattr(supervisor, "run_attempt", run_attempt)
+
+    assert supervise(run) == exit_codes.FAILED
+
+    last = Ledger.read(run).attempts[-1]
+    assert bool(began) == begins
+    assert begins or (last.attempt, last.cause, last.next) == (3, "node failed", "")
+    assert begins or last.reason.startswith(
+        "3 attempts in a row ended without a new checkpoint, so the run ends (`restart.max_no_progress`)"
+    )
+
+
+@pytest.mark.parametrize("words", [(), ("--guarded", "--after=137")], ids=["itself", "one that follows a dead one"])
+def test_a_start_of_a_job_that_slurm_had_lost_leaves_the_run_to_the_newer_start(
+    words: tuple[str, ...], tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text("name: digits\nresources: {nodes: 2}\n")
+    record_start(run, attempt=0, job_id="7", cluster="slurm", nodes=("node1", "node2"))
+    record_end(run, 0, End(ending=Ending.FAILED, exit_code=1, cause=Cause.WORKER_CRASHED, next=Next.IN_PLACE))
+    record_start(run, attempt=1, job_id="7", cluster="slurm", nodes=("node3", "node4"), restart=1, host="node3")
+    slurm.has("squeue", "echo 7.0")
+
+    assert supervise(run, *words) == exit_codes.FENCED
+
+    assert "Slurm has started job 7 of digits again, on node3" in capsys.readouterr().err
+    assert Ledger.read(run).newest_number == 1
+    assert slurm.orders("scancel") == []
+
+
+def test_a_stop_request_that_cannot_be_read_for_a_moment_stays_and_one_of_the_supervisor_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    workload = RecipeWorkload(RunSpec(name="digits"))
+    run.stop_request.write_text('{"by": "user", "then": "end"}')
+
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attempt_start, "read_json", stale)
+        attempt_start.begin(run, workload, None)
+    assert run.stop_request.exists()
+
+    ask_to_stop(run, by="supervisor")
+    attempt_start.begin(run, workload, None)
+    assert not run.stop_request.exists()
 
 
 # --- one that follows a dead one -------------------------------------------------------------------------------------

@@ -55,7 +55,8 @@ def gather(context: JobContext, attempt: int, outcome: Outcome) -> Evidence:
         stop_request=read_stop_request(run),
         has_script_asked=may_ask and any(run.script_asked(attempt, rank).exists() for rank in range(world_size)),
         has_trained=has_trained(same_input),
-        has_stacks=has_stacks(run, attempt, world_size),
+        # A rank that reported its own failure ended by that, and not by a watchdog: its log may hold stacks that it dumped itself.
+        has_stacks=all(one.is_secondary for one in failures) and has_stacks(run, attempt, world_size),
         lost_nodes=[*outcome.lost_nodes, *outcome.avoided_nodes],
         now=time.time(),
         lead_s=context.spec.slurm.signal_lead_s,

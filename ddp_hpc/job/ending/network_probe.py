@@ -66,10 +66,11 @@ def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
         return False  # srun would wait for them, and it is known which nodes failed
     if outcome.reason or outcome.was_signalled or outcome.is_out_of_time or processes.is_stop_pending():
         return False
-    if outcome.is_unresponsive or has_stacks(context.run, attempt, context.world.world_size):
+    if outcome.is_unresponsive:
         return True
-    failures = read_failures(context.run, attempt)
-    return bool(failures) and failures[0].is_secondary  # the first cause comes first: all have lost a connection
+    if failures := read_failures(context.run, attempt):
+        return failures[0].is_secondary  # the first cause comes first: all have lost a connection
+    return has_stacks(context.run, attempt, context.world.world_size)
 
 
 def probe(

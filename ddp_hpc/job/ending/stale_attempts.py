@@ -12,9 +12,10 @@ from ddp_hpc.job.ending import causes
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run import requeue
+from ddp_hpc.run.requeue import Situation
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import is_done
+from ddp_hpc.run.run_dir.records import is_done, read_queued_job, since_submission
 from ddp_hpc.run.workload.protocol import Workload
 
 
@@ -50,6 +51,18 @@ def close_stale(run: RunDir, workload: Workload, job: SlurmJob) -> None:
     )
     record_end(run, newest.attempt, end)
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} ended: {reason}. This job continues the run.\n")
+
+
+def why_not_again(context: JobContext, job: SlurmJob) -> str:
+    """Return why a job that Slurm has requeued without being asked begins no attempt, as Slurm has no limit of such requeues; empty where it begins one."""
+    ledger = Ledger.read(context.run)
+    attempts = since_submission(ledger, read_queued_job(context.run))
+    if not attempts or (attempts[-1].next, attempts[-1].job_id) != (Next.SLURM, job.job_id):
+        return ""
+    cause, words = attempts[-1].cause or Cause.UNEXPLAINED, context.workload.without_progress
+    num = requeue.num_without_progress(attempts, context.workload.progress(context.run, ledger), cause)
+    situation = Situation(cause=cause, num_without_progress=num, without_progress=words)
+    return requeue.why_last(situation, context.spec.restart)
 
 
 def end_done(run: RunDir, workload: Workload, attempt: int, newest_step: int) -> End | None:
