@@ -22,7 +22,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
 from ddp_hpc.job.script.liveness import Life
 from ddp_hpc.job.script.plan import frozen_code, plan_of, users_python_path
 from ddp_hpc.job.script.source import sets_endpoint, why_exec
-from ddp_hpc.job.script.watcher import worker_exit_code
+from ddp_hpc.job.script.watcher import Echo, worker_exit_code
 from ddp_hpc.run.config.resolve import load_resolved, render_resolved, resolve
 from ddp_hpc.run.requeue import Situation, decide
 from ddp_hpc.run.run_dir.failure_reports import first_failure
@@ -562,3 +562,25 @@ def test_a_run_that_ends_for_lack_of_progress_names_the_key_by_which_a_script_sh
     situation = Situation(cause=Cause.WORKER_CRASHED, num_without_progress=3, without_progress=words)
 
     assert decide(situation, spec.restart).why.startswith(expected)
+
+
+def test_the_watcher_of_a_script_that_prints_faster_than_the_console_takes_is_not_kept_by_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "rank-0.log"
+    log.touch()
+    echo, shown = Echo(log), bytearray()
+
+    def write(_fd: int, data: memoryview) -> int:
+        shown.extend(data)
+        with log.open("ab") as file:  # meanwhile
+            file.write(b"more\n" * 10)
+        return len(data)
+
+    log.write_bytes(b"first\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", write)
+        echo.copy()
+        assert bytes(shown) == b"first\n"
+        echo.copy()
+    assert bytes(shown) == b"first\n" + b"more\n" * 10

@@ -72,9 +72,10 @@ class Echo:
         os.lseek(self._fd, 0, os.SEEK_END)
 
     def copy(self) -> None:
-        """Copy what was added since the last call."""
+        """Copy what was added since the last call; what is added meanwhile waits, as a script may print faster than the console takes."""
         with suppress(OSError):
-            while chunk := os.read(self._fd, _CHUNK_BYTES):
+            num_bytes = os.fstat(self._fd).st_size
+            while os.lseek(self._fd, 0, os.SEEK_CUR) < num_bytes and (chunk := os.read(self._fd, _CHUNK_BYTES)):
                 left = memoryview(chunk)
                 while left:
                     left = left[os.write(_CONSOLE, left) :]
