@@ -125,7 +125,7 @@ READERS: Mapping[str, tuple[Sequence[str], Callable[[str], object]]] = {
     "sacct": ((of_slurm.ACCOUNTING,), queries.parse_accounting),
     "partitions": ((of_slurm.PARTITIONS,), queries.parse_partitions),
     "scontrol show config": ((of_slurm.CONFIG,), queries.parse_config),
-    "sinfo shapes": (("gpu|4|64|1000|gpu:a100:4\n",), queries.parse_shapes),
+    "sinfo shapes": (("NodeName=n1 CPUTot=4 RealMemory=1000 Gres=gpu:a100:4 Partitions=gpu\n",), queries.parse_shapes),
     "sacctmgr": (("lab||high,low|normal\n",), queries.parse_associations),
     "qos": (("high|low|requeue|00:01:00\n",), queries.parse_qos),
     "nodes": (("node1\x1fidle\x1fnone\x1e\nnode2\x1fdrained\x1fbad disk\x1e\n",), queries.parse_nodes),

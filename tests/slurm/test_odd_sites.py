@@ -50,6 +50,49 @@ def test_a_successor_stays_where_plain_sbatch_put_the_job(place: LoginNode) -> N
     assert "TimeLimit=00:33:00" in said, said
 
 
+def test_a_job_for_drained_nodes_of_a_hidden_partition_waits_in_the_queue_and_its_sweep_knows_it(
+    place: LoginNode,
+) -> None:
+    cluster, nodes = place.cluster, "node[1-3]"
+    (place.folder / "train.py").write_text("print('trained')\n")
+    cluster.run("scontrol", "update", "partitionname=batch", "hidden=yes", user="root")
+    cluster.run("scontrol", "update", f"nodename={nodes}", "state=drain", "reason=a disk", user="root")
+    try:
+        words = (
+            "--sweep",
+            "seed=0,1",
+            "name=hidden",
+            "resources.nodes=2",
+            "slurm.partition=batch",
+            "--",
+            "python",
+            "train.py",
+        )
+        sent = place.type("submit", "--cluster", "slurm", *words)
+        waiting = place.type("list", "hidden")
+        refused = place.type("delete", "hidden", "--yes")
+        too_many = place.type(
+            "submit",
+            "--cluster",
+            "slurm",
+            "name=huge",
+            "resources.nodes=9",
+            "slurm.partition=batch",
+            "--",
+            "python",
+            "train.py",
+        )
+    finally:
+        cluster.run("scontrol", "update", f"nodename={nodes}", "state=resume", user="root")
+        cluster.run("scontrol", "update", "partitionname=batch", "hidden=no", user="root")
+
+    assert "If nodes are down or drained, the job waits for them" in sent.stderr, sent.stderr
+    assert "waiting" in waiting.stdout, waiting.stdout
+    assert refused.returncode != 0, refused.stdout
+    assert "`resources.nodes` is 9, but partition batch has 4 nodes" in too_many.stderr, too_many.stderr
+    place.cluster.wait_for(lambda: "2 finished" in place.type("list", "hidden").stdout, 90)
+
+
 def test_a_slurm_that_counts_no_gpus_is_asked_for_none(unlike: LoginNode) -> None:
     code = "import os; print('of', os.environ['LOCAL_WORLD_SIZE'], os.environ.get('CUDA_VISIBLE_DEVICES'))"
     (unlike.folder / "told.py").write_text(f"{code}\n")

@@ -111,6 +111,11 @@ POLICY = (
             ["`resources.time_limit_min` is 9999; batch allows 1440 min"],
         ),
         (
+            "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
+            spec(),
+            ["`resources.time_limit_min` is not set; batch allows 1440 min. Set it"],
+        ),
+        (
             "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
             spec(slurm={"account": "nope"}),
             ["`slurm.account` is 'nope'", "you may use lab (QOS normal, high); guest (QOS normal)"],
@@ -137,6 +142,7 @@ POLICY = (
         "memory",
         "memory of a task",
         "time",
+        "a site that wants a time",
         "account",
         "qos",
         "policy",
@@ -332,17 +338,19 @@ class FakeSlurm:
         )
         path.chmod(0o755)
 
-    def has(self, *partitions: Partition, **config: str) -> None:
-        """Answer both questions to scontrol, whose lines do not clash."""
+    def has(self, *partitions: Partition, more: Sequence[str] = (), **config: str) -> None:
+        """Answer all questions to scontrol, whose lines do not clash."""
         lines = [
             f"PartitionName={one.name} Default={'YES' if one.is_default else 'NO'} State=UP "
             f"TotalNodes={one.total_nodes} MaxTime={_minutes(one.max_time_min)} "
             f"DefaultTime={_minutes(one.default_time_min)} GraceTime={one.grace_time_s} "
-            f"PreemptMode={one.preempt_mode or 'OFF'}"
+            f"PreemptMode={one.preempt_mode or 'OFF'} PriorityTier={one.priority_tier}"
             for one in partitions
         ]
         told = {"JobRequeue": "1", "PreemptMode": "OFF", **config}
-        self.says("scontrol", stdout="\n".join([*lines, *(f"{key} = {value}" for key, value in told.items())]) + "\n")
+        self.says(
+            "scontrol", stdout="\n".join([*lines, *more, *(f"{key} = {value}" for key, value in told.items())]) + "\n"
+        )
 
     def check(self, asked: RunSpec) -> list[str]:
         questions = capacity.Questions(self.environ)
@@ -424,8 +432,7 @@ def test_what_it_may_cost_is_told_in_gpu_hours(resources: dict[str, Any], told: 
 
 
 SCRIPT = ScriptSpec(command=("python", "train.py"))
-PREEMPTED_BARE = "preempts without GraceTime"
-PREEMPTED_FOR_GOOD = "cancels the jobs that it preempts"
+BY_TIER = {"PreemptType": "preempt/partition_prio"}
 MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
     ("all is well", partition(), {}, spec(time_limit_min=60), []),
     (
@@ -484,38 +491,32 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
     (
         "cancelled when preempted",
         partition(preempt_mode="CANCEL", grace_time_s=60),
-        {},
+        BY_TIER,
         spec(time_limit_min=60),
-        [PREEMPTED_FOR_GOOD],
-    ),
-    (
-        "cancelled without grace",
-        partition(preempt_mode="CANCEL"),
-        {},
-        spec(time_limit_min=60),
-        [PREEMPTED_FOR_GOOD, PREEMPTED_BARE],
+        ["PreemptMode is CANCEL, GraceTime 60 s, by partition batch; jobs of partition top may preempt a run there"],
     ),
     (
         "requeued without grace",
         partition(preempt_mode="REQUEUE"),
-        {},
+        {**BY_TIER, "KillWait": "30 sec"},
         spec(time_limit_min=60),
-        [
-            (
-                f"{PREEMPTED_BARE}: Slurm sends SIGTERM, and kills the run when KillWait is over. A save that takes longer is lost, with the "
-                "steps since the checkpoint before. `checkpoint.every_steps` is 500"
-            )
-        ],
+        ["SIGTERM comes at once, SIGKILL 30 s (KillWait) later. A checkpoint that takes longer than 30 s"],
+    ),
+    ("requeued with grace", partition(preempt_mode="REQUEUE", grace_time_s=60), BY_TIER, spec(time_limit_min=60), []),
+    (
+        "of the highest tier, which nothing preempts",
+        partition(preempt_mode="REQUEUE", priority_tier=2),
+        BY_TIER,
+        spec(time_limit_min=60),
+        [],
     ),
     (
-        "requeued without grace, after so many seconds",
+        "preempted by the QOS, of which the partition's mode says nothing",
         partition(preempt_mode="REQUEUE"),
-        {"KillWait": "30 sec"},
+        {"PreemptType": "preempt/qos"},
         spec(time_limit_min=60),
-        [f"{PREEMPTED_BARE}: Slurm sends SIGTERM, and kills the run when KillWait, 30 s, is over."],
+        [],
     ),
-    ("requeued with grace", partition(preempt_mode="REQUEUE", grace_time_s=60), {}, spec(time_limit_min=60), []),
-    ("suspended", partition(preempt_mode="GANG,SUSPEND"), {}, spec(time_limit_min=60), []),
     ("the partition's word wins", partition(), {"PreemptMode": "CANCEL"}, spec(time_limit_min=60), []),
     (
         "not put back by default",
@@ -540,7 +541,7 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
 def test_a_plan_that_does_not_fit_is_told_though_slurm_takes_it(
     there: Partition, config: dict[str, str], asked: RunSpec, told: Sequence[str], slurm: FakeSlurm
 ) -> None:
-    slurm.has(there, **config)
+    slurm.has(there, partition("top", priority_tier=2), **config)
 
     _, *said = slurm.check(asked)
 
@@ -548,14 +549,34 @@ def test_a_plan_that_does_not_fit_is_told_though_slurm_takes_it(
     assert all(words in line for words, line in zip(told, said, strict=True))
 
 
-@pytest.mark.parametrize(("save_s", "is_warned"), [(None, True), (2.0, False), (20.0, True)])
-def test_a_run_whose_saves_fit_into_kill_wait_is_not_warned_of_preemption_without_grace(
-    save_s: float | None, is_warned: bool
+@pytest.mark.parametrize(("num_nodes", "is_refused"), [(4, False), (1, True)])
+def test_a_job_that_waits_for_drained_nodes_is_submitted_and_one_that_the_cluster_can_never_place_is_refused(
+    num_nodes: int, is_refused: bool, slurm: FakeSlurm
 ) -> None:
-    said = [*capacity._without_grace(spec(), 30, "low", save_s)]
+    slurm.says("sbatch", stderr="allocation failure: Requested node configuration is not available", code=1)
+    slurm.has(
+        partition(), more=[f"NodeName=n{n} CPUTot=64 RealMemory=99999 Partitions=batch" for n in range(num_nodes)]
+    )
+    asked = spec(nodes=2, time_limit_min=60)
 
-    assert bool(said) == is_warned
-    assert ("(the last save took 20 s)" in " ".join(said)) == (save_s == 20.0)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"`resources.nodes` is 2, but partition batch has 1 node"):
+            slurm.check(asked)
+    else:
+        assert "If nodes are down or drained, the job waits for them" in slurm.check(asked)[1]
+
+
+@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
+def test_a_shell_that_chooses_another_cluster_is_told_that_the_job_would_not_go_there(
+    variable: str, slurm: FakeSlurm
+) -> None:
+    slurm.has(partition(), ClusterName="here")
+    slurm.environ[variable] = "here"
+    slurm.check(spec(time_limit_min=60))
+    slurm.environ[variable] = "accelgor"
+
+    with pytest.raises(ConfigError, match=rf"{variable} is 'accelgor', but this host's Slurm cluster is here"):
+        slurm.check(spec(time_limit_min=60))
 
 
 def test_what_slurm_would_refuse_is_an_error_with_what_the_cluster_has(slurm: FakeSlurm) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -373,13 +374,17 @@ def test_a_host_without_slurm_proposes_a_profile_too(user: dict[str, str]) -> No
         ("gpu:a100:4(S:0-1)", 4, "a100"),
         ("gpu:a100_3g.20gb:2,gpu:a100:2,nvme:1", 4, "a100_3g.20gb"),
         ("gpu:4(S:0),mps:400", 4, None),
+        ("gpu:3090:8(S:0-1)", 8, "3090"),
+        ("gpu:2080ti:8,gpu:3090:2", 10, "2080ti"),
     ],
 )
-def test_what_nodes_have_is_read_from_sinfo(gres: str, num_gpus: int, gpu_type: str | None) -> None:
-    (found,) = parse_shapes(f"gpu|12|64+|512000+|{gres}\n")
+def test_what_nodes_have_is_read_from_scontrol(gres: str, num_gpus: int, gpu_type: str | None) -> None:
+    node = f"CPUAlloc=0 CPUEfctv=56 CPUTot=64 Gres={gres} OS=Linux RealMemory=512000 MemSpecLimit=2000 Partitions=gpu,all Reason=no Gres=gpu:9"
+    gpu, every = parse_shapes(f"NodeName=n1 {node}\nNodeName=n2 {node}\nNodeName=login CPUTot=4 RealMemory=1000\n")
 
-    assert (found.num_gpus, found.gpu_type) == (num_gpus, gpu_type)
-    assert (found.partition, found.num_nodes, found.num_cpus, found.mem_mb) == ("gpu", 12, 64, 512000)
+    assert (gpu.num_gpus, gpu.gpu_type) == (num_gpus, gpu_type)
+    assert (gpu.partition, gpu.num_nodes, gpu.num_cpus, gpu.mem_mb) == ("gpu", 2, 56, 510000)
+    assert every == replace(gpu, partition="all")
 
 
 # --- the command -------------------------------------------------------------------------------------------------------

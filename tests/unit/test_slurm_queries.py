@@ -122,7 +122,7 @@ def test_a_moment_is_in_this_hosts_time() -> None:
 def test_the_queue_is_asked_for_one_user_in_fields_of_any_length() -> None:
     argv = queries.queue_argv("ada")
 
-    assert argv[:4] == ["squeue", "--noheader", "--noconvert", "--user=ada"]
+    assert argv[:5] == ["squeue", "--all", "--noheader", "--noconvert", "--user=ada"]
     assert argv[4].startswith("--Format=JobID:\x1f,ArrayJobID:\x1f,")
     assert argv[4].endswith(",StartTime:\x1e")
 
@@ -332,7 +332,7 @@ NOTE = "NOTE: maintenance on Monday | all partitions\n12 days left = 3.5 SUs\n"
         (queries.parse_accounting, ACCOUNTING),
         (queries.parse_partitions, PARTITIONS),
         (queries.parse_config, CONFIG),
-        (queries.parse_shapes, "gpu|4|64|1000|gpu:a100:4\n"),
+        (queries.parse_shapes, "NodeName=n1 CPUTot=4 RealMemory=1000 Gres=gpu:a100:4 Partitions=gpu\n"),
         (queries.parse_associations, "lab||high,low|normal\n"),
         (queries.parse_qos, "high|low|requeue|00:01:00\n"),
         (queries.parse_nodes, "node1\x1fidle\x1fnone\x1e\nnode2\x1fdrained\x1fbad disk\x1e\n"),
@@ -390,7 +390,7 @@ def test_a_job_tells_when_it_is_preempted_and_which_nodes_it_avoids(
     [
         (
             queries.nodes_argv(["node1", "node2"]),
-            "sinfo --Node --noheader --nodes=node1,node2 --format=%N\x1f%T\x1f%E\x1e",
+            "sinfo --Node --noheader --nodes=node1,node2 --all --format=%N\x1f%T\x1f%E\x1e",
         ),
         (queries.nodes_argv(partition="gpu"), "sinfo --Node --noheader --partition=gpu --format=%N\x1f%T\x1f%E\x1e"),
     ],

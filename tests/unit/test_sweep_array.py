@@ -144,7 +144,7 @@ def test_a_submission_asks_slurm_each_question_once_and_its_ledger_is_read_by_la
 
     asked = (tmp_path / "called").read_text().splitlines()
     kinds = sorted(" ".join(line.split()[: 3 if line.startswith("scontrol") else 2]) for line in asked)
-    assert kinds == ["sbatch --parsable", "sbatch --test-only", "scontrol --oneliner show", "scontrol show config"]
+    assert kinds == ["sbatch --parsable", "sbatch --test-only", "scontrol --all --oneliner", "scontrol show config"]
 
 
 def test_ctrl_c_amid_the_submission_of_a_sweep_says_what_slurm_may_have_and_how_to_go_on(
@@ -836,7 +836,13 @@ def test_ranges_are_read_back(numbers: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("listed", "found"),
-    [("14_[0-2%1]", {10, 11, 12}), ("14_4", {14}), ("15_[0-2]", set()), ("14_[0,2,...]", {*range(10, 20)})],
+    [
+        ("14_[0-2%1]", {10, 11, 12}),
+        ("14_4", {14}),
+        ("15_[0-2]", set()),
+        ("14_[0,2,...]", {*range(10, 20)}),
+        ("14_[1-9:4%2]", {11, 15, 19}),
+    ],
 )
 def test_squeue_says_which_points_of_an_array_wait(listed: str, found: set[int]) -> None:
     entry = QueuedEntry(job_id=listed, number="9", state="PENDING", reason="", starts_at=None)

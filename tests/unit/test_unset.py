@@ -120,49 +120,63 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("resources", "partition", "each"),
+    ("resources", "partitions", "each"),
     [
-        ({"gpus_per_node": 4}, "gpu", 12),
-        ({"gpus_per_node": 4, "gpu_type": "a100"}, "gpu", 16),
-        ({"gpus_per_node": 8}, "gpu,cpu", 12),
-        ({"gpus_per_node": 4, "workers_per_node": 2}, "gpu", 24),
-        ({"gpus_per_node": 2}, "cpu", None),
-        ({"gpus_per_node": 2}, "other", None),
+        ({"gpus_per_node": 4}, {"gpu"}, 12),
+        ({"gpus_per_node": 4, "gpu_type": "a100"}, {"gpu"}, 16),
+        ({"gpus_per_node": 8}, {"gpu", "cpu"}, 12),
+        ({"gpus_per_node": 4, "workers_per_node": 2}, {"gpu"}, 24),
+        ({"gpus_per_node": 2}, {"cpu"}, None),
+        ({"gpus_per_node": 2}, set(), None),
     ],
 )
 def test_gpu_workers_on_slurm_share_the_cpus_by_the_gpus(
-    resources: dict[str, Any], partition: str, each: int | None
+    resources: dict[str, Any], partitions: set[str], each: int | None
 ) -> None:
-    assert share_cpus_by_gpus(spec(**resources), partition, SHAPES).resources.get("cpus_per_worker") == each
+    shapes = [one for one in SHAPES if one.partition in partitions]
+
+    assert share_cpus_by_gpus(spec(**resources), shapes).resources.get("cpus_per_worker") == each
 
 
 def test_gpu_workers_share_all_cpus_of_a_whole_node_whose_gpus_slurm_does_not_count() -> None:
     asked = replace(spec(gpus_per_node=4), slurm=SlurmSpec(gpu_option="none"))
 
-    assert share_cpus_by_gpus(asked, "cpu", SHAPES).resources == {"cpus_per_worker": 32}
+    assert share_cpus_by_gpus(asked, SHAPES[2:]).resources == {"cpus_per_worker": 32}
 
 
-def test_the_share_of_the_cpus_is_in_the_configuration_with_its_source_and_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("partition", "node", "num_cpus"),
+    [
+        ("MaxCPUsPerNode=UNLIMITED", "CPUEfctv=64 CPUTot=64", 64),
+        ("MaxCPUsPerNode=UNLIMITED", "CPUEfctv=56 CPUTot=64 CoreSpecCount=8", 56),
+        ("MaxCPUsPerNode=48", "CPUEfctv=64 CPUTot=64", 48),
+    ],
+    ids=["all of them", "some kept for the system", "some kept for another partition"],
+)
+def test_the_share_of_the_cpus_is_of_those_that_jobs_may_have_and_is_told_with_its_source(
+    partition: str, node: str, num_cpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'gpu|4|64|1000|gpu:a100:4'\n")
-    (tmp_path / "sinfo").chmod(0o755)
+    answers = (
+        f"PartitionName=gpu State=UP {partition}\nNodeName=n1 {node} RealMemory=1000 Gres=gpu:a100:4 Partitions=all,gpu"
+    )
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{answers}'\n")
+    (tmp_path / "scontrol").chmod(0o755)
     resolved = resolve(None, [], {"DDP_HPC_SITE_PROFILE": ""})
     settings = {"resources": {"gpus_per_node": 4}, "slurm": {"partition": "gpu"}, "runs_dir": str(tmp_path)}
     asked = Overlay(resolved, {}).resolved(settings, "a test")
 
     found = fill_unset(asked, {"PATH": f"{tmp_path}:/usr/bin:/bin"}, is_for_slurm=True)
 
-    why = "nodes of partition gpu have 64 CPUs for 4 GPUs"
-    assert (found.spec.resources.cpus_per_worker, found.sources["resources.cpus_per_worker"]) == (16, why)
-    assert f"note: each worker gets 16 CPUs, because {why};" in capsys.readouterr().err
+    each, why = num_cpus // 4, f"nodes of partition gpu have {num_cpus} CPUs for 4 GPUs"
+    assert (found.spec.resources.cpus_per_worker, found.sources["resources.cpus_per_worker"]) == (each, why)
+    assert f"note: each worker gets {each} CPUs, because {why};" in capsys.readouterr().err
     assert fill_unset(asked, {"PATH": "/nowhere"}, is_for_slurm=True) == asked, "Slurm does not answer"
 
 
 def test_loader_processes_keep_their_cpus_where_a_node_has_few() -> None:
     asked = replace(spec(gpus_per_node=8), data=DataSpec(num_workers=15))
 
-    assert share_cpus_by_gpus(asked, "gpu", SHAPES) == FilledIn()
+    assert share_cpus_by_gpus(asked, SHAPES[:2]) == FilledIn()
 
 
 @pytest.mark.parametrize(

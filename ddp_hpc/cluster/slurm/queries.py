@@ -1,11 +1,14 @@
 """Slurm's questions in pairs: a function that returns the command line, and one that parses the output. Pure.
 
+Without `--all`, squeue and sinfo leave out partitions that are hidden (`Hidden=YES`), and all jobs in them, also a user's own.
+
 Checked on Slurm 22.05, 24.11 and 26.05, which print the same. What is not of Slurm's format is left out: a site's wrapper prints it. sacct of 22.05 has no field `Restarts`.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +40,7 @@ class QueuedEntry:
 def queue_argv(user: str) -> list[str]:
     """List all pending and running jobs of a user."""
     asked = f"{_FIELD},".join(f"{name}:" for name in _QUEUE_FIELDS) + _RECORD
-    return ["squeue", "--noheader", "--noconvert", f"--user={user}", f"--Format={asked}"]
+    return ["squeue", "--all", "--noheader", "--noconvert", f"--user={user}", f"--Format={asked}"]
 
 
 def parse_queue(text: str) -> list[QueuedEntry]:
@@ -69,7 +72,7 @@ def _lines(text: str, separator: str, num_fields: int) -> Iterator[list[str]]:
 
 def commands_argv(user: str) -> list[str]:
     """List the job scripts of all pending and running jobs of a user."""
-    return ["squeue", "--noheader", f"--user={user}", f"--Format=ArrayJobID:{_FIELD},Command:{_RECORD}"]
+    return ["squeue", "--all", "--noheader", f"--user={user}", f"--Format=ArrayJobID:{_FIELD},Command:{_RECORD}"]
 
 
 def parse_commands(text: str) -> dict[str, str]:
@@ -255,9 +258,11 @@ class Partition:
     """Jobs of a higher tier may preempt those of a lower one (`PreemptType=preempt/partition_prio`)."""
     num_gpus: int
     """Zero also if the cluster does not count GPUs (AccountingStorageTRES)."""
+    max_cpus_per_node: int | None = None
+    """How many CPUs of a node all jobs of this partition may have together; None: no limit."""
 
 
-PARTITIONS = ("scontrol", "--oneliner", "show", "partition")
+PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
 """Ask for all partitions."""
 
 
@@ -278,6 +283,7 @@ def parse_partitions(text: str) -> list[Partition]:
             grace_time_s=_integer(row.get("GraceTime", "")) or 0,
             priority_tier=_integer(row.get("PriorityTier", "1")) or 0,
             num_gpus=int(of_type[""]) if "" in of_type else sum(map(int, of_type.values())),
+            max_cpus_per_node=_integer(row.get("MaxCPUsPerNode", "")),
         )
         for row, of_type in zip(rows, gpus, strict=True)
     ]
@@ -295,34 +301,43 @@ class NodeShape:
     partition: str
     num_nodes: int
     num_cpus: int
-    """CPUs of each node."""
+    """CPUs of each node that jobs may have, without those that Slurm keeps for the system (CoreSpecCount)."""
     mem_mb: int
+    """Memory of each node that jobs may have."""
     num_gpus: int
     gpu_type: str | None = None
     """The TYPE of `--gres=gpu:TYPE`."""
 
 
-SHAPES = ("sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G")
-"""Ask for CPUs, memory and GPUs of the nodes of each partition."""
+SHAPES = ("scontrol", "--all", "--oneliner", "show", "node")
+"""Ask for CPUs, memory, GPUs and partitions of each node; sinfo would count the CPUs and the memory that jobs cannot have."""
+_OF_NODE = re.compile(r" (CPUEfctv|CPUTot|RealMemory|MemSpecLimit|Gres|Partitions)=(\S*)")
+_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d{1,9})(?=[(,]|$)")
+"""Matches `gpu:4` and `gpu:a100:4(S:0-1)`; one match for each type of GPU, whose name may be a number (`gpu:3090:8`)."""
 
 
 def parse_shapes(text: str) -> list[NodeShape]:
-    """Return one row for each kind of node in each partition; `64+` (at least 64) becomes 64."""
+    """Return one row for each kind of node in each partition."""
+    counts: Counter[tuple[str, int, int, int, str | None]] = Counter()
+    for line in text.splitlines():
+        if not line.startswith("NodeName="):
+            continue
+        node = dict(reversed(_OF_NODE.findall(line)))  # the first of a name: comments and reasons stand at the end
+        cpus, memory, kept = (
+            _integer(node.get("CPUEfctv") or node.get("CPUTot", "")),
+            _integer(node.get("RealMemory", "")),
+            _integer(node.get("MemSpecLimit", "")),
+        )
+        gpus = _GPUS.findall(node.get("Gres", ""))
+        num_gpus, gpu_type = sum(int(count) for _, count in gpus), next((kind for kind, _ in gpus if kind), None)
+        for partition in filter(None, node.get("Partitions", "").split(",")):
+            counts[partition, cpus or 0, (memory or 0) - (kept or 0), num_gpus, gpu_type] += 1
     return [
         NodeShape(
-            partition=partition,
-            num_nodes=_integer(number) or 0,
-            num_cpus=_integer(cpus.rstrip("+")) or 0,
-            mem_mb=_integer(memory.rstrip("+")) or 0,
-            num_gpus=sum(int(count) for _, count in _GPUS.findall(gres)),
-            gpu_type=next((kind for kind, _ in _GPUS.findall(gres) if kind), None),
+            partition=partition, num_nodes=count, num_cpus=cpus, mem_mb=memory, num_gpus=num_gpus, gpu_type=gpu_type
         )
-        for partition, number, cpus, memory, gres in _lines(text, "|", 5)
+        for (partition, cpus, memory, num_gpus, gpu_type), count in counts.items()
     ]
-
-
-_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]*[^:,(0-9][^:,(]*):)?(\d{1,9})")
-"""Matches `gpu:4` and `gpu:a100:4(S:0-1)`; one match for each type of GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,7 +430,7 @@ class NodeState:
 def nodes_argv(nodes: Sequence[str] = (), *, partition: str | None = None) -> list[str]:
     """Ask for the states of some nodes, of all of a partition, or of all, and why they are out of service."""
     options = [f"--nodes={','.join(nodes)}"] if nodes else []
-    options += [f"--partition={partition}"] if partition else []
+    options += [f"--partition={partition}"] if partition else ["--all"]  # which the former implies
     return ["sinfo", "--Node", "--noheader", *options, f"--format=%N{_FIELD}%T{_FIELD}%E{_RECORD}"]
 
 

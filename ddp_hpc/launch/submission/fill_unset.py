@@ -227,14 +227,18 @@ def _cpus_on_slurm(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, 
     from ddp_hpc.cluster.slurm.queries import chosen_partition
 
     with suppress(DdpHpcError):  # Slurm does not answer now: the submission says so
-        name = spec.slurm.partition
-        default = None if name else chosen_partition(name, client.partitions(environ))
-        partition = name or (default.name if default else "")
-        return share_cpus_by_gpus(spec, partition, client.shapes(environ))
+        partitions = client.partitions(environ)
+        default = chosen_partition(None, partitions)
+        names = (spec.slurm.partition or (default.name if default else "")).split(",")
+        limits = {one.name: one.max_cpus_per_node for one in partitions if one.max_cpus_per_node}
+        shapes = [one for one in client.shapes(environ) if one.partition in names]
+        return share_cpus_by_gpus(
+            spec, [replace(one, num_cpus=min(one.num_cpus, limits.get(one.partition, one.num_cpus))) for one in shapes]
+        )
     return FilledIn()
 
 
-def share_cpus_by_gpus(spec: RunSpec, partition: str, shapes: Sequence[NodeShape]) -> FilledIn:
+def share_cpus_by_gpus(spec: RunSpec, shapes: Sequence[NodeShape]) -> FilledIn:
     """Return a worker's share of the CPUs that come with its GPUs: a node's CPUs divided by its GPUs, where that is more than without."""
     resources = spec.resources
     if spec.slurm.gpu_option == "none":  # a whole node, whose GPUs Slurm does not count
@@ -242,9 +246,7 @@ def share_cpus_by_gpus(spec: RunSpec, partition: str, shapes: Sequence[NodeShape
     fitting = [
         shape
         for shape in shapes
-        if shape.partition in partition.split(",")
-        and shape.num_gpus >= resources.num_gpus
-        and resources.gpu_type in (None, shape.gpu_type)
+        if shape.num_gpus >= resources.num_gpus and resources.gpu_type in (None, shape.gpu_type)
     ]
     if not fitting:
         return FilledIn()

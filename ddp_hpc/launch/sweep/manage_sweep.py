@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, SlurmUnavailableError, UnreadableError
+from ddp_hpc.base.errors import (
+    ConfigError,
+    DdpHpcError,
+    RunBusyError,
+    SlurmRefusalError,
+    SlurmUnavailableError,
+    UnreadableError,
+)
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm import states as slurm_states
 from ddp_hpc.launch.submission import local
@@ -89,6 +96,8 @@ def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started
                 # No job knows it, so the user may correct and submit it again.
                 until_sent.close()  # NFS keeps a directory with an open file
                 shutil.rmtree(sweep_dir.path, ignore_errors=True)
+            if isinstance(error, SlurmRefusalError):
+                raise questions.refusal(error.printed, base.spec) from error
             raise
     return Started(sweep_dir=sweep_dir, numbers=numbers, jobs=jobs, refusal=refusal, notes=notes)
 

@@ -17,6 +17,7 @@ import psutil
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.cluster.slurm import client, states
+from ddp_hpc.cluster.slurm.preemption import findings_on_preemption
 from ddp_hpc.cluster.slurm.queries import (
     NEVER_S,
     ClusterConfig,
@@ -26,7 +27,7 @@ from ddp_hpc.cluster.slurm.queries import (
     Partition,
     chosen_partition,
 )
-from ddp_hpc.launch.submission.submit_checks.sbatch_errors import Cluster, asked, explain
+from ddp_hpc.launch.submission.submit_checks.sbatch_errors import Cluster, asked, explain, may_wait
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
@@ -108,12 +109,15 @@ class Questions:
 
     def refusal(self, said: str, spec: RunSpec) -> ConfigError:
         """Return what sbatch's refusal means, by what the cluster has."""
+        return ConfigError(explain(said, spec, self._cluster()))
+
+    def _cluster(self) -> Cluster:
         partitions = self._partitions()
         associations = client.accounts(self.environ) if partitions else ()
         shapes: Sequence[NodeShape] = ()
         with suppress(ConfigError, SlurmUnavailableError):
             shapes = client.shapes(self.environ)
-        return ConfigError(explain(said, spec, Cluster(partitions, associations, shapes)))
+        return Cluster(partitions, associations, shapes)
 
     def notes(self, spec: RunSpec, run: RunDir) -> list[str]:
         """Wait for the answers, and return what the user should know. The caller has asked about the script."""
@@ -122,12 +126,18 @@ class Questions:
             with suppress(Exception):
                 each()  # so that none is still being asked where another has failed
         answer, partitions = self._test(), self._partitions()
+        client.refuse_other_cluster(self.config().name, self.environ)
+        notes = [*_costs(spec, answer.starts_at)]
         if answer.refusal is not None:
-            raise self.refusal(answer.refusal, spec)
-        partition = chosen_partition(spec.slurm.partition, partitions)
+            cluster = self._cluster()
+            if not may_wait(answer.refusal, spec, cluster):
+                raise ConfigError(explain(answer.refusal, spec, cluster))
+            notes.append(
+                "note: Slurm cannot start the job on the nodes that take jobs now. If nodes are down or drained, the job waits for them; "
+                "if the cluster has no such nodes, sbatch refuses it."
+            )
         progress = read_progress(run)
-        save_s = progress.save_s if progress else None
-        return [*_costs(spec, answer.starts_at), *_misfits(spec, self.config(), partition, save_s)]
+        return [*notes, *_misfits(spec, self.config(), partitions, progress.save_s if progress else None)]
 
 
 def notes_on_setup(spec: RunSpec) -> Iterator[str]:
@@ -174,9 +184,11 @@ def _refuse_no_time(spec: RunSpec, limit_min: float | None) -> None:
         )
 
 
-def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, save_s: float | None) -> Iterator[str]:
+def _misfits(
+    spec: RunSpec, config: ClusterConfig, partitions: Sequence[Partition], save_s: float | None
+) -> Iterator[str]:
     """Yield notes where the plan does not fit the cluster, though Slurm accepts the job."""
-    limit_min = spec.resources.time_limit_min
+    limit_min, partition = spec.resources.time_limit_min, chosen_partition(spec.slurm.partition, partitions)
     if partition is None:
         return
     if partition.num_gpus and spec.resources.gpus_per_node is None:
@@ -199,42 +211,11 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
         problem = requeue.script_problem(stop_within_s=spec.script.stop_within_s, lead_s=spec.slurm.signal_lead_s)
         if problem is not None:
             yield f"note: {problem}"
-    mode = (partition.preempt_mode or config.preempt_mode or "").upper()
-    if "CANCEL" in mode and spec.restart.by != "successor":
-        yield (
-            f"note: partition {partition.name} cancels the jobs that it preempts. If the partition's "
-            "GraceTime is long enough, the run writes a checkpoint and goes back into the queue in it. If the site forbids requeueing, set `restart.by=successor` to submit a new job instead."
-        )
-    if ("CANCEL" in mode or "REQUEUE" in mode) and not partition.grace_time_s:  # a suspended run loses nothing
-        yield from _without_grace(spec, config.kill_wait_s, partition.name, save_s)
+    for found in findings_on_preemption(config, partition, partitions, (), None) or ():
+        if found.level == "warn":
+            yield f"note: {found.found}. {found.to_do[:1].upper()}{found.to_do[1:]}."
     if spec.slurm.requeue and not config.job_requeue:
         yield "note: jobs of this cluster are not requeued by default (JobRequeue=0), but this job asks for it (`slurm.requeue`). You need do nothing."
-
-
-_SAFE_SHARE = 0.5
-"""A save that takes less than this share of KillWait fits into it, together with the step that it follows and the ranks' agreement."""
-
-
-def _without_grace(spec: RunSpec, kill_wait_s: int | None, partition: str, save_s: float | None) -> Iterator[str]:
-    """Yield a warning where a preempted run may be killed before it has saved.
-
-    Without GraceTime, a job gets SIGTERM at once, as each job that Slurm ends, and SIGKILL after KillWait
-    (https://slurm.schedmd.com/slurm.conf.html#OPT_KillWait; measured: 22.05, with PreemptMode REQUEUE and CANCEL).
-    """
-    if save_s is not None and kill_wait_s is not None and save_s < kill_wait_s * _SAFE_SHARE:
-        return
-    wait = "KillWait" if kill_wait_s is None else f"KillWait, {kill_wait_s} s,"
-    known = "" if save_s is None else f" (the last save took {save_s:.0f} s)"
-    if spec.script.is_set:
-        how = "Have the script save more often to lose fewer."
-    elif spec.checkpoint.every_steps == "auto":
-        how = "`checkpoint.every_steps=auto` saves more often after such a loss."
-    else:
-        how = f"`checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer, or set it to `auto`."
-    yield (
-        f"warning: partition {partition} preempts without GraceTime: Slurm sends SIGTERM, and kills the run when {wait} is over. A save "
-        f"that takes longer{known} is lost, with the steps since the checkpoint before. {how}"
-    )
 
 
 def vanished_job_message(run: RunDir, job_id: str, job: JobRecord | None, since: float) -> str:

@@ -34,6 +34,14 @@ def explain(said: str, spec: RunSpec, cluster: Cluster) -> str:
     return f"Slurm refuses the job. Correct what sbatch names, or ask your cluster's support: {said.strip()}"
 
 
+def may_wait(said: str, spec: RunSpec, cluster: Cluster) -> bool:
+    """Tell whether `sbatch --test-only` may have refused a job that sbatch accepts: it counts no nodes that are down or drained.
+
+    `job_start_data` of Slurm's source.
+    """
+    return "node configuration is not available" in said and not _too_large(spec, _shapes(spec, cluster))
+
+
 def _partition(spec: RunSpec, cluster: Cluster) -> str:
     names = ", ".join(_described(partition) for partition in cluster.partitions) or "none that you can see (`sinfo`)"
     return (
@@ -114,6 +122,8 @@ def _time(spec: RunSpec, cluster: Cluster) -> str:
         if goes_on
         else "ends, because `slurm.requeue` is false; submit it again to continue"
     )
+    if spec.resources.time_limit_min is None:
+        return f"`resources.time_limit_min` is not set{most}. Set it: a run that reaches the limit writes a checkpoint and {follows}."
     return (
         f"`resources.time_limit_min` is {spec.resources.time_limit_min}{most}. Lower it: a run that reaches the limit writes a "
         f"checkpoint and {follows}."

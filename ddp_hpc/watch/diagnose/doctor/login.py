@@ -11,14 +11,14 @@ from pathlib import Path
 from ddp_hpc.base.names import few, plural
 from ddp_hpc.cluster.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRITE_S, TIGHT_BYTES
 from ddp_hpc.cluster.node_checks.of_node import TO_FIT, why_gpus_unused
-from ddp_hpc.cluster.slurm import client
+from ddp_hpc.cluster.slurm import client, preemption
 from ddp_hpc.cluster.slurm.own_job import TO_DO, Standing, standing
 from ddp_hpc.cluster.slurm.queries import NEVER_S, NodeState, Partition, chosen_partition, takes_jobs
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 from ddp_hpc.run.run_dir.software_versions import capture
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.watch.diagnose.doctor import preemption, quota
+from ddp_hpc.watch.diagnose.doctor import quota
 from ddp_hpc.watch.diagnose.doctor.questions import SlurmAnswers, ask, has_commands
 
 

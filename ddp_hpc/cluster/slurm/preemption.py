@@ -88,6 +88,6 @@ def _answer(mode: str, grace_s: int, of: str, above: Sequence[str], config: Clus
         to_do = "Slurm does not start a cancelled job again: if the run has not requeued itself in that time, submit it again"
         return Finding("warn", found, to_do)
     if not grace_s:
-        to_do = f"a checkpoint that takes longer than {kill_wait} is lost, with the steps since the previous one: lower `checkpoint.every_steps`"
+        to_do = f"a checkpoint that takes longer than {kill_wait} is lost, with the steps since the previous one: save more often (`checkpoint.every_steps`, or in your script)"
         return Finding("warn", found, to_do)
     return Finding("ok", found)
