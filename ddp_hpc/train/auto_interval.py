@@ -12,12 +12,12 @@ from functools import partial
 from statistics import median
 
 from ddp_hpc.cluster.slow_ranks.summary import Phases
-from ddp_hpc.run.checkpoints.failure_rate import between_failures_s
 from ddp_hpc.run.checkpoints.past_saves import Past
 from ddp_hpc.run.checkpoints.save_interval import (
     ASSUMED_STALL_S,
     SaveCosts,
     SaveInterval,
+    between_failures_s,
     choose,
     is_worth_changing,
 )
@@ -43,7 +43,6 @@ class AutoInterval:
     past: Past
     """What earlier attempts say."""
     _: KW_ONLY
-    num_nodes: int
     phases: Callable[[], Phases]
     """The times of this process."""
     note: Callable[[int, Mapping[str, float]], None]
@@ -133,8 +132,6 @@ class AutoInterval:
             write_s=max(median(self._writes) if self._writes else 0.0, writing_s),
             restart_s=past.restart_s or 0.0,
             between_failures_s=between_failures_s(
-                num_failures=past.num_failures,
-                trained_s=past.trained_s + now - self._began_at,
-                num_nodes=self.num_nodes,
+                num_failures=past.num_failures, trained_s=past.trained_s + now - self._began_at
             ),
         )

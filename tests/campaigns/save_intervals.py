@@ -179,7 +179,6 @@ class Auto(Policy):
         self.auto = AutoInterval(
             KEYS,
             past if past.restart_s is not None else replace(past, restart_s=case.restart_s),
-            num_nodes=case.num_nodes,
             phases=lambda: Phases(num_steps=self.steps, seconds={"forward": self.steps * STEP_S}),
             note=lambda _step, _interval: None,
             clock=lambda: self.world.now,

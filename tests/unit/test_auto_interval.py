@@ -26,7 +26,6 @@ class Training:
         self.auto = AutoInterval(
             CheckpointSpec(min_interval_s=shortest_s, max_interval_s=longest_s),
             past or Past(restart_s=7.0),
-            num_nodes=1,
             phases=lambda: Phases(num_steps=self.step, seconds=dict(self.seconds)),
             note=lambda _, interval: self.notes.append(interval),
             wait_for_device=self.wait,
@@ -182,7 +181,7 @@ def test_a_run_that_has_not_failed_is_not_said_to_fail_soon(caplog: pytest.LogCa
         Training().steps(30)
 
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.endswith("no failure so far, one every 31 min is assumed")
+    assert line.endswith("no failure so far, one every 30 min is assumed")
 
 
 def test_a_change_is_logged_and_noted_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -192,8 +191,8 @@ def test_a_change_is_logged_and_noted_once(caplog: pytest.LogCaptureFixture) -> 
 
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        f"the run saves every {one.notes[0]['every_steps']} steps (about 31 s): a save is assumed to stop training for 1.0 s, a start takes 3.0 s, "
-        "one failure every 8 min is expected (8 so far)"
+        f"the run saves every {one.notes[0]['every_steps']} steps (about 35 s): a save is assumed to stop training for 1.0 s, a start takes 3.0 s, "
+        "one failure every 11 min is expected (8 so far)"
     )
     assert len(one.notes) == 1
     assert one.notes[0]["num_failures"] == 8

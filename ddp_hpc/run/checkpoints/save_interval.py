@@ -23,6 +23,15 @@ best: not of the time, but of what saves and repeated steps take of it."""
 Why = Literal["least cost", "shortest", "longest", "written"]
 
 
+def between_failures_s(*, num_failures: int, trained_s: float) -> float:
+    """Return the expected time between two failures without warning, by Laplace's rule of succession: as if one more had come after half an hour more.
+
+    A run that has just begun may have an error that ends it soon; the longer it trains, the longer it is expected to go on. Simulated beside a
+    prior of published rates, this does as well (docs/results/save-intervals.md).
+    """
+    return (max(0.0, trained_s) + 1800.0) / (num_failures + 1)
+
+
 def best_interval_s(stall_s: float, between_failures_s: float) -> float:
     """Return how long to train between two saves, by Daly's higher-order estimate of the optimum of Young.
 

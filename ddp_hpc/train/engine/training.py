@@ -256,7 +256,6 @@ def _save_plan(  # noqa: PLR0913  what measures needs all of these
         return AutoInterval(
             spec,
             known(run.timeline, read, unknown=Past()),
-            num_nodes=num_nodes,
             phases=phases.so_far,
             note=timeline.planned,
             wait_for_device=on_gpu if group.device.type == "cuda" else lambda: None,
