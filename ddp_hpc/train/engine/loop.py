@@ -203,7 +203,7 @@ def backward(
     With `num_parts`, check first whether the loss is that of so many parts.
     """
     batch = fetched.batch
-    if t.moves_batches:
+    if t.group.device.type != "cpu" or t.spec.train.channels_last:
         t.phases.enter("host to device")
         batch = to_device(batch, t.group.device, channels_last=t.spec.train.channels_last)
     t.phases.enter("forward")
