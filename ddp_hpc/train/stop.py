@@ -30,7 +30,8 @@ from ddp_hpc.base.processes import STOP_SIGNALS, unblock_signals
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.save_plan import SavePlan
 
-CONSENSUS_INTERVAL_S = 0.5
+CONSENSUS_INTERVAL_S, _LONGEST_INTERVAL_S, _EXCHANGES_APART = 0.5, 5.0, 50
+"""Gloo's all-reduce goes from rank to rank, so among a thousand it takes a tenth of a second; then the ranks exchange less often."""
 _EARLY_INTERVAL_S = 1.0
 """How often a rank that restores looks whether it is to stop."""
 _EARLY_KEY = "stop-asked"
@@ -162,6 +163,8 @@ class StopConsensus:
     next_step: int = 0
     """After this step, or the first one behind it, the ranks exchange their flags."""
     _exchanged_at: tuple[int, float] | None = None
+    _exchange_s: float = float("inf")
+    """How long the shortest exchange has taken: in the others, ranks may have waited for each other."""
 
     def agree_before_first_step(self, step: int) -> bool:
         """Exchange the flags after a restore, as `agree_to_stop` does."""
@@ -184,7 +187,9 @@ class StopConsensus:
             news = (0, 0) if self.news is None else self.news.to_announce(step)
         # All that the ranks decide here comes from this one sum, so all decide the same: a rank that stopped alone would
         # leave the others waiting for it in the next step's all-reduce.
+        began = time.monotonic()
         votes = self.group.sum(torch.tensor([vote, pause, *news], dtype=torch.int64))
+        self._exchange_s = min(self._exchange_s, time.monotonic() - began)
         stop_votes, pause_sum, *announced = votes.tolist()
         if stop_votes >= _FENCED_VOTE:
             raise FencedError(
@@ -201,4 +206,5 @@ class StopConsensus:
         if before is None or step == before[0]:
             return 1
         seconds_a_step = (now - before[1]) / (step - before[0])
-        return max(1, min(int(CONSENSUS_INTERVAL_S / max(seconds_a_step, 1e-9)), 2 * (step - before[0])))
+        interval_s = max(CONSENSUS_INTERVAL_S, min(_EXCHANGES_APART * self._exchange_s, _LONGEST_INTERVAL_S))
+        return max(1, min(int(interval_s / max(seconds_a_step, 1e-9)), 2 * (step - before[0])))

@@ -116,7 +116,7 @@ POLICY = (
             ["`resources.time_limit_min` is not set; batch allows 1440 min. Set it"],
         ),
         (
-            "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+            "No reservation for this job\nsbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
             spec(slurm={"account": "nope"}),
             ["`slurm.account` is 'nope'", "you may use lab (QOS normal, high); guest (QOS normal)"],
         ),

@@ -6,10 +6,12 @@ import faulthandler
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddp_hpc.base.processes import INTERRUPTIONS, STOP_SIGNALS, unclaimed_stop_signals
 from ddp_hpc.train.stop import StopConsensus, StopFlag
@@ -106,6 +108,33 @@ def test_a_meeting_finds_out_who_was_told(tmp_path: Path) -> None:
     after = meetings.agree_to_stop(2)
 
     assert (before, after) == (False, True)
+
+
+@pytest.mark.parametrize(("exchange_s", "apart"), [(0.001, 5), (0.05, 25), (1.0, 50)])
+def test_meetings_that_take_long_among_many_ranks_become_rare_but_a_stop_is_heard_within_seconds(
+    exchange_s: float, apart: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    class Many:
+        rank_info = alone().rank_info
+
+        def sum(self, values: torch.Tensor, /) -> torch.Tensor:
+            nonlocal now
+            now += exchange_s
+            return values
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    meetings = StopConsensus(Many(), StopFlag(tmp_path / "STOP"), is_fenced=lambda: False)
+    met_at = []
+    for step in range(1, 400):
+        now += 0.1
+        if step >= meetings.next_step:
+            met_at.append(step)
+            now -= exchange_s  # which the next steps on a GPU hide
+            meetings.agree_to_stop(step)
+
+    assert met_at[-1] - met_at[-2] == pytest.approx(apart, abs=1)
 
 
 def test_meetings_of_fast_steps_become_rare_by_doubling(tmp_path: Path) -> None:

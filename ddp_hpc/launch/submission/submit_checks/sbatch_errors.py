@@ -24,12 +24,13 @@ class Cluster:
 
 def explain(said: str, spec: RunSpec, cluster: Cluster) -> str:
     """Return what sbatch's refusal means for this spec."""
-    first = next(
-        (line for line in said.strip().splitlines() if "error" in line.lower()), said.strip().partition("\n")[0]
-    )
-    told = re.sub(r"^(sbatch|allocation failure)?:? ?(error: )?", "", first)
+    lines = said.strip().splitlines()
+    errors = [
+        line for line in lines if re.search(r"error|failure|failed", line, re.IGNORECASE)
+    ] or lines  # without a site's banner
+    told = re.sub(r"^(sbatch|allocation failure)?:? ?(error: )?", "", errors[0] if errors else "")
     for pattern, words in _WORDS.items():
-        if re.search(pattern, said, flags=re.IGNORECASE):
+        if re.search(pattern, "\n".join(errors), flags=re.IGNORECASE):
             return f"Slurm refuses the job ({told}). {words(spec, cluster)}"
     return f"Slurm refuses the job. Correct what sbatch names, or ask your cluster's support: {said.strip()}"
 
