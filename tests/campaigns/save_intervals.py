@@ -125,7 +125,6 @@ class World:
             is_sudden=True,
             trained_s=trained_s,
             started_s=case.restart_s,
-            num_nodes=case.num_nodes,
         )
 
     def _commit(self, pending: list[tuple[float, int]], policy: Policy) -> list[tuple[float, int]]:
@@ -174,7 +173,7 @@ class Auto(Policy):
 
     def begin(self) -> None:
         case = self.world.case
-        past = summary(self.past, stalls_s=self.stalls, writes_s=self.writes, num_nodes=case.num_nodes)
+        past = summary(self.past, stalls_s=self.stalls, writes_s=self.writes)
         self.since = self.steps = self.every = 0
         self.auto = AutoInterval(
             KEYS,

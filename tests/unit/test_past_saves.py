@@ -13,7 +13,7 @@ from ddp_hpc.run.run_dir.timeline import Mark
 from tests.made_run import made_attempt
 from tests.report.made import Plan, made_run
 
-LOST = PastAttempt(is_sudden=True, trained_s=50.0, started_s=5.0, num_nodes=1)
+LOST = PastAttempt(is_sudden=True, trained_s=50.0, started_s=5.0)
 
 
 def attempt(number: int = 0, cause: Cause | None = Cause.WORKER_CRASHED, **more: object) -> Attempt:
@@ -32,7 +32,7 @@ def marks(number: int = 0, *, first: int = 0, saved: int | None = 60, reached: i
 
 
 def past(*attempts: PastAttempt) -> Past:
-    return summary(attempts, stalls_s=[], writes_s=[], num_nodes=1)
+    return summary(attempts, stalls_s=[], writes_s=[])
 
 
 @pytest.mark.parametrize("cause", Cause)
@@ -48,34 +48,28 @@ def test_only_what_comes_without_warning_counts_as_a_failure(cause: Cause) -> No
         "fenced",
     }
 
-    found = past_of([attempt(cause=cause)], marks(saved=100), num_nodes=1)
+    found = past_of([attempt(cause=cause)], marks(saved=100))
 
     assert found.num_failures == (cause in unasked)
 
 
 @pytest.mark.parametrize("cause", [Cause.PREEMPTED, Cause.TIME_LIMIT])
 def test_a_preemption_that_left_no_time_to_save_counts(cause: Cause) -> None:
-    assert past_of([attempt(cause=cause)], marks(saved=60, reached=100), num_nodes=1).num_failures == 1
+    assert past_of([attempt(cause=cause)], marks(saved=60, reached=100)).num_failures == 1
 
 
 def test_an_attempt_that_died_with_its_supervisor_counts_and_one_that_never_trained_does_not() -> None:
     attempts = [attempt(0, None), attempt(1), attempt(2, Cause.NODE_FAILED)]
 
-    assert past_of(attempts, [*marks(0), *marks(2)], num_nodes=1).num_failures == 2
+    assert past_of(attempts, [*marks(0), *marks(2)]).num_failures == 2
 
 
 def test_training_is_timed_by_a_clock_that_does_not_jump() -> None:
     jumped = [replace(mark, at=mark.at + 1e8 * (mark.kind == "phases")) for mark in marks()]
 
-    found = past_of([attempt()], jumped, num_nodes=1)
+    found = past_of([attempt()], jumped)
 
     assert found.trained_s == 43.0
-
-
-def test_another_number_of_nodes_counts_in_proportion() -> None:
-    on_two = attempt(nodes=("a", "b"))
-
-    assert past_of([on_two], marks(), num_nodes=8).trained_s == pytest.approx(43.0 / 4)
 
 
 def test_stalls_that_were_only_assumed_are_not_taken_for_measured() -> None:
@@ -88,12 +82,12 @@ def test_stalls_that_were_only_assumed_are_not_taken_for_measured() -> None:
             interval={"stall_s": 1.0 + is_measured, "is_measured": is_measured},
         )
 
-    assert past_of([attempt()], [*marks(), chosen(0.0)], num_nodes=1).stalls_s == ()
-    assert past_of([attempt()], [*marks(), chosen(1.0), chosen(0.0)], num_nodes=1).stalls_s == (2.0,)
+    assert past_of([attempt()], [*marks(), chosen(0.0)]).stalls_s == ()
+    assert past_of([attempt()], [*marks(), chosen(1.0), chosen(0.0)]).stalls_s == (2.0,)
 
 
 def test_a_run_of_an_older_version_has_no_past() -> None:
-    assert past_of([attempt(), attempt(1)], [], num_nodes=1) == Past()
+    assert past_of([attempt(), attempt(1)], []) == Past()
 
 
 def test_what_happened_before_the_newest_failures_is_forgotten() -> None:
@@ -112,7 +106,7 @@ def test_it_is_read_from_a_run_directory_without_the_attempt_that_reads(tmp_path
         [Plan(first=0, reached=340), Plan(first=300, reached=500, ending="finished", cause="finished")],
     )
 
-    before, whole = (read_past(run, before=number, num_nodes=1, now=0.0) for number in (1, 2))
+    before, whole = (read_past(run, before=number, now=0.0) for number in (1, 2))
 
     assert (before.num_failures, whole.num_failures) == (1, 1)
     assert 0 < before.trained_s < whole.trained_s

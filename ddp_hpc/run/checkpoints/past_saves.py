@@ -49,7 +49,6 @@ class PastAttempt:
     """By a clock that does not jump; without what came after its newest note, such as a hang."""
     started_s: float
     """From its start until it trained."""
-    num_nodes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Past:
     num_failures: int = 0
     """Failures without warning that count."""
     trained_s: float = 0.0
-    """Seconds of training in which they happened, as if all had been on as many nodes as now."""
+    """Seconds of training in which they happened."""
     stalls_s: tuple[float, ...] = ()
     """How long training waited for a save, as attempts have measured it."""
     writes_s: tuple[float, ...] = ()
@@ -68,35 +67,33 @@ class Past:
     """How long the attempts took from their start until they trained; the middle one."""
 
 
-def read_past(run: RunDir, *, before: int, num_nodes: int, now: float) -> Past:
+def read_past(run: RunDir, *, before: int, now: float) -> Past:
     """Return what the attempts before `before` say; where none has trained, how long that one took from its start until now."""
     ledger = Ledger.read(run)
     earlier = [one for one in ledger.attempts if one.attempt < before]
-    past, this = past_of(earlier, read_marks(run), num_nodes=num_nodes), ledger.attempt(before)
+    past, this = past_of(earlier, read_marks(run)), ledger.attempt(before)
     if past.restart_s is None and this is not None:
         return replace(past, restart_s=max(0.0, now - this.started_at))
     return past
 
 
-def past_of(attempts: Sequence[Attempt], marks: Sequence[Mark], *, num_nodes: int) -> Past:
+def past_of(attempts: Sequence[Attempt], marks: Sequence[Mark]) -> Past:
     """Return what attempts, oldest first, and their notes say."""
     all_marks = [[mark for mark in marks if mark.attempt == one.attempt] for one in attempts]
     past = [found for one, some in zip(attempts, all_marks, strict=True) if (found := _attempt(one, some))]
     known = [mark for some in all_marks for mark in some]  # of these attempts only, in the order of time
     writes = [mark.seconds for mark in known if mark.kind == "save" and mark.seconds is not None]
     stalls = [mark.interval["stall_s"] for mark in known if mark.interval.get("is_measured")]
-    return summary(past, stalls_s=stalls, writes_s=writes, num_nodes=num_nodes)
+    return summary(past, stalls_s=stalls, writes_s=writes)
 
 
-def summary(
-    past: Sequence[PastAttempt], *, stalls_s: Sequence[float], writes_s: Sequence[float], num_nodes: int
-) -> Past:
+def summary(past: Sequence[PastAttempt], *, stalls_s: Sequence[float], writes_s: Sequence[float]) -> Past:
     """Return what attempts, oldest first, say together; with the stalls and the times of writing of their saves."""
     failed = [number for number, one in enumerate(past) if one.is_sudden]
     counted = past[failed[-NEWEST] :] if len(failed) >= NEWEST else past
     return Past(
         num_failures=sum(one.is_sudden for one in counted),
-        trained_s=sum(one.trained_s * one.num_nodes / max(1, num_nodes) for one in counted),
+        trained_s=sum(one.trained_s for one in counted),
         stalls_s=tuple(stalls_s[-1:]),
         writes_s=tuple(writes_s[-_NEWEST_SAVES:]),
         restart_s=median_high(one.started_s for one in past) if past else None,
@@ -115,5 +112,4 @@ def _attempt(one: Attempt, marks: Sequence[Mark]) -> PastAttempt | None:
         is_sudden=sudden == "yes" or (sudden == "if steps are lost" and reached > saved),
         trained_s=sum(phases[-1].phases.values()) if phases else 0.0,
         started_s=max(0.0, begin.at - one.started_at),
-        num_nodes=len(one.nodes) or 1,
     )

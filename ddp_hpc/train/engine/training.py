@@ -237,8 +237,8 @@ def _save_plan(  # noqa: PLR0913  what measures needs all of these
     """Return what says when to save; with `auto`, rank zero measures."""
 
     def make_auto() -> AutoInterval:
-        num_nodes, on_gpu = group.rank_info.num_nodes, partial(torch.cuda.synchronize, group.device)
-        read = partial(read_past, run, before=attempt, num_nodes=num_nodes, now=time.time())
+        on_gpu = partial(torch.cuda.synchronize, group.device)
+        read = partial(read_past, run, before=attempt, now=time.time())
         return AutoInterval(
             spec,
             known(run.timeline, read, unknown=Past()),
