@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ddp_hpc.train.recipes.rank_zero_first import rank_zero_first
+from tests.unit.two_ranks_download import TIMEOUT_S
 
 
 class Outcome(NamedTuple):
@@ -36,6 +37,11 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 def test_only_rank_zero_downloads_and_all_get_the_data(outcome: Outcome) -> None:
     assert outcome.downloads == "rank 0\n"
     assert [rank["got"] for rank in outcome.ranks] == ["the data", "the data"]
+
+
+def test_the_others_wait_longer_than_the_process_groups_timeout(outcome: Outcome) -> None:
+    assert outcome.ranks[1]["seconds"] > TIMEOUT_S
+    assert outcome.ranks[1]["got"] == "the data"
 
 
 @pytest.mark.long

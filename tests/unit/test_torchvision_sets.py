@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -134,18 +135,39 @@ def test_classes_that_differ_between_the_two_parts_are_refused(tmp_path: Path) -
         build(dataset="image_folder", data_dir=str(tmp_path))
 
 
-def test_imagenet_is_read_where_its_archives_were_unpacked(tmp_path: Path) -> None:
+def write_imagenet(data_dir: Path) -> None:
+    """Write two of its classes as torchvision leaves them when it has unpacked the archives."""
     names = ["n01440764", "n01443537"]
-    write_photos(tmp_path / "train", names)
-    write_photos(tmp_path / "val", names, count=1)
+    write_photos(data_dir / "train", names)
+    write_photos(data_dir / "val", names)
     meanings = {"n01440764": ("tench", "Tinca tinca"), "n01443537": ("goldfish", "Carassius auratus")}
-    torch.save((meanings, names), tmp_path / "meta.bin")
+    torch.save((meanings, names), data_dir / "meta.bin")
+
+
+def test_imagenet_is_read_where_its_archives_were_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_imagenet(tmp_path)
+    monkeypatch.setattr(torchvision_sets, "_NUM_PHOTOS", (4, 4))
 
     recipe = build(dataset="imagenet", data_dir=str(tmp_path), model="resnet18", num_classes=1000, image_size=32)
 
     assert len(recipe.train_data) == 4  # type: ignore[arg-type]  # map-style data has a length
     assert recipe.train_data[3][0].shape == (3, 32, 32)
     assert list(recipe.metrics) == ["accuracy", "accuracy_top5"]
+
+
+@pytest.mark.parametrize(("part", "found"), [("train", "(3, 4)"), ("val", "(4, 3)")])
+def test_a_part_of_imagenet_whose_unpacking_was_interrupted_is_refused_and_to_be_removed(
+    part: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchvision takes a part for unpacked once it has a directory."""
+    write_imagenet(tmp_path)
+    monkeypatch.setattr(torchvision_sets, "_NUM_PHOTOS", (4, 4))
+    next((tmp_path / part).rglob("*.png")).unlink()
+
+    with pytest.raises(
+        ConfigError, match=rf"have {re.escape(found)} photos, but ImageNet has \(4, 4\): .* Remove the dir"
+    ):
+        build(dataset="imagenet", data_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,43 +12,41 @@ import torch.distributed as dist
 from ddp_hpc.base.errors import ConfigError
 
 T = TypeVar("T")
+_MOST_BYTES = 1 << 16
 
 
 def rank_zero_first(make: Callable[[bool], T]) -> T:
     """Call `make(True)` on rank zero of the run and, when that is done, `make(False)` on every other rank.
 
     True means: this is the one that may download, unpack and write. Without a process group this process is it.
-    The others wait for as long as the process group's timeout allows: `restart.hang_timeout_s`, on CPUs a minute more.
+    The others wait for as long as the recipe may take to build (`RestartSpec.build_timeout_s`).
 
     Raises:
         ConfigError: on every rank, with the same message, if the call on rank zero raised.
     """
     if not dist.is_initialized():
         return make(True)
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=2))  # the watchdog ends a wait that lasts too long
     if dist.get_rank() != 0:
-        if (failure := _broadcast(None)) is not None:
+        if failure := _broadcast("", group):
             raise ConfigError(failure)
         return make(False)
     try:
         made = make(True)
     except Exception as error:
         failure = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        _broadcast(failure)  # otherwise the others would wait until they time out
+        _broadcast(failure, group)  # otherwise the others would wait until they time out
         raise ConfigError(failure) from error
-    _broadcast(None)
+    _broadcast("", group)
     return made
 
 
-def _broadcast(failure: str | None) -> str | None:
-    """Return rank zero's argument on every rank."""
-    # As JSON in a tensor: PyTorch's own broadcast of objects unpickles what it receives, which may run code:
+def _broadcast(failure: str, group: Any) -> str:
+    """Return what rank zero passes on every rank of a group, which ends then; empty: it has not failed."""
+    # As bytes: PyTorch's own broadcast of objects unpickles what it receives, which may run code:
     # https://pytorch.org/docs/stable/distributed.html#collective-functions
-    text = json.dumps(failure).encode()
-    size = torch.tensor([len(text)])
-    dist.broadcast(size, src=0)
-    body = torch.zeros(int(size), dtype=torch.uint8)
-    if dist.get_rank() == 0:
-        body = torch.tensor(list(text), dtype=torch.uint8)
-    dist.broadcast(body, src=0)
-    received: str | None = json.loads(bytes(body.tolist()))
-    return received
+    text = failure.encode(errors="backslashreplace")[:_MOST_BYTES].ljust(_MOST_BYTES)
+    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    dist.broadcast(sent, src=0, group=group)
+    dist.destroy_process_group(group)
+    return bytes(sent.tolist()).decode(errors="ignore").rstrip()

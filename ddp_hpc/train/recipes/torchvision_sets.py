@@ -38,6 +38,11 @@ def load(source: TorchvisionSet, wanted: ImagesWanted) -> Images:
     refuse_unknown_home(wanted.data_dir, f"`recipe.args.data_dir` is {wanted.data_dir!r}")
     data_dir = Path(wanted.data_dir).expanduser().absolute()
     train, held_out = rank_zero_first(lambda may_write: _open_both(source, data_dir, may_write=may_write))
+    if source.name == "imagenet" and (found := (len(train), len(held_out))) != _NUM_PHOTOS:
+        raise ConfigError(
+            f"{data_dir}/train and {data_dir}/val have {found} photos, but ImageNet has {_NUM_PHOTOS}: perhaps unpacking was interrupted. "
+            "Remove the directory that has too few, so that its archive is unpacked again. For a part of ImageNet, ask for `image_folder`."
+        )
     if train.classes != held_out.classes:
         odd = sorted(map(str, set(train.classes) ^ set(held_out.classes)))
         raise ConfigError(
@@ -101,11 +106,12 @@ def _open(kind: str, data_dir: Path, train: bool, may_write: bool) -> Any:
 
     if kind == "ImageFolder":
         return datasets.ImageFolder(data_dir / ("train" if train else "val"))
-    if kind == "ImageNet":  # it unpacks the archives, if that has not been done
+    if kind == "ImageNet":  # it unpacks the archives, if that has not been begun
         return datasets.ImageNet(data_dir, split="train" if train else "val")
     return getattr(datasets, kind)(data_dir, train=train, download=may_write)
 
 
+_NUM_PHOTOS = 1_281_167, 50_000
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 MNIST = TorchvisionSet(
