@@ -351,7 +351,6 @@ def copied(place: Place) -> Figures:
             ours.take_step(windows)
             before = {name: one.clone() for name, one in t.state.model.state_dict().items()}
             t.checkpointer.save(t.state)
-            t.checkpointer.wait_for_copy()
             with torch.no_grad():
                 torch._foreach_add_(list(t.state.model.parameters()), 1.0)
             t.checkpointer.wait()

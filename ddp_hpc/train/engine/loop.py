@@ -242,9 +242,6 @@ def update_weights(t: Training) -> None:
         t.numbers.note_norm(torch.nn.utils.clip_grad_norm_(trained_parameters(optimizer), t.spec.train.grad_clip_norm))
     elif t.numbers.computes_norm and is_logged(t, t.state.position.step + 1):
         t.numbers.note_norm(norm_of(trained_parameters(optimizer), scaler))
-    # The newest save may still be gathering the weights, on a CUDA stream of its own. The device must not change them
-    # before: https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams
-    t.checkpointer.wait_for_copy()
     if scaler is None:
         t.numbers.note_skipped(t.guard.step(optimizer, t.state.position.step + 1))
     else:

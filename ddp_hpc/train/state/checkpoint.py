@@ -114,7 +114,6 @@ class Checkpointer:
         stop = EarlyStop(self.group, self.is_stop_asked)
         self._restorer = Restorer(self.run, self.group, attempt=self.attempt, on_progress=self.on_progress, stop=stop)
         self._buffers = SaveBuffers(self.group.device)
-        self.wait_for_copy = self._buffers.wait_for_copy
         # One thread for all saves, not one for each: a process that is forked (as data loader workers are) while a thread starts
         # or ends can hang in CPython's fork.
         select = partial(select_device, self.group.device)

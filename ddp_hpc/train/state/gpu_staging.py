@@ -1,14 +1,14 @@
 """Copies of a GPU's tensors to the host, through a staging block on the GPU.
 
-1. On the stream that trains: what the next forward pass may change (a rank's own tensors, see `NamedTensor`) is copied.
-2. On a stream of our own: a few kernels gather the other tensors in the block, in the shard's order and layout. When they have
-   ended, the training may change the weights (`hold_training`).
+1. What lies on the CPU is copied there.
+2. On a stream of our own: a few kernels gather the other tensors in the block, in the shard's order and layout. The training waits
+   for them (`hold_training`), as a forward may change a weight, too.
 3. On that stream, too: one copy of the block to page-locked memory of the host, beside the next steps.
 4. In the writer's thread: what lay on the CPU is put in its place. PyTorch's cache gets the block's memory until the next save;
    if the training needs it meanwhile, PyTorch takes it from there before it reports that the memory is out.
 
-Where the GPU has no room for all, 2 and 3 alternate, for as many tensors at a time as the block holds; a tensor that is larger is
-copied from where it lies. The stream keeps the order, so that no part of the block is used again before it has been copied.
+Where the GPU has no room for all, 2 and 3 alternate, for as many tensors at a time as the block holds (the training waits for all but
+the last copy); a larger tensor is copied from where it lies. The stream keeps the order: no part is used again before it has been copied.
 """
 
 from __future__ import annotations
@@ -125,13 +125,12 @@ class Staging:
         self.side = side
         self._block = torch.empty(0, dtype=torch.uint8)
         self._first: list[_Copies] = []
-        """What is copied on the stream that trains: what may change, and what lies on the CPU."""
+        """What lies on the CPU."""
         self._aside: list[tuple[int, Tensor]] = []
-        """Of these, the bytes that do not go through the block, and where in the shard they begin."""
+        """Its bytes, and where in the shard they begin."""
         self._windows: list[_Window] = []
         self._tensors: Sequence[Tensor] = ()
         """What our stream reads. Kept until it has, so that PyTorch does not give the memory of one to another tensor."""
-        self._gathered: torch.cuda.Event | None = None
         self._copied: torch.cuda.Event | None = None
 
     @property
@@ -139,11 +138,9 @@ class Staging:
         """How many bytes it takes: of the host's memory always, of the GPU's until the copy has ended."""
         return {"host": sum(one.nbytes for _, one in self._aside), "gpu": self._block.nbytes}
 
-    def plan(self, named: Sequence[NamedTensor], places: Sequence[Place]) -> None:
+    def plan(self, named: Sequence[NamedTensor], places: Sequence[Place], free: int | None = None) -> None:
         """Make the block, as far as the GPU has room for it, and decide what is copied when."""
-        self._plan(named, places, free=self.side.free_bytes() + self._block.nbytes)
-
-    def _plan(self, named: Sequence[NamedTensor], places: Sequence[Place], *, free: int) -> None:
+        free = self.side.free_bytes() + self._block.nbytes if free is None else free
         tensors = [item.tensor for item in named]
         here = [number for number, one in enumerate(tensors) if self.side.holds(one) and one.numel()]
         whole = places[here[-1]][1] - places[here[0]][0] if here else 0
@@ -152,62 +149,48 @@ class Staging:
         try:
             self._block = self.side.staging_block(room)
         except torch.OutOfMemoryError:
-            self._plan(named, places, free=0)
+            self.plan(named, places, free=0)
             return
-        own = {number for number in here if named[number].owner is not None}
-        gathered = [number for number in here if room == whole or number not in own]
-        first: dict[int, Tensor] = {}
-        for numbers in windows(gathered, places, room):
+        for numbers in windows(here, places, room):
             begin, end = places[numbers[0]][0], places[numbers[-1]][1]
             if end - begin > room:
                 self._windows.append(_Window(begin, end, large=numbers[0]))
                 continue
             views = {number: view_of(self._block, places[number], tensors[number], begin) for number in numbers}
-            first |= {number: views.pop(number) for number in own.intersection(numbers)}
             self._windows.append(_Window(begin, end, _together(tensors, views)))
-        rest = sorted({*range(len(named))}.difference(gathered))
+        rest = sorted({*range(len(named))}.difference(here))
         packed = dict(zip(rest, packed_places(tensors[number] for number in rest), strict=True))
         block = self.side.host_block(sum(tensors[number].nbytes for number in rest))
-        first |= {number: view_of(block, place, tensors[number]) for number, place in packed.items()}
+        first = {number: view_of(block, place, tensors[number]) for number, place in packed.items()}
         self._aside = [(places[number][0], block[slice(*place)]) for number, place in packed.items()]
         self._first = _together(tensors, first)
 
     def copy(self, named: Sequence[NamedTensor], places: Sequence[Place], send: Send) -> None:
         """Enqueue the copy of `named`, for which `plan` was called; `finish` ends it."""
         side = self.side
-        if self._copied is not None:
-            # A save that failed early is still copied, maybe in memory that this one was given.
-            side.hold_training(self._copied)
         self.give_back()  # else `resize_` would take memory a second time, and copy what the block held before
         try:
             side.take_again(self._block)
         except torch.OutOfMemoryError:
-            self._plan(named, places, free=side.free_bytes())
-        side.hold_training(side.mark())  # with `train.deterministic`, PyTorch fills new memory, on our stream
+            self.plan(named, places, free=side.free_bytes())
         self._tensors = tensors = [item.tensor for item in named]
         for copies in self._first:
             copies.make(tensors)
         side.wait_for_training()
         with side.stream():
-            self._gathered = side.mark()
+            gathered = side.mark()
             for window in self._windows:
-                if window.large is not None:
-                    large = tensors[window.large].resolve_conj().resolve_neg()
-                    send(window.begin, large.reshape(-1).view(torch.uint8))
-                    self._gathered = side.mark()
-                    continue
                 for copies in window.gather:
                     copies.make(tensors)
-                self._gathered = side.mark()
-                send(window.begin, self._block[: window.end - window.begin])
+                if window.large is None:
+                    gathered = side.mark()
+                    send(window.begin, self._block[: window.end - window.begin])
+                else:
+                    large = tensors[window.large].resolve_conj().resolve_neg()
+                    send(window.begin, large.reshape(-1).view(torch.uint8))
+                    gathered = side.mark()
             self._copied = side.mark()
-        if len(self._windows) == 1 and self._windows[0].large is None:
-            self.hold_training()  # it takes the device milliseconds, and the next forward may change a weight, too
-
-    def hold_training(self) -> None:
-        """Have the device gather the weights before the training changes them."""
-        if self._gathered is not None:
-            self.side.hold_training(self._gathered)
+        side.hold_training(gathered)
 
     def finish(self, send: Send) -> None:
         """Wait until all is in the host's memory; for the writer's thread."""

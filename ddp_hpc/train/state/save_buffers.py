@@ -70,11 +70,6 @@ class SaveBuffers:
         elif named:
             torch._foreach_copy_(self._views, [item.tensor for item in named])
 
-    def wait_for_copy(self) -> None:
-        """Make the device gather the weights before it changes them; call this before each optimizer step."""
-        if self._staging is not None:
-            self._staging.hold_training()
-
     def parts(self, watched: AbstractSet[str] = frozenset()) -> Iterator[memoryview | bytes]:
         """Wait until the copy is complete, and return the shard to write: its header, then all bytes in parts; for the writer's thread.
 
