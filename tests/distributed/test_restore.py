@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed import HashStore
 
 from ddp_hpc.base import patience
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NewerFormatError, StopAskedError, UnreadableError
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.run.checkpoints.checkpoint_store import Manifest, shard_name
-from ddp_hpc.run.checkpoints.shards import RawTensor, TensorEntry, shard_header
+from ddp_hpc.run.checkpoints.checkpoint_store import ChunkReader, Manifest, shard_name
+from ddp_hpc.run.checkpoints.shards import RawTensor, TensorEntry, header_length, shard_header
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec
@@ -35,7 +36,7 @@ from ddp_hpc.train.state.checkpoint import Checkpointer
 from ddp_hpc.train.stop import StopFlag
 from tests.distributed.processes import in_group
 from tests.made_run import make_run
-from tests.unit.made_state import SEED, make_checkpointers, make_state, save, take_step
+from tests.unit.made_state import SEED, make_checkpointers, make_group, make_state, save, take_step
 
 OLDER, NEWEST = 2, 4
 
@@ -378,6 +379,28 @@ def test_ranks_that_begin_at_different_chunks_restore_the_same(
 
     assert [one["weights"] for one in ranks] == [before["weights"]] * world_size
     assert [one["optimizer"] for one in ranks] == [before["optimizer"]] * world_size
+
+
+@pytest.mark.parametrize(("node_rank", "order"), [(0, [0, 1, 2, 3]), (1, [2, 3, 0, 1])])
+def test_each_node_begins_with_the_header_of_another_shard_and_all_find_the_same(
+    node_rank: int, order: list[int], pristine: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint_path(pristine, NEWEST)
+    opened: list[str] = []
+
+    def opens(file: Path, *more: Any) -> ChunkReader:
+        opened.append(file.name)
+        return ChunkReader(file, *more)
+
+    monkeypatch.setattr(restore, "ChunkReader", opens)
+    group = make_group(HashStore(), rank=2 * node_rank, world_size=4)
+    group = replace(group, rank_info=replace(group.rank_info, local_rank=0, local_world_size=2, node_rank=node_rank))
+
+    found = restore.ShardReader(path, checkpoint_store.read_manifest(path), group, lambda: None).headers()
+
+    assert opened == [shard_name(number, 4) for number in order]
+    contents = [(path / shard_name(number, 4)).read_bytes() for number in range(4)]
+    assert found == [content[: header_length(content)] for content in contents]
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
