@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -572,6 +572,40 @@ def test_the_save_after_one_that_failed_is_made(tmp_path: Path) -> None:
 
     assert [(step, error is None) for step, _, error in results] == [(1, False), (2, True)]
     assert committed_steps(run) == [2]
+
+
+class Awaited(torch.Tensor):
+    """A tensor that says when the host asks for its value, and so waits for the device."""
+
+    asked: ClassVar[list[torch.Size]] = []
+
+    def item(self) -> Any:
+        self.asked.append(self.shape)
+        return super().item()
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_committed"),
+    [
+        ([], True),
+        ([torch.tensor(1.0), torch.ones(1, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.float64)], True),
+        ([torch.tensor(1.0), torch.tensor(torch.inf, dtype=torch.float16), torch.tensor(2.0)], False),
+    ],
+    ids=["none", "of many dtypes", "one not finite"],
+)
+def test_the_losses_of_all_micro_batches_are_checked_with_one_wait_for_the_device(
+    losses: list[torch.Tensor], is_committed: bool, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path)
+    (checkpointer,) = make_checkpointers(run)
+    checkpointer.newest_losses = lambda: [one.as_subclass(Awaited) for one in losses]
+    Awaited.asked.clear()
+
+    checkpointer.save(make_state(steps=1))
+    checkpointer.wait()
+
+    assert committed_steps(run) == ([1] if is_committed else [])
+    assert len(Awaited.asked) <= 1
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -304,7 +303,7 @@ class Checkpointer:
         send_heartbeat = partial(self._send_heartbeat, own_key)
         try:
             checkpoint_store.make_uncommitted(self.run, manifest.step, self.attempt)
-            if not all(math.isfinite(loss.item()) for loss in losses):
+            if losses and not torch.hstack([*losses]).isfinite().all().item():  # one wait for the device
                 raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  reported below, as all others
             parts = self._buffers.parts(self._watched)
             shard = checkpoint_store.write_shard(
