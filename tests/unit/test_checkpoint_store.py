@@ -16,10 +16,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed import HashStore
 
 from ddp_hpc.base.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from ddp_hpc.base.processes import host_name
-from ddp_hpc.run.checkpoints import shards
+from ddp_hpc.run.checkpoints import checkpoint_store, shards
 from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import (
     Manifest,
@@ -39,8 +40,10 @@ from ddp_hpc.run.checkpoints.shards import TensorEntry, shard_header
 from ddp_hpc.run.run_dir.ownership import claim, remove_leftovers
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec
+from ddp_hpc.train import sealed_store
 from ddp_hpc.train.state import rng
 from tests.made_run import add_checkpoint, make_run
+from tests.unit import made_state
 from tests.unit.made_state import SEED, Net, make_checkpointers, make_state, save, take_step
 
 OLDER, NEWEST = 2, 4
@@ -572,6 +575,23 @@ def test_the_save_after_one_that_failed_is_made(tmp_path: Path) -> None:
 
     assert [(step, error is None) for step, _, error in results] == [(1, False), (2, True)]
     assert committed_steps(run) == [2]
+
+
+def test_rank_zeros_store_keeps_no_report_of_a_save_once_it_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report has a checksum for each 8 MiB, and rank zero serves the store: it would grow with each save."""
+    monkeypatch.setattr(sealed_store, "HEARTBEAT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(checkpoint_store, "CHUNK_BYTES", 64)  # for heartbeats
+    store = HashStore()
+    monkeypatch.setattr(made_state, "HashStore", lambda: store)
+    run = make_run(tmp_path)
+
+    save(run, 1, world_size=3)
+
+    assert committed_steps(run) == [1]
+    kept = ["outcome", "outcome/heartbeat", "read/1", "read/2"]
+    assert store.num_keys() == len(kept)
 
 
 class Awaited(torch.Tensor):

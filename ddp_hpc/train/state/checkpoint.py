@@ -322,7 +322,7 @@ class Checkpointer:
             return
         others = [self._key(manifest.step, str(rank)) for rank in range(1, rank_info.world_size)]
         try:
-            reports = [report, *(json.loads(store.get(key, on_heartbeat=send_heartbeat)) for key in others)]
+            reports = [report, *(json.loads(store.take(key, on_heartbeat=send_heartbeat)) for key in others)]
             shards = tuple(_shard_of(item, manifest.step) for item in reports)
             self.before_commit()
             checkpoint_store.commit(self.run, uncommitted, replace(manifest, shards=shards))
