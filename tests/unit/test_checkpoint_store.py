@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -575,6 +576,40 @@ def test_the_save_after_one_that_failed_is_made(tmp_path: Path) -> None:
 
     assert [(step, error is None) for step, _, error in results] == [(1, False), (2, True)]
     assert committed_steps(run) == [2]
+
+
+def test_all_ranks_wait_at_the_next_save_while_the_writer_of_one_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else those whose own shard is written would wait in the next collective, unheard, and end as hung; rank 2 writes until rank 1 has heard of it."""
+    monkeypatch.setattr(sealed_store, "HEARTBEAT_INTERVAL_S", 0.02)
+    run = make_run(tmp_path)
+    checkpointers = make_checkpointers(run, world_size=3)
+    states = [make_state(rank=rank, world_size=3, steps=1) for rank in range(3)]
+    is_waited_for = threading.Semaphore(0)
+    write = checkpoint_store.write_shard
+
+    def slow_write(path: Path, *given: Any, on_progress: Callable[[], object], **more: Any) -> Any:
+        if path.name == shard_name(2, 3):
+            while not is_waited_for.acquire(timeout=0.01):
+                on_progress()
+        return write(path, *given, on_progress=on_progress, **more)
+
+    monkeypatch.setattr(checkpoint_store, "write_shard", slow_write)
+    checkpointers[1].on_progress = is_waited_for.release
+    for checkpointer, state in zip(checkpointers, states, strict=True):
+        checkpointer.save(state)
+        take_step(state)
+
+    checkpointers[1].save(states[1])
+
+    assert committed_steps(run) == [1]
+    for rank in (0, 2):
+        is_waited_for.release()
+        checkpointers[rank].save(states[rank])
+    for checkpointer in checkpointers:
+        checkpointer.wait()
+    assert committed_steps(run) == [1, 2]
 
 
 def test_rank_zeros_store_keeps_no_report_of_a_save_once_it_is_committed(

@@ -191,12 +191,14 @@ class Checkpointer:
     def save(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None, is_final: bool = False) -> None:
         """Copy the state, and commit it in the background; return as soon as it is copied.
 
-        Waits first for a save that is still being written. An error is reported (`on_result`), and the training continues.
+        Waits first for a save that any rank still writes. An error is reported (`on_result`), and the training continues.
         """
-        step = state.position.step
-        if step == self._last_saved:
+        step, before = state.position.step, self._last_saved
+        if step == before:
             return
         self.wait()
+        if before not in {None, self._restored}:  # with heartbeats, which the next collective would not hear
+            self.group.side_store.get(self._key(before, "outcome"), on_heartbeat=self.on_progress)
         if self._watch is not None:  # a teacher that begins as its student changes with the second step
             unsaved.warn_of_changes(self._watch.changed(), "the training")
             self._watch = None
@@ -285,7 +287,7 @@ class Checkpointer:
         log.info("a save takes %s", memory_text(self._buffers.memory))
         self.on_buffers(self._buffers.memory)
 
-    def _key(self, step: int, name: str) -> str:
+    def _key(self, step: int | None, name: str) -> str:
         return f"checkpoint/{step}.{self._num_tries}/{name}"
 
     def _send_heartbeat(self, key: str) -> None:
