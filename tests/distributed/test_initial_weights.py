@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,11 +17,17 @@ from torch.distributed import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp_hpc.base.errors import ConfigError, UnreadableError
+from ddp_hpc.run.checkpoints import checkpoint_store
+from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
+from ddp_hpc.run.checkpoints.checkpoint_store import ChunkReader
+from ddp_hpc.run.checkpoints.shards import below
 from ddp_hpc.run.spec import RunSpec, TrainSpec
+from ddp_hpc.train import sealed_store
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 from tests.distributed.processes import in_group
-from tests.unit.made_state import alone, make_group, make_state
+from tests.made_run import make_run
+from tests.unit.made_state import alone, make_group, make_state, save
 
 ODD = {
     "halves": torch.arange(5).bfloat16(),
@@ -47,7 +54,7 @@ def taken(group: Group, runs: Path) -> dict[str, Any] | str:
     spec = RunSpec(name="run", runs_dir=str(runs), train=TrainSpec(init_from=str(here / "weights.pt")))
     state = replace(make_state(rank=group.rank_info.rank, world_size=group.rank_info.world_size), model=Odd())
     try:
-        take_initial_weights(spec, state, group)
+        take_initial_weights(spec, state, group, lambda: None)
     except (ConfigError, UnreadableError) as error:
         return str(error)
     return dict(state.model.state_dict())
@@ -80,6 +87,74 @@ def test_complex_weights_that_are_conjugated_or_negated_by_a_mark_arrive(tmp_pat
         assert isinstance(weights, dict), weights
         assert weights["complexes"].tolist() == [1 - 2j]
         assert weights["turned"].tolist() == [[-4.0, -4.0]] * 3
+
+
+# --- a checkpoint of another run --------------------------------------------------------------------------------------
+
+
+def taken_from_run(group: Group, runs: Path, on_progress: Callable[[], object] = lambda: None) -> dict[str, Tensor]:
+    """Return the weights that this rank begins with, which are those of the run `other`."""
+    spec = RunSpec(name="run", runs_dir=str(runs), train=TrainSpec(init_from="other"))
+    state = make_state(rank=group.rank_info.rank, world_size=group.rank_info.world_size)
+    take_initial_weights(spec, state, group, on_progress)
+    return dict(state.model.state_dict())
+
+
+def test_of_a_checkpoint_only_the_weights_are_read_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_store, "CHUNK_BYTES", 64)
+    run = make_run(tmp_path, "other")
+    save(run, 3, world_size=2)
+    path = checkpoint_path(run, 3)
+    manifest = checkpoint_store.read_manifest(path)
+    expected = below("model/", checkpoint_store.read_tensors(path, manifest))
+    read: set[tuple[str, int]] = set()
+    read_chunk = ChunkReader.read
+
+    def noted(reader: ChunkReader, number: int, into: memoryview) -> None:
+        read.add((reader._path.name, number))
+        read_chunk(reader, number, into)
+
+    monkeypatch.setattr(ChunkReader, "read", noted)
+
+    found = taken_from_run(alone(), tmp_path)
+
+    assert {name: bytes(one.numpy().tobytes()) for name, one in found.items()} == {
+        name: bytes(raw.data) for name, raw in expected.items()
+    }
+    num_bytes = sum(shard.header_bytes for shard in manifest.shards) + sum(len(raw.data) for raw in expected.values())
+    most_at_borders = 2 * (len(manifest.shards) + len(expected))
+    assert len(read) <= num_bytes / 64 + most_at_borders
+    assert len(read) < sum(len(shard.chunks) for shard in manifest.shards)
+
+
+def taken_slowly(group: Group, runs: Path, told: Path) -> dict[str, Tensor]:
+    """Return the weights that this rank begins with, of which rank zero reads none before rank one has heard that it reads."""
+    rank, read_chunk, until = group.rank_info.rank, ChunkReader.read, time.monotonic() + 30
+
+    def slow(reader: ChunkReader, number: int, into: memoryview) -> None:
+        while not told.exists() and time.monotonic() < until:
+            reader._on_progress()
+        read_chunk(reader, number, into)
+
+    ChunkReader.read = slow  # type: ignore[method-assign]  # in this process alone
+    return taken_from_run(group, runs, told.touch if rank == 1 else lambda: None)
+
+
+def test_while_rank_zero_reads_the_watchdogs_of_the_others_are_fed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed_store, "HEARTBEAT_INTERVAL_S", 0.02)
+    save(make_run(tmp_path, "other"), 3)
+
+    first, second = in_group(2, partial(taken_slowly, runs=tmp_path, told=tmp_path / "told"), tmp_path / "ours")
+
+    assert (tmp_path / "told").exists()
+    assert all(torch.equal(first[name], one) for name, one in second.items())
+
+
+# --- weights that cannot be sent --------------------------------------------------------------------------------------
 
 
 UNPLAIN: dict[str, Callable[[Tensor], Tensor]] = {

@@ -87,7 +87,7 @@ def restore(t: Training) -> None:
     t.report_plan_changes()
     t.evaluator.start(t.evaluated_model)
     if step is None:
-        take_initial_weights(t.spec, t.state, t.group)
+        take_initial_weights(t.spec, t.state, t.group, t.watchdog.feed)
         log.info("training from the beginning, to step %d", t.total_steps)
     else:
         log.info("resumed at step %d of %d", step, t.total_steps)

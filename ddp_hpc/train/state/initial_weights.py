@@ -7,7 +7,7 @@ import math
 import os
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ddp_hpc.run.checkpoints.shards import below
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.state.restore import to_torch
+from ddp_hpc.train.state.restore import read_some, to_torch
 from ddp_hpc.train.state.training_state import TrainingState, differences, why_not_plain
 
 log = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 """Names under which training scripts store the weights in a file that holds more than weights."""
 
 
-def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> None:
+def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group, on_progress: Callable[[], object]) -> None:
     """Load the weights that `train.init_from` names into the model, and begin its average as a copy; call at step 0 only."""
     if spec.train.init_from is not None:
-        _load(spec, state, group)
+        _load(spec, state, group, on_progress)
     elif state.ema is not None and state.world_size > 1:
         # It was made of this rank's own weights, before DDP sent rank zero's to all ranks.
         own, theirs = (chain(one.parameters(), one.buffers()) for one in (state.ema.module, state.model))
@@ -46,22 +46,28 @@ def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> N
                 average.copy_(weight)
 
 
-def _load(spec: RunSpec, state: TrainingState, group: Group) -> None:
+def _load(spec: RunSpec, state: TrainingState, group: Group, on_progress: Callable[[], object]) -> None:
     # Rank zero alone reads, and sends the others what fits: thousands of ranks that read one file wait for the file system, and
     # the other run may commit a newer checkpoint at this very moment.
     fitting: dict[str, Tensor] = {}
     offer: dict[str, Any] = {}
+
+    def report_progress() -> None:
+        group.store.heartbeat("init_from")
+        on_progress()
+
     if group.rank_info.is_rank_zero:
         try:
             source = find_weights(str(spec.train.init_from), runs_dir=spec.path.parent)
-            fitting, misfits = _fitting(source, state.model.state_dict(), is_strict=spec.train.init_strict)
+            found = _read(source, group, report_progress)
+            fitting, misfits = _fitting(source, found, state.model.state_dict(), is_strict=spec.train.init_strict)
             tensors = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in fitting.items()}
             offer = {"found": f"{source}{f' ({misfits})' if misfits else ''}", "tensors": tensors}
         except (ConfigError, UnreadableError) as error:
             offer = {"refusal": [type(error).__name__, str(error)]}
         except (OSError, ValueError) as error:  # of the search for the file; a name with a zero byte is a ValueError
             offer = {"refusal": [UnreadableError.__name__, _unreadable(spec.train.init_from, error)]}
-    offer = group.broadcast_through_store("init_from", offer)
+    offer = group.broadcast_through_store("init_from", offer, on_heartbeat=on_progress)
     if "refusal" in offer:
         kind, text = offer["refusal"]
         group.let_all_read("init_from/refused")
@@ -72,9 +78,10 @@ def _load(spec: RunSpec, state: TrainingState, group: Group) -> None:
     log.info("loaded %d of %d weights from %s", len(offer["tensors"]), len(state.model.state_dict()), offer["found"])
 
 
-def _fitting(source: Path, own: Mapping[str, Tensor], *, is_strict: bool) -> tuple[dict[str, Tensor], str]:
+def _fitting(
+    source: Path, found: dict[str, Tensor], own: Mapping[str, Tensor], *, is_strict: bool
+) -> tuple[dict[str, Tensor], str]:
     """Return the weights in a file or checkpoint that fit the model, and how the others differ."""
-    found = _read(source)
     for prefix in _WRAPPERS:
         if all(name.startswith(prefix) for name in found):
             found = below(prefix, found)
@@ -148,11 +155,10 @@ def find_weights(text: str, *, runs_dir: Path) -> Path:
     )
 
 
-def _read(source: Path) -> dict[str, Tensor]:
+def _read(source: Path, group: Group, on_progress: Callable[[], object]) -> dict[str, Tensor]:
     try:
         if source.is_dir():
-            raw = checkpoint_store.read_tensors(source, checkpoint_store.read_manifest(source))
-            return {name: to_torch(one) for name, one in below("model/", raw).items()}
+            return read_some("model/", source, group, on_progress)
         if source.suffix == ".safetensors":
             return {name: to_torch(one) for name, one in checkpoint_store.read_safetensors(source).items()}
         return _weights_in(torch.load(source, map_location="cpu", weights_only=True), source)

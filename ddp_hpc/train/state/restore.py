@@ -272,11 +272,13 @@ class ShardReader:
                 break
         return header
 
-    def read_into(self, stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor]) -> None:
-        """Read all shards, and copy into the tensors of `into` what belongs there."""
+    def read_into(self, stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor], *, whole: bool = True) -> None:
+        """Read all shards, or only what of them has tensors of `into`, and copy into these what belongs there."""
         targets, segments = _Targets(into), _segments(stored, into)
         for shard, chunks in self._in_order():
-            for begin, content in self._read(shard, chunks):
+            size = self._shards[shard].chunk_bytes
+            wanted = (one for one in chunks if whole or any(_within(segments[shard], one * size, (one + 1) * size)))
+            for begin, content in self._read(shard, wanted):
                 for low, high, name, at in _within(segments[shard], begin, begin + len(content)):
                     targets.put(name, at, content[low - begin : high - begin])
 
@@ -298,6 +300,16 @@ class ShardReader:
                 content = self._buffer[: min(record.chunk_bytes, record.size - begin)]
                 patiently(str(file), partial(reader.read, number, content.numpy().data), on_wait=self._on_progress)
                 yield begin, content
+
+
+def read_some(prefix: str, path: Path, group: Group, on_progress: Callable[[], object]) -> dict[str, Tensor]:
+    """Read and verify the tensors of a checkpoint whose names begin with `prefix`, by the rest of their names, and nothing else but headers."""
+    manifest = checkpoint_store.read_manifest(path)
+    reader = ShardReader(path, manifest, group, on_progress)
+    stored = shards.below(prefix, shards.stored_tensors(path, manifest.shards, reader.headers()))
+    into = {name: torch.empty(one.shape, dtype=_TORCH_DTYPES[one.dtype]) for name, one in stored.items()}
+    reader.read_into(stored, into, whole=False)
+    return into
 
 
 _Segment = tuple[int, int, str, int]
