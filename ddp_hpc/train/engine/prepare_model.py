@@ -1,4 +1,4 @@
-"""Prepares the recipe's model for training: refuses what cannot be trained, moves it to the device, builds its optimizer, wraps it in DDP."""
+"""Prepares the recipe's model for training: refuses what has no shape or is not trained, moves it to the device, builds its optimizer, wraps it in DDP."""
 
 from __future__ import annotations
 
