@@ -35,6 +35,8 @@ USERS = """Traceback (most recent call last):
     raise AttributeError
 KeyError: 'no such key'
 """
+CAUGHT = USERS.replace('  File "/home/me/train.py", line 57, in <module>\n    main()\n', "")
+"""A traceback begins where its exception was caught: at the top of the program only where no function caught it."""
 RESET = "RuntimeError: [../gloo/transport/tcp/pair.cc:561] Connection closed by peer [10.0.0.1]:44715"
 WATCHDOG = "[rank2]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE) ran for 600060 milliseconds before timing out."
 OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0. Some of the step tasks have been OOM Killed."
@@ -123,7 +125,7 @@ def test_the_same_exception_on_all_ranks_is_one_event() -> None:
         (facts(report(2, signal=6), report(4, signal=11, at=9.0), logs={2: WATCHDOG}), "native-crash", 4),
         (facts(report(1, "the script exited with code 3; its last line: bye", exit_code=3, of_script=True)), "exit-code", 1),
         (facts(report(1, exit_code=1), logs={1: USERS}), "user-exception", 1),
-        (facts(report(1, exit_code=1), logs={1: USERS + "using the default instead"}), "exit-code", 1),
+        (facts(report(1, exit_code=1), logs={1: CAUGHT + "using the default instead"}), "exit-code", 1),
         (facts(report(1, exit_code=3), logs={1: USERS}), "exit-code", 1),
         (facts(report(1, exit_code=139)), "native-crash", 1),
         (facts(report(1, signal=6), logs={1: "bash: line 1: nvidia-smi: command not found\nstep 1"}), "native-crash", 1),

@@ -24,6 +24,12 @@ _NOISE = re.compile(
     r"|/\S+: UserWarning|\S+\.py:\d+: \w*Warning: |\s+warnings\.warn|srun: |slurmstepd: |Exception ignored in|Timeout \(|(?:Current t|T)hread 0x|wandb: |note: |Aborted|Killed|.*\d%\|"
 )
 """Lines that follow the last exception of a process although it has ended the process, or made it wait until a watchdog dumped its stacks."""
+NEAR_END_LINES = 60
+"""So many lines at the end of a log may hold the reason of an end."""
+_OF_LAUNCHER = re.compile(r"(?:[\w.]+\.)?(?:CalledProcessError|ChildFailedError):")
+"""What a program raises because one that it has started failed, whose own exception stands before."""
+OF_TOP = {"", "<module>", "_run_module_as_main"}
+"""Functions in which the traceback of an exception begins that no function caught; "" for one that is not known."""
 _ADVICE_AT_EXIT = re.compile(r"HYDRA_FULL_ERROR=1|for a (?:complete|full) (?:stack ?trace|traceback)", re.IGNORECASE)
 """The last line of a framework that catches an exception, prints it, and exits."""
 _OF_LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "/ddp_hpc/")
@@ -114,10 +120,14 @@ def _further(lines: Sequence[str], start: int) -> list[str]:
     return taken
 
 
-def uncaught(lines: Sequence[str]) -> Raised | None:
-    """Return the exception that ended the process which printed these lines; None where it went on after the last one."""
+def uncaught(lines: Sequence[str], *, num_more: int = 0) -> Raised | None:
+    """Return the exception that ended the program which printed these lines; None where more than `num_more` lines show that it went on.
+
+    What started the program may print more, and raise an exception that only says that the program has failed.
+    """
     found = tracebacks(lines)
-    if not found:
+    more = [line for line in lines[found[-1].at + 1 :] if not _NOISE.match(line)] if found else []
+    if not found or (len(more) > num_more and not _ADVICE_AT_EXIT.search(more[-1])):
         return None
-    last, more = found[-1], [line for line in lines[found[-1].at + 1 :] if not _NOISE.match(line)]
-    return last if not more or _ADVICE_AT_EXIT.search(more[-1]) else None
+    near = (one for one in reversed(found) if one.at > found[-1].at - NEAR_END_LINES)
+    return next((one for one in near if not _OF_LAUNCHER.match(one.text)), found[-1])

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ddp_hpc.base.exit_codes import signal_name, signal_of
 from ddp_hpc.base.processes import signal_number
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.watch.why.exceptions import Raised, tracebacks, uncaught
+from ddp_hpc.watch.why.exceptions import NEAR_END_LINES, OF_TOP, Raised, tracebacks, uncaught
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import LogLine
 from ddp_hpc.watch.why.signatures import Match, match_exception, match_line
@@ -21,8 +21,6 @@ from ddp_hpc.watch.why.slurm_lines import lines_of_newest_step
 _KILL = signal_number("KILL")
 _CRASHES = frozenset(map(signal_number, ("SEGV", "ABRT", "BUS", "ILL", "FPE", "SYS", "TRAP")))
 _CANNOT_START = {126, 127}
-_NEAR_END_LINES = 60
-"""So many lines at the end of a log may hold the reason of an end."""
 _VERY_END_LINES = 3
 """So many lines at the very end, where a message of a shell or of a runtime is the reason: programs go on after others."""
 _OF_STARTS = {"arguments", "image", "import", "launch-failed"}
@@ -73,12 +71,12 @@ _OF_SAVE = re.compile(r"could not be committed: rank (?P<rank>\d+) on (?P<host>[
 
 
 def _match_of_earlier(found: Match | None, all_raised: Sequence[Raised]) -> Match | None:
-    """Return the class of the exception before, where the last one only says that a process is gone, or is ours and unknown."""
-    if len(all_raised) < 2 or not all_raised[-2].is_linked:
-        return found
-    if found.name != "unknown" if found else not all_raised[-1].text.startswith("ddp_hpc."):
-        return found
-    return match_exception(all_raised[-2].text) or found
+    """Return the class of the nearest exception before that has one, where the last one has none, or only says that a process is gone."""
+    for earlier in reversed(all_raised[:-1]):
+        if not earlier.is_linked or (found is not None and found.name != "unknown"):
+            break
+        found = match_exception(earlier.text) or found
+    return found
 
 
 def _with_memory_of_child(facts: AttemptFacts, verdict: Verdict) -> Verdict:
@@ -146,20 +144,23 @@ def verdict_on_signal(facts: AttemptFacts, verdict: Verdict, number: int) -> Ver
         for pair in _matches_at_end(facts, verdict)
         if pair[1].role != "confirmation" and pair[1].name not in _OF_STARTS
     ]
-    more = [pair for pair in reasons if pair[1].name != "native-crash"]
     strength = {"root": 0, "either": 1}
-    said = min(more or reasons, key=lambda pair: (strength.get(pair[1].role, 2), pair[0].offset), default=None)
-    if said is None:
-        return replace(verdict, failure="native-crash")
-    line, match = said
-    evidence = EvidenceLine(match.role if more else "confirmation", verdict.rank, line.text, line)
+    more = [pair for pair in reasons if pair[1].name != "native-crash"]
+    more.sort(key=lambda pair: (strength.get(pair[1].role, 2), pair[0].offset))
+    is_said = more and more[0][1].role == "root"
+    raised = None if is_said else _verdict_on_traceback(facts, verdict.rank, has_failed=True)
+    if raised is not None and raised.failure not in _OF_STARTS:
+        return replace(raised, at=verdict.at, host=verdict.host, step=verdict.step)
     if not more:
-        return replace(verdict, failure="native-crash", evidence=(evidence,))
+        proofs = tuple(EvidenceLine("confirmation", verdict.rank, line.text, line) for line, _ in reasons[:1])
+        return replace(verdict, failure="native-crash", evidence=proofs)
+    line, match = more[0]
+    evidence = EvidenceLine(match.role, verdict.rank, line.text, line)
     return replace(verdict, failure=match.name, role=match.role, basis="log", evidence=(evidence,))
 
 
 def _matches_at_end(facts: AttemptFacts, verdict: Verdict) -> list[tuple[LogLine, Match]]:
-    return [] if verdict.rank is None else matches_in(facts.logs.get(verdict.rank, ())[-_NEAR_END_LINES:])
+    return [] if verdict.rank is None else matches_in(facts.logs.get(verdict.rank, ())[-NEAR_END_LINES:])
 
 
 def _verdict_on_kill(facts: AttemptFacts, verdict: Verdict) -> Verdict:
@@ -179,45 +180,51 @@ def _verdict_on_exit_code(facts: AttemptFacts, verdict: Verdict, code: int) -> V
     if number := signal_of(code):
         return verdict_on_signal(facts, verdict, number)
     found = (
-        verdict_from_log(facts, verdict.rank) if verdict.rank is not None and code in {1, 2, *_CANNOT_START} else None
+        verdict_from_log(facts, verdict.rank, has_failed=True)
+        if verdict.rank is not None and code in {1, 2, *_CANNOT_START}
+        else None
     )
     if found is not None:
         return replace(found, at=verdict.at, host=verdict.host)
     return with_line(replace(verdict, failure="launch-failed" if code in _CANNOT_START else "exit-code"), facts)
 
 
-def verdict_from_log(facts: AttemptFacts, rank: int) -> Verdict | None:
+def verdict_from_log(facts: AttemptFacts, rank: int, *, has_failed: bool = False) -> Verdict | None:
     """Return the verdict by the log of a rank alone: the exception that ended it, or a known text near its end."""
     lines = facts.logs.get(rank, ())
-    texts = [line.text for line in lines]
-    raised = uncaught(texts)
-    if raised is not None:
-        found = _match_of_earlier(_match_of_cause(raised), tracebacks(texts)) or Match("user-exception", "root")
-        evidence = EvidenceLine(found.role, rank, raised.first_line, lines[raised.at])
-        verdict = Verdict(
-            failure=found.name,
-            role=found.role,
-            basis="log",
-            rank=rank,
-            detail=raised.first_line,
-            place=_place(raised),
-            evidence=(evidence,),
-            is_traceback=True,
-        )
-        return _with_memory_of_child(facts, verdict)
     last = [line.offset for line in lines[-_VERY_END_LINES:]][:1]
     matches = [
         (line, match)
-        for line, match in matches_in(lines[-_NEAR_END_LINES:])
+        for line, match in matches_in(lines[-NEAR_END_LINES:])
         if match.role == "either" or (match.role == "root" and line.offset >= last[0])
     ]
     first = min(matches, key=lambda pair: (pair[1].role != "root", pair[0].offset), default=None)
-    if first is None:
-        return None
+    is_said = first is not None and first[1].role == "root"
+    raised = _verdict_on_traceback(facts, rank, has_failed=has_failed and not is_said)
+    if raised is not None or first is None:
+        return raised
     line, match = first
-    text = line.text.strip()
+    return _verdict_on_line(match, rank, line.text.strip(), line)
+
+
+def _verdict_on_line(match: Match, rank: int | None, text: str, line: LogLine) -> Verdict:
     evidence = EvidenceLine(match.role, rank, text, line)
     return Verdict(failure=match.name, role=match.role, basis="log", rank=rank, detail=text, evidence=(evidence,))
+
+
+def _verdict_on_traceback(facts: AttemptFacts, rank: int | None, *, has_failed: bool) -> Verdict | None:
+    """Return the verdict by the exception that ended a rank; after one that `has_failed`, its shell, for example, may have printed more."""
+    lines = () if rank is None else facts.logs.get(rank, ())
+    texts = [line.text for line in lines]
+    raised = uncaught(texts, num_more=NEAR_END_LINES if has_failed else 0)
+    if raised is None:
+        return None
+    found = _match_of_earlier(_match_of_cause(raised), tracebacks(texts[: raised.at + 1]))
+    if found is None and raised.frames[0].name not in OF_TOP and uncaught(texts) is None:
+        return None  # it may have been caught
+    found = found or Match("user-exception", "root")
+    verdict = _verdict_on_line(found, rank, raised.first_line, lines[raised.at])
+    return _with_memory_of_child(facts, replace(verdict, place=_place(raised), is_traceback=True))
 
 
 def verdict_from_end(facts: AttemptFacts, rank: int) -> Verdict | None:

@@ -69,8 +69,10 @@ _OF_LOADER = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: 
 """A process of a DataLoader that a signal ended."""
 _GPU_FAULT = r"CUDA error: (?:uncorrectable (?:NVLink|ECC)|an illegal memory access|unspecified launch failure|misaligned address|unknown error)"
 _ASSERT = r"CUDA error: device-side assert"
-_OF_WATCHDOG = r"(?:\[[EF]\d*\s|  what\(\):  ).*Process group watchdog thread terminated with exception: "
-"""NCCL's watchdog says why it aborts its process."""
+_OF_ABORT = (
+    r"(?:(?:\[[EF]\d*\s|  what\(\):  ).*Process group watchdog thread terminated with exception: |  what\(\):  )"
+)
+"""NCCL's watchdog, or C++, says why it aborts its process."""
 _DAEMON = r"(?:\[?\d[\d:.T-]*\]? )?"
 """A time in front of a daemon's line."""
 _STEPD = r"slurmstepd(?:-[\w.-]+)?: error: "
@@ -208,7 +210,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         "again with `env.CUDA_LAUNCH_BLOCKING=1` behind its other settings, and the traceback names the line.",
         patterns=[
             _raised(_ERROR + r"(?:.*Cuda failure.*|CUDA error: )device-side assert"),
-            _printed(_OF_WATCHDOG + _ASSERT),
+            _printed(_OF_ABORT + _ASSERT),
         ],
     ),
     "nccl-network": FailureClass(
@@ -231,7 +233,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _raised(_ERROR + _GPU_FAULT),
             _error("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-            _printed(_OF_WATCHDOG + _GPU_FAULT),
+            _printed(_OF_ABORT + _GPU_FAULT),
             _printed(r"(?:\[ *\d+\.\d+\] )?NVRM: Xid", "confirmation"),
         ],
     ),
@@ -334,7 +336,7 @@ REGISTRY: Mapping[str, FailureClass] = {
                 r"(?:[\w.]*\.)?DistNetworkError: (?!.*(?:The server socket has failed|The client socket has timed out))",
                 "cascade",
             ),
-            _printed(_OF_WATCHDOG + r"NCCL error.*remote process exited", "cascade"),
+            _printed(_OF_ABORT + r"NCCL error.*remote process exited", "cascade"),
         ],
     ),
     "ranks-missing": FailureClass(
@@ -509,7 +511,7 @@ REGISTRY: Mapping[str, FailureClass] = {
     ),
     "exit-code": FailureClass(
         title="the program exited with a code of its own",
-        means="No record and no log shows an exception that ended it: it called `sys.exit` or `os._exit`, its shell passed a code on, or a library printed the exception in a form of its own.",
+        means="No record and no log proves that an exception ended it: it called `sys.exit` or `os._exit`, its shell passed a code on, or a library printed the exception in a form of its own.",
         to_do="Look up that code in the program: `ddp-hpc logs {run} --attempt {attempt} --rank {rank}` has what it printed before.",
     ),
     "user-exception": FailureClass(
