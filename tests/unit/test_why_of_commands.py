@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from ddp_hpc.watch.why.lines import number_of, tail
 from ddp_hpc.watch.why.verdict import verdict_of
 from tests.unit.test_why_verdict import CAUGHT, RESET, USERS, facts, report
 
@@ -95,6 +99,20 @@ def test_a_traceback_that_a_program_printed_and_survived_is_not_called_its_end(l
 @pytest.mark.parametrize("end", [{"signal": 6}, {"exit_code": 134}])
 def test_a_crash_that_follows_from_an_exception_is_called_by_that(end: dict[str, int], log: str, failure: str) -> None:
     assert verdict_of(facts(report(1, **end), logs={1: log})).failure == failure
+
+
+def test_progress_bars_of_more_bytes_than_are_read_do_not_hide_the_traceback_behind_them(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    bars = "".join(f"\r{number % 100:3}%|####      | {number}/99999 [00:07<00:09, 9.31it/s]" for number in range(9999))
+    path.write_text(f"hello\n{bars}{OOM}")
+
+    lines = tail(path)
+    found = verdict_of(replace(facts(report(0, exit_code=1)), logs={0: lines}))
+
+    assert (found.failure, found.detail, found.place) == ("gpu-memory", NO_MEMORY, "/home/me/model.py:31 in forward")
+    assert number_of(lines[0]) == 2
+    path.write_bytes(b"a line of Windows\r\n" * 20)
+    assert {line.text for line in tail(path, 199)} == {"a line of Windows"}
 
 
 def test_an_error_of_a_lost_connection_in_a_shells_log_names_no_root() -> None:

@@ -47,7 +47,7 @@ def clean(raw: str) -> str:
 
 
 def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[LogLine]:
-    """Return the whole lines at the end of a log; none where it cannot be read."""
+    """Return the whole lines at the end of a log, as they stand on a terminal; none where it cannot be read."""
 
     def read() -> tuple[int, bytes]:
         try:
@@ -57,10 +57,12 @@ def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[LogLine]:
 
     start, data = known(path, read, unknown=(0, b""))
     lines, offset = [], start
-    for raw in data.split(b"\n"):
+    raws = data.split(b"\n")
+    for raw in raws:
         lines.append(LogLine(path, offset, clean(raw.decode("utf-8", errors="replace"))))
         offset += len(raw) + 1
-    return lines[1 if start else 0 : None if lines[-1].text else -1]
+    is_cut = start and b"\r" not in raws[0][:-1]  # of progress bars in one line, `clean` keeps the last one
+    return lines[1 if is_cut else 0 : None if lines[-1].text else -1]
 
 
 def number_of(line: LogLine) -> int | None:
