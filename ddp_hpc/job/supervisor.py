@@ -45,6 +45,7 @@ from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import stage, unstage, with_staged_paths, wrapper_of
 from ddp_hpc.job.workers import workers_of
 from ddp_hpc.run.config.resolve import dropped_from
+from ddp_hpc.run.requeue import CONTINUATIONS
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger, Next
 from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses
@@ -169,7 +170,7 @@ def _supervise(context: JobContext, lock_fds: Sequence[int]) -> int:
     notifier = Notifier(context=context)
     try:
         while (conclusion := run_attempt(context, workers, notifier)).end.next == Next.IN_PLACE:
-            sys.stderr.write(f"note: {conclusion.end.reason}; ddp-hpc starts the workers again\n")
+            sys.stderr.write(f"note: {conclusion.end.reason}; {CONTINUATIONS[Next.IN_PLACE]}\n")
             if job is not None and conclusion.is_slurm_away:
                 job.await_answer()
     finally:

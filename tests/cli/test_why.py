@@ -10,7 +10,8 @@ import pytest
 
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.cli import main
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
+from ddp_hpc.run.requeue import CONTINUATIONS
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch import status
 from tests.made_run import add_attempt, add_checkpoint, add_failure, add_log, add_progress, make_run
@@ -144,6 +145,27 @@ def test_lines_of_the_jobs_log_count_only_for_the_attempt_that_they_are_of(
 
     assert as_json(capsys, "why", "digits", "--attempt", "1")["failure"] == "host-memory"
     assert as_json(capsys, "why", "digits", "--attempt", "2")["failure"] == "killed"
+
+
+@pytest.mark.parametrize("follows", [one for one in Next if one])
+def test_lines_of_the_jobs_log_of_an_attempt_that_the_run_went_on_after_prove_nothing_of_the_next_one(
+    run: RunDir, follows: Next, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crash, killed = (f"srun: error: node1: task 1: {how}\n" for how in ("Segmentation fault", "Killed"))
+    run.console.write_text(f"{crash}note: rank 1; {CONTINUATIONS[follows]}\n{killed}ended: rank 1\n")
+    for attempt in (0, 1):
+        record_start(run, attempt=attempt, job_id="1", nodes=("node1",))
+        end = End(ending=Ending.FAILED, exit_code=1, reason="rank 1", cause=Cause.WORKER_CRASHED)
+        record_end(run, attempt, end)
+        for path in (run.rank_error(attempt, 0), run.rank_error(attempt, 1)):
+            path.unlink(missing_ok=True)
+        add_failure(run, attempt, rank=0, exception=RESET, is_secondary=True, exception_type="RuntimeError")
+        add_log(run, "", attempt=attempt, rank=0)
+        run.rank_log(attempt, 1).write_text("")
+
+    records = [as_json(capsys, "why", "digits", "--attempt", str(attempt)) for attempt in (0, 1)]
+
+    assert [(record["failure"], record["rank"]) for record in records] == [("native-crash", 1), ("killed", 1)]
 
 
 def test_the_status_of_a_failed_run_names_the_command(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

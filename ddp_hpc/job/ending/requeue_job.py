@@ -39,13 +39,6 @@ ENDED_BY_USER: Mapping[Cause, str] = {
 }
 """Why a run does not go on, though the decision said so: the user has ended it meanwhile."""
 
-_CONTINUATIONS: Mapping[Next, str] = {
-    Next.REQUEUE: "the job goes back into the queue, and the run continues when it starts again",
-    Next.SUCCESSOR: "the run continues in a new job, which starts after this one",
-    Next.SLURM: "Slurm has put the job back into the queue, and the run continues when it starts again",
-}
-"""What follows an attempt that ends the job -> what the job's log says of it."""
-
 
 def carry_out_decision(context: JobContext, conclusion: Conclusion) -> None:
     """Carry out the decision, now that no worker is left: requeue the job, submit the next one, or let the run end."""
@@ -54,7 +47,7 @@ def carry_out_decision(context: JobContext, conclusion: Conclusion) -> None:
         if end.reason:
             sys.stderr.write(f"ended: {end.reason}\n")
         return
-    sys.stderr.write(f"note: {end.reason}; {_CONTINUATIONS[end.next]}\n")
+    sys.stderr.write(f"note: {end.reason}; {requeue.CONTINUATIONS[end.next]}\n")
     try:
         await_slurm(lambda: _continue(context, job, conclusion), SLURM_PATIENCE_S)
     except DdpHpcError as error:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.record import known_record
+from ddp_hpc.run.requeue import CONTINUATIONS
 from ddp_hpc.run.run_dir.differences import read_difference
 from ddp_hpc.run.run_dir.failure_reports import read_failures, read_rank_ends
 from ddp_hpc.run.run_dir.joined_ranks import read_missing, started_ranks
@@ -21,7 +22,8 @@ from ddp_hpc.watch.why.lines import LogLine, tail
 MOST_LOGS = 256
 """Of more ranks, only the logs of those that have an error report, and of the first, are read."""
 _ENDED = "ended: "
-"""What the supervisor prints at the end of each attempt."""
+"""What the supervisor prints before the reason why the run ended; after that of an attempt that another one follows, what follows."""
+_FOLLOWS = tuple(f"; {text}" for text in CONTINUATIONS.values())
 
 
 def chosen_attempt(run: RunDir, ledger: Ledger, number: int | None) -> Attempt:
@@ -64,7 +66,7 @@ def _of_attempt(lines: Sequence[LogLine], ledger: Ledger, attempt: Attempt) -> S
     parts: list[list[LogLine]] = [[]]
     for line in lines:
         parts[-1].append(line)
-        if line.text.startswith(_ENDED):
+        if line.text.startswith(_ENDED) or line.text.endswith(_FOLLOWS):
             parts.append([])
     ended = [one.attempt for one in ledger.attempts if one.ending is not None]
     *whole, rest = parts
