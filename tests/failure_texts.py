@@ -28,6 +28,11 @@ TEXTS: Mapping[str, Sequence[str]] = {
         "srun: error: node1: task 3: Out Of Memory",
         "Memory cgroup out of memory: Killed process 4242 (python) total-vm:9000kB",
     ],
+    "process-limit": [
+        "OSError: [Errno 24] Too many open files: '/data/7.bin'",
+        "RuntimeError: can't start new thread",
+        "train.sh: line 3: fork: Resource temporarily unavailable",
+    ],
     "port": [
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
         "OSError: [Errno 98] Address already in use",
@@ -86,6 +91,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
     "disk-full": [
         "OSError: [Errno 28] No space left on device: '/tmp/cache.bin'",
         "OSError: [Errno 27] File too large",
+        "RuntimeError: [enforce fail at inline_container.cc:588] . PytorchStreamWriter failed writing file data/12: file write failed",
         "2026-06-18 13:05:36,123 WARNING the checkpoint of step 6 could not be written: rank 0 on node1: OSError: [Errno 28] No space left on device",
     ],
     "stale-mount": [
@@ -126,6 +132,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
     "ranks-missing": [
         "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 3/4 clients joined.",
         "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (node7, 29500).",
+        "torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cuda//0",
     ],
     "collective-timeout": [
         "[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.",

@@ -65,6 +65,10 @@ def error(rank: int, text: str, **more: object) -> WorkerFailure:
         (facts(report(1, signal=6), logs={0: "", 1: WATCHDOG + "NCCL error: remote process exited or there was a network error, NCCL version 2.21.5"}), "unknown", 0),
         (facts(report(1, signal=6), logs={1: WATCHDOG + "CUDA error: uncorrectable ECC error encountered"}), "gpu-fault", 1),
         (facts(report(1, signal=6), logs={1: "[F321 02:07:08.408271257 ProcessGroupNCCL.cpp:1557] [PG ID 0 Rank 1] Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."}), "collective-timeout", 1),
+        # ranks that waited for another one, which says more
+        (facts(error(0, "RuntimeError: [Rank 0]: Ranks 1 failed to pass monitoredBarrier in 60000 ms"), error(1, "KeyError: 7")), "user-exception", 1),
+        (facts(error(0, "torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cuda//0"), error(1, "KeyError: 7")), "user-exception", 1),
+        (facts(error(0, "RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] timed out connecting: SO_ERROR: Connection timed out"), error(1, "KeyError: 7")), "user-exception", 1),
         # a traceback in the log of a rank that left no report
         (facts(logs={0: USERS, 1: "step 7\n"}, cause=Cause.HANG), "hang", None),
         (facts(reset(0), logs={0: "", 1: USERS}), "unknown", 1),
@@ -112,3 +116,44 @@ def test_memory_that_ran_out_in_another_step_or_on_another_node_killed_no_rank(c
 
     assert (found.failure, found.rank, found.host) == (failure, 1, "node1")
     assert found.basis == ("log" if failure == "host-memory" else "record")
+
+
+DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+NO_SPACE, QUOTA = "OSError: [Errno 28] No space left on device", "OSError: [Errno 122] Disk quota exceeded"
+NOT_WRITTEN = "RuntimeError: [enforce fail at inline_container.cc:664] . unexpected pos 576 vs 470"
+
+
+@pytest.mark.parametrize(
+    ("texts", "failure"),
+    [
+        ((NO_SPACE, NOT_WRITTEN), "disk-full"),
+        ((QUOTA, NOT_WRITTEN), "quota"),
+        ((NO_SPACE, NOT_WRITTEN, "ValueError: I/O operation on closed file."), "disk-full"),
+        (("KeyError: 7", NO_SPACE), "disk-full"),
+        ((QUOTA, NO_SPACE), "disk-full"),
+        (("KeyError: 7", NOT_WRITTEN), "user-exception"),
+    ],
+)
+def test_an_exception_that_says_nothing_is_called_by_the_one_in_whose_handling_it_was_raised(
+    texts: tuple[str, ...], failure: str
+) -> None:
+    chain, apart = DURING.join(map(traceback_of, texts)), "".join(map(traceback_of, texts))
+
+    assert verdict_of(facts(report(1, texts[-1], traceback=chain))).failure == failure
+    assert verdict_of(facts(report(1, exit_code=1), logs={1: chain})).failure == failure
+    assert texts[-1] == NO_SPACE or verdict_of(facts(report(1, texts[-1], traceback=apart))).failure == "user-exception"
+
+
+@pytest.mark.parametrize(
+    ("place", "failure"),
+    [
+        ('multiprocessing/popen_fork.py", line 66, in _launch', "process-limit"),
+        ('subprocess.py", line 1885, in _execute_child', "process-limit"),
+        ('site-packages/filelock/_unix.py", line 42, in _acquire', "user-exception"),
+    ],
+)
+def test_a_process_that_cannot_be_started_is_told_from_a_lock_that_is_held(place: str, failure: str) -> None:
+    text = f'Traceback (most recent call last):\n  File "/usr/lib/python3.11/{place}\n    x\nBlockingIOError: [Errno 11] Resource temporarily unavailable\n'
+
+    assert verdict_of(facts(report(1, exit_code=1), logs={1: text})).failure == failure
+    assert verdict_of(facts(raised(1, text))).failure == failure

@@ -112,6 +112,8 @@ _OF_TORCH = {"RuntimeError", "DistNetworkError", "DistBackendError", "DistStoreE
 def _match_of_cause(raised: Raised) -> Match | None:
     """Return the class of the exception that a loader met: a stale mount is one also where it meets a sample."""
     found = match_exception(raised.text)
+    if "[Errno 11]" in raised.first_line and raised.frames[-1].name in {"_launch", "_execute_child"}:
+        return Match("process-limit", "root")  # it could not fork; a lock that is held has the same text
     if found is not None and found.name not in {"data", "user-exception"}:
         return found
     return Match("data", "root") if raised.is_in_data else found
@@ -144,9 +146,8 @@ def verdict_on_signal(facts: AttemptFacts, verdict: Verdict, number: int) -> Ver
         for pair in _matches_at_end(facts, verdict)
         if pair[1].role != "confirmation" and pair[1].name not in _OF_STARTS
     ]
-    strength = {"root": 0, "either": 1}
     more = [pair for pair in reasons if pair[1].name != "native-crash"]
-    more.sort(key=lambda pair: (strength.get(pair[1].role, 2), pair[0].offset))
+    more.sort(key=lambda pair: (pair[1].role != "root", pair[1].role != "either", pair[0].offset))
     is_said = more and more[0][1].role == "root"
     raised = None if is_said else _verdict_on_traceback(facts, verdict.rank, has_failed=True)
     if raised is not None and raised.failure not in _OF_STARTS:
@@ -179,31 +180,21 @@ def _verdict_on_exit_code(facts: AttemptFacts, verdict: Verdict, code: int) -> V
     """Return the verdict on a script that exited with a code; Python's own is 1 for an exception that nothing caught, argparse's is 2."""
     if number := signal_of(code):
         return verdict_on_signal(facts, verdict, number)
-    found = (
-        verdict_from_log(facts, verdict.rank, has_failed=True)
-        if verdict.rank is not None and code in {1, 2, *_CANNOT_START}
-        else None
-    )
+    found = verdict_from_log(facts, verdict.rank, has_failed=True) if code in {1, 2, *_CANNOT_START} else None
     if found is not None:
         return replace(found, at=verdict.at, host=verdict.host)
     return with_line(replace(verdict, failure="launch-failed" if code in _CANNOT_START else "exit-code"), facts)
 
 
-def verdict_from_log(facts: AttemptFacts, rank: int, *, has_failed: bool = False) -> Verdict | None:
+def verdict_from_log(facts: AttemptFacts, rank: int | None, *, has_failed: bool = False) -> Verdict | None:
     """Return the verdict by the log of a rank alone: the exception that ended it, or a known text near its end."""
-    lines = facts.logs.get(rank, ())
-    last = [line.offset for line in lines[-_VERY_END_LINES:]][:1]
-    matches = [
-        (line, match)
-        for line, match in matches_in(lines[-NEAR_END_LINES:])
-        if match.role == "either" or (match.role == "root" and line.offset >= last[0])
-    ]
-    first = min(matches, key=lambda pair: (pair[1].role != "root", pair[0].offset), default=None)
-    is_said = first is not None and first[1].role == "root"
-    raised = _verdict_on_traceback(facts, rank, has_failed=has_failed and not is_said)
-    if raised is not None or first is None:
+    lines = () if rank is None else facts.logs.get(rank, ())
+    said = next((pair for pair in matches_in(lines[-_VERY_END_LINES:]) if pair[1].role == "root"), None)
+    raised = _verdict_on_traceback(facts, rank, has_failed=has_failed and said is None)
+    said = said or next((pair for pair in matches_in(lines[-NEAR_END_LINES:]) if pair[1].role == "either"), None)
+    if raised is not None or said is None:
         return raised
-    line, match = first
+    line, match = said
     return _verdict_on_line(match, rank, line.text.strip(), line)
 
 
@@ -221,9 +212,8 @@ def _verdict_on_traceback(facts: AttemptFacts, rank: int | None, *, has_failed: 
         return None
     found = _match_of_earlier(_match_of_cause(raised), tracebacks(texts[: raised.at + 1]))
     if found is None and raised.frames[0].name not in OF_TOP and uncaught(texts) is None:
-        return None  # it may have been caught
-    found = found or Match("user-exception", "root")
-    verdict = _verdict_on_line(found, rank, raised.first_line, lines[raised.at])
+        return None  # a function may have caught it
+    verdict = _verdict_on_line(found or Match("user-exception", "root"), rank, raised.first_line, lines[raised.at])
     return _with_memory_of_child(facts, replace(verdict, place=_place(raised), is_traceback=True))
 
 

@@ -69,14 +69,13 @@ _OF_LOADER = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: 
 """A process of a DataLoader that a signal ended."""
 _GPU_FAULT = r"CUDA error: (?:uncorrectable (?:NVLink|ECC)|an illegal memory access|unspecified launch failure|misaligned address|unknown error)"
 _ASSERT = r"CUDA error: device-side assert"
-_OF_ABORT = (
-    r"(?:(?:\[[EF]\d*\s|  what\(\):  ).*Process group watchdog thread terminated with exception: |  what\(\):  )"
-)
+_OF_ABORT = r"(?:(?:\[[EF]\d*\s|  what\(\):  ).*group watchdog thread terminated with exception: |  what\(\):  )"
 """NCCL's watchdog, or C++, says why it aborts its process."""
 _DAEMON = r"(?:\[?\d[\d:.T-]*\]? )?"
 """A time in front of a daemon's line."""
 _STEPD = r"slurmstepd(?:-[\w.-]+)?: error: "
 """Where several slurmd share a machine, the daemon's name ends with the node's."""
+_OF_SLURM = _DAEMON + r"(?:slurmstepd(?:-[\w.-]+)?|srun): error: .*"
 
 REGISTRY: Mapping[str, FailureClass] = {
     "gpu-memory": FailureClass(
@@ -86,9 +85,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         "`train.precision=bf16`. Where other processes have much of the memory (`nvidia-smi` on the node names them), end them, or take "
         "another GPU. Where much is reserved but unallocated, set `env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
         patterns=[
-            _raised(r"(?:[\w.]*\.)?OutOfMemoryError: (?:CUDA|HIP|XPU) out of memory"),
+            _raised(r"(?:[\w.]*\.)?OutOfMemoryError: (?:(?:CUDA|HIP|XPU) out of memory|Allocation on device)"),
             _raised(r"RuntimeError: (?:CUDA|HIP) out of memory"),
-            _raised(_ERROR + r"(?:CUDA|HIP) error: out of memory"),
+            _raised(_ERROR + r"(?:CUDA|HIP) (?:driver )?error: out of memory"),
             _error("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
             _raised(_ERROR + r".*Cuda failure (?:2 )?'out of memory'"),
         ],
@@ -113,17 +112,20 @@ REGISTRY: Mapping[str, FailureClass] = {
             _raised(r"(?:numpy\.[\w.]*)?_ArrayMemoryError: "),
             _raised(_ERROR + r".*DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"),
             _error("[Errno 12]"),
-            _printed(
-                r"(?:  what\(\):  std::bad_alloc|terminate called after throwing an instance of 'std::bad_alloc')"
-            ),
+            _printed(r"(?:  what\(\):  |terminate called after throwing an instance of ')std::bad_alloc"),
             _printed(_DAEMON + _STEPD + r"Detected \d+ oom[-_]kill event", "confirmation"),
-            _printed(
-                _DAEMON + r"(?:slurmstepd(?:-[\w.-]+)?|srun): error: .*(?:task \d+: Out Of Memory|oom-kill)",
-                "confirmation",
-            ),
-            _printed(
-                r"(?:\[ *\d+\.\d+\] )?(?:Memory cgroup out of memory|Out of memory): Killed process \d+", "confirmation"
-            ),
+            _printed(_OF_SLURM + r"(?:task \d+: Out Of Memory|oom-kill)", "confirmation"),
+            _printed(r"(?:\[ *\d+\.\d+\] )?(?:Memory cgroup o|O)ut of memory: Killed process \d+", "confirmation"),
+        ],
+    ),
+    "process-limit": FailureClass(
+        title="a limit of open files, processes or threads is reached",
+        means="The system does not let this process open one more file, or start one more process or thread.",
+        to_do="Use fewer loader processes (`data.num_workers`) and threads (`env.OMP_NUM_THREADS=1`), or raise the limit, which `ulimit -n` (files) and `ulimit -u` (processes and threads) show: on Slurm, by a line in `slurm.setup`, such as `ulimit -n 65536`.",
+        patterns=[
+            _system(24, "Too many open files"),
+            _error("can't start new thread"),
+            _printed(r"\S*sh: (?:line \d+: )?fork: (?!retry)"),
         ],
     ),
     "port": FailureClass(
@@ -149,9 +151,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         "once by hand, with TORCH_HOME or HF_HOME set as in the job; with Hugging Face, set `env.HF_HUB_OFFLINE=1` then.",
         patterns=[
             _raised(r"(?:urllib\.error\.)?URLError: <urlopen error (?:\[Errno -?\d+\]|timed out|_ssl)"),
-            _raised(
-                r"(?:requests|urllib3)\.exceptions\.\w+: .*(?:Max retries exceeded|Failed to resolve|Failed to establish)"
-            ),
+            _raised(r"(?:requests|urllib3)\.exceptions\.\w+: .*(?:Max retries|Failed to (?:resolve|establish))"),
             _raised(r"(?:httpx|httpcore)\.(?:ConnectError|ConnectTimeout|ProxyError): ?"),
             _raised(r"(?:[\w.]+\.)?(?:LocalEntryNotFoundError|OfflineModeIsEnabled): "),
             _raised(r"(?:OSError|ConnectionError): (?:We couldn't connect to|Couldn't reach) "),
@@ -182,9 +182,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The node's NVIDIA driver is missing or too old for this build of PyTorch, or this build has no code for its GPUs.",
         to_do="Run `nvidia-smi` on the node; install a PyTorch for its CUDA version, or exclude the node (`slurm.exclude`).",
         patterns=[
-            _raised(
-                _ERROR + r"(?:CUDA error: |.*Cuda failure.*)?.*driver version is insufficient for CUDA runtime version"
-            ),
+            _raised(_ERROR + r".*driver version is insufficient for CUDA runtime version"),
             _error("The NVIDIA driver on your system is too old"),
             _error("Unexpected error from cudaGetDeviceCount()"),
             _error("CUDA error: no kernel image is available"),
@@ -253,6 +251,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _system(28, "No space left on device"),
             _system(27, "File too large"),
+            _raised(_ERROR + r".*PytorchStreamWriter failed writing file"),
             _logged("2[78]"),
         ],
     ),
@@ -346,6 +345,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _raised(_ERROR + r"Timed out after \d+ seconds waiting for clients", "either"),
             _raised(r"(?:[\w.]*\.)?DistNetworkError: The client socket has timed out", "either"),
+            _raised(_ERROR + r"(?:Gloo connectFullMesh failed|.*wait timeout after \d+ms, keys: )", "either"),
         ],
     ),
     "collective-timeout": FailureClass(
@@ -356,7 +356,7 @@ REGISTRY: Mapping[str, FailureClass] = {
             _printed(r"\[E.*ProcessGroupNCCL\.cpp.*Watchdog caught collective operation timeout", "either"),
             _printed(r"\[[EF]\d*\s.*due to ProcessGroupNCCL watchdog hang", "either"),
             _raised(_ERROR + r".*Watchdog caught collective operation timeout", "either"),
-            _raised(_ERROR + r".*Timed out waiting \d+ms for (?:recv|send) operation", "either"),
+            _raised(_ERROR + r".*(?:Timed out waiting \d+ms for |(?:to pass|reached) monitoredBarrier)", "either"),
         ],
     ),
     "image": FailureClass(
@@ -399,12 +399,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         title="a node failed",
         means="A node is down by Slurm's records, or stopped answering.",
         to_do="If the run was not started again on other nodes, exclude the node (`slurm.exclude`) and submit again.",
-        patterns=[
-            _printed(
-                _DAEMON + r"(?:slurmstepd(?:-[\w.-]+)?|srun): error: .*(?:DUE TO NODE FAILURE|[Nn]ode failure on)",
-                "confirmation",
-            )
-        ],
+        patterns=[_printed(_OF_SLURM + r"(?:DUE TO NODE FAILURE|[Nn]ode failure on)", "confirmation")],
     ),
     "preflight": FailureClass(
         title="the check of the nodes before the training failed (`preflight`)",
@@ -457,9 +452,7 @@ REGISTRY: Mapping[str, FailureClass] = {
                 _ERROR
                 + _OF_LOADER.format("(?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)")
             ),
-            _raised(
-                r"(?:[\w.]*\.)?ProcessExitedException: process \d+ terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)"
-            ),
+            _raised(_ERROR + r"process \d+ terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)"),
             _printed(r"Fatal Python error: ", "either"),
             _printed(
                 r"(?:double free or corruption|free\(\): invalid|munmap_chunk\(\): invalid|malloc\(\): |corrupted size vs\. prev_size|\*\*\* stack smashing detected|\*\*\* buffer overflow detected)",
@@ -474,7 +467,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Look for `oom` in `dmesg` of the node; on Slurm, `sacct -j JOB --format=State,ExitCode,MaxRSS`. If memory ran out, use fewer workers or loader processes; on Slurm, raise `resources.mem_gb`.",
         patterns=[
             _raised(_ERROR + _OF_LOADER.format("Killed")),
-            _raised(r"(?:[\w.]*\.)?ProcessExitedException: process \d+ terminated with signal SIGKILL"),
+            _raised(_ERROR + r"process \d+ terminated with signal SIGKILL"),
         ],
     ),
     "signal": FailureClass(
