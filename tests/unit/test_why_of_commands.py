@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.watch.why.lines import number_of, tail
 from ddp_hpc.watch.why.verdict import verdict_of
-from tests.unit.test_why_verdict import CAUGHT, RESET, USERS, facts, report
+from tests.unit.test_why_verdict import CAUGHT, RESET, USERS, WATCHDOG, facts, raised, report
 
 NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 OOM = USERS.replace("KeyError: 'no such key'", NO_MEMORY)
 ECC = USERS.replace(
     "KeyError: 'no such key'", "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
 )
+ABORTED = "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1."
 TERMINATE = "terminate called after throwing an instance of 'c10::Error'\n  what():  {0}\nException raised from c10_cuda_check_implementation at x.cpp:44 (most recent call first):\n"
 ACCELERATE = """Traceback (most recent call last):
   File "/venv/bin/accelerate", line 8, in <module>
@@ -93,6 +95,10 @@ def test_a_traceback_that_a_program_printed_and_survived_is_not_called_its_end(l
         (ECC + "train.sh: line 3: 1768 Aborted (core dumped) python train.py\n", "gpu-fault"),
         (USERS + TERMINATE.format("invalid device pointer: 0x7ff4"), "user-exception"),
         (CAUGHT + "step 7\n" + TERMINATE.format("invalid device pointer: 0x7ff4"), "native-crash"),
+        (
+            WATCHDOG + "\n" + CAUGHT.replace("KeyError: 'no such key'", ABORTED) + TERMINATE.format("oops"),
+            "collective-timeout",
+        ),
         (TERMINATE.format("NCCL error: remote process exited or there was a network error"), "unknown"),  # a peer's
     ],
 )
@@ -113,6 +119,17 @@ def test_progress_bars_of_more_bytes_than_are_read_do_not_hide_the_traceback_beh
     assert number_of(lines[0]) == 2
     path.write_bytes(b"a line of Windows\r\n" * 20)
     assert {line.text for line in tail(path, 199)} == {"a line of Windows"}
+
+
+def test_a_known_error_that_a_function_may_have_caught_is_the_cause_only_where_no_rank_and_no_end_says_a_clearer_one() -> (
+    None
+):
+    text = CAUGHT.replace("KeyError: 'no such key'", NO_MEMORY) + "again with half of the batch\n"
+    caught = report(1, exit_code=1)
+
+    assert verdict_of(facts(caught, logs={1: text})).failure == "gpu-memory"
+    assert verdict_of(facts(caught, raised(0, at=9.0), logs={1: text})).failure == "user-exception"
+    assert verdict_of(facts(caught, logs={1: text}, cause=Cause.TIME_LIMIT)).failure == "time-limit"
 
 
 def test_an_error_of_a_lost_connection_in_a_shells_log_names_no_root() -> None:

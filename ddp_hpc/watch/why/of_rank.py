@@ -150,7 +150,7 @@ def verdict_on_signal(facts: AttemptFacts, verdict: Verdict, number: int) -> Ver
     more.sort(key=lambda pair: (pair[1].role != "root", pair[1].role != "either", pair[0].offset))
     is_said = more and more[0][1].role == "root"
     raised = None if is_said else _verdict_on_traceback(facts, verdict.rank, has_failed=True)
-    if raised is not None and raised.failure not in _OF_STARTS:
+    if raised is not None and raised.failure not in _OF_STARTS and (raised.role == "root" or not more):
         return replace(raised, at=verdict.at, host=verdict.host, step=verdict.step)
     if not more:
         proofs = tuple(EvidenceLine("confirmation", verdict.rank, line.text, line) for line, _ in reasons[:1])
@@ -211,8 +211,10 @@ def _verdict_on_traceback(facts: AttemptFacts, rank: int | None, *, has_failed: 
     if raised is None:
         return None
     found = _match_of_earlier(_match_of_cause(raised), tracebacks(texts[: raised.at + 1]))
-    if found is None and raised.frames[0].name not in OF_TOP and uncaught(texts) is None:
-        return None  # a function may have caught it
+    if raised.frames[0].name not in OF_TOP and uncaught(texts) is None:  # a function may have caught it
+        if found is None:
+            return None
+        found = replace(found, role="either" if found.role == "root" else found.role)
     verdict = _verdict_on_line(found or Match("user-exception", "root"), rank, raised.first_line, lines[raised.at])
     return _with_memory_of_child(facts, replace(verdict, place=_place(raised), is_traceback=True))
 
