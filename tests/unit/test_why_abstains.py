@@ -128,6 +128,7 @@ NOT_WRITTEN = "RuntimeError: [enforce fail at inline_container.cc:664] . unexpec
     [
         ((NO_SPACE, NOT_WRITTEN), "disk-full"),
         ((QUOTA, NOT_WRITTEN), "quota"),
+        (("RuntimeError: basic_ios::clear: iostream error", NOT_WRITTEN), "disk-full"),  # of `torch.save` to a path
         ((NO_SPACE, NOT_WRITTEN, "ValueError: I/O operation on closed file."), "disk-full"),
         (("KeyError: 7", NO_SPACE), "disk-full"),
         ((QUOTA, NO_SPACE), "disk-full"),

@@ -251,7 +251,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _system(28, "No space left on device"),
             _system(27, "File too large"),
-            _raised(_ERROR + r".*PytorchStreamWriter failed writing file"),
+            _raised(_ERROR + r"(?:.*PytorchStreamWriter failed writing file|basic_ios::clear: iostream error)"),
             _logged("2[78]"),
         ],
     ),
