@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,7 @@ def test_a_traceback_that_a_program_printed_and_survived_is_not_called_its_end(l
     ],
 )
 @pytest.mark.parametrize("end", [{"signal": 6}, {"exit_code": 134}])
-def test_a_crash_that_follows_from_an_exception_is_called_by_that(end: dict[str, int], log: str, failure: str) -> None:
+def test_a_crash_that_follows_from_an_exception_is_called_by_that(end: dict[str, Any], log: str, failure: str) -> None:
     assert verdict_of(facts(report(1, **end), logs={1: log})).failure == failure
 
 
