@@ -31,7 +31,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
     "process-limit": [
         "OSError: [Errno 24] Too many open files: '/data/7.bin'",
         "RuntimeError: can't start new thread",
-        "train.sh: line 3: fork: Resource temporarily unavailable",
+        "/home/me/train.sh: line 3: fork: Resource temporarily unavailable",
     ],
     "port": [
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import io
 import itertools
 import logging
+import os
 import pickle
 import random
 import sys
@@ -13,7 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -153,12 +155,12 @@ class _Walk:
                     (part, name if name[:1] not in (".", "") else place + name) for name, part in self._parts(value)
                 ]
 
-    def _leaf(self, value: Any) -> int | None:
+    def _leaf(self, value: Any) -> int | None:  # noqa: PLR0911  one for each kind
         """Return a number that changes with the value itself; None where it has none, or a checkpoint holds it."""
         if isinstance(value, _NUMBERS_AND_TEXTS) or _is_flat(value):
             return hash((type(value), value if isinstance(value, Hashable) else tuple(value)))
         if isinstance(value, Tensor):
-            return None if _memory(value) in self._memory else _of_tensor(value)
+            return hash(value.requires_grad) if _memory(value) in self._memory else _of_tensor(value)
         if type(value) is np.ndarray and not value.dtype.hasobject and value.nbytes <= _MOST_BYTES:
             return zlib.crc32(value.tobytes())
         if isinstance(value, GENERATORS):
@@ -166,6 +168,10 @@ class _Walk:
             return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
         if isinstance(value, (_CACHED, itertools.count, ctypes._SimpleCData)):  # noqa: SLF001  a number shared by processes
             return hash(value.cache_info().currsize if isinstance(value, _CACHED) else repr(value))
+        if isinstance(value, GeneratorType):
+            return value.gi_frame.f_lasti if value.gi_frame else -1
+        if isinstance(value, io.IOBase) and value.readable() and not value.writable():
+            return os.lseek(value.fileno(), 0, os.SEEK_CUR)
         return None
 
     def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: PLR0911  one for each kind
@@ -178,8 +184,17 @@ class _Walk:
         if isinstance(value, FunctionType):
             return _in_function(value) if _is_users(value.__module__) else iter(())
         if isinstance(value, type):
-            own = vars(value).items() if _is_users(value.__module__) else ()
-            return ((f"{value.__qualname__}.{key}", one) for key, one in own if key[:2] != "__" or key == "__getitem__")
+            own = ((kind, *pair) for kind in value.__mro__ if _is_users(kind.__module__) for pair in vars(kind).items())
+            return (
+                (f"{kind.__qualname__}.{key}", "" if one is None else one)
+                for kind, key, one in own
+                if key[:2] != "__" or key == "__getitem__"
+            )
+        if isinstance(value, GeneratorType):
+            return (("", one) for one in (value.gi_frame.f_locals if value.gi_frame else {}).values())
+        if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            with suppress(TypeError):  # Python 3.14 does not say where an iterator of itertools is
+                return (("", one) for one in value.__reduce__()[1:])
         if isinstance(value, _WRAPPERS):
             return (
                 ("", getattr(value, name, None))
@@ -193,20 +208,38 @@ class _Walk:
                 ((key, one) for key, one in held if callable(one) or id(one) in inner or key[1:] in _HOOKS),
                 [("", type(value))],
             )
-        is_opaque = isinstance(value, ModuleType) or is_constant(type(value)) or not hasattr(value, "__dict__")
+        is_opaque = (
+            isinstance(value, ModuleType)
+            or is_constant(type(value))
+            or not (hasattr(value, "__dict__") or _attributes(value))
+        )
         is_record = any(one.__module__.startswith(_RECORD) for one in type(value).__mro__)
         return iter(()) if is_opaque or is_record else _in_object(value)
 
 
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [
+        one for kind in type(value).__mro__ if _is_users(kind.__module__) for one in vars(kind).get("__slots__", ())
+    ]
+    return {**getattr(value, "__dict__", {}), **{key: getattr(value, key) for key in slots if hasattr(value, key)}}
+
+
 def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
     is_librarys = _is_librarys(type(value).__module__)
-    for key, one in vars(value).items():
+    for key, one in _attributes(value).items():
         held = one if key in _REGISTERED and isinstance(value, nn.Module) else {key: one}
         for name, each in held.items():
             # A library fills its caches and flags when it is used; `state_dict` has what is more.
             is_unset = each is None or each is False or (type(each) is dict and not each)
-            if name != "training" and not (is_librarys and is_unset):
+            if not (is_librarys and is_unset):
                 yield f".{name}", each
+    if isinstance(value, nn.Module):
+        yield from (
+            (f".{key}", len(one))
+            for key, one in vars(value).items()
+            if key.endswith("_hooks") and isinstance(one, dict)
+        )
+        yield ".forward", getattr(value.forward, "__qualname__", "")
     yield from ((f".{key}", getattr(value, key)) for key in _HOOKS if isinstance(value, Tensor) and hasattr(value, key))
     if not is_librarys:
         yield "", type(value)
@@ -220,7 +253,10 @@ def _in_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
         with suppress(ValueError):  # it is empty
             yield f".{name}", cell.cell_contents
     names = [*_names(function.__code__)]
-    yield from ((f"{function.__module__}.{name}", function.__globals__.get(name)) for name in names)
+    held = [function.__globals__.get(name) for name in names]
+    modules = [one for one in held if isinstance(one, ModuleType) and _is_users(one.__name__)]
+    for place, values in [(function.__module__, function.__globals__), *((one.__name__, vars(one)) for one in modules)]:
+        yield from ((f"{place}.{name}", values.get(name)) for name in names)
 
 
 def _names(code: CodeType) -> Iterator[str]:

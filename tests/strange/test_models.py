@@ -502,7 +502,8 @@ def _refused_on_two_ranks(group: Group, folder: Path) -> list[str]:
     even = replace(uneven, eval_data=Subset(whole.train_data, range(6)))
     rare = [lambda kind=kind: a_recipe(Rare(kind)) for kind in (torch.float8_e4m3fn, torch.uint16)]
     told = []
-    for number, recipe in enumerate([lambda: uneven, *rare]):
+    of_rank = replace(whole, train_data=Subset(whole.train_data, range(8 - group.rank_info.rank)))
+    for number, recipe in enumerate([lambda: uneven, lambda: of_rank, *rare]):
         with pytest.raises(ConfigError) as caught:
             walk(group, Case(recipe=recipe), folder / str(number))
         told.append(str(caught.value))
@@ -511,6 +512,9 @@ def _refused_on_two_ranks(group: Group, folder: Path) -> list[str]:
 
 
 def test_what_ranks_cannot_do_together_is_refused_in_plain_words(tmp_path: Path) -> None:
-    for uneven, *rare in in_group(2, partial(_refused_on_two_ranks, folder=tmp_path), tmp_path / "ours"):
+    for uneven, of_rank, *rare in in_group(2, partial(_refused_on_two_ranks, folder=tmp_path), tmp_path / "ours"):
         assert "some ranks have 2 batches of `eval_data` and some 1: the last would wait for ever" in uneven
+        assert (
+            "`Recipe.train_data` has 8 samples on rank 0, but 7 on another rank. Give each rank all samples" in of_rank
+        )
         assert ["has 'rare' of torch.float8_e4m3fn" in rare[0], "has 'rare' of torch.uint16" in rare[1]] == [True, True]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,6 +37,8 @@ class Rows(Dataset[Any]):
         self.before, self.values, self.count = before, torch.randn(16, 3), 0
         self.known: dict[int, Tensor] = {}
         self.file: Any = None
+        numbers = list(range(99))
+        self.source = {"object": (one for one in numbers), "list": iter(numbers), "cycle": itertools.cycle(numbers)}
 
     def __len__(self) -> int:
         return 16
@@ -75,6 +77,38 @@ class Teacher(nn.Module):
         self.weight = nn.Parameter(torch.zeros(2))
 
 
+def _constant(rows: Tensor) -> Tensor:
+    return rows[:, :2] * torch.ones(2, requires_grad=True)
+
+
+class Tally:
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def add(self) -> None:
+        self.seen += 1
+
+
+class Base:
+    known: ClassVar[dict[str, int]] = {"seen": 0}
+
+
+class Derived(Base):
+    pass
+
+
+def _hooked() -> Keeps:
+    model = Keeps(lambda *_: None)
+
+    def begin(_layer: nn.Module, _inputs: Any) -> None:
+        handle.remove()
+
+    handle = model.linear.register_forward_pre_hook(begin)
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], Keeps], str]] = {
     "counter": (lambda: Keeps(_set("n", lambda model, _: model.n + 1), n=0), "model.n"),
     "flag": (lambda: Keeps(_set("is_ready", lambda *_: True), is_ready=False), "model.is_ready"),
@@ -95,6 +129,15 @@ MODELS: dict[str, tuple[Callable[[], Keeps], str]] = {
     ),
     "global": (lambda: Keeps(_count_globally), f"{__name__}._SEEN"),
     "iterator": (lambda: Keeps(lambda model, _: next(model.c), c=itertools.count()), "model.c"),
+    "mode": (lambda: Keeps(lambda model, _: model.linear.eval()), "model.linear.training"),
+    "frozen weight": (lambda: Keeps(lambda model, _: model.linear.bias.requires_grad_(False)), "model.linear.bias"),
+    "method of a layer": (
+        lambda: Keeps(lambda model, _: setattr(model.linear, "forward", _constant)),
+        "model.linear.forward",
+    ),
+    "hook that removes itself": (_hooked, "model.linear._forward_pre_hooks"),
+    "object with slots in a list": (lambda: Keeps(lambda model, _: model.t[0].add(), t=[Tally()]), "model.t.seen"),
+    "dict of a base class": (lambda: Keeps(lambda *_: Derived.known.update(seen=1), of=Derived()), "Base.known"),
 }
 
 
@@ -113,6 +156,9 @@ DATA: dict[str, tuple[Callable[[Rows, int], object], str]] = {
     "counter": (lambda rows, _: setattr(rows, "count", rows.count + 1), "train_data.count"),
     "cache": (lambda rows, index: rows.known.setdefault(index, torch.randn(2)), "train_data.known"),
     "in place": (lambda rows, index: rows.values[index].add_(1), "train_data.values"),
+    "generator object": (lambda rows, _: next(rows.source["object"]), "train_data.source"),
+    "iterator": (lambda rows, _: next(rows.source["list"]), "train_data.source"),
+    "cycle": (lambda rows, _: next(rows.source["cycle"]), "train_data.source"),
 }
 
 
@@ -128,6 +174,69 @@ def test_state_of_a_data_set_is_named_by_whichever_process_loads(
 
     told = caplog.text + capfd.readouterr().err
     assert num_workers or f"the first step changes `{place}`, which no checkpoint holds" in told
+
+
+def test_the_line_at_which_a_data_set_reads_its_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "lines").write_text("a line\n" * 99)
+    with (tmp_path / "lines").open(encoding="utf-8") as file:
+        rows = Rows(lambda rows, _: rows.file.readline())
+        rows.file = file
+        trained(
+            tmp_path / "run",
+            Recipe(model=nn.Linear(3, 2), train_data=rows, loss=nn.CrossEntropyLoss()),
+            train__max_steps=2,
+        )
+
+    assert "the first step changes `train_data.file`, which no checkpoint holds" in caplog.text
+
+
+def _without_bias(made: torch.optim.Optimizer) -> None:
+    del made.param_groups[0]["params"][1]
+
+
+def _reversed(made: torch.optim.Optimizer) -> None:
+    made.param_groups[0]["params"].reverse()
+
+
+@pytest.mark.parametrize("change", [_without_bias, _reversed])
+def test_a_group_of_the_optimizer_whose_members_change_is_refused(
+    change: Callable[[torch.optim.Optimizer], None], tmp_path: Path
+) -> None:
+    def optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+        made.register_step_post_hook(lambda *_: change(made))
+        return made
+
+    recipe = Recipe(model=nn.Linear(3, 2), train_data=Rows(), loss=nn.CrossEntropyLoss(), optimizer=optimizer)
+    with pytest.raises(ConfigError, match="which parameters the optimizer has in which of its groups"):
+        trained(tmp_path / "run", recipe, train__max_steps=2)
+
+
+def test_a_buffer_that_gets_another_type_is_refused(tmp_path: Path) -> None:
+    class Sums(Keeps):
+        def __init__(self) -> None:
+            super().__init__(lambda model, _: setattr(model, "sums", model.sums.double() + 1))
+            self.register_buffer("sums", torch.zeros(2))
+
+    with pytest.raises(ConfigError, match=r"sums torch.float64 instead of torch.float32"):
+        trained(
+            tmp_path / "run", Recipe(model=Sums(), train_data=Rows(), loss=nn.CrossEntropyLoss()), train__max_steps=2
+        )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (lambda model, lr: (torch.optim.SGD(model.parameters(), lr), "a schedule"), "but returned tuple"),
+        (torch.optim.Adam, "but is the class Adam itself"),
+    ],
+    ids=["with a schedule", "the class"],
+)
+def test_what_is_no_optimizer_is_refused_with_the_form_of_one(optimizer: Any, told: str, tmp_path: Path) -> None:
+    recipe = Recipe(model=nn.Linear(3, 2), train_data=Rows(), loss=nn.CrossEntropyLoss(), optimizer=optimizer)
+
+    with pytest.raises(ConfigError, match=f"`Recipe.optimizer` is called with the model and `train.lr`.*{told}"):
+        trained(tmp_path / "run", recipe, train__max_steps=2)
 
 
 def test_a_scheduler_in_a_hook_and_a_count_of_the_optimizers_class_are_named(

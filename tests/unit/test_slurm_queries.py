@@ -123,8 +123,8 @@ def test_the_queue_is_asked_for_one_user_in_fields_of_any_length() -> None:
     argv = queries.queue_argv("ada")
 
     assert argv[:5] == ["squeue", "--all", "--noheader", "--noconvert", "--user=ada"]
-    assert argv[4].startswith("--Format=JobID:\x1f,ArrayJobID:\x1f,")
-    assert argv[4].endswith(",StartTime:\x1e")
+    assert argv[5].startswith("--Format=JobID:\x1f,ArrayJobID:\x1f,")
+    assert argv[5].endswith(",StartTime:\x1e")
 
 
 def test_the_queue_is_understood() -> None:

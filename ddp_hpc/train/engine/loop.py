@@ -97,7 +97,8 @@ def restore(t: Training) -> None:
     t.recorder.open(t.state.position)
     if t.spec.train.on_nonfinite != "ignore":
         t.checkpointer.refuse_nonfinite(t.state.model)
-    t.checkpointer.watch(t.state, loss=t.recipe.loss, inputs_and_targets=t.recipe.inputs_and_targets)
+    functions = {"loss": t.recipe.loss, "inputs_and_targets": t.recipe.inputs_and_targets, "metrics": t.recipe.metrics}
+    t.checkpointer.watch(t.state, **functions)
     t.replicas.compare(t.state)
     t.save_plan.begin(t.state.position.step)
     t.watchdog.feed()

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +31,16 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for options in optimizer.param_groups for parameter in options["params"]]
 
 
-def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer whose step needs to compute the loss again."""
+NO_OPTIMIZER = (
+    "`Recipe.optimizer` is called with the model and `train.lr`, and has to return an optimizer, but {}. Write "
+    "`lambda model, lr: torch.optim.Adam(model.parameters(), lr=lr)`; schedules are keys (`lr_schedule.name`), or are stepped in the optimizer's own `step`."
+)
+
+
+def refuse_misfit(optimizer: Any) -> None:
+    """Raise ConfigError for what is no optimizer, and for one whose step needs to compute the loss again."""
+    if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
+        raise ConfigError(NO_OPTIMIZER.format(f"returned {type(optimizer).__name__}"))
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise of_closure(optimizer)

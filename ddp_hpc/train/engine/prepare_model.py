@@ -15,7 +15,7 @@ from ddp_hpc.train.data.sample_order import SampleOrder
 from ddp_hpc.train.engine import modes
 from ddp_hpc.train.engine.batch_norm_check import warn_of_single_samples
 from ddp_hpc.train.engine.compiled import compile_model
-from ddp_hpc.train.engine.optimizer import begin_momentum, build_optimizer, refuse_closure
+from ddp_hpc.train.engine.optimizer import NO_OPTIMIZER, begin_momentum, build_optimizer, refuse_misfit
 from ddp_hpc.train.engine.precision import Precision
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
@@ -48,8 +48,15 @@ def initial_state(
     warn_of_single_samples(order, bare)
     bare.zero_grad()  # the recipe may have called backward while it built the model
     make_optimizer = recipe.optimizer or partial(build_optimizer, spec.optimizer)
-    optimizer = make_optimizer(bare, spec.train.lr)
-    refuse_closure(optimizer)
+    try:
+        optimizer = make_optimizer(bare, spec.train.lr)
+    except TypeError as error:
+        if isinstance(make_optimizer, type):
+            raise ConfigError(
+                NO_OPTIMIZER.format(f"is the class {make_optimizer.__name__} itself ({error})")
+            ) from error
+        raise
+    refuse_misfit(optimizer)
     scaler = precision.make_scaler()
     begin_momentum(optimizer, may_skip=scaler is not None or spec.train.on_nonfinite == "skip")
     return TrainingState(

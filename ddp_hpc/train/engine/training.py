@@ -252,8 +252,16 @@ def _save_plan(  # noqa: PLR0913  what measures needs all of these
 
 
 def _order(spec: RunSpec, recipe: Recipe, group: Group) -> SampleOrder:
+    num_samples = torch.zeros(group.rank_info.world_size, dtype=torch.int64)
+    num_samples[group.rank_info.rank] = len(recipe.train_data)  # type: ignore[arg-type]  # map-style data has a length
+    found = group.sum(num_samples).tolist()
+    if len({*found}) > 1:
+        raise ConfigError(
+            f"`Recipe.train_data` has {found[0]} samples on rank 0, but {next(one for one in found if one != found[0])} on another rank. Give each rank all "
+            "samples: ddp-hpc itself has each rank load its share of each batch, so the recipe need not divide the data."
+        )
     order = SampleOrder(
-        num_samples=len(recipe.train_data),  # type: ignore[arg-type]  # map-style data has a length
+        num_samples=found[0],
         seed=spec.seed,
         global_batch_size=spec.train.global_batch_size,
         micro_batch_size=spec.train.micro_batch_size_in(group.rank_info.world_size),

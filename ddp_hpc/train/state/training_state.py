@@ -79,10 +79,13 @@ class TrainingState:
     """Whether the recipe made the optimizer, so that the configuration's keys of it have no effect."""
     options_as_made: list[dict[str, str | None]] = field(init=False, repr=False)
     """The optimizer's options before any step, as the recipe and the configuration set them (see `group_options`)."""
+    members_as_made: list[list[int]] = field(init=False, repr=False)
+    """The parameters of each group of the optimizer, before any step."""
     attributes_as_made: optimizer_state.Attributes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.options_as_made = group_options.as_made(self.optimizer.param_groups)
+        self.members_as_made = _members(self.optimizer)
         self.attributes_as_made = optimizer_state.attributes(self.model, self.optimizer)
 
     def kept_of_optimizer(self) -> KeptByOptimizer:
@@ -189,10 +192,24 @@ def changes(state: TrainingState, made: Mapping[str, Mapping[str, SavedTensor]])
 
     Empty if it could, or if it has loading code of its own, which may do what is needed.
     """
+    if _members(state.optimizer) != state.members_as_made:
+        return (
+            "Training has changed which parameters the optimizer has in which of its groups, or their order, so no run could resume from a checkpoint "
+            "of it: a resumed run begins with the groups of the recipe. Leave the groups as they are, and freeze weights by a rate of 0 (`lr` of a group) "
+            "or by `weight.grad = None` in the optimizer's step."
+        )
     for prefix, module in _modules(state):
         if prefix not in made:
             continue
-        found = differences(made[prefix], _shapes(module), missing="gone", unknown="new")
+        now = _shapes(module)
+        found = differences(made[prefix], now, missing="gone", unknown="new") or few(
+            [
+                f"{name} {one.dtype} instead of {made[prefix][name].dtype}"
+                for name, one in now.items()
+                if one.dtype != made[prefix][name].dtype
+            ],
+            _MOST_NAMES,
+        )
         if found and loads_plainly(module):
             return (
                 f"Training has changed which tensors are in the `state_dict` of `Recipe.model` ({found}), so no run could "
@@ -202,6 +219,10 @@ def changes(state: TrainingState, made: Mapping[str, Mapping[str, SavedTensor]])
                 "`persistent=False`."
             )
     return ""
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[*map(id, group["params"])] for group in optimizer.param_groups]
 
 
 def _modules(state: TrainingState) -> list[tuple[str, nn.Module]]:
