@@ -138,7 +138,7 @@ def taken_slowly(group: Group, runs: Path, told: Path) -> dict[str, Tensor]:
             reader._on_progress()
         read_chunk(reader, number, into)
 
-    ChunkReader.read = slow  # type: ignore[method-assign]  # in this process alone
+    ChunkReader.read = slow  # type: ignore[assignment]  # in this process alone
     return taken_from_run(group, runs, told.touch if rank == 1 else lambda: None)
 
 

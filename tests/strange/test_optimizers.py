@@ -331,7 +331,7 @@ def _trained(case: Case, folder: Path) -> None:
         *WRONG_ATTRIBUTES,
         "share memory, so a resumed run would have two tensors",
         "`zero_grad` leaves the gradient of",
-        "had 1 parameter groups before the first step, but has 2 now (`add_param_group`)",
+        "or their order (`add_param_group`, say), so no run could resume",
         "The optimizer has `counts` of type dict",
         "The optimizer has `state['all']`",
         "Refused asks for a `closure`",

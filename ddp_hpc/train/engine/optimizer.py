@@ -38,7 +38,7 @@ NO_OPTIMIZER = (
 
 
 def refuse_misfit(optimizer: Any) -> None:
-    """Raise ConfigError for what is no optimizer, and for one whose step needs to compute the loss again."""
+    """Raise ConfigError where this is another object than an optimizer, or one whose step needs to compute the loss again."""
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
         raise ConfigError(NO_OPTIMIZER.format(f"returned {type(optimizer).__name__}"))
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

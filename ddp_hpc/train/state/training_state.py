@@ -194,7 +194,7 @@ def changes(state: TrainingState, made: Mapping[str, Mapping[str, SavedTensor]])
     """
     if _members(state.optimizer) != state.members_as_made:
         return (
-            "Training has changed which parameters the optimizer has in which of its groups, or their order, so no run could resume from a checkpoint "
+            "Training has changed which parameters the optimizer has in which of its groups, or their order (`add_param_group`, say), so no run could resume from a checkpoint "
             "of it: a resumed run begins with the groups of the recipe. Leave the groups as they are, and freeze weights by a rate of 0 (`lr` of a group) "
             "or by `weight.grad = None` in the optimizer's step."
         )
