@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Protocol, cast
 
 from ddp_hpc import __version__
 from ddp_hpc.base.errors import DdpHpcError
@@ -70,16 +69,6 @@ _DASHED_SETTING = re.compile(r"--(?P<key>[a-z_][\w.-]*)=")
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-class VerbModule(Protocol):
-    """What a verb's module offers."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the arguments."""
-
-    def run(self, args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-        """Run the command; return its exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,7 +154,7 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
             else "which command? `ddp-hpc --help` lists them."
         )
     name, *rest = words
-    verb = cast("VerbModule", importlib.import_module(f"ddp_hpc.cli.verbs.{name}"))
+    verb = importlib.import_module(f"ddp_hpc.cli.verbs.{name}")
     parser = argparse.ArgumentParser(prog=f"ddp-hpc {name}", description=verb.__doc__, allow_abbrev=False)
     verb.add_arguments(parser)
     number = rest.index("--") if name in OF_SCRIPTS and "--" in rest else None
@@ -174,7 +163,8 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
     words = [_without_dashes(word) for word in rest]
     # In Python 3.11, `parse_intermixed_args` makes the text of the usage first, which takes as long as all other parsing.
     parse = parser.parse_intermixed_args if _are_mixed(words) else parser.parse_args
-    return verb.run(parse(words), environment)
+    code: int = verb.run(parse(words), environment)
+    return code
 
 
 def _are_mixed(words: Sequence[str]) -> bool:

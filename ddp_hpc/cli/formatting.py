@@ -58,17 +58,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def as_json(value: Any) -> str:
     """Return JSON that every parser reads: NaN and infinity become null."""
-    return json.dumps(finite(value), indent=1, allow_nan=False)
+    return json.dumps(_mapped(value, lambda _: None), indent=1, allow_nan=False)
 
 
 def spelled(value: Any) -> Any:
     """Return the value with `nan`, `inf` and `-inf` as text."""
     return _mapped(value, str)
-
-
-def finite(value: Any) -> Any:
-    """Return the value with null in place of NaN and infinity."""
-    return _mapped(value, lambda _: None)
 
 
 def _mapped(value: Any, odd: Callable[[float], Any]) -> Any:

@@ -1,1 +1,1 @@
-"""One module for each verb: its arguments, and the code that runs it."""
+"""One module for each verb: `add_arguments(parser)` declares its arguments, `run(args, environment)` returns its exit code."""

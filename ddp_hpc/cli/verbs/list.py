@@ -86,10 +86,8 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
             file=sys.stderr,
         )
     differing: list[dict[str, Any]] = []
-    if args.filter or args.sort or args.keys:
+    if args.filter or args.sort or args.keys or args.reverse:
         statuses, differing = _compared(statuses, args)
-    elif args.reverse:
-        statuses.reverse()
     spent = _spent(statuses) if args.goodput else []
     if args.json:
         records = [asdict(status) for status in statuses]
