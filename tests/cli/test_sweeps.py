@@ -26,7 +26,7 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     is_being_sent,
     make_sweep,
     read_sweep,
-    record_cancelled,
+    record,
     record_continued,
     sending_alone,
 )
@@ -268,7 +268,7 @@ def test_no_other_point_starts_on_this_machine_once_enough_have_failed_or_the_sw
 ) -> None:
     made_sweep(sweep_dir)
     if is_cancelled:
-        record_cancelled(sweep_dir)
+        record(sweep_dir, cancelled=True)
     else:
         record_continued(sweep_dir, is_cancelled=False, forgiven={}, limits={"stop_after_failures": 1})
 

@@ -32,7 +32,7 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     from_ranges,
     points_in_queue,
     read_sweep,
-    record_cancelled,
+    record,
     record_continued,
     sending_alone,
 )
@@ -499,7 +499,7 @@ def test_a_task_of_a_cancelled_sweep_starts_nothing_also_after_a_requeue_until_t
     first = task(lab, array="14", number=0, job="20")
     run = prepare_task(sweep_dir, 0, first)
     assert run is not None
-    record_cancelled(sweep_dir)
+    record(sweep_dir, cancelled=True)
 
     assert prepare_task(sweep_dir, 0, {**first, "SLURM_RESTART_COUNT": "1"}) is None
     assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
@@ -540,7 +540,7 @@ def test_failures_are_counted_since_the_sweep_was_continued_so_that_a_retry_is_n
 def test_a_continue_that_is_refused_changes_no_limit_and_leaves_the_sweep_cancelled(tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
-    record_cancelled(sweep_dir)
+    record(sweep_dir, cancelled=True)
     lab.lists()
     before = read_sweep(sweep_dir)
     with sending_alone(sweep_dir, "busy"), pytest.raises(RunBusyError):
@@ -559,7 +559,7 @@ def test_failed_points_of_a_cancelled_sweep_run_again_and_no_other(tmp_path: Pat
     lab = Lab(tmp_path, limit=3)
     sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
     finish(sweep_dir.run(read_sweep(sweep_dir).points[0]), Ending.FAILED)
-    record_cancelled(sweep_dir)
+    record(sweep_dir, cancelled=True)
     lab.lists()
     lab.raise_limit(100)
 

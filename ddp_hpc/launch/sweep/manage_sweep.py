@@ -36,7 +36,7 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     make_sweep,
     points_in_queue,
     read_sweep,
-    record_cancelled,
+    record,
     record_continued,
     sending_alone,
 )
@@ -111,7 +111,7 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     backend = load_backend(sweep.backend)
     troubles: list[DdpHpcError | OSError] = []
     with _kept_in(troubles):
-        record_cancelled(sweep_dir)  # first: no other point starts any more
+        record(sweep_dir, cancelled=True)  # first: no other point starts any more
     if not backend.HAS_QUEUE:
         begun = _cancel_begun(sweep, backend, environ, troubles)
         # The command that runs the points may be starting one now, of which no lock says so yet.

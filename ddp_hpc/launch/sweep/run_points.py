@@ -17,7 +17,7 @@ from ddp_hpc.launch.submission import local, run_dir_setup
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.point_configs import PointResolver
 from ddp_hpc.launch.sweep.points import Point
-from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep, record_cancelled
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep, record
 from ddp_hpc.run.config.resolve import render_resolved
 
 
@@ -91,7 +91,7 @@ def _stop_points(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
     for point in read_sweep(sweep_dir).points:
         with suppress(DdpHpcError, OSError):  # it does not run
             local.stop(sweep_dir.run(point), environ)
-    record_cancelled(sweep_dir)
+    record(sweep_dir, cancelled=True)  # no other point starts until the user continues it
 
 
 def _run_point(

@@ -28,7 +28,7 @@ from ddp_hpc.cluster.slurm import states
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.run.config.resolve import Resolved, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
-from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, holds_sweep
+from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, RunPath, holds_sweep
 
 if TYPE_CHECKING:
     from ddp_hpc.cluster.slurm.queries import QueuedEntry
@@ -38,20 +38,12 @@ if TYPE_CHECKING:
 class SweepDir(RunDir):
     """The paths of a sweep, in whose directory its points' runs lie. Its job script and its snapshot are where a run has them."""
 
-    @property
-    def base(self) -> Path:
-        """The configuration that all points share."""
-        return self.path / "base.yaml"
-
-    @property
-    def ledger(self) -> Path:
-        """The points, and the arrays of them that were sent; locked (flock) by the process that sends some, or runs them here."""
-        return self.path / SWEEP_LEDGER
-
-    @property
-    def logs(self) -> Path:
-        """What tasks print before they find their run."""
-        return self.path / "logs"
+    base = RunPath("base.yaml")
+    """The configuration that all points share."""
+    ledger = RunPath(SWEEP_LEDGER)
+    """The points, and the arrays of them that were sent; locked (flock) by the process that sends some, or runs them here."""
+    logs = RunPath("logs")
+    """What tasks print before they find their run."""
 
     def run(self, point: Point) -> RunDir:
         return RunDir(self.path / point.name)
@@ -198,7 +190,7 @@ def refuse_existing(sweep: SweepDir) -> None:
 
 
 def record(sweep: SweepDir, **fields: object) -> None:
-    """Add a line to the ledger: an array that is about to be sent, that Slurm has accepted, or that it has refused."""
+    """Add a line to the ledger: an array that is about to be sent, that Slurm has accepted or refused; or that the user has cancelled the sweep."""
     append_json_line(sweep.ledger, {**fields, "at": time.time()})
 
 
@@ -263,11 +255,6 @@ def _apply(sweep: Sweep, line: Mapping[str, Any]) -> Sweep:
         forgiven = {int(number): attempt for number, attempt in line["forgiven"].items()}
         return replace(sweep, is_cancelled=bool(line["is_cancelled"]), forgiven=forgiven, **line["limits"])
     return sweep
-
-
-def record_cancelled(sweep: SweepDir) -> None:
-    """Record that the user has cancelled the sweep: no other point starts until the user continues it."""
-    record(sweep, cancelled=True)
 
 
 def record_continued(

@@ -36,7 +36,7 @@ def holds_sweep(path: Path) -> bool:
     return (path / SWEEP_LEDGER).is_file()
 
 
-class _RunPath:
+class RunPath:
     """Where one thing of a run lies, below its directory."""
 
     def __init__(self, below: str) -> None:
@@ -46,14 +46,14 @@ class _RunPath:
         return run.path / self._below
 
 
-class _AttemptPath(_RunPath):
+class _AttemptPath(RunPath):
     """The same of each attempt."""
 
     def __get__(self, run: RunDir, _: type[RunDir]) -> Callable[[int], Path]:  # type: ignore[override]
         return lambda attempt: run.path / self._below.format(attempt)
 
 
-class _RankPath(_RunPath):
+class _RankPath(RunPath):
     """The same of each rank of an attempt, or of each node."""
 
     def __get__(self, run: RunDir, _: type[RunDir]) -> Callable[[int, int], Path]:  # type: ignore[override]
@@ -66,66 +66,67 @@ class RunDir:
 
     path: Path
 
-    config = _RunPath("config.yaml")
+    config = RunPath("config.yaml")
     """The resolved configuration, with the source of each value."""
-    lock = _RunPath("run.lock")
+    lock = RunPath("run.lock")
     """Locked (flock) while any process of the run runs on this host."""
-    attempts = _RunPath("attempts.jsonl")
+    attempts = RunPath("attempts.jsonl")
     """The ledger: one line for each attempt's start, one for its end."""
-    submission = _RunPath("submission.json")
+    submission = RunPath("submission.json")
     """The newest job of this run."""
-    awaited = _RunPath("awaited.json")
+    awaited = RunPath("awaited.json")
     """The runs whose end the newest job waits for."""
-    submission_lock = _RunPath("submission.lock")
+    submission_lock = RunPath("submission.lock")
     """Held, by flock, by the process that submits the run."""
-    job_script = _RunPath("job.sbatch")
+    job_script = RunPath("job.sbatch")
     """The job script; `sbatch job.sbatch` submits it again."""
-    snapshots = _RunPath("snapshots")
+    snapshots = RunPath("snapshots")
     """Copies of the user's code, one for each submission with changed code."""
-    snapshot = _RunPath("snapshot")
+    snapshot = RunPath("snapshot")
     """A link to the newest copy, from which jobs import."""
-    submitit = _RunPath("submitit")
+    submitit = RunPath("submitit")
     """Files that submitit keeps for its jobs."""
-    progress = _RunPath("progress.json")
+    progress = RunPath("progress.json")
     """Newest step, loss and rate; rank zero replaces the file every few seconds."""
-    script_progress = _RunPath("script_progress.json")
+    script_progress = RunPath("script_progress.json")
     """The files that a script has saved, and how often they have changed."""
-    script_report = _RunPath("script_report.json")
+    script_report = RunPath("script_report.json")
     """What a script says of itself by `attach`: newest step, loss and rate."""
-    metrics = _RunPath("metrics.jsonl")
+    metrics = RunPath("metrics.jsonl")
     """One line for each log interval or evaluation; steps repeated after a resume are in it once."""
-    superseded_metrics = _RunPath("metrics.superseded.jsonl")
+    superseded_metrics = RunPath("metrics.superseded.jsonl")
     """The first lines of `metrics` for steps that a later attempt repeated."""
-    digests = _RunPath("digests.jsonl")
+    digests = RunPath("digests.jsonl")
     """Digests of the training state after some steps; steps repeated after a resume are in it again."""
-    timeline = _RunPath("timeline.jsonl")
+    timeline = RunPath("timeline.jsonl")
     """When training began in each attempt, its saves and evaluations, and the time in each phase of the loop, as rank zero notes them."""
-    waits = _RunPath("waits.jsonl")
+    waits = RunPath("waits.jsonl")
     """How late each rank was in each comparison of all ranks."""
-    tensorboard = _RunPath("tensorboard")
-    mlflow = _RunPath("mlflow")
+    tensorboard = RunPath("tensorboard")
+    mlflow = RunPath("mlflow")
     """MLflow's database, where the user names no other."""
-    recorded_as = _RunPath("recorded_as.json")
+    recorded_as = RunPath("recorded_as.json")
     """By which id other recorders know the run."""
-    console = _RunPath("logs/console.log")
+    console = RunPath("logs/console.log")
     """The log of supervisor, agents and rank zero, for all attempts."""
-    stop_request = _RunPath("STOP")
+    stop_request = RunPath("STOP")
     """If it exists, the run commits a checkpoint and stops."""
-    gave_up = _RunPath("supervisor-gave-up")
+    gave_up = RunPath("supervisor-gave-up")
     """If it exists, no supervisor could work in the job's last start, and none has begun an attempt since."""
-    notified = _RunPath("notified.jsonl")
+    notified = RunPath("notified.jsonl")
     """The events for which the user's command (`notify.command`) was started: one line for each."""
-    slow_ranks = _RunPath("slow_ranks.jsonl")
+    slow_ranks = RunPath("slow_ranks.jsonl")
     """Which ranks the others had to wait for: a line at the beginning and one at the end of each such time."""
-    done = _RunPath("DONE")
+    done = RunPath("DONE")
     """If it exists, the run has finished; it holds the last step."""
-    joining_token = _RunPath("joining.token")
+    joining_token = RunPath("joining.token")
     """The secret by which the workers of a foreign launcher know each other before they know the attempt."""
-    errors = _RunPath("errors")
-    nccl_logs = _RunPath("logs/nccl")
+    errors = RunPath("errors")
+    nccl_logs = RunPath("logs/nccl")
     """What NCCL logs where `debug.nccl` is set: one file for each process."""
-    samples = _RunPath("samples")
-    profile = _RunPath("profile")
+    samples = RunPath("samples")
+    checkpoints = RunPath("checkpoints")
+    profile = RunPath("profile")
     """What a profiler has recorded of some steps (`profile.kind`)."""
 
     attempt_logs = _AttemptPath("logs/attempt-{}")
@@ -182,11 +183,11 @@ class RunDir:
     profile_table = _RankPath("profile/attempt-{}.rank-{}.operators.txt")
     """The operators of these steps by the time that they took, as text."""
 
-    replay_request = _RunPath("replay.json")
+    replay_request = RunPath("replay.json")
     """In the private directory of a replay: which step it ends at, and what its workers write down."""
 
     def rank_trace(self, rank: int) -> Path:
-        """What a rank of a replay has written down of its steps."""
+        """What a rank of a replay has written down of its steps, in their order (`train.engine.replay_trace`)."""
         return self.path / "trace" / f"rank-{rank}.jsonl"
 
     @property
@@ -199,10 +200,6 @@ class RunDir:
         import shlex  # late: no command needs it otherwise (cli/seldom_gc.py)
 
         return shlex.quote(str(self.path))
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     @property
     def copies(self) -> list[Path]:

@@ -30,7 +30,7 @@ from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_
 from ddp_hpc.run.checkpoints.checkpoint_store import prune
 from ddp_hpc.run.checkpoints.foreign_files import commit_files, flush_files, newest, step_of
 from ddp_hpc.run.run_dir.ownership import claim_again, is_fenced, next_attempt, release
-from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.paths import RunDir, RunPath
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.attached.ranks import ScriptRanks, rank_info_of_script
@@ -51,9 +51,7 @@ _attached: tuple[int, AttachedRun] | None = None
 class _CheckpointDir(RunDir):
     """A directory of checkpoints without a run."""
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path
+    checkpoints = RunPath("")
 
 
 def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[str] = ()) -> AttachedRun:
