@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import CorruptCheckpointError, UnreadableError
 from ddp_hpc.prove.replay.circumstances import Circumstances, circumstances
 from ddp_hpc.prove.replay.first_difference import Divergence, Entry, Lines, first_difference
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import Replayed, Wanted, compute_again, private_folder
 from ddp_hpc.prove.replay.record import compare, differing_names, record_of, state_of_checkpoint
-from ddp_hpc.run.run_dir.replays import ReplayRequest, read_trace
+from ddp_hpc.run.run_dir.replays import ReplayRequest
 
 MOST_TRACED = 64
 """Of how many steps each tensor is written down at once; of more, first one hash a step."""
@@ -148,7 +149,7 @@ def _search(compute: Compute, start: int, end: int) -> tuple[Divergence | None, 
 
 def _lines(replayed: Replayed) -> list[Lines]:
     """Return what each rank of a replay has written down of its steps."""
-    return [lines_by_step(read_trace(replayed.run, rank)) for rank in range(max(replayed.world_sizes))]
+    return [lines_by_step(read_json_lines(replayed.run.rank_trace(rank))) for rank in range(max(replayed.world_sizes))]
 
 
 def lines_by_step(trace: Iterable[Mapping[str, Any]]) -> Lines:
@@ -168,7 +169,7 @@ def _hashes(replayed: Replayed) -> dict[int, list[str]]:
     """Return the hash of the whole state of each rank, by step."""
     found: dict[int, list[str]] = {}
     for rank in range(max(replayed.world_sizes)):
-        for line in read_trace(replayed.run, rank):
+        for line in read_json_lines(replayed.run.rank_trace(rank)):
             if "state" in line:
                 found.setdefault(line["step"], []).append(line["state"])
     return found

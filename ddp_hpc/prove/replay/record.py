@@ -14,7 +14,7 @@ from ddp_hpc.base.names import few
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.replays import read_digests, read_trace
+from ddp_hpc.run.run_dir.replays import read_digests
 from ddp_hpc.watch.samples import read_steps_taken
 
 T = TypeVar("T")
@@ -70,9 +70,9 @@ def _numbers(state: Mapping[str, Any]) -> State:
 def record_of_replay(run: RunDir, num_ranks: int, start: int, end: int) -> Record:
     """Return what a replay has recorded of its steps: rank zero's digests and states, and of the others what is their own."""
     record = record_of(run, start, end)
-    record.digests = {line["step"]: line["digest"] for line in read_trace(run, 0) if "digest" in line}
+    record.digests = {line["step"]: line["digest"] for line in read_json_lines(run.rank_trace(0)) if "digest" in line}
     for rank in range(num_ranks):
-        for line in (line for line in read_trace(run, rank) if "tensors" in line):
+        for line in (line for line in read_json_lines(run.rank_trace(rank)) if "tensors" in line):
             own = {name: one for name, one in line["tensors"].items() if rank == 0 or name.startswith("rank.")}
             record.states[line["step"]] = {**record.states.get(line["step"], _numbers(line["numbers"])), **own}
     return record

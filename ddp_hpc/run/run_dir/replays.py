@@ -8,11 +8,9 @@ before each save.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.record import append_record, read_record, read_records, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -40,11 +38,6 @@ class ReplayRequest:
     def traces(self, step: int) -> bool:
         """Return whether each tensor of this step is written down."""
         return self.trace_from is not None and self.trace_from <= step <= (self.trace_to or self.end_step)
-
-
-def read_trace(run: RunDir, rank: int) -> Iterator[dict[str, Any]]:
-    """Yield what a rank has written down of its steps, in their order (`train.engine.replay_trace`)."""
-    return read_json_lines(run.rank_trace(rank))
 
 
 CHANGES_NO_NUMBER = frozenset(
