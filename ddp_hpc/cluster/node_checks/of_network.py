@@ -107,19 +107,14 @@ def clocks_of(network: NetworkFindings) -> dict[str, float]:
     return {node: seconds - middle for node, seconds in known.items()}
 
 
-def slow_ways(paces: Sequence[Pace]) -> dict[tuple[str, str], float]:
-    """Return the links, each way, that are much slower than the middle one: (sender, receiver) -> MB/s."""
-    rates = {(pace.sender, pace.receiver): pace.mb_per_s for pace in paces}
-    middle = sorted(rates.values())[len(rates) // 2] if rates else 0.0
-    return {way: rate for way, rate in rates.items() if rate < middle * SLOW_SHARE}
-
-
 def _speed(network: NetworkFindings) -> Iterator[Finding]:
     if not network.paces:
         yield unknown("speed", "no link was measured, as no two nodes could connect")
         return
-    rates = sorted(pace.mb_per_s for pace in network.paces)
-    middle, slow = rates[len(rates) // 2], slow_ways(network.paces)
+    by_way = {(pace.sender, pace.receiver): pace.mb_per_s for pace in network.paces}
+    rates = sorted(by_way.values())
+    middle = rates[len(rates) // 2]
+    slow = {way: rate for way, rate in by_way.items() if rate < middle * SLOW_SHARE}
     if not slow:
         found = f"{rates[0]:.0f} to {rates[-1]:.0f} MB/s between two nodes, over one connection"
         yield Finding(check="speed", level="ok", found=found)

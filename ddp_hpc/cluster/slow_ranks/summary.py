@@ -48,14 +48,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """None where the loop is not ours."""
 
 
-_ENCODER = msgspec.json.Encoder()
-
-
 def write_summary(run: RunDir, attempt: int, summary: Summary) -> None:
     """Replace the report of one rank. Differences stand for its numbers: they take a third of the size."""
     path = run.launches(attempt, summary.rank)
     make_directories(path.parent)
-    replace_text(path, _ENCODER.encode(_with(summary, _steps)).decode(), durable=False)
+    replace_text(path, msgspec.json.encode(_with(summary, _steps)), durable=False)
 
 
 def read_summary(path: Path) -> Summary | None:

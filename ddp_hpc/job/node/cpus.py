@@ -128,12 +128,14 @@ def _assign_in_order(cpus: Sequence[Cpu], num_workers: int, each: int) -> list[t
 def read_cpus(numbers: Sequence[int], root: Path = ROOT) -> list[Cpu]:
     """Return the topology of CPUs from /sys; a CPU that /sys does not show counts as a core of its own."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    numa_nodes = {cpu: int(one.name.removeprefix("node")) for one in folders for cpu in _list(one / "cpulist")}
+    numa_nodes = {
+        cpu: int(one.name.removeprefix("node")) for one in folders for cpu in _list_of(kernel_text(one / "cpulist"))
+    }
     return [
         Cpu(
             package=_number(folder / "physical_package_id"),
             numa_node=numa_nodes.get(number, _UNKNOWN),
-            core=min(_list(folder / "thread_siblings_list") or [number]),
+            core=min(_list_of(kernel_text(folder / "thread_siblings_list")) or [number]),
             number=number,
         )
         for number in numbers
@@ -164,10 +166,6 @@ def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = RO
 def _number(path: Path) -> int:
     text = kernel_text(path).strip()
     return int(text) if re.fullmatch(r"\d+", text) else _UNKNOWN
-
-
-def _list(path: Path) -> list[int]:
-    return _list_of(kernel_text(path).strip())
 
 
 def _list_of(text: str) -> list[int]:

@@ -77,10 +77,10 @@ def gather_at_port(
 
 def _own(endpoint: Endpoint, *, is_alone: bool) -> Endpoint:
     """Return where rank zero listens: at that address if it is this node's, else at all of them (behind NAT, a service name)."""
-    own = source_address(endpoint.address)
-    if own == endpoint.address and (is_alone or not own.startswith("127.")):
+    is_own = source_address(endpoint.address) == endpoint.address and not endpoint.address.startswith("127.")
+    if is_alone or is_own:
         return endpoint
-    return endpoint if is_alone else Endpoint("::" if ":" in endpoint.address else "0.0.0.0", endpoint.port)  # noqa: S104  see above
+    return Endpoint("::" if ":" in endpoint.address else "0.0.0.0", endpoint.port)  # noqa: S104  see above
 
 
 def _listen(endpoint: Endpoint, place: RankPlace) -> socket.socket:

@@ -78,7 +78,7 @@ class LiveProcesses:
         for script in self.scripts:
             with suppress(psutil.Error):
                 below += [one.pid for one in psutil.Process(script).children(recursive=True)]
-        processes.send([*below, *self.scripts, *self.workers], processes.signal_number("TERM"))
+        processes.terminate([*below, *self.scripts, *self.workers])
 
     def action_of(self, signal_name: str) -> SignalAction:
         """Return what rank zero's script does with a signal (proc(5), SigIgn and SigCgt)."""

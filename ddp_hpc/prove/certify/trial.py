@@ -251,7 +251,7 @@ class Trial:
 
     def _record(self, said: Path, left_behind: Sequence[str]) -> AttemptRecord:
         run = self.directory
-        entry = next((one for one in Ledger.read(run).attempts if one.attempt == self._number), None)
+        entry = Ledger.read(run).attempt(self._number)
         logs = self._logs()
         failures = read_failures(run, self._number)
         text = said.read_text(encoding="utf-8", errors="replace").strip()

@@ -85,7 +85,7 @@ def stutter(pid: int) -> None:
 
 
 ACTIONS: Mapping[str, Callable[[int], None]] = {
-    "kill": lambda pid: processes.send([pid], signal.SIGKILL),  # as the kernel does when memory runs out
+    "kill": lambda pid: processes.kill([pid]),  # as the kernel does when memory runs out
     "freeze": lambda pid: processes.send([pid], signal.SIGSTOP),
     "stutter": stutter,
 }

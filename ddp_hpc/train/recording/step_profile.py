@@ -92,7 +92,8 @@ class StepProfile(PhaseTimes):
         # An evaluation and a save come after their step, and belong to it, though the next one is counted already.
         if step >= self._first and step != self._step and phase in BEGIN_STEPS:
             if not self._began_at:
-                self._start()
+                _refuse_second_profiler()
+                self._profiler.start_trace()
                 self._began_at = step
             self._leave(0)
             self._step = step
@@ -138,10 +139,6 @@ class StepProfile(PhaseTimes):
             self._profiler = profile(activities=activities, record_shapes=True)
             self._profiler.prepare_trace()
             self._end_before_another()
-
-    def _start(self) -> None:
-        _refuse_second_profiler()
-        self._profiler.start_trace()
 
     def _end_before_another(self) -> None:
         """Have this profile end when another profiler of this process begins, as a recipe's own: PyTorch crashes with two."""
