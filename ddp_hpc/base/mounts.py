@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,14 +25,11 @@ class Mount:
 def mount_of(path: Path, *, mountinfo: Path = MOUNTINFO) -> Mount | None:
     """Return the mount that a path lies on, whether or not the path exists; None where the kernel's list cannot be read."""
     real = os.path.realpath(path)
-    with suppress(OSError):
+    try:
         text = mountinfo.read_text(encoding="utf-8", errors="surrogateescape")
-        return _covering(real, text)
-    return None
-
-
-def _covering(path: str, text: str) -> Mount | None:
-    """Return the last mount of the longest of the points above a path: a later one covers an earlier one."""
+    except OSError:
+        return None
+    # The last mount of the longest of the points above the path: a later one covers an earlier one.
     found: Mount | None = None
     for line in text.splitlines():
         front, separator, back = line.partition(" - ")
@@ -41,7 +37,7 @@ def _covering(path: str, text: str) -> Mount | None:
         if not separator or len(before) < 5 or len(after) < 2:
             continue
         mount = Mount(point=_plain(before[4]), fs_type=after[0], source=_plain(after[1]))
-        is_above = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+        is_above = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
         if is_above and (found is None or len(mount.point) >= len(found.point)):
             found = mount
     return found

@@ -360,12 +360,14 @@ def _text(environ: Mapping[str, str], name: str) -> str:
 
 
 def _needed(environ: Mapping[str, str], name: str) -> int:
-    return _parsed(name, _text(environ, name))
+    text = _text(environ, name)
+    if not _is_number(text):
+        raise ConfigError(f"{name} is {text!r}, but it must be a number. {_LEAVE_ALONE}")
+    return int(text)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name)
-    return _parsed(name, text) if text else None
+    return _needed(environ, name) if environ.get(name) else None
 
 
 def _number_if_readable(environ: Mapping[str, str], name: str) -> int | None:
@@ -384,9 +386,3 @@ def _read(name: str, text: str) -> int | None:
 
 def _is_number(text: str) -> bool:
     return text.isdecimal() and text.isascii() and len(text) < 19
-
-
-def _parsed(name: str, text: str) -> int:
-    if not _is_number(text):
-        raise ConfigError(f"{name} is {text!r}, but it must be a number. {_LEAVE_ALONE}")
-    return int(text)

@@ -52,9 +52,9 @@ class ScriptRanks:
         self._token = token
         self._info = rank_info
         # By weak references: what `destroy_process_group` lets go of must end there, with its threads, not with the process.
-        self._info_of: _Reference = _nothing
-        self._world: _Reference = _nothing
-        self._group: _Reference = _nothing
+        self._info_of: _Reference = lambda: None
+        self._world: _Reference = lambda: None
+        self._group: _Reference = lambda: None
         self._store: SealedStore | None = None
         self._num_shared = 0
 
@@ -124,10 +124,6 @@ class ScriptRanks:
             prefix = f"{prefix_of(self._token)}/attach-{info.restart}"
             self._store = SealedStore(dist.PrefixStore(prefix, store), self._token)
         return self._store
-
-
-def _nothing() -> None:
-    """Refer to no object, as a weak reference does whose object is gone."""
 
 
 def _has_group() -> bool:

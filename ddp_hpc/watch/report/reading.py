@@ -33,30 +33,24 @@ T = TypeVar("T")
 _MOST_NAMES = 5
 
 
-class _Reader:
-    """Reads what may be absent or unreadable, and remembers what was."""
-
-    def __init__(self) -> None:
-        self.missing: list[str] = []
-
-    def read(self, what: str, ask: Callable[[], T], otherwise: T) -> T:
-        try:
-            return ask()
-        except (OSError, DdpHpcError, ValueError) as error:
-            self.missing.append(
-                f"{what} cannot be read: {str(error).rstrip('.')}. Check the permissions of the run directory."
-            )
-            return otherwise
-
-
 def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingProxyType({})) -> RunData:
     """Return what the run directory holds. A part that cannot be read is left out, and named in `missing` unless it is of one attempt.
 
     What variables of `environ` hold that may be secrets is masked, also in the words of exceptions.
     """
-    reader = _Reader()
+    missing: list[str] = []
+
+    def read(what: str, ask: Callable[[], T], otherwise: T) -> T:
+        try:
+            return ask()
+        except (OSError, DdpHpcError, ValueError) as error:
+            missing.append(
+                f"{what} cannot be read: {str(error).rstrip('.')}. Check the permissions of the run directory."
+            )
+            return otherwise
+
     status = read_status(run, now=now)
-    marks: list[Mark] = reader.read("The timeline", partial(read_marks, run), [])
+    marks: list[Mark] = read("The timeline", partial(read_marks, run), [])
     times = read_times(run, now=now, is_alive=status.is_alive, marks=marks)
     ledger = Ledger.read(run)
     numbers = [one.attempt for one in ledger.attempts]
@@ -64,10 +58,10 @@ def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingPro
     secrets = secret_values(values, environ)
     every = values.get("checkpoint.every_steps")
     every_steps = every if isinstance(every, int) else None
-    series = reader.read("The metrics", partial(read_series, run), Series())
-    looks: list[Look] = reader.read("The comparison of the ranks", partial(read_looks, run), [])
+    series = read("The metrics", partial(read_series, run), Series())
+    looks: list[Look] = read("The comparison of the ranks", partial(read_looks, run), [])
     is_script = bool(values.get("script.command")) or status.saves is not None
-    reader.missing += _gaps(ledger, series, marks, is_script=is_script)
+    missing += _gaps(ledger, series, marks, is_script=is_script)
     return RunData(
         path=run.path,
         status=status,
@@ -77,15 +71,15 @@ def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingPro
         series=series,
         marks=marks,
         looks=looks,
-        alarms=reader.read("The history of slow ranks", partial(read_alarms, run), []),
+        alarms=read("The history of slow ranks", partial(read_alarms, run), []),
         meetings=_of_each(numbers, partial(read_meeting, run)),
-        checkpoints=reader.read("The checkpoints", partial(list_checkpoints, run, verify=False), []),
+        checkpoints=read("The checkpoints", partial(list_checkpoints, run, verify=False), []),
         environments=_of_each(numbers, partial(read_environment, run)),
-        failure=reader.read("Why it failed", partial(_failure, run, ledger, secrets), None),
+        failure=read("Why it failed", partial(_failure, run, ledger, secrets), None),
         machines=_of_each(numbers, lambda number: read_uses(run, number) or None),
         secrets=secrets,
         values=values,
-        missing=reader.missing,
+        missing=missing,
     )
 
 

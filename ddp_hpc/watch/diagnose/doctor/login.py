@@ -61,8 +61,12 @@ class LoginSite:
 
 def findings_of(site: LoginSite) -> list[Finding]:
     """Return what all checks found, in the order of the table."""
-    checks = [*ALWAYS, *(OF_SLURM if site.has_slurm else [("Slurm", _no_slurm)])]
-    return [replace(one, check=name) for name, check in checks for one in check(site)]
+    checks = [*ALWAYS, *(OF_SLURM if site.has_slurm else ())]
+    found = [replace(one, check=name) for name, check in checks for one in check(site)]
+    if not site.has_slurm:
+        to_do = "go to a login node, or load the Slurm module"
+        found.append(Finding("unknown", "this host has no Slurm that finds a cluster", to_do, check="Slurm"))
+    return found
 
 
 def why_no_job(site: LoginSite, findings: Sequence[Finding]) -> str:
@@ -139,12 +143,6 @@ def _runs_dir(site: LoginSite) -> Iterator[Finding]:
         level = "warn"
     to_do = "" if level == "ok" else _ROOM if free < TIGHT_BYTES or level == "fail" else _FASTER
     yield Finding(level, f"{where}: writable{seconds}, {quota.in_words(free)}{files} free", to_do)
-
-
-def _no_slurm(site: LoginSite) -> Iterator[Finding]:
-    del site
-    to_do = "go to a login node, or load the Slurm module"
-    yield Finding("unknown", "this host has no Slurm that finds a cluster", to_do)
 
 
 def _controller(site: LoginSite) -> Iterator[Finding]:
