@@ -9,14 +9,13 @@ from contextlib import closing, suppress
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, WorkerError
-from ddp_hpc.cluster.slurm.allocation import shape_problem
 from ddp_hpc.job import preflight
 from ddp_hpc.job.attempt_start import begin
 from ddp_hpc.job.choose_endpoint import endpoints
 from ddp_hpc.job.ending import last_resort, network_probe, node_probe, stale_attempts
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
-from ddp_hpc.job.job_context import JobContext, Outcome
+from ddp_hpc.job.job_context import JobContext, Outcome, why_job_misfits
 from ddp_hpc.job.missing_ranks import Joining
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.notify import Notifier
@@ -82,7 +81,7 @@ def _fitting_job(context: JobContext) -> SlurmJob:
             f"PATH in the job, {context.environ.get('PATH')}, has no `srun`, so no worker can be started. Add Slurm's directory to it: "
             "`slurm.modules` with the site's module of Slurm, or a line of `slurm.setup`."
         )
-    problem = shape_problem(job.allocation, context.spec.resources.world)
+    problem = why_job_misfits(context.spec, job.allocation)
     if problem is not None:
         raise ConfigError(problem)
     return job

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddp_hpc.cluster.containers import BARE, CommandWrapper
-from ddp_hpc.cluster.slurm.allocation import Allocation
+from ddp_hpc.cluster.slurm.allocation import Allocation, shape_problem
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.requeue import reserve_s
@@ -78,10 +78,15 @@ def read_context(run: RunDir, job: SlurmJob | None, *, patience_s: float | None 
 def given_world(spec: LaunchSpec, allocation: Allocation | None) -> World:
     """Return the nodes of this job, or this machine, with as many workers on each as were asked for.
 
-    No worker starts before `shape_problem` has found that a job has room for them.
+    No worker starts before `why_job_misfits` has found that a job has room for them.
     """
     num_nodes = len(allocation.node_names) if allocation else 1
     return World(num_nodes=num_nodes, workers_per_node=spec.resources.world.workers_per_node)
+
+
+def why_job_misfits(spec: LaunchSpec, allocation: Allocation) -> str | None:
+    """Return why this job is not the world that the run asked for; None if it is."""
+    return shape_problem(allocation, spec.resources.world)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.cluster.slurm.allocation import Allocation, shape_problem
-from ddp_hpc.job.job_context import JobContext, given_world
+from ddp_hpc.cluster.slurm.allocation import Allocation
+from ddp_hpc.job.job_context import JobContext, given_world, why_job_misfits
 from ddp_hpc.job.launcher import step_of_agents
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, TrainSpec
@@ -28,14 +28,14 @@ def test_a_job_gives_its_nodes_and_each_has_the_workers_that_were_asked_for() ->
     job = allocation("node1", "node2", tasks=8)  # room for more
 
     assert given_world(SPEC, job) == SPEC.resources.world == World(num_nodes=2, workers_per_node=3)
-    assert shape_problem(job, SPEC.resources.world) is None
+    assert why_job_misfits(SPEC, job) is None
 
 
 def test_a_job_of_other_nodes_is_a_world_of_its_own_and_does_not_fit() -> None:
     job = allocation("node1", "node2", "node3", tasks=3)
 
     assert given_world(SPEC, job).world_size == 9
-    assert "`resources.nodes` is 2, but job 7 has 3" in (shape_problem(job, SPEC.resources.world) or "")
+    assert "`resources.nodes` is 2, but job 7 has 3" in (why_job_misfits(SPEC, job) or "")
 
 
 def test_without_a_job_the_world_is_this_machine() -> None:
