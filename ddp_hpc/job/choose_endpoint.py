@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
+import msgspec
+
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.address import find_address, this_host
-from ddp_hpc.cluster.rendezvous.interfaces import Interface, parse_interfaces
+from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.rendezvous.ports import candidate_ports, is_free
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.wire.endpoint import Endpoint
@@ -74,4 +76,4 @@ def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str,
             f"note: {', '.join(answers.silent)} did not answer which networks they have{why}; ddp-hpc chooses the address of rank "
             "zero without them. If the ranks then cannot connect, set MASTER_ADDR.\n"
         )
-    return {node: parse_interfaces(plain) for node, plain in answers.by_node.items()}
+    return {node: msgspec.convert(plain, tuple[Interface, ...]) for node, plain in answers.by_node.items()}

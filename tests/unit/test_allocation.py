@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm.allocation import (
     Allocation,
-    block_rank,
+    StepTask,
     expand_counts,
     of_outer_job,
     read_allocation,
@@ -157,7 +157,9 @@ def test_counts_are_expanded(text: str, counts: list[int]) -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20))
 def test_the_ranks_of_all_tasks_are_all_ranks(tasks: list[int]) -> None:
-    ranks = [block_rank(tasks, node, local) for node, count in enumerate(tasks) for local in range(count)]
+    job = {"step_id": 0, "rank": 0, "node_names": ("node",) * len(tasks), "tasks_per_node": tuple(tasks)}
+    places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
+    ranks = [StepTask(**job, node_rank=node, local_rank=local).block_rank for node, local in places]  # type: ignore[arg-type]
 
     assert ranks == list(range(sum(tasks)))
 

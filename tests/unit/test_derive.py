@@ -13,7 +13,7 @@ from ddp_hpc.cluster.rendezvous.address import Host, addresses_of, find_address,
 from ddp_hpc.cluster.rendezvous.derive_env import derive
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.rendezvous.worker_env import Fact, WorkerEnv
-from ddp_hpc.cluster.slurm.allocation import block_rank, read_allocation
+from ddp_hpc.cluster.slurm.allocation import read_allocation
 from tests.unit.made_network import DOCKER, LO, batch, host, interface, node, shell, task
 
 RANKS = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"]
@@ -184,7 +184,7 @@ def test_the_ranks_of_a_step_are_all_ranks_of_its_world(tasks: list[int]) -> Non
     ranks = []
     for node_rank, count in enumerate(tasks):
         for local_rank in range(count):
-            rank = block_rank(tasks, node_rank, local_rank)
+            rank = sum(tasks[:node_rank]) + local_rank
             place = {"SLURM_JOB_NODELIST": nodes, "SLURM_STEP_NODELIST": nodes, "MASTER_ADDR": "10.0.0.1"}
             environ = task(rank, node_rank, local_rank, on=f"node{node_rank + 1}", tasks=counts, **place)
             found = derived(environ, host((LO,)))

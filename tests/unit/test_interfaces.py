@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ddp_hpc.cluster.rendezvous.interfaces import (
@@ -16,7 +17,6 @@ from ddp_hpc.cluster.rendezvous.interfaces import (
     Kind,
     kind_of,
     local_interfaces,
-    parse_interfaces,
     with_prefix,
 )
 from tests.unit.made_network import node
@@ -87,7 +87,7 @@ def test_this_host_has_a_loopback() -> None:
 def test_what_is_written_can_be_read() -> None:
     facts = node(1)
 
-    assert parse_interfaces(json.loads(json.dumps([asdict(one) for one in facts]))) == facts
+    assert msgspec.convert(json.loads(json.dumps([asdict(one) for one in facts])), tuple[Interface, ...]) == facts
 
 
 def probe(**environ: str) -> tuple[str, tuple[Interface, ...]]:
@@ -95,7 +95,7 @@ def probe(**environ: str) -> tuple[str, tuple[Interface, ...]]:
     printed = subprocess.run(argv, env=environ, check=True, capture_output=True, text=True).stdout
     (line,) = printed.splitlines()
     answer = json.loads(line)
-    return answer["node"], parse_interfaces(answer["interfaces"])
+    return answer["node"], msgspec.convert(answer["interfaces"], tuple[Interface, ...])
 
 
 def test_the_probe_prints_one_line() -> None:

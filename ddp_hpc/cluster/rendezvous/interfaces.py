@@ -16,9 +16,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 import psutil
 
 from ddp_hpc.base.processes import kernel_text
@@ -130,11 +129,6 @@ def kind_of(folder: Path) -> Kind:
         return of_driver
     cards = [folder / "device", *folder.glob("lower_*/device")]  # a bond or a VLAN has its card below it
     return "rdma" if any((card / "infiniband").exists() for card in cards) else "ethernet"
-
-
-def parse_interfaces(plain: Any) -> tuple[Interface, ...]:
-    """Return the interfaces from JSON."""
-    return msgspec.convert(plain, tuple[Interface, ...])
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -61,8 +61,8 @@ class StepTask:
 
     @property
     def block_rank(self) -> int:
-        """The rank that this task would have with `--distribution=block`, where the ranks of a node are consecutive."""
-        return block_rank(self.tasks_per_node, self.node_rank, self.local_rank)
+        """The rank that this task would have with `--distribution=block`, where tasks fill one node after the other."""
+        return sum(self.tasks_per_node[: self.node_rank]) + self.local_rank
 
     @property
     def rank_zero_node(self) -> str | None:
@@ -297,11 +297,6 @@ def expand_counts(text: str, *, name: str = "The list of counts") -> list[int]:
             raise ConfigError(f"{name} is {text!r}, but {part!r} is not of the form `4` or `4(x2)`. {_LEAVE_ALONE}")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def block_rank(tasks_per_node: Sequence[int], node_rank: int, local_rank: int) -> int:
-    """Return the rank of a task with `--distribution=block`: tasks fill one node after the other."""
-    return sum(tasks_per_node[:node_rank]) + local_rank
 
 
 def _read_step(environ: Mapping[str, str]) -> StepTask | None:

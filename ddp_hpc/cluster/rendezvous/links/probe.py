@@ -180,10 +180,7 @@ class NodeProbe:
         self._send_datagrams(place)
 
     def _measure(self, place: tuple[str, int]) -> tuple[float, float, float]:
-        with socket.socket(self.sockets.tcp.family, socket.SOCK_STREAM) as link:
-            link.bind((self.sockets.address, 0))
-            link.settimeout(CONNECT_S)
-            link.connect(place)
+        with socket.create_connection(place, CONNECT_S, source_address=(self.sockets.address, 0)) as link:
             link.sendall(_GREETING.pack(self.token, self.me, True))
             if pace.received(link, 1, SMALL_S) != b"+":
                 raise ConnectionAbortedError("this is not the node that was asked for")
@@ -220,10 +217,7 @@ class NodeProbe:
         """Connect as a worker does; return `good`, or what failed."""
         stage = "connect"
         try:
-            with socket.socket(self.sockets.tcp.family, socket.SOCK_STREAM) as link:
-                link.bind((self.sockets.address, 0))
-                link.settimeout(CONNECT_S)
-                link.connect(place)
+            with socket.create_connection(place, CONNECT_S, source_address=(self.sockets.address, 0)) as link:
                 stage = "small"
                 link.settimeout(SMALL_S)
                 link.sendall(_GREETING.pack(self.token, self.me, False))
