@@ -245,7 +245,7 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     select_device(device)
     prefix = f"{prefix_of(token)}/start-{rank_info.restart}"
     store, side_store = (dist.PrefixStore(prefix, one) for one in _connect(rank_info, listen_fd))
-    announce(store, rank_info.rank)
+    store.set(f"here/{rank_info.rank}", "")
     waiting: AbstractContextManager[None] = nullcontext()
     if report_missing is not None and rank_info.is_rank_zero and rank_info.world_size > 1:
         waiting = missing_reported(
@@ -294,11 +294,6 @@ def _tcp_store(rank_info: RankInfo, *, is_master: bool = False, **listening: Any
     return dist.TCPStore(*place, is_master=is_master, timeout=JOIN_TIMEOUT, wait_for_workers=False, **listening)
 
 
-def announce(store: dist.Store, rank: int) -> None:
-    """Say that this rank has reached the store."""
-    store.set(f"here/{rank}", "")
-
-
 @contextmanager
 def missing_reported(
     connect: Callable[[], dist.Store],
@@ -307,7 +302,7 @@ def missing_reported(
     *,
     first_look_s: float = FIRST_LOOK_S,
 ) -> Iterator[None]:
-    """While the `with` block takes long, report which ranks have not reached the store: none where all have, and still wait.
+    """While the `with` block takes long, report which ranks have not reached the store, by their keys (`here/0`): none where all have, and still wait.
 
     `connect` opens another connection: a request that waits blocks all others on its own.
     """

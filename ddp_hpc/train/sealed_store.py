@@ -55,7 +55,7 @@ class SealedStore:
         if now - self._heartbeat_at >= HEARTBEAT_INTERVAL_S:
             self._heartbeat_at = now
             self._num_heartbeats += 1
-            self.set(_heartbeat_key(key), str(self._num_heartbeats))
+            self.set(f"{key}/heartbeat", str(self._num_heartbeats))
 
     def try_get(self, key: str) -> str | None:
         """Return the text of a key; None if it is not set, or not by a rank of this attempt."""
@@ -80,7 +80,7 @@ class SealedStore:
             WorkerError: if there is neither a text nor a heartbeat for `silence_s`.
         """
         silence_s = self._silence_s if silence_s is None else silence_s
-        heartbeat_key, seen, pause = _heartbeat_key(key), None, _SHORTEST_PAUSE_S
+        heartbeat_key, seen, pause = f"{key}/heartbeat", None, _SHORTEST_PAUSE_S
         heard_at = looked_at = time.monotonic()
         while True:
             text = self.try_get(key)
@@ -115,7 +115,3 @@ class SealedStore:
 def prefix_of(token: str) -> str:
     """Return the prefix of the attempt's keys: no other process sets them by accident, and it does not reveal the token."""
     return hmac.new(token.encode(), b"keys", hashlib.sha256).hexdigest()[:32]
-
-
-def _heartbeat_key(key: str) -> str:
-    return f"{key}/heartbeat"

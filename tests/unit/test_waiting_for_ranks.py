@@ -18,7 +18,7 @@ from ddp_hpc.run.run_dir.joined_ranks import MissingRanks, forget_missing, read_
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
-from ddp_hpc.train.process_group import announce, missing_reported
+from ddp_hpc.train.process_group import missing_reported
 from tests.unit.made_job import Make
 
 CARRIES = NetworkFindings(at=0.0, seconds=3.0, address="10.2.0.1", num_nodes=2, num_pairs=1)
@@ -192,7 +192,7 @@ def test_rank_zero_reports_who_has_not_reached_the_store() -> None:
         return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
     for rank in (0, 2):
-        announce(server, rank)
+        server.set(f"here/{rank}", "")
     with missing_reported(connect, 3, reports.append, first_look_s=0.0):
         while not reports:
             time.sleep(0.01)

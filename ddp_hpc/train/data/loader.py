@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, tee
 from typing import Any
 
@@ -224,7 +225,7 @@ def make_loader(
         parallel = {
             "num_workers": data.num_workers,
             "prefetch_factor": data.prefetch_factor,
-            "worker_init_fn": _LoaderProcess(os.getpid()),
+            "worker_init_fn": partial(_in_loader_process, os.getpid()),
             # Not Python's default, which is forkserver since 3.14: each process would import PyTorch and the recipe
             # again.
             # https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
@@ -279,15 +280,10 @@ def mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
     return change(nest)
 
 
-class _LoaderProcess:
-    """Runs once in each loader process."""
-
-    def __init__(self, parent_pid: int) -> None:
-        self._parent_pid = parent_pid
-
-    def __call__(self, _worker_id: int) -> None:
-        die_with_parent(self._parent_pid)
-        # Slurm's signals reach every process of a step (https://slurm.schedmd.com/scancel.html), but the worker still needs
-        # batches until the step after which all ranks stop. It ends its loaders itself.
-        ignore_stop_signals()
-        unblock_signals()
+def _in_loader_process(parent_pid: int, _worker_id: int) -> None:
+    """Run once in each loader process."""
+    die_with_parent(parent_pid)
+    # Slurm's signals reach every process of a step (https://slurm.schedmd.com/scancel.html), but the worker still needs
+    # batches until the step after which all ranks stop. It ends its loaders itself.
+    ignore_stop_signals()
+    unblock_signals()
