@@ -65,9 +65,8 @@ def record_in(raw: bytes, kind: type[T], *, may_have_nan: bool = False) -> T | N
     """
     if _LONG_NUMBER.search(raw) and json_line(raw) is None:
         return None
-    record: T | None = None
     try:
-        record = _decode_as(kind)(raw.strip(b"\0 \t\r\n"))  # type: ignore[arg-type]  # a class is hashable
+        record: T = _decode_as(kind)(raw.strip(b"\0 \t\r\n"))  # type: ignore[arg-type]  # a class is hashable
     except msgspec.ValidationError:
         return None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

@@ -76,9 +76,7 @@ def show(looks: Iterable[SweepLook], out: TextIO, *, is_quiet: bool) -> SweepLoo
         if not is_quiet and (lines or is_news):
             print("\n".join([*lines, _counts_line(look)]), file=out, flush=True)
         before = look
-    if before is None:
-        raise ValueError("no look was taken")
-    return before
+    return look
 
 
 def _event(old: PointState | None, new: PointState) -> str:

@@ -176,8 +176,9 @@ def _with_logged(points: Mapping[int, _Points], logged: Sequence[tuple[float, in
 
 def _ended_at(one: Attempt, points: _Points, progress: Progress | None, now: float | None) -> float:
     """Return when an attempt ended; of one that was killed, the last sign of it."""
-    if now is not None or one.ended_at is not None:
-        return max(one.started_at, now if now is not None else one.ended_at or 0.0)
+    known = one.ended_at if now is None else now
+    if known is not None:
+        return max(one.started_at, known)
     of_progress = progress.at if progress is not None and progress.attempt == one.attempt else 0.0
     return max([one.started_at, of_progress, *(mark.at for mark in points.marks), *(at for at, _ in points.logged)])
 

@@ -28,7 +28,6 @@ from ddp_hpc.cli.runs import add_flag, add_patience, add_settings, chosen_runs_d
 
 if TYPE_CHECKING:
     from ddp_hpc.prove.certify.certificate import Certificate, Certification
-    from ddp_hpc.prove.certify.verdicts import FaultResult
 
 LONGEST_SEED = 1 << 20
 ON_A_NODE = "srun --nodes=1 --ntasks=1 --cpus-per-task=8 ddp-hpc certify ..."
@@ -76,9 +75,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     def show(text: str) -> None:
         print(text, file=out, flush=True)
 
-    def show_finding(finding: FaultResult) -> None:
-        show(f"    {finding.words}{f' ({finding.reason})' if finding.reason else ''}")
-
     with processes.ended_by_signals():
         environment, note = without_ended_job(environment)
         if note:
@@ -87,7 +83,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         if shutil.which("srun", path=environment.get("PATH", "")) and not is_in_job(environment):
             show(f"... all runs take place on this machine; to have them on a compute node: `{ON_A_NODE}`")
         show(f"... random seed {asked.seed}, runs in {asked.folder}")
-        certificate = asked.certify(show_finding)
+        certificate = asked.certify(lambda one: show(f"    {one.words}{f' ({one.reason})' if one.reason else ''}"))
         text = as_json(asdict(certificate) | {"is_good": certificate.is_good})
         replace_text(asked.folder / CERTIFICATE, f"{text}\n")
         print(text if args.json else as_text(certificate))

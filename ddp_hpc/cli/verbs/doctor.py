@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
@@ -20,7 +20,7 @@ from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_flag, add_patience, add_settings, runs_dir_setting
 
 if TYPE_CHECKING:
-    from ddp_hpc.run.run_dir.preflight import Finding, Preflight
+    from ddp_hpc.run.run_dir.preflight import Finding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,16 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             problem = error  # what was found before is shown all the same
     exclude = f"--exclude={','.join(found.bad_nodes)}" if found and found.bad_nodes else ""
     if args.json:
-        print(as_json(_as_record(findings, found, exclude, str(problem or why_not))))
+        record = {
+            "host": os.uname().nodename,
+            "site": [asdict(one) for one in findings],
+            "checked": None
+            if found is None
+            else {"nodes": found.nodes, "seconds": found.seconds, "findings": [asdict(one) for one in found.findings]},
+            "exclude": exclude,
+            "not_checked": str(problem or why_not),
+        }
+        print(as_json(record))
     elif found is not None:
         print(f"\n{len(found.nodes)} nodes, checked in {found.seconds:.0f} s: {', '.join(found.nodes)}")
         print(as_text(found.findings))
@@ -85,19 +94,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         raise problem
     all_findings = [*findings, *(found.findings if found else ())]
     return FAILED if why_not or any(one.level == "fail" for one in all_findings) else FINISHED
-
-
-def _as_record(findings: Sequence[Finding], found: Preflight | None, exclude: str, not_checked: str) -> dict[str, Any]:
-    """Return what `--json` prints."""
-    return {
-        "host": os.uname().nodename,
-        "site": [asdict(one) for one in findings],
-        "checked": None
-        if found is None
-        else {"nodes": found.nodes, "seconds": found.seconds, "findings": [asdict(one) for one in found.findings]},
-        "exclude": exclude,
-        "not_checked": not_checked,
-    }
 
 
 def as_text(findings: Sequence[Finding]) -> str:

@@ -226,11 +226,8 @@ def _points_left(sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool) -
             "Slurm does not answer, so ddp-hpc cannot find out which points have a job in its queue. Try again later; nothing was submitted."
         )
 
-    def no_job(job_id: str, _submitted_at: float) -> QueueStatus:
-        return QueueStatus(job_id=job_id)
-
     # Slurm's word on jobs that have left the queue counts for failed points alone, and takes a question for each.
-    ask = asker(environ, clock=time.time) if is_failed else no_job
+    ask = asker(environ, clock=time.time) if is_failed else lambda job_id, _: QueueStatus(job_id=job_id)
     states = PointReader(ask).read(sweep, queue)
     runs = {number: sweep.dir.run(sweep.points[number]) for number in states}
     if sweep.backend != "slurm":

@@ -127,11 +127,6 @@ def imported_content(path: Path, seal: str) -> bytes | None:
     return content if xxhash.xxh3_64_hexdigest(content) == seal else None
 
 
-def edited_files(inputs: AttemptInputs) -> list[str]:
-    """Return the files of the user's code that are no more what an attempt has imported, by their paths."""
-    return [path for path, seal in inputs.code.items() if imported_content(Path(path), seal) is None]
-
-
 def environ_of(numeric: Mapping[str, str] | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` with the variables by which an attempt added its numbers, and without others of their kind; as it is if that was not recorded."""
     if numeric is None:

@@ -23,7 +23,7 @@ from ddp_hpc.base.errors import ConfigError, DdpHpcError, NotComputedError, Unre
 from ddp_hpc.base.record import write_record
 from ddp_hpc.cluster.machine.gpus import visible_gpus
 from ddp_hpc.launch.submission import local
-from ddp_hpc.prove.replay.history import History, StepRange, edited_files, environ_of
+from ddp_hpc.prove.replay.history import History, StepRange, environ_of, imported_content
 from ddp_hpc.prove.replay.record import Record, record_of, record_of_replay
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.config.resolve import Resolved, flat, load_resolved, render_resolved
@@ -151,7 +151,8 @@ def _compute(wanted: Wanted, replayed: Replayed, inputs: AttemptInputs, world: i
     spec = replay_spec(spec, run, runs_dir=original.path.parent, world=world, gpus=gpus)
     replace_text(run.config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "replay"))), is_secret=True)
     import_paths = [str(wanted.code.absolute())] if wanted.code else list(inputs.import_paths)
-    if wanted.code is None and (edited := edited_files(inputs)):
+    imported = {} if wanted.code else inputs.code
+    if edited := [path for path, seal in imported.items() if imported_content(Path(path), seal) is None]:
         replayed.notes.append(
             f"{', '.join(edited)} has changed since, or was deleted, and a run on this machine keeps no copy of its code: give a directory with the old code as `--code`"
         )

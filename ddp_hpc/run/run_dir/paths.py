@@ -47,10 +47,10 @@ class RunPath:
 
 
 class _AttemptPath(RunPath):
-    """The same of each attempt."""
+    """The same of each attempt, or of each rank of the only one."""
 
     def __get__(self, run: RunDir, _: type[RunDir]) -> Callable[[int], Path]:  # type: ignore[override]
-        return lambda attempt: run.path / self._below.format(attempt)
+        return lambda number: run.path / self._below.format(number)
 
 
 class _RankPath(RunPath):
@@ -186,9 +186,8 @@ class RunDir:
     replay_request = RunPath("replay.json")
     """In the private directory of a replay: which step it ends at, and what its workers write down."""
 
-    def rank_trace(self, rank: int) -> Path:
-        """What a rank of a replay has written down of its steps, in their order (`train.engine.replay_trace`)."""
-        return self.path / "trace" / f"rank-{rank}.jsonl"
+    rank_trace = _AttemptPath("trace/rank-{}.jsonl")
+    """What a rank of a replay has written down of its steps, in their order (`train.engine.replay_trace`)."""
 
     @property
     def name(self) -> str:

@@ -75,7 +75,7 @@ def lead(run: RunData) -> str:
     """Say in a few sentences where the run stands, and what it took."""
     status, good = run.status, run.goodput.goodput
     if not run.times:
-        return f"{_sentence(status.reason)}" if status.reason else "No attempt has begun."
+        return _sentence(status.reason) if status.reason else "No attempt has begun."
     reason = "" if not status.reason or (run.failure and run.is_failure_newest) else f" {_sentence(status.reason)}"
     took = f"{plural(len(run.times), 'attempt')} took {hours(run.goodput.running_h)} of node time"
     useful = f", of which {share(good)} was training whose steps the run has kept." if good is not None else "."
