@@ -104,7 +104,7 @@ class SealedStore:
     def take(self, key: str, *, on_heartbeat: Callable[[], object]) -> str:
         """Return the text of a key as `get` does, and delete it; for what one rank alone reads."""
         text = self.get(key, on_heartbeat=on_heartbeat)
-        for read in (key, _heartbeat_key(key)):
+        for read in (key, f"{key}/heartbeat"):
             self._store.delete_key(read)
         return text
 

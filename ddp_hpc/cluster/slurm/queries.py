@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.slurm_times import minutes, parse_time, seconds
@@ -318,26 +318,23 @@ _GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d{1,9})(?=[(,]|$)")
 
 def parse_shapes(text: str) -> list[NodeShape]:
     """Return one row for each kind of node in each partition."""
-    counts: Counter[tuple[str, int, int, int, str | None]] = Counter()
+    kinds: Counter[NodeShape] = Counter()
     for line in text.splitlines():
         if not line.startswith("NodeName="):
             continue
         node = dict(reversed(_OF_NODE.findall(line)))  # the first of a name: comments and reasons stand at the end
-        cpus, memory, kept = (
-            _integer(node.get("CPUEfctv") or node.get("CPUTot", "")),
-            _integer(node.get("RealMemory", "")),
-            _integer(node.get("MemSpecLimit", "")),
-        )
+        cpus, memory, kept = (_integer(node.get(key, "")) or 0 for key in ("CPUEfctv", "RealMemory", "MemSpecLimit"))
         gpus = _GPUS.findall(node.get("Gres", ""))
-        num_gpus, gpu_type = sum(int(count) for _, count in gpus), next((kind for kind, _ in gpus if kind), None)
-        for partition in filter(None, node.get("Partitions", "").split(",")):
-            counts[partition, cpus or 0, (memory or 0) - (kept or 0), num_gpus, gpu_type] += 1
-    return [
-        NodeShape(
-            partition=partition, num_nodes=count, num_cpus=cpus, mem_mb=memory, num_gpus=num_gpus, gpu_type=gpu_type
+        shape = NodeShape(
+            partition="",
+            num_nodes=1,
+            num_cpus=cpus or _integer(node.get("CPUTot", "")) or 0,
+            mem_mb=memory - kept,
+            num_gpus=sum(int(count) for _, count in gpus),
+            gpu_type=next((kind for kind, _ in gpus if kind), None),
         )
-        for (partition, cpus, memory, num_gpus, gpu_type), count in counts.items()
-    ]
+        kinds.update(replace(shape, partition=name) for name in node.get("Partitions", "").split(",") if name)
+    return [replace(kind, num_nodes=count) for kind, count in kinds.items()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,14 +48,9 @@ def initial_state(
     warn_of_single_samples(order, bare)
     bare.zero_grad()  # the recipe may have called backward while it built the model
     make_optimizer = recipe.optimizer or partial(build_optimizer, spec.optimizer)
-    try:
-        optimizer = make_optimizer(bare, spec.train.lr)
-    except TypeError as error:
-        if isinstance(make_optimizer, type):
-            raise ConfigError(
-                NO_OPTIMIZER.format(f"is the class {make_optimizer.__name__} itself ({error})")
-            ) from error
-        raise
+    if isinstance(make_optimizer, type) and make_optimizer.__module__.startswith("torch.optim."):
+        raise ConfigError(NO_OPTIMIZER.format(f"is the class {make_optimizer.__name__} itself"))
+    optimizer = make_optimizer(bare, spec.train.lr)
     refuse_misfit(optimizer)
     scaler = precision.make_scaler()
     begin_momentum(optimizer, may_skip=scaler is not None or spec.train.on_nonfinite == "skip")

@@ -123,12 +123,9 @@ def _time(spec: RunSpec, cluster: Cluster) -> str:
         if goes_on
         else "ends, because `slurm.requeue` is false; submit it again to continue"
     )
-    if spec.resources.time_limit_min is None:
-        return f"`resources.time_limit_min` is not set{most}. Set it: a run that reaches the limit writes a checkpoint and {follows}."
-    return (
-        f"`resources.time_limit_min` is {spec.resources.time_limit_min}{most}. Lower it: a run that reaches the limit writes a "
-        f"checkpoint and {follows}."
-    )
+    limit_min = spec.resources.time_limit_min
+    asked_for, to_do = ("not set", "Set") if limit_min is None else (limit_min, "Lower")
+    return f"`resources.time_limit_min` is {asked_for}{most}. {to_do} it: a run that reaches the limit writes a checkpoint and {follows}."
 
 
 def _account(spec: RunSpec, cluster: Cluster) -> str:
