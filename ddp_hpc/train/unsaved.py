@@ -234,11 +234,8 @@ def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
             if not (is_librarys and is_unset):
                 yield f".{name}", each
     if isinstance(value, nn.Module):
-        yield from (
-            (f".{key}", len(one))
-            for key, one in vars(value).items()
-            if key.endswith("_hooks") and isinstance(one, dict)
-        )
+        hooks = {key: one for key, one in vars(value).items() if key.endswith("_hooks") and isinstance(one, dict)}
+        yield from ((f".{key}", len(one)) for key, one in hooks.items())
         yield ".forward", getattr(value.forward, "__qualname__", "")
     yield from ((f".{key}", getattr(value, key)) for key in _HOOKS if isinstance(value, Tensor) and hasattr(value, key))
     if not is_librarys:
