@@ -170,8 +170,9 @@ class _Walk:
             return hash(value.cache_info().currsize if isinstance(value, _CACHED) else repr(value))
         if isinstance(value, GeneratorType):
             return value.gi_frame.f_lasti if value.gi_frame else -1
-        if isinstance(value, io.IOBase) and value.readable() and not value.writable():
-            return os.lseek(value.fileno(), 0, os.SEEK_CUR)
+        with suppress(OSError, ValueError):  # it is closed, or lies in another file
+            if isinstance(value, io.IOBase) and value.readable() and not value.writable():
+                return os.lseek(value.fileno(), 0, os.SEEK_CUR)
         return None
 
     def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: PLR0911  one for each kind

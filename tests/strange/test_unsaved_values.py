@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import io
 import itertools
 import multiprocessing
 import random
@@ -38,7 +39,11 @@ class Rows(Dataset[Any]):
         self.known: dict[int, Tensor] = {}
         self.file: Any = None
         numbers = list(range(99))
-        self.source = {"object": (one for one in numbers), "list": iter(numbers), "cycle": itertools.cycle(numbers)}
+        self.source: dict[str, Any] = {
+            "object": (one for one in numbers),
+            "list": iter(numbers),
+            "cycle": itertools.cycle(numbers),
+        }
 
     def __len__(self) -> int:
         return 16
@@ -178,9 +183,10 @@ def test_state_of_a_data_set_is_named_by_whichever_process_loads(
 
 def test_the_line_at_which_a_data_set_reads_its_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "lines").write_text("a line\n" * 99)
+    (closed := (tmp_path / "lines").open(encoding="utf-8")).close()
     with (tmp_path / "lines").open(encoding="utf-8") as file:
         rows = Rows(lambda rows, _: rows.file.readline())
-        rows.file = file
+        rows.file, rows.source["closed"], rows.source["in memory"] = file, closed, io.BufferedReader(io.BytesIO(b"x"))
         trained(
             tmp_path / "run",
             Recipe(model=nn.Linear(3, 2), train_data=rows, loss=nn.CrossEntropyLoss()),
