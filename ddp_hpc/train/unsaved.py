@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import BuiltinMethodType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -77,8 +77,10 @@ class Watch:
 
     def changed(self) -> list[str]:
         """Return the places of what has changed, each once."""
-        found = [place for place in changed(self._before, self._now()) if place not in self._named_before]
+        now = self._now()
+        found = [place for place in changed(self._before, now) if place not in self._named_before]
         self._named_before.update(found)
+        self._before = {**now, **self._before}
         return found
 
     def why_refused(self, changed: Iterable[str]) -> str:
@@ -251,10 +253,17 @@ def _in_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
         with suppress(ValueError):  # it is empty
             yield f".{name}", cell.cell_contents
     names = [*_names(function.__code__)]
-    held = [function.__globals__.get(name) for name in names]
-    modules = [one for one in held if isinstance(one, ModuleType) and _is_users(one.__name__)]
+    package = function.__globals__.get("__package__")
+    found = [sys.modules.get(full) for name in names for full in (name, f"{package}.{name}")]  # that it imports itself
+    found += [vars(one).get(name) for one in found if _is_users_module(one) for name in names]
+    found += [function.__globals__.get(name) for name in names]
+    modules = {one.__name__: one for one in found if _is_users_module(one)}.values()
     for place, values in [(function.__module__, function.__globals__), *((one.__name__, vars(one)) for one in modules)]:
         yield from ((f"{place}.{name}", values.get(name)) for name in names)
+
+
+def _is_users_module(value: object) -> TypeGuard[ModuleType]:
+    return isinstance(value, ModuleType) and _is_users(value.__name__)
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -440,6 +440,40 @@ def test_a_teacher_that_begins_as_its_student_is_named_at_the_first_save(
     assert caplog.text.count("the training changes `model.teacher.weight`, which") == 1
 
 
+def test_what_begins_to_change_after_the_first_save_is_named_at_the_second_or_fourth(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def count(model: Any, _rows: Tensor) -> None:
+        model.calls += 1  # a checkpoint has it
+        model.seen += int(model.calls > 9)
+
+    model = Keeps(count, seen=0)
+    model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    recipe = Recipe(model=model, train_data=Rows(), loss=nn.CrossEntropyLoss())
+
+    trained(tmp_path / "run", recipe, train__max_steps=16, checkpoint__every_steps=4)
+
+    assert caplog.text.count("the training changes `model.seen`") == 1
+
+
+def test_what_a_module_keeps_that_a_forward_itself_imports_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keeps_count.py").write_text("count = 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def count(_model: Keeps, _rows: Tensor) -> None:
+        import keeps_count  # type: ignore[import-not-found]
+
+        keeps_count.count += 1
+
+    recipe = Recipe(model=Keeps(count), train_data=Rows(), loss=nn.CrossEntropyLoss())
+
+    trained(tmp_path / "run", recipe, train__max_steps=4, checkpoint__every_steps=2)
+
+    assert "the training changes `keeps_count.count`" in caplog.text
+
+
 class Reader:
     """As an open file is, once it is there."""
 

@@ -103,7 +103,8 @@ class Checkpointer:
     """Names and shapes of what the model saves, as they were before any forward; None where that was not asked."""
     _is_checked_again: bool = False
     _watch: unsaved.Watch | None = None
-    """On rank zero, until the first save."""
+    """On rank zero."""
+    _num_saves: int = 0
     _committed_at: float = field(default_factory=time.time)
     """On rank zero, when the newest checkpoint was committed; before the first one, when the attempt began."""
     _num_tries: int = 0
@@ -199,9 +200,9 @@ class Checkpointer:
         self.wait()
         if before not in {None, self._restored}:  # with heartbeats, which the next collective would not hear
             self.group.side_store.get(self._key(before, "outcome"), on_heartbeat=self.on_progress)
-        if self._watch is not None:  # a teacher that begins as its student changes with the second step
+        self._num_saves += 1
+        if self._watch is not None and self._num_saves.bit_count() == 1:  # a teacher may begin to follow late
             unsaved.warn_of_changes(self._watch.changed(), "the training")
-            self._watch = None
         rank_info = self.group.rank_info
         with without_garbage_collection():
             kept = state.kept_of_optimizer()
