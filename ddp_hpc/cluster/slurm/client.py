@@ -68,7 +68,7 @@ def without_inherited_argv(environ: Mapping[str, str]) -> list[str]:
 def refuse_other_cluster(own: str, environ: Mapping[str, str]) -> None:
     """Refuse a cluster that a site's module has set: jobs, and each question on them, go to this host's own one."""
     for variable in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"):
-        if own and environ.get(variable, own) not in {"", own}:
+        if own and environ.get(variable, own).lower() not in {"", own.lower()}:  # Slurm keeps names in lower case
             raise ConfigError(
                 f"{variable} is {environ[variable]!r}, but this host's Slurm cluster is {own}, and ddp-hpc submits to that one alone. Submit on a login "
                 f"node of {environ[variable]}; or unset {variable} to submit to {own}."
