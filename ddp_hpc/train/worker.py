@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ from ddp_hpc.run.run_dir.records import read_rendezvous_token
 from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
 from ddp_hpc.run.run_dir.software_versions import capture, differences, newest_environment, write_environment
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.run.workload.missing_files import refuse_missing
+from ddp_hpc.run.workload.missing_files import refuse_missing, why_missing_of_args
 from ddp_hpc.train import process_group
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.nonfinite import of_nan_check
@@ -81,7 +80,7 @@ def preload(run_path: str) -> str:
 def check(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """Check what needs neither data nor devices: the recipe's function and arguments, the first weights, the optimizer of a resume."""
     yield from _check_function(spec, environ)
-    yield from _paths_that_are_not_there(spec.recipe.args)
+    yield from why_missing_of_args(spec.recipe.args)
     if spec.checkpoint.keep_best and spec.checkpoint.best_metric != "loss":
         yield f"only the job knows the recipe's metrics, so `checkpoint.best_metric` ({spec.checkpoint.best_metric!r}) may be none of them"
     run = RunDir(spec.path)
@@ -115,17 +114,6 @@ def _check_function(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
             yield f"`{other}` may give the job another Python: {error}"
         else:
             raise
-
-
-def _paths_that_are_not_there(args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the job may fail of a recipe's argument that names a place on this host: nothing or no file is there."""
-    for name, value in args.items():
-        path = Path(value if isinstance(value, str) else "")
-        first = path.parts[0] if len(path.parts) > 1 else ""  # `org/model` is no path, unless there is such a directory
-        if first and (first in {"~", ".."} or os.path.exists(first)) and not os.path.exists(path):  # noqa: PTH110  for any text
-            yield f"`recipe.args.{name}` is {str(path)!r}, and this host has no such file or directory. Correct it, unless nodes have one"
-        elif value and os.path.isdir(path) and not os.listdir(path):  # noqa: PTH112, PTH208  the same
-            yield f"`recipe.args.{name}` is {str(path)!r}, and this host has no file in that directory. Correct it, unless nodes have one"
 
 
 def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None = None) -> int:

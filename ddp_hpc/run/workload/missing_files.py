@@ -1,9 +1,12 @@
-"""What a host cannot say of a run's files: where they may be there in the job."""
+"""Files and directories that are missing on this host: which ones a recipe names, and why a job may find them all the same."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.spec import LaunchSpec
@@ -18,6 +21,17 @@ def refuse_missing(error: ConfigError, named: str, spec: LaunchSpec) -> str:
     if why := _why_there(Path(named), spec):
         return f"{why}: {error}"
     raise error
+
+
+def why_missing_of_args(args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the job may fail of a recipe's argument that names a place on this host: nothing or no file is there."""
+    for name, value in args.items():
+        path = Path(value if isinstance(value, str) else "")
+        first = path.parts[0] if len(path.parts) > 1 else ""  # `org/model` is no path, unless there is such a directory
+        if first and (first in {"~", ".."} or os.path.exists(first)) and not os.path.exists(path):  # noqa: PTH110  for any text
+            yield f"`recipe.args.{name}` is {str(path)!r}, and this host has no such file or directory. Correct it, unless nodes have one"
+        elif value and os.path.isdir(path) and not os.listdir(path):  # noqa: PTH112, PTH208  the same
+            yield f"`recipe.args.{name}` is {str(path)!r}, and this host has no file in that directory. Correct it, unless nodes have one"
 
 
 def _why_there(path: Path, spec: LaunchSpec) -> str:
