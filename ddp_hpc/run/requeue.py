@@ -176,8 +176,8 @@ def why_last(situation: Situation, policy: RestartSpec) -> str:
 def reserve_s(lead_s: float) -> float:
     """Return how long before the time limit the last worker has to have exited.
 
-    The supervisor needs this time to kill workers that do not exit, to ask Slurm, and to requeue the job: Slurm does not
-    requeue a job that its time limit ends.
+    The supervisor needs this time to kill workers that do not exit, to ask Slurm, and to requeue the job. Where a node does not
+    answer, that lasts longer: Slurm 22.05 requeues a job until KillWait after its limit, but only if a process of the job asks for it.
     """
     return min(_RESERVE_S, lead_s / 3)
 
