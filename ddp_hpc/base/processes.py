@@ -329,7 +329,7 @@ def host_name() -> str:
 
 
 def kernel_text(path: Path) -> str:
-    """Return what the kernel says in a file of /proc or /sys; nothing where its version, or this container, does not have it."""
+    """Return what a file of the system says, in /proc, /sys or /etc; nothing where its version, or this container, does not have it."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -93,7 +93,7 @@ def test_a_shell_reads_what_is_exported() -> None:
     )
 
     assert "RANK=it's mine" in done.stdout.splitlines()
-    assert "RES_OPTIONS=timeout:1 attempts:1" in done.stdout.splitlines()
+    assert "RES_OPTIONS=timeout:1 attempts:3" in done.stdout.splitlines()
 
 
 def test_what_nobody_can_do_without_is_missed_aloud(

@@ -85,7 +85,8 @@ def test_a_bridge_with_a_physical_port_is_accepted() -> None:
         ("enp1s0", "rdma", "Ethernet with RDMA"),
         ("bond0", "ethernet", "Ethernet"),
         ("eth0", "ethernet", "Ethernet"),
-        ("net1", "ethernet", "another network"),
+        ("p2p1", "ethernet", "Ethernet"),
+        ("br0", "bridge", "another network"),
         ("wlan0", "wireless", "wireless"),
     ],
 )
@@ -94,12 +95,12 @@ def test_fabrics_are_known_by_name_and_kind(name: str, kind: Kind, words: str) -
 
 
 def test_the_fastest_comes_first_then_speed_then_name() -> None:
-    names = ["wlan0", "net1", "eth1", "eth0", "eth9", "hsn0", "ib1", "ib0"]
-    speeds = {"eth9": 25000}
+    names = ["wlan0", "enp105s0", "enp71s0", "data0", "hsn0", "ib1", "ib0"]
+    speeds = {"data0": 25000}
 
     ordered = accepted(interface(name, "10.0.0.1/24", speed_mbps=speeds.get(name)) for name in names)
 
-    assert [one.name for one in ordered] == ["ib0", "ib1", "hsn0", "eth9", "eth0", "eth1", "net1", "wlan0"]
+    assert [one.name for one in ordered] == ["ib0", "ib1", "hsn0", "data0", "enp71s0", "enp105s0", "wlan0"]
 
 
 def test_all_nodes_meet_on_the_fastest_network_they_share() -> None:

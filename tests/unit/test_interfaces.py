@@ -43,6 +43,8 @@ def device(folder: Path, **files: str) -> Path:
         ({"uevent": "DEVTYPE=bond"}, ["lower_eth0/device/infiniband"], "rdma"),
         ({"uevent": "DEVTYPE=bridge"}, ["bridge", "lower_veth1"], "virtual bridge"),
         ({"uevent": "DEVTYPE=bridge"}, ["bridge", "lower_eth0/device"], "bridge"),
+        ({"uevent": "DEVTYPE=bridge"}, ["bridge", "lower_bond0.7/lower_bond0/lower_eth0/device"], "bridge"),
+        ({"uevent": "DEVTYPE=vlan"}, ["lower_bond0/lower_eth0/device/infiniband"], "rdma"),
         ({"uevent": "DEVTYPE=vxlan\nINTERFACE=x"}, [], "overlay"),
         ({"uevent": "DEVTYPE=wlan"}, ["phy80211", "device"], "wireless"),
         ({"type": "65534"}, [], "tunnel"),

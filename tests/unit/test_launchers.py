@@ -215,6 +215,7 @@ def test_the_first_node_takes_its_own_name_even_where_that_means_loopback() -> N
     first = {**SKYPILOT, "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "me\nnode1"}
 
     assert numeric_address(placed(first), HOST) == "127.0.1.1"
+    assert variables_of(placed(first), first, HOST).value("GLOO_SOCKET_IFNAME") == "eth0"
 
 
 def test_a_node_that_cannot_resolve_the_first_one_says_so() -> None:

@@ -79,7 +79,7 @@ ROWS = [
     ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "ddp-hpc", "train.deterministic"),
     ("PYTORCH_NVML_BASED_CUDA_CHECK", "1", "ddp-hpc", "must not be initialised before"),
     ("TORCHINDUCTOR_CACHE_DIR", f"{private_cache()}/inductor", "ddp-hpc", "a directory that only you can enter"),
-    ("RES_OPTIONS", "timeout:1 attempts:1", "ddp-hpc", "reverse DNS"),
+    ("RES_OPTIONS", "timeout:1 attempts:3", "ddp-hpc", "reverse DNS"),
     ("PYTHONPATH", "/run/snapshot", "ddp-hpc", "the user's code"),
 ]
 
@@ -94,6 +94,23 @@ def test_each_variable_has_its_value_its_source_and_why(name: str, value: str, s
 
     assert (fact.value, fact.source) == (value, source)
     assert why in fact.rule
+
+
+@pytest.mark.parametrize(
+    "line", ["NCCL_SOCKET_IFNAME==ens1f0", " NCCL_SOCKET_IFNAME = ens1f0", "# NCCL_SOCKET_IFNAME=ens1f0"]
+)
+def test_an_interface_of_nccls_own_file_is_left_to_it(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".nccl.conf").write_text(f"NCCL_DEBUG=WARN\n{line}\n")
+
+    found = made()
+
+    is_comment = line.startswith("#")
+    assert found.value("NCCL_SOCKET_IFNAME") == ("=ib0" if is_comment else None)
+    assert (found.variables["NCCL_SOCKET_IFNAME"].source == "~/.nccl.conf") is not is_comment
+    assert found.value("GLOO_SOCKET_IFNAME") == "ib0"
 
 
 @pytest.mark.parametrize(

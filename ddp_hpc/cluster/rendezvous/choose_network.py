@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -67,7 +68,7 @@ _FABRICS: Sequence[tuple[Callable[[Interface], bool], str]] = (
     (lambda nic: nic.name.startswith("hsn"), "Slingshot"),
     (lambda nic: nic.name.startswith(("hfi", "opa")), "Omni-Path"),
     (lambda nic: nic.kind == "rdma", "Ethernet with RDMA"),
-    (lambda nic: nic.kind == "ethernet" and nic.name.startswith(("bond", "team", "en", "eth")), "Ethernet"),
+    (lambda nic: nic.kind == "ethernet", "Ethernet"),
     (lambda nic: nic.kind == "wireless" or nic.name.startswith("wl"), "wireless"),
 )
 """Kinds of network, by the first rule that holds. `_ORDER` sorts them, the fastest first. The speed that a driver
@@ -103,9 +104,14 @@ def speed_order(kind: str) -> int:
     return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
 
 
-def by_speed(interface: Interface) -> tuple[int, int, str]:
-    """Return a sort key: the fastest first, equal ones by name."""
-    return speed_order(fabric(interface)), -(interface.speed_mbps or 0), interface.name
+def by_speed(interface: Interface) -> tuple[int, int, list[str | int]]:
+    """Return a sort key: the fastest first, equal ones by name, `enp71s0` before `enp105s0`."""
+    parts = re.split(r"(\d+)", interface.name)
+    return (
+        speed_order(fabric(interface)),
+        -(interface.speed_mbps or 0),
+        [int(one) if one.isdecimal() else one for one in parts],
+    )
 
 
 def accepted(interfaces: Iterable[Interface], preferred: Sequence[str] = ()) -> list[Interface]:
@@ -212,13 +218,12 @@ def _not_shared(network: Network, address: Address, zero: str, others: Mapping[s
 
 def _other_names(nic: Interface, network: Network, others: Mapping[str, Sequence[Interface]]) -> str:
     """Return the names of the interface on other nodes, each with one node as an example."""
-    names = {
-        theirs.name: node
+    there = {
+        node: [theirs.name for theirs in interfaces if any(ip in network for ip in usable(theirs))]
         for node, interfaces in others.items()
-        for theirs in interfaces
-        if any(ip in network for ip in usable(theirs))
     }
-    return "".join(f"; {node} calls it {name}" for name, node in sorted(names.items()) if name != nic.name)
+    names = {names[0]: node for node, names in there.items() if names and nic.name not in names}
+    return "".join(f"; {node} calls it {name}" for name, node in sorted(names.items()))
 
 
 def _described(nic: Interface) -> str:

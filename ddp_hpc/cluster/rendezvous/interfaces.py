@@ -119,15 +119,16 @@ def kind_of(folder: Path) -> Kind:
         return kind
     if (folder / "tun_flags").exists():
         return "tunnel"
+    # A bridge, a bond or a VLAN has its card below it: `br0` on `bond0.100` on `bond0` on `eth0`.
+    cards = [card for depth in range(5) for card in folder.glob("lower_*/" * depth + "device")]
     if (folder / "bridge").exists():
-        return "bridge" if any(folder.glob("lower_*/device")) else "virtual bridge"
+        return "bridge" if cards else "virtual bridge"
     if (folder / "phy80211").exists():
         return "wireless"
     uevent = dict(line.partition("=")[::2] for line in kernel_text(folder / "uevent").splitlines())
     of_driver = _KIND_OF_DEVTYPE.get(uevent.get("DEVTYPE", ""))
     if of_driver is not None:
         return of_driver
-    cards = [folder / "device", *folder.glob("lower_*/device")]  # a bond or a VLAN has its card below it
     return "rdma" if any((card / "infiniband").exists() for card in cards) else "ethernet"
 
 

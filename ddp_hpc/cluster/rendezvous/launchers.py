@@ -7,6 +7,7 @@ this process itself stands above what has started that.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import zlib
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.address import Host, address_for_task
-from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK
+from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK, accepted, usable
 from ddp_hpc.cluster.rendezvous.ports import LOWEST, candidate_ports
 from ddp_hpc.cluster.rendezvous.worker_env import (
     OURS,
@@ -410,9 +411,14 @@ def variables_of(
         for name, number in zip(RANKS, numbers, strict=True)
     )
     computing = cpu_threads or threads(host.num_cpus, local_world_size, source="this host")
+    towards = address
+    if (
+        place.num_nodes > 1 and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    ):  # gloo would offer others this one
+        towards = next((str(usable(nic)[0]) for nic in accepted(host.interfaces)), address)
     made = {
         **named_ranks(rows),
         **endpoint(replace(place.address, value=address), place.port),
-        **node_variables(host.interface_towards(address), computing),
+        **node_variables(host.interface_towards(towards), computing),
     }
     return replace(launched_worker_env(place.launcher, made, environ), process=place.description)

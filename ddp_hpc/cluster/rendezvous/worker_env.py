@@ -8,11 +8,14 @@ way. From equal facts they get equal variables here. A worker carries this table
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_hpc.base.private_cache import private_cache
+from ddp_hpc.base.processes import kernel_text
 from ddp_hpc.cluster.slurm.allocation import Allocation, StepTask, as_task
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
@@ -123,9 +126,14 @@ def node_variables(interface: Fact, threads: Fact) -> dict[str, Fact]:
     # gloo and NCCL take this interface, and no other. NCCL reads a name as the beginning of names unless `=` stands before it; gloo compares whole names, and would search
     # for one that begins with `=` (measured: PyTorch 2.13;
     # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname).
-    exact = None if interface.value is None else f"={interface.value}"
-    network = {"NCCL_SOCKET_IFNAME": replace(interface, value=exact), "GLOO_SOCKET_IFNAME": interface}
-    return {**network, **library_variables(threads)}
+    nccls = replace(interface, value=None if interface.value is None else f"={interface.value}")
+    for file in ("/etc/nccl.conf", "~/.nccl.conf"):  # a variable that is set comes before what they say
+        text = kernel_text(Path(os.path.expanduser(file)))  # noqa: PTH111  a Path raises an error where nobody has a home
+        if re.search(r"^\s*NCCL_SOCKET_IFNAME\s*=", text, re.MULTILINE):
+            nccls = Fact(
+                value=None, source=file, rule=f"{file} sets it, which NCCL reads where the variable is not set"
+            )
+    return {"NCCL_SOCKET_IFNAME": nccls, "GLOO_SOCKET_IFNAME": interface, **library_variables(threads)}
 
 
 def library_variables(threads: Fact) -> dict[str, Fact]:
@@ -149,9 +157,9 @@ def library_variables(threads: Fact) -> dict[str, Fact]:
             rule="a directory that only you can enter, since `torch.compile` runs what it finds in its cache",
         ),
         # PyTorch's store resolves the name of every peer (getnameinfo in c10d's socket.cpp). If reverse DNS is broken, that
-        # takes ten seconds for each process. One try of one second is the least that resolv.conf(5) allows.
+        # takes ten seconds for each process. Three tries of a second: a server that is busy may lose one, or need more for it.
         "RES_OPTIONS": Fact(
-            value="timeout:1 attempts:1",
+            value="timeout:1 attempts:3",
             source=OURS,
             rule="keeps name lookups short, so that a broken reverse DNS does not delay the start",
         ),
