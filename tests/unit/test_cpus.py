@@ -37,10 +37,10 @@ def put_machine(tmp_path: Path) -> PutMachine:
     return put
 
 
-def put_gpus(root: Path, numa_nodes: Sequence[int]) -> None:
+def put_gpus(root: Path, numa_nodes: Sequence[int], minors: Sequence[int] | None = None) -> None:
     """Lay out what NVIDIA's driver and the bus tell of GPUs."""
-    for minor, node in enumerate(numa_nodes):
-        address = f"0000:{16 * minor + 1:02x}:00.0"
+    for at, (node, minor) in enumerate(zip(numa_nodes, minors or range(len(numa_nodes)), strict=True)):
+        address = f"0000:{16 * at + 1:02x}:00.0"
         folder, device = root / "proc/driver/nvidia/gpus" / address, root / "sys/bus/pci/devices" / address
         folder.mkdir(parents=True)
         device.mkdir(parents=True)
@@ -164,6 +164,23 @@ def test_the_numa_node_of_each_workers_gpu_is_found(
     assert gpu_numa_nodes(environ, 4, tmp_path) == numa_nodes
 
 
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, [3, 3, 1, 1]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_GPUS": "0,1"}, [1, 1, None, None]),
+        ({"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_STEP_GPUS": "2,3"}, [1, 1, None, None]),  # Slurm constrains no device
+        ({"CUDA_VISIBLE_DEVICES": "GPU-22-0"}, [3, None, None, None]),
+    ],
+)
+def test_gpus_count_by_their_buses_though_their_devices_have_other_numbers(
+    environ: Mapping[str, str], found: list[int | None], tmp_path: Path
+) -> None:
+    put_gpus(tmp_path, [3, 3, 1, 1], minors=[2, 3, 0, 1])  # as in an HGX A100
+
+    assert gpu_numa_nodes(environ, 4, tmp_path) == found
+
+
 def test_workers_get_cpus_beside_their_gpus(put_machine: PutMachine, tmp_path: Path) -> None:
     put_machine(packages=2, cores=8, threads=2)
     cpus = read_cpus(range(32), tmp_path)
@@ -212,6 +229,22 @@ def test_threads_and_pinning_are_bounded_by_what_slurm_gave(  # noqa: PLR0917  a
     assert share.threads.value == str(num_threads)
     assert set(first).isdisjoint(second) is is_pinned
     assert bool(share.note) is not is_pinned
+
+
+@pytest.mark.parametrize(("num_on_node", "is_pinned"), [(64, True), (32, False)])
+def test_a_slurm_that_counts_cores_binds_to_all_their_hyper_threads(
+    num_on_node: int, is_pinned: bool, put_machine: PutMachine, tmp_path: Path
+) -> None:
+    put_machine(packages=1, cores=16, threads=2)
+
+    share = share_cpus(read_cpus(range(32), tmp_path), 2, None, granted=(16, 16), num_on_node=num_on_node)
+
+    first, second = share.cpu_sets
+    assert share.threads.value == "8"
+    assert (len(cores_of(first, 16)), cores_of(first, 16).isdisjoint(cores_of(second, 16))) == (
+        8 if is_pinned else 16,
+        is_pinned,
+    )
 
 
 def test_the_note_tells_what_was_given_and_what_was_found() -> None:

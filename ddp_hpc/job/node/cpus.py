@@ -67,16 +67,18 @@ def share_here(environ: Mapping[str, str], num_workers: int, cpus_per_worker: in
         cpus_per_worker,
         granted=granted_cpus(environ),
         near=gpu_numa_nodes(environ, num_workers),
+        num_on_node=os.cpu_count() or 0,
     )
 
 
-def share_cpus(
+def share_cpus(  # noqa: PLR0913  what there is, what is wanted, and what was given
     cpus: Sequence[Cpu],
     num_workers: int,
     cpus_per_worker: int | None,
     *,
     granted: tuple[int, int] | None = None,
     near: Sequence[int | None] = (),
+    num_on_node: int = 0,
 ) -> CpuShare:
     """Assign CPUs to workers, neighbours together; workers share them all where there are too few.
 
@@ -88,7 +90,8 @@ def share_cpus(
     each = cpus_per_worker or num_given // num_workers
     fits = 0 < each * num_workers <= num_given
     computing = threads(num_given, num_workers, cpus_per_worker, source="Slurm" if granted else "this host")
-    is_bound = len(cpus) <= of_job
+    # A Slurm that counts cores binds to all hyper-threads of each.
+    is_bound = len(cpus) <= of_job or (len({cpu.core for cpu in cpus}) <= of_job and len(cpus) < num_on_node)
     sets = _assign(sorted(cpus), num_workers, each, near) if fits and is_bound else [everything] * num_workers
     note = ""
     if not is_bound:
@@ -146,19 +149,21 @@ def read_cpus(numbers: Sequence[int], root: Path = ROOT) -> list[Cpu]:
 def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = ROOT) -> list[int | None]:
     """Return the NUMA node of each worker's GPU by NVIDIA's driver; None where it is not known.
 
-    In a job whose devices Slurm constrains, CUDA counts the job's GPUs from zero; Slurm's variables have their numbers.
+    CUDA counts GPUs in the order of their PCI buses, but Slurm's variables have the numbers of their devices. In a job whose devices
+    Slurm constrains, CUDA counts the job's alone, from zero.
     """
     names = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    numbers = gpu_numbers(environ)
-    if names and len(numbers) == len(names) and all(name.isdecimal() for name in names):
-        names = list(numbers)
-    known: dict[str, int] = {}
+    gpus = []
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         text = kernel_text(folder / "information")
         facts = dict(re.findall(r"^(GPU UUID|Device Minor):\s*(\S+)", text, re.MULTILINE))
         node = _number(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
-        known |= dict.fromkeys(facts.values(), node)
-    names = names or sorted((name for name in known if name.isdecimal()), key=int)
+        gpus.append((facts.get("GPU UUID"), facts.get("Device Minor"), node))
+    numbers = gpu_numbers(environ)
+    if names and names == [str(at) for at in range(len(numbers))]:
+        gpus = [gpu for gpu in gpus if gpu[1] in numbers]
+    known = {uuid: node for uuid, _, node in gpus} | {str(at): node for at, (*_, node) in enumerate(gpus)}
+    names = names or [str(at) for at in range(len(gpus))]
     found = [known.get(name, _UNKNOWN) for name in names[:num_workers]]
     return [None if node < 0 else node for node in found] + [None] * (num_workers - len(found))
 
