@@ -68,6 +68,8 @@ class ContainerSetup:
     """Names of the variables outside, for a runtime that passes on only those that are named (Docker)."""
     user: str = ""
     """`UID:GID` of the user, for the same runtime."""
+    groups: tuple[int, ...] = ()
+    """The user's other groups."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def container_setup(
         options=container.options,
         passed=tuple(sorted(environ or ())),
         user=f"{os.getuid()}:{os.getgid()}",
+        groups=tuple(sorted({*os.getgroups()} - {os.getgid()})),
     )
 
 
@@ -340,7 +343,8 @@ def _docker(inside: ContainerSetup, python: str) -> CommandWrapper:
     """
     gpus = {"nvidia": ["--gpus=all"], "rocm": ["--device=/dev/kfd", "--device=/dev/dri"], "none": []}[inside.gpus]
     shared = ["--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1"]
-    who = [f"--user={inside.user}", "--env=HOME=/tmp"]  # in the image
+    groups = [f"--group-add={group}" for group in inside.groups]  # of data that a project shares, and of AMD's devices
+    who = [f"--user={inside.user}", *groups, "--env=HOME=/tmp"]  # in the image
     mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind, "readonly"))]
     names = dict.fromkeys([*inside.passed, *_carried(inside)])
     passed = [f"--env={name}" for name in names if name not in _IMAGES_OWN]

@@ -37,8 +37,8 @@ from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.preflight import Preflight
 
-ANSWER_S = 30.0
-"""How long the nodes may take to start Python and to answer."""
+ANSWER_S, UNPACK_S = 30.0, 300.0
+"""How long the nodes may take to start Python and to answer; in an image, which each may have to unpack first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,7 @@ class Question:
     python: Sequence[str] = (sys.executable,)
     step: Sequence[str] | None = None
     """The beginning of the command that starts a process on each node as workers start; None for a step of one CPU."""
+    has_image: bool = False
     interfaces: Sequence[str] = ()
     """Networks to prefer (`network.interfaces`)."""
     asked: NodeNeeds = field(default_factory=NodeNeeds)
@@ -68,7 +69,7 @@ def examine(question: Question) -> Preflight:
         [*question.python, "-m", "ddp_hpc.cluster.node_checks.gather", f"--folder={question.folder}", *options],
         nodes,
         environ=question.environ,
-        timeout_s=ANSWER_S,
+        timeout_s=UNPACK_S if question.has_image else ANSWER_S,
         step=question.step,
         is_over=processes.is_stop_pending,
     )
@@ -132,6 +133,7 @@ def _question(context: JobContext, attempt: int, allocation: Allocation) -> Ques
         paths=[*inputs, *([] if wrapper.image else binds)],
         python=wrapper.command,
         step=[*step, *wrapper.srun_args],
+        has_image=bool(wrapper.image),
         interfaces=spec.network.interfaces,
         asked=NodeNeeds(
             cpus_per_node=workload.cpus_per_worker * world.workers_per_node,

@@ -94,7 +94,8 @@ GOLDEN["docker"] = (
     [],
     [
         *("docker", "run", "--rm", "--interactive", "--init", "--no-healthcheck", "--gpus=all"),
-        *("--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1", "--user=1000:100", "--env=HOME=/tmp"),
+        *("--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1", "--user=1000:100"),
+        *("--group-add=44", "--group-add=992", "--env=HOME=/tmp"),
         *(word for mount in MOUNTS for word in ("--mount", mount.replace(",ro", ",readonly"))),
         *(
             "--env=MASTER_ADDR",
@@ -129,7 +130,10 @@ def test_pyxis_is_asked_by_options_that_it_documents() -> None:
 def test_a_command_line_is_the_golden_one(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> None:
     one = spec(binds=("/datasets:/data:ro",), options=("--writable-tmpfs",))
     found = replace(
-        inside(monkeypatch, one), passed=("HOME", "MASTER_ADDR", "NCCL_DEBUG", "PYTHONPATH"), user="1000:100"
+        inside(monkeypatch, one),
+        passed=("HOME", "MASTER_ADDR", "NCCL_DEBUG", "PYTHONPATH"),
+        user="1000:100",
+        groups=(44, 992),
     )
 
     wrapper = command_wrapper(found, runtime, "python3")

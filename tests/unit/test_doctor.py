@@ -425,6 +425,14 @@ def test_a_part_that_does_not_end_in_time_is_named_and_the_others_are_told(
     assert found.num_cpus
 
 
+def test_where_tmpdir_is_not_there_the_disk_of_tmp_is_looked_at(tmp_path: Path) -> None:
+    places = [tmp_path, tmp_path / "slurm.7"]
+    found = [gather("a", ["a"], folder=tmp_path, paths=[], environ={"TMPDIR": str(one)}) for one in places]
+    paths = [one.disks["temporary files"].path for one in found if one.disks]
+
+    assert paths == [str(tmp_path), "/tmp"]
+
+
 def test_a_directory_that_fills_a_moment_later_is_there(tmp_path: Path) -> None:
     """As one does that an automounter mounts at the first look."""
     late = threading.Timer(0.3, (tmp_path / "one").write_text, ["1"])

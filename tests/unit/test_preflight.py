@@ -61,6 +61,24 @@ def test_a_node_that_does_not_answer_is_left_out_of_the_probe_and_of_the_run(
     assert outcome.lost_nodes == ("n3",)
 
 
+@pytest.mark.parametrize(("has_image", "timeout_s"), [(False, 30), (True, 300)])
+def test_nodes_that_may_have_to_unpack_an_image_have_longer_to_answer(
+    has_image: bool, timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def ask(*_: Any, **more: Any) -> NodesAnswers:
+        given.append(more["timeout_s"])
+        return NodesAnswers(by_node={}, silent=[], last_error="")
+
+    monkeypatch.setattr(preflight, "ask_nodes", ask)
+    allocation = Allocation(job_id="7", node_names=NODES, tasks_per_node=(1,) * 4)
+
+    examine(Question(allocation=allocation, folder=tmp_path / "asked", environ={}, has_image=has_image))
+
+    assert given == [timeout_s]
+
+
 @pytest.mark.parametrize("answers", [{}, {"n1": FACTS}])
 def test_without_two_nodes_that_answer_no_network_is_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, ...]], answers: Mapping[str, Any]

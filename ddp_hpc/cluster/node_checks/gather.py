@@ -55,7 +55,11 @@ def gather(
     """Return what this node, called `own`, says of itself."""
     near = neighbours(nodes.index(own), nodes)
     asked = {nodes[0], *near}
-    disks = {"temporary files": environ.get("TMPDIR") or "/tmp", "shared memory": "/dev/shm"}  # noqa: S108  where programs write
+
+    def disks() -> dict[str, Any]:
+        own_tmp = Path(environ.get("TMPDIR") or "/tmp")  # noqa: S108
+        tmp = own_tmp if own_tmp.is_dir() else Path("/tmp")  # noqa: S108  as programs choose, where an image lacks the job's own
+        return {"disks": {"temporary files": disk(tmp), "shared memory": disk(Path("/dev/shm"))}}  # noqa: S108
 
     def software() -> dict[str, Any]:
         here = capture(environ)
@@ -69,7 +73,7 @@ def gather(
         "names": lambda: {"names": answers_within(NAMES_S, {name: partial(resolved, name) for name in asked})},
         "reverse DNS": lambda: {"reverse_s": _reverse_s(nodes)},
         "networks": lambda: {"networks": networks(local_interfaces())},
-        "disks": lambda: {"disks": {label: disk(Path(path)) for label, path in disks.items()}},
+        "disks": disks,
         "shared": lambda: {"shared": shared(folder, own, near)},
         **{f"path {path}": lambda path=path: {f"path {path}": _looked_at(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
     }
