@@ -58,7 +58,7 @@ def run_here(check: Check, place: Place) -> int:
     replace_text(place.path / FIGURES, json.dumps(content, default=str), durable=False)
     while left := psutil.Process().children(recursive=True):
         processes.kill(one.pid for one in left)
-        processes.reap()
+        processes.reap_children()
     return 0
 
 

@@ -79,7 +79,7 @@ def make_directory(path: Path) -> None:
     Raises:
         FileExistsError: if the name exists.
     """
-    path.mkdir(mode=0o700 | readers(path.parent))
+    path.mkdir(mode=0o700 | reader_bits(path.parent))
 
 
 def open_private(path: Path, mode: str, *, buffering: int = -1, is_secret: bool = False) -> IO[Any]:
@@ -94,10 +94,10 @@ def open_private(path: Path, mode: str, *, buffering: int = -1, is_secret: bool 
 
 def private_mode(path: Path) -> int:
     """Return the mode of a new file at `path`: 0600, and readable for those who may read its directory."""
-    return 0o600 | readers(path.parent) & 0o444
+    return 0o600 | reader_bits(path.parent) & 0o444
 
 
-def readers(folder: Path) -> int:
+def reader_bits(folder: Path) -> int:
     """Return the permission bits with which group and others may read a directory."""
     return folder.stat().st_mode & 0o055
 
@@ -115,7 +115,7 @@ def replace_text(
     # else the rename itself may be lost.
     beside = scratch_path((by_way_of or path.parent) / path.name)
     try:
-        with named(path), open_private(beside, "xb", is_secret=is_secret) as file:
+        with name_errors(path), open_private(beside, "xb", is_secret=is_secret) as file:
             file.write(text.encode() if isinstance(text, str) else text)
             if durable:
                 file.flush()
@@ -124,7 +124,7 @@ def replace_text(
     finally:
         beside.unlink(missing_ok=True)
     if durable:
-        with named(path.parent):
+        with name_errors(path.parent):
             fsync_path(path.parent)
 
 
@@ -156,14 +156,14 @@ def output_at(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise ConfigError(f"The output file is {str(path)!r}, but that is a directory. Give the path of a file in it.")
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-        with named(path):
+        with name_errors(path):
             yield path
         return
-    with named(path):
+    with name_errors(path):
         target = Path(os.path.realpath(path))
     beside = scratch_path(target)
     try:
-        with named(path):
+        with name_errors(path):
             yield beside
             beside.replace(target)
     finally:
@@ -171,7 +171,7 @@ def output_at(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def name_errors(path: Path) -> Iterator[None]:
     """Name a file in the errors of reading or writing it, where the system does not: read(2) and write(2) know no name."""
     try:
         yield
@@ -185,7 +185,7 @@ def append_json_line(path: Path, record: Mapping[str, Any], *, durable: bool = T
     """Add one line in one write. With `durable`, wait until it is on disk."""
     # A writer that was killed may have left the last line incomplete. End it first, so that ours is a line of its own.
     line = json.dumps(record, separators=(",", ":")) + "\n"
-    with named(path), open_private(path, "ab+") as file:
+    with name_errors(path), open_private(path, "ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
@@ -240,13 +240,13 @@ def record_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def _content(path: Path, most_bytes: int) -> bytes:
-    with open_record(path, most_bytes=most_bytes) as file, named(path):
+    with open_record(path, most_bytes=most_bytes) as file, name_errors(path):
         return file.read()
 
 
-def end_of(path: Path, num_bytes: int) -> tuple[int, bytes]:
+def read_end_of_file(path: Path, num_bytes: int) -> tuple[int, bytes]:
     """Return the last bytes of a file that a run has written, and where they begin in it."""
-    with open_record(path) as file, named(path):
+    with open_record(path) as file, name_errors(path):
         start = file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
         return start, file.read(num_bytes)
 
@@ -256,7 +256,7 @@ def record_text(path: Path) -> str:
     return record_bytes(path).decode("utf-8", errors="replace")
 
 
-def numbers_in(folder: Path, pattern: re.Pattern[str]) -> list[int]:
+def numbers_in_names(folder: Path, pattern: re.Pattern[str]) -> list[int]:
     """Return the numbers in the names of a directory's entries that fit a pattern, in order; none where there is no directory."""
     try:
         names = [path.name for path in folder.iterdir()]  # not by `glob`, which takes an error for an empty directory
@@ -271,7 +271,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
         file = open_record(path, most_bytes=MOST_BYTES_OF_LINES)
     except FileNotFoundError:
         return
-    with file, named(path):
+    with file, name_errors(path):
         while raw := file.readline(_LONGEST_LINE):
             if raw != b"\n":
                 yield raw
@@ -279,7 +279,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield where each line of a file begins, and the line with its end, the last one first; raises what `lines_of` raises."""
-    with open_record(path, most_bytes=MOST_BYTES_OF_LINES) as file, named(path):
+    with open_record(path, most_bytes=MOST_BYTES_OF_LINES) as file, name_errors(path):
         begin, rest = file.seek(0, os.SEEK_END), b""
         while begin:
             begin, end = max(0, begin - _BLOCK), begin

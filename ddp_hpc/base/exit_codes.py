@@ -45,7 +45,7 @@ GUARD_PAUSES_S = (1, 2, 5, 15, 60)
 """How long a guardian waits before it starts the supervisor for the second time, the third, and so on."""
 
 
-def joint(codes: Iterable[int], *, rank_zero: int | None = None) -> int:
+def combined_exit_code(codes: Iterable[int], *, rank_zero: int | None = None) -> int:
     """Return what the codes of several workers, or of several nodes, mean together.
 
     `rank_zero` is the code of rank zero, or of its node, where the caller knows that the others follow it.
@@ -76,7 +76,7 @@ def signal_of(code: int) -> int:
     return number if signal_name(number) else 0
 
 
-def described(code: int) -> str:
+def describe_end(code: int) -> str:
     """Describe how a supervisor ended that decided nothing."""
     number = signal_of(code)
     return (

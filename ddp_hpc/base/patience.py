@@ -54,7 +54,7 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def patiently(
+def await_answer(
     what: str,
     ask: Callable[[], T],
     *,
@@ -144,7 +144,7 @@ def answers_within(
     return {name: found[name] for name in questions if name in found}
 
 
-def known(path: Path, ask: Callable[[], T], unknown: T) -> T:
+def ask_once(path: Path, ask: Callable[[], T], unknown: T) -> T:
     """Return what `ask` returns for a path, or `unknown` if the file system does not answer; for checks repeated soon.
 
     The first failure is logged; the next one only after a success.

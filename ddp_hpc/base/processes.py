@@ -279,7 +279,7 @@ def await_signal(timeout_s: float, also: Iterable[int] = ()) -> signal.Signals |
             return None
 
 
-def reap() -> dict[int, int]:
+def reap_children() -> dict[int, int]:
     """Return the exit codes of children that have exited, by pid; minus the signal's number for a killed one."""
     ended: dict[int, int] = {}
     while True:
@@ -358,7 +358,7 @@ def await_exit(pid: int, started: int | None, timeout_s: float) -> None:
     waited for.
     """
     try:
-        fd = end_descriptor(pid)
+        fd = open_pidfd(pid)
     except ProcessLookupError:
         return
     if fd is None:
@@ -375,7 +375,7 @@ def await_exit(pid: int, started: int | None, timeout_s: float) -> None:
         os.close(fd)
 
 
-def end_descriptor(pid: int) -> int | None:
+def open_pidfd(pid: int) -> int | None:
     """Return a file descriptor that becomes readable when a process ends (pidfd_open(2)); None where there is no such call.
 
     Raises:
@@ -404,7 +404,7 @@ def is_listening(pid: int, number: int = signal.SIGUSR2) -> bool:
     return is_in_mask(pid, number, "SigBlk", "SigCgt")
 
 
-def outlasts(pid: int, number: int) -> bool:
+def survives_signal(pid: int, number: int) -> bool:
     """Tell whether a process catches or ignores a signal, so that it does not end by it at once."""
     return is_in_mask(pid, number, "SigCgt", "SigIgn")
 
@@ -542,7 +542,7 @@ _STARTED_AGAIN_AFTER_FORK = frozenset({"jemalloc_bg_thd"})
 """Threads that their library starts again in a forked process: those of jemalloc, which pyarrow (and so pandas) loads."""
 
 
-def die_after(pid: int) -> None:
+def die_with_process(pid: int) -> None:
     """Kill this process once another process of this host has ended, whichever process is its parent."""
     import threading  # late: no command needs it (cli/seldom_gc.py)
 

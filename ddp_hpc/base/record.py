@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ddp_hpc.base.durable import append_json_line, json_line, lines_of, make_directories, record_bytes, replace_text
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 
 T = TypeVar("T")
 _LONG_NUMBER = re.compile(rb"\d{19}")
@@ -40,24 +40,24 @@ def append_record(path: Path, record: Any, *, durable: bool = True) -> None:
 def read_record(path: Path, kind: type[T], *, may_have_nan: bool = False) -> T | None:
     """Return the record at a path."""
     try:
-        return record_in(record_bytes(path), kind, may_have_nan=may_have_nan)
+        return decode_record(record_bytes(path), kind, may_have_nan=may_have_nan)
     except FileNotFoundError:
         return None
 
 
 def known_record(path: Path, kind: type[T], *, may_have_nan: bool = False) -> T | None:
     """Return the record at a path; None, too, where the file system does not answer, which is logged."""
-    return known(path, partial(read_record, path, kind, may_have_nan=may_have_nan), unknown=None)
+    return ask_once(path, partial(read_record, path, kind, may_have_nan=may_have_nan), unknown=None)
 
 
 def read_records(path: Path, kind: type[T]) -> Iterator[T]:
     """Yield the records in the lines of a file; none without one. A line that is half written is skipped."""
     for line in lines_of(path):
-        if (record := record_in(line, kind)) is not None:
+        if (record := decode_record(line, kind)) is not None:
             yield record
 
 
-def record_in(raw: bytes, kind: type[T], *, may_have_nan: bool = False) -> T | None:
+def decode_record(raw: bytes, kind: type[T], *, may_have_nan: bool = False) -> T | None:
     """Return the record that some JSON holds. NUL bytes around it are removed, as crashed file systems leave them.
 
     NaN and infinite numbers, which Python writes and JSON does not have, count as damage unless the record `may_have_nan`. So do
@@ -70,11 +70,11 @@ def record_in(raw: bytes, kind: type[T], *, may_have_nan: bool = False) -> T | N
     except msgspec.ValidationError:
         return None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return record_of(json_line(raw), kind) if may_have_nan else None
+        return convert_to_record(json_line(raw), kind) if may_have_nan else None
     return record
 
 
-def record_of(value: Any, kind: type[T]) -> T | None:
+def convert_to_record(value: Any, kind: type[T]) -> T | None:
     """Return the record that a value of JSON is, such as `{"step": 1}`."""
     try:
         return msgspec.convert(value, kind, str_keys=True)

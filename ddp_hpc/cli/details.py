@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cli.formatting import DASH, duration
 from ddp_hpc.run.checkpoints.save_interval import SaveInterval
 from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged, newest_uses, read_uses, record_of
@@ -21,7 +21,7 @@ from ddp_hpc.watch.status import RunStatus
 def details_of(run: RunDir, status: RunStatus, *, now: float) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the details as keys of `status --json`, and as rows of text, without those whose records are not readable now."""
     goodput, interval = node_time(run, status, now=now)
-    traces: list[Path] = known(run.profile, lambda: sorted(run.profile.glob("*.trace.json.gz")), unknown=[])
+    traces: list[Path] = ask_once(run.profile, lambda: sorted(run.profile.glob("*.trace.json.gz")), unknown=[])
     profiles = [str(path) for path in traces]
     machines, machine_words = _machines(run, status, now)
     record = {
@@ -48,7 +48,7 @@ def node_time(run: RunDir, status: RunStatus, *, now: float) -> tuple[Goodput | 
         return goodput_of(times), newest_interval(marks, times)
 
     unknown: tuple[Goodput | None, SaveInterval | None] = (None, None)
-    return known(run.timeline, read, unknown=unknown)
+    return ask_once(run.timeline, read, unknown=unknown)
 
 
 def _machines(run: RunDir, status: RunStatus, now: float) -> tuple[Mapping[str, Any] | None, str]:
@@ -57,7 +57,7 @@ def _machines(run: RunDir, status: RunStatus, now: float) -> tuple[Mapping[str, 
     if attempt is None:
         return None, ""
     read = newest_uses if status.is_alive else read_uses
-    uses: Sequence[MachineUse] = known(run.attempt_logs(attempt), lambda: read(run, attempt), unknown=[])
+    uses: Sequence[MachineUse] = ask_once(run.attempt_logs(attempt), lambda: read(run, attempt), unknown=[])
     use = merged(uses)
     if use is None:
         return None, ""

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ddp_hpc.base.discretion import visible
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cli.details import details_of
 from ddp_hpc.cli.status_text import as_text, evaluation_line
 from ddp_hpc.cli.terminal import unguarded
@@ -47,7 +47,7 @@ def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bo
             now = time.time()
             if now >= next_read or not look.status.is_alive:
                 _, rows = details_of(run, look.status, now=now)
-                losses = known(run.metrics, lambda: read_losses(run, num_bins=_WIDTH).loss, unknown=())
+                losses = ask_once(run.metrics, lambda: read_losses(run, num_bins=_WIDTH).loss, unknown=())
                 next_read = now + max(1.0, _READ_SHARE * (time.time() - now))
             width, height = console.size
             # One column stays free, as some terminals begin a new line there, and one line for the shell.

@@ -8,7 +8,7 @@ import time
 
 from ddp_hpc.base.durable import read_json
 from ddp_hpc.base.errors import FencedError
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.requeue import TABLE
 from ddp_hpc.run.run_dir import ownership
@@ -37,7 +37,7 @@ def begin(run: RunDir, workload: Workload, job: SlurmJob | None, *, image: str =
             f"note: removed {name}, an unfinished checkpoint that killed workers left; committed ones are not affected\n"
         )
     write_rendezvous_token(run.rendezvous_token(attempt))
-    stop_request = known(run.stop_request, lambda: read_json(run.stop_request), unknown=None) or {}
+    stop_request = ask_once(run.stop_request, lambda: read_json(run.stop_request), unknown=None) or {}
     if stop_request.get("by") == "supervisor":  # for the attempt before; what cannot be read may be the user's
         run.stop_request.unlink(missing_ok=True)
     first_step = workload.progress(run, ledger)

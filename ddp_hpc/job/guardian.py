@@ -72,13 +72,13 @@ def _guard(run: RunDir, options: Sequence[str], *, since: int, lock_fd: int) -> 
             return exit_codes.FAILED
         num_deaths = 1 if time.monotonic() - began > GOOD_WHILE_S else num_deaths + 1
         if num_deaths > len(exit_codes.GUARD_PAUSES_S):
-            reason = f"ddp-hpc's supervisor process {exit_codes.described(after)}, {num_deaths} times in a row"
+            reason = f"ddp-hpc's supervisor process {exit_codes.describe_end(after)}, {num_deaths} times in a row"
             sys.stderr.write(f"error: {reason}, so ddp-hpc does not start it again. Submit {run.name} again.\n")
             _write_down(run, since, reason)
             return exit_codes.FAILED
         pause_s = exit_codes.GUARD_PAUSES_S[num_deaths - 1]
         sys.stderr.write(
-            f"note: ddp-hpc's supervisor process {exit_codes.described(after)}; it starts again in {pause_s} s\n"
+            f"note: ddp-hpc's supervisor process {exit_codes.describe_end(after)}; it starts again in {pause_s} s\n"
         )
         is_stop_asked = _pause(pause_s) or is_stop_asked
 
@@ -128,7 +128,7 @@ def _run_supervisor(options: Sequence[str], *, new_with_lock: int | None = None)
         import psutil  # noqa: F401
     is_stop_asked = False
     while True:
-        ended = processes.reap()
+        ended = processes.reap_children()
         if pid in ended:
             return ended[pid], is_stop_asked
         number = processes.await_signal(3600.0)
@@ -178,7 +178,7 @@ def _kill_leftovers() -> bool:
     while left := psutil.Process().children(recursive=True):
         processes.kill(process.pid for process in left)
         is_stop_asked = processes.await_signal(0.1) in processes.STOP_SIGNALS or is_stop_asked
-        processes.reap()
+        processes.reap_children()
         if time.monotonic() > deadline:
             numbers = ", ".join(str(process.pid) for process in left)
             sys.stderr.write(

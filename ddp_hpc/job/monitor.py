@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.base.processes import STOP_SIGNALS
 from ddp_hpc.run.requeue import reserve_s
 
@@ -106,7 +106,7 @@ class Monitor:
         """Ask once, when the workers handle signals, whether Slurm preempted the job before: it does not signal again."""
         if self._has_asked or self.is_signalled or self.first_sign is None:
             return False
-        if not known(self.first_sign, self.first_sign.exists, unknown=False):
+        if not ask_once(self.first_sign, self.first_sign.exists, unknown=False):
             return False
         self._has_asked = True
         self.is_signalled = self.ask_preempted()

@@ -120,7 +120,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, job: SlurmJob | None) -> i
         takeover.end_leftover_steps(run, job)
     lock_fds = _lock(run, job) if arguments.lock_fd is None else [arguments.lock_fd]
     if arguments.after is not None:
-        code = takeover.take_over(run, job, how=exit_codes.described(arguments.after), since=arguments.since)
+        code = takeover.take_over(run, job, how=exit_codes.describe_end(arguments.after), since=arguments.since)
         if code is not None:
             return code
     queued = read_queued_job(run)

@@ -145,7 +145,7 @@ class ByAgents(Workers):
     def _joint(self, silent_code: int = exit_codes.FAILED) -> int:
         """Return what the nodes' codes mean together, with `silent_code` for those that reported nothing."""
         codes = [self._codes.get(rank, silent_code) for rank in range(self._num_nodes)]
-        return exit_codes.joint(codes, rank_zero=codes[0])
+        return exit_codes.combined_exit_code(codes, rank_zero=codes[0])
 
 
 class _Step:
@@ -255,13 +255,13 @@ def _joint_code(run: RunDir, attempt: int, code: int, *, silent_code: int) -> in
     """Return what a step's end means: what rank zero recorded, or else what the first error report says."""
     rank_zero_code = take_rank_zero_exit(run, attempt)
     if rank_zero_code is not None and code == exit_codes.FINISHED:
-        return exit_codes.joint([rank_zero_code], rank_zero=rank_zero_code)
+        return exit_codes.combined_exit_code([rank_zero_code], rank_zero=rank_zero_code)
     failure = first_failure(run, attempt)
     if failure is not None:
         others = exit_codes.REFUSED if failure.is_input_error else exit_codes.FAILED
     else:
         others = silent_code if rank_zero_code is None else exit_codes.FAILED
-    return exit_codes.joint([others], rank_zero=others if rank_zero_code is None else rank_zero_code)
+    return exit_codes.combined_exit_code([others], rank_zero=others if rank_zero_code is None else rank_zero_code)
 
 
 def workers_of(context: JobContext, lock_fds: Sequence[int]) -> Workers:

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 
 from ddp_hpc.base.errors import FencedError
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.base.processes import STOP_SIGNALS, unblock_signals
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.save_plan import SavePlan
@@ -70,7 +70,7 @@ class StopFlag:
     def is_set(self, *, look_at_file: bool) -> bool:
         if self._signalled or not look_at_file or self._stop_file is None:
             return self._signalled
-        return known(self._stop_file, self._stop_file.exists, unknown=False)
+        return ask_once(self._stop_file, self._stop_file.exists, unknown=False)
 
 
 _masks = threading.local()

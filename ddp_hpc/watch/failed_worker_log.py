@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_hpc.base.durable import end_of
+from ddp_hpc.base.durable import read_end_of_file
 from ddp_hpc.base.patience import is_answer
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -35,5 +35,5 @@ def last_words(run: RunDir, since: float = 0.0) -> str:
 
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a log."""
-    _, text = end_of(path, _TAIL_BYTES)
+    _, text = read_end_of_file(path, _TAIL_BYTES)
     return text.decode("utf-8", errors="replace").rstrip().splitlines()[-count:]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_hpc.base.durable import json_line
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.poll_files import LastRead, Tail, newest_attempt
@@ -41,10 +41,10 @@ def follow(
     begun = None if attempt is None else Ledger.read(run).attempt(attempt)
     seen_until = begun.started_at if begun else 0.0
     while True:
-        # The status is read before the metrics, so that the last update has all evaluations. `patiently` retries while the
+        # The status is read before the metrics, so that the last update has all evaluations. `await_answer` retries while the
         # file system does not answer.
-        status = patiently(str(run.path), lambda: read_status(run, now=clock(), ask=ask, files=files))
-        raws = patiently(str(run.metrics), metrics.new_raw_lines) if attempt is not None else []
+        status = await_answer(str(run.path), lambda: read_status(run, now=clock(), ask=ask, files=files))
+        raws = await_answer(str(run.metrics), metrics.new_raw_lines) if attempt is not None else []
         lines = (json_line(raw) or {} for raw in raws if b'"eval"' in raw)
         # Users may edit this file, so a line may be anything.
         found = [line for line in lines if line.get("kind") == "eval" and isinstance(line.get("step"), (int, float))]
@@ -63,7 +63,7 @@ def _new_lines(run: RunDir, status: RunStatus, first: int, logs: dict[int, LineR
     lines: list[str] = []
     for attempt in range(max(logs, default=first), newest + 1):
         path = run.rank_log(attempt, 0)
-        if patiently(str(path), path.exists):
+        if await_answer(str(path), path.exists):
             reader = logs.setdefault(attempt, LineReader(path, only_final_text=True))
             lines += reader.new_lines(is_over=attempt < newest or not status.is_alive)
     return lines

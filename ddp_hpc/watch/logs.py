@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.base.durable import named, numbers_in, open_record
+from ddp_hpc.base.durable import name_errors, numbers_in_names, open_record
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.run.run_dir.paths import ATTEMPT, RANK_LOG, RunDir
 
 _LONGEST_LINE = 1 << 20
@@ -40,12 +40,12 @@ class LineReader:
 
     def new_lines(self, *, is_over: bool) -> Iterator[str]:
         """Yield them; wait while the file system does not answer."""
-        while some := patiently(str(self.path), lambda: self._some(is_over=is_over)):
+        while some := await_answer(str(self.path), lambda: self._some(is_over=is_over)):
             yield from some
 
     def _some(self, *, is_over: bool) -> list[str]:
         lines, offset = [], self.offset
-        with open_record(self.path) as stream, named(self.path):
+        with open_record(self.path) as stream, name_errors(self.path):
             if stream.seek(0, os.SEEK_END) < offset:  # somebody truncated the file
                 offset = 0
             stream.seek(offset)
@@ -64,7 +64,7 @@ def log_files(run: RunDir, selection: LogSelection) -> list[tuple[Path, str, str
     """Return the selected files that exist now, the oldest attempt first, each with a prefix for its lines and a header above them."""
     if selection == LogSelection():
         return [(run.console, "", "")] if run.console.exists() else []
-    attempts = numbers_in(run.path / "logs", ATTEMPT) if selection.attempt is None else [selection.attempt]
+    attempts = numbers_in_names(run.path / "logs", ATTEMPT) if selection.attempt is None else [selection.attempt]
     return [
         (
             run.rank_log(attempt, rank),
@@ -72,7 +72,7 @@ def log_files(run: RunDir, selection: LogSelection) -> list[tuple[Path, str, str
             f"==> attempt {attempt} <==" if selection.attempt is None else "",
         )
         for attempt in attempts
-        for rank in numbers_in(run.attempt_logs(attempt), RANK_LOG)
+        for rank in numbers_in_names(run.attempt_logs(attempt), RANK_LOG)
         if selection.all_ranks or rank == (selection.rank or 0)
     ]
 
@@ -99,7 +99,7 @@ def follow_lines(
     header = ""
     while True:
         is_last_read = is_over()  # called first, so that the last read gets all lines written before it
-        for path, prefix, of_file in patiently(str(run.path), lambda: log_files(run, selection)):
+        for path, prefix, of_file in await_answer(str(run.path), lambda: log_files(run, selection)):
             reader = readers.setdefault(path, LineReader(path, only_final_text, prefix))
             for line in reader.new_lines(is_over=is_last_read):
                 if of_file != header:
@@ -115,13 +115,13 @@ def require_log(run: RunDir, selection: LogSelection) -> None:
     """Check that one of the selected logs exists."""
     if log_files(run, selection):
         return
-    attempts = numbers_in(run.path / "logs", ATTEMPT)
+    attempts = numbers_in_names(run.path / "logs", ATTEMPT)
     if selection.attempt is not None and selection.attempt not in attempts:
         with_logs = ", ".join(map(str, attempts)) or "none"
         raise ConfigError(
             f"Attempt {selection.attempt} of run {run.name!r} has no logs. Attempts with logs: {with_logs}."
         )
-    ranks = sorted({rank for attempt in attempts for rank in numbers_in(run.attempt_logs(attempt), RANK_LOG)})
+    ranks = sorted({rank for attempt in attempts for rank in numbers_in_names(run.attempt_logs(attempt), RANK_LOG)})
     if selection.rank is not None and ranks:
         raise ConfigError(f"Rank {selection.rank} of run {run.name!r} has no log. Ranks: {', '.join(map(str, ranks))}.")
     if attempts and selection == LogSelection():

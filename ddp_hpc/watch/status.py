@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.errors import UnreadableError
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
@@ -151,8 +151,8 @@ def read_status(run: RunDir, *, now: float, ask: Ask | None = None, files: LastR
         job_id, sent_at = seen.queued.job_id, seen.queued.at
         seen = replace(seen, queue_status=ask(job_id, sent_at))
         if not seen.has_begun:
-            awaited: list[Awaited] = known(run.awaited, lambda: read_awaited(run, job_id), unknown=[])
-            why = known(run.awaited, lambda: why_never_started(awaited), unknown="")
+            awaited: list[Awaited] = ask_once(run.awaited, lambda: read_awaited(run, job_id), unknown=[])
+            why = ask_once(run.awaited, lambda: why_never_started(awaited), unknown="")
             is_over = seen.queue_status is not None and seen.queue_status.has_ended
             words = last_words(run, sent_at) if is_over else ""
             seen = replace(seen, waits_for=what_for(awaited), never_started=why, last_words=words)
@@ -183,13 +183,13 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
         progress=files.read(run.progress, lambda: read_progress(run)),
         committed=files.read(run.checkpoints, lambda: committed_steps(run)),
         is_held=True if len(after.attempts) > len(before.attempts) else is_held,
-        wants_stop=known(run.stop_request, run.stop_request.exists, unknown=False),
-        is_done=known(run.done, run.done.exists, unknown=False),
-        is_rendered=known(run.job_script, run.job_script.exists, unknown=False),
+        wants_stop=ask_once(run.stop_request, run.stop_request.exists, unknown=False),
+        is_done=ask_once(run.done, run.done.exists, unknown=False),
+        is_rendered=ask_once(run.job_script, run.job_script.exists, unknown=False),
         host=host,
         now=now,
         queued=files.read(run.submission, lambda: read_queued_job(run)),
-        slow_ranks=known(run.slow_ranks, lambda: files.read(run.slow_ranks, lambda: read_alarms(run)), unknown=()),
+        slow_ranks=ask_once(run.slow_ranks, lambda: files.read(run.slow_ranks, lambda: read_alarms(run)), unknown=()),
     )
 
 

@@ -20,8 +20,8 @@ from ddp_hpc.base.exit_codes import (
     REFUSED,
     STOPPED,
     STOPPED_EARLY,
-    described,
-    joint,
+    combined_exit_code,
+    describe_end,
 )
 
 KILLED = -9
@@ -47,7 +47,7 @@ KILLED = -9
     ],
 )
 def test_equals_mean_together_what_the_strongest_of_them_means(codes: tuple[int, ...], together: int) -> None:
-    assert {joint(order) for order in permutations(codes)} == {together}
+    assert {combined_exit_code(order) for order in permutations(codes)} == {together}
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_equals_mean_together_what_the_strongest_of_them_means(codes: tuple[int,
     ],
 )
 def test_what_rank_zero_says_of_a_commit_counts_though_others_fail(rank_zero: int, other: int, together: int) -> None:
-    assert joint([rank_zero, other], rank_zero=rank_zero) == together
+    assert combined_exit_code([rank_zero, other], rank_zero=rank_zero) == together
 
 
 @given(st.lists(st.integers(-64, 255), min_size=1))
 def test_only_codes_that_are_all_good_are_good_together(codes: list[int]) -> None:
-    assert (joint(codes) in {FINISHED, STOPPED}) == ({*codes} <= {FINISHED, STOPPED})
-    assert joint(codes) in {FINISHED, STOPPED, FENCED, REFUSED, DIVERGED, RANKS_DIFFER, NOT_SAVED, FAILED}
+    assert (combined_exit_code(codes) in {FINISHED, STOPPED}) == ({*codes} <= {FINISHED, STOPPED})
+    assert combined_exit_code(codes) in {FINISHED, STOPPED, FENCED, REFUSED, DIVERGED, RANKS_DIFFER, NOT_SAVED, FAILED}
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_an_error_ends_its_process_with_its_code(error: BaseException, code: int
     ],
 )
 def test_a_code_is_called_a_signals_where_a_signal_has_that_number(code: int, said: str) -> None:
-    assert described(code) == said
+    assert describe_end(code) == said

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.rendezvous.choose_network import accepted, choose_fabric, fabric, refusal, source_address
+from ddp_hpc.cluster.rendezvous.choose_network import (
+    choose_fabric,
+    fabric,
+    source_address,
+    usable_interfaces,
+    why_unusable,
+)
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, Kind
 from ddp_hpc.cluster.rendezvous.worker_env import Fact
 from tests.unit.made_network import DOCKER, LO, interface, node
@@ -31,7 +37,7 @@ def interface_of(choice: Fact) -> str:
     ],
 )
 def test_a_network_that_leads_nowhere_is_refused(one: Interface, why: str) -> None:
-    assert why in (refusal(one) or "")
+    assert why in (why_unusable(one) or "")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_a_network_that_leads_nowhere_is_refused(one: Interface, why: str) -> No
     ],
 )
 def test_networks_of_containers_and_virtual_machines_are_refused_by_name(name: str) -> None:
-    assert refusal(interface(name, "172.17.0.1/16")) is not None
+    assert why_unusable(interface(name, "172.17.0.1/16")) is not None
 
 
 @pytest.mark.parametrize(
@@ -68,11 +74,11 @@ def test_networks_of_containers_and_virtual_machines_are_refused_by_name(name: s
 )
 def test_real_networks_are_accepted(name: str) -> None:
     """Inside containers they may be veth pairs; it is their name that counts."""
-    assert refusal(interface(name, "10.0.0.1/24")) is None
+    assert why_unusable(interface(name, "10.0.0.1/24")) is None
 
 
 def test_a_bridge_with_a_physical_port_is_accepted() -> None:
-    assert refusal(interface("br0", "10.0.0.1/24", kind="bridge")) is None
+    assert why_unusable(interface("br0", "10.0.0.1/24", kind="bridge")) is None
 
 
 @pytest.mark.parametrize(
@@ -98,7 +104,7 @@ def test_the_fastest_comes_first_then_speed_then_name() -> None:
     names = ["wlan0", "enp105s0", "enp71s0", "data0", "hsn0", "ib1", "ib0"]
     speeds = {"data0": 25000}
 
-    ordered = accepted(interface(name, "10.0.0.1/24", speed_mbps=speeds.get(name)) for name in names)
+    ordered = usable_interfaces(interface(name, "10.0.0.1/24", speed_mbps=speeds.get(name)) for name in names)
 
     assert [one.name for one in ordered] == ["ib0", "ib1", "hsn0", "data0", "enp71s0", "enp105s0", "wlan0"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirmed, findings_of
+from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirm_findings, findings_of
 from ddp_hpc.cluster.rendezvous.links.probe import NUM_DATAGRAMS
 from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO, partners, rounds_of
 from ddp_hpc.job.ending.network_probe import probe
@@ -269,12 +269,12 @@ def test_only_a_node_that_two_probes_find_bad_is_bad() -> None:
     bad, well, unknown = found(answers), found(healthy(4)), replace(found(healthy(4)), problem="srun failed")
     off = found({**healthy(4), 1: LinkAnswer(is_whole=True)})
 
-    assert confirmed(bad, bad) == replace(bad, seconds=2.0)
-    assert confirmed(bad, well) == replace(well, seconds=2.0)
+    assert confirm_findings(bad, bad) == replace(bad, seconds=2.0)
+    assert confirm_findings(bad, well) == replace(well, seconds=2.0)
     for again in (None, unknown):
-        assert (confirmed(bad, again).bad_nodes, len(confirmed(bad, again).own_pairs)) == ((), 3)
-    assert (confirmed(off, off).bad_nodes, confirmed(off, off).silent) == (("node2",), ())
-    for one in (confirmed(off, None), confirmed(bad, off)):
+        assert (confirm_findings(bad, again).bad_nodes, len(confirm_findings(bad, again).own_pairs)) == ((), 3)
+    assert (confirm_findings(off, off).bad_nodes, confirm_findings(off, off).silent) == (("node2",), ())
+    for one in (confirm_findings(off, None), confirm_findings(bad, off)):
         assert (one.bad_nodes, one.off_network, one.silent, one.carries) == ((), (), ("node2",), False)
 
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from ddp_hpc.base.errors import UnreadableError
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from tests.pauses import in_pauses_of
 
 
@@ -32,7 +32,7 @@ def test_a_callback_that_raises_ends_a_long_pause_within_about_a_second(
             raise StopError
 
     with pytest.raises(StopError):
-        patiently("file", unanswered.read_text, on_wait=stop_if_wanted)
+        await_answer("file", unanswered.read_text, on_wait=stop_if_wanted)
 
     assert max(slept) <= 1.0
     assert sum(slept) <= stop_at_s + 1.0
@@ -43,12 +43,12 @@ def test_what_no_pause_heals_is_not_tried_again(number: int, monkeypatch: pytest
     in_pauses_of("ddp_hpc.base.patience", lambda seconds: pytest.fail(f"it waits {seconds} s"), monkeypatch)
 
     with pytest.raises(OSError, match=os.strerror(number)):
-        patiently("metrics.jsonl", lambda: fail(number), done="written")
+        await_answer("metrics.jsonl", lambda: fail(number), done="written")
 
 
 def test_a_write_that_fails_is_not_called_a_read() -> None:
     with pytest.raises(UnreadableError, match=r"^metrics.jsonl cannot be written: .*permission to write there"):
-        patiently("metrics.jsonl", lambda: fail(errno.EIO), patience_s=0.0, done="written")
+        await_answer("metrics.jsonl", lambda: fail(errno.EIO), patience_s=0.0, done="written")
 
 
 def fail(number: int) -> NoReturn:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
 from ddp_hpc.launch.submission.release_hold import require_start
 from ddp_hpc.run.run_dir.poll_files import LastRead, await_news, newest_attempt
@@ -38,11 +38,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     choice = LogSelection(rank=args.rank, all_ranks=args.all, attempt=args.attempt)
 
     def is_over() -> bool:
-        status = patiently(str(run_dir.path), lambda: read_status(run_dir, now=time.time(), ask=ask, files=files))
+        status = await_answer(str(run_dir.path), lambda: read_status(run_dir, now=time.time(), ask=ask, files=files))
         if status.state == "waiting":
             require_start(run_dir, status.job_id, status.reason)
         if not status.is_alive:
-            patiently(str(run_dir.path), lambda: require_log(run_dir, choice))
+            await_answer(str(run_dir.path), lambda: require_log(run_dir, choice))
         return not status.is_alive
 
     is_drawn = sys.stdout.isatty()  # what goes to a file or a pipe keeps every byte
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             run_dir,
             choice,
             is_over=is_over,
-            pause=lambda: await_news(patiently(str(run_dir.attempts), lambda: newest_attempt(run_dir, files))),
+            pause=lambda: await_news(await_answer(str(run_dir.attempts), lambda: newest_attempt(run_dir, files))),
             only_final_text=is_drawn,
         )
         if args.follow

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 
 from ddp_hpc.base.discretion import as_shown, is_key_shown
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.patience import known, patiently
+from ddp_hpc.base.patience import ask_once, await_answer
 from ddp_hpc.cli import INTERRUPTED
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_config, add_flag, chosen_runs_dir, runs_dir_setting, slurm_asker, word_for
@@ -152,7 +152,7 @@ def _note_stopping(run_dir: RunDir, backend: Backend) -> None:
     from ddp_hpc.launch.submission.backend import backend_of  # late: as below
     from ddp_hpc.watch.status import read_status  # late: a dry run looks at no run
 
-    is_asked = known(run_dir.stop_request, run_dir.stop_request.exists, unknown=False)
+    is_asked = ask_once(run_dir.stop_request, run_dir.stop_request.exists, unknown=False)
     if is_asked and read_status(run_dir, now=time.time()).state == "stopping":
         is_queued = backend.HAS_QUEUE or backend_of(run_dir).HAS_QUEUE
         follows = (
@@ -168,7 +168,9 @@ def _print_status(run_dir: RunDir, environment: Mapping[str, str], *, word: str,
     from ddp_hpc.cli.summary import exit_code, print_summary  # late: a dry run looks at no run
     from ddp_hpc.watch.status import read_status
 
-    status = patiently(str(run_dir.path), lambda: read_status(run_dir, now=time.time(), ask=slurm_asker(environment)))
+    status = await_answer(
+        str(run_dir.path), lambda: read_status(run_dir, now=time.time(), ask=slurm_asker(environment))
+    )
     if again is None:
         print(as_json(asdict(status)))
     else:

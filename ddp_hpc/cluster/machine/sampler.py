@@ -108,7 +108,7 @@ def cpus_of(found: Iterable[psutil.Process]) -> tuple[float, set[int]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Sample until the standard input is closed."""
     arguments = _parse(argv)
-    processes.die_after(arguments.parent)
+    processes.die_with_process(arguments.parent)
     processes.ignore_stop_signals()
     granted, root = granted_cpus(os.environ), None
     with suppress(psutil.Error):

@@ -27,7 +27,7 @@ from ddp_hpc.base.patience import answers_within, is_answer
 from ddp_hpc.base.processes import kernel_text
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared, neighbours
 from ddp_hpc.cluster.rendezvous.address import addresses_of
-from ddp_hpc.cluster.rendezvous.choose_network import fabric, refusal
+from ddp_hpc.cluster.rendezvous.choose_network import fabric, why_unusable
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.slurm.allocation import node_name, num_granted_gpus
 from ddp_hpc.cluster.slurm.framing import framed
@@ -127,7 +127,7 @@ def networks(interfaces: Sequence[Interface]) -> dict[str, int]:
     found: dict[str, int] = {}
     for interface in interfaces:
         if interface.kind not in _OF_NO_NETWORK:
-            found[fabric(interface)] = found.get(fabric(interface), 0) + (refusal(interface) is None)
+            found[fabric(interface)] = found.get(fabric(interface), 0) + (why_unusable(interface) is None)
     return found
 
 

@@ -21,10 +21,10 @@ from ddp_hpc.cluster.rendezvous.choose_network import (
     ONE_NODE,
     by_speed,
     choose_fabric,
-    holder,
+    interface_with_address,
     is_routable,
-    refusal,
     source_address,
+    why_unusable,
 )
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.rendezvous.ports import is_free
@@ -59,14 +59,14 @@ class Host:
 
     def leads_to(self, address: str) -> Interface | None:
         """Return the interface through which the kernel sends to a numeric address."""
-        return holder(self.source_address(address), self.interfaces)
+        return interface_with_address(self.source_address(address), self.interfaces)
 
     def address_of(self, name: str) -> str | None:
         """Return the address of another node's name on the fastest network that leads there; of equal ones, the lowest."""
         routes: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, Interface] = {}
         for ip in (ipaddress.ip_address(text.partition("%")[0]) for text in self.resolve(name)):
             route = self.leads_to(str(ip))
-            if route is not None and is_routable(ip) and holder(str(ip), self.interfaces) is None:
+            if route is not None and is_routable(ip) and interface_with_address(str(ip), self.interfaces) is None:
                 routes[ip] = route
         best = min(routes, key=lambda ip: (by_speed(routes[ip]), ipaddress.get_mixed_type_key(ip)), default=None)
         return None if best is None else str(best)
@@ -128,7 +128,7 @@ def find_address(allocation: Allocation, host: Host, *, preferred: Sequence[str]
         return Fact(value=LOOPBACK, source=OURS, rule=ONE_NODE)
     if step is None:
         own = {zero: host.interfaces} if here == zero else {}
-        is_plain = own and (not others or sum(refusal(interface) is None for interface in host.interfaces) == 1)
+        is_plain = own and (not others or sum(why_unusable(interface) is None for interface in host.interfaces) == 1)
         facts = own if is_plain or ask is None else {**ask(), **own}
         if zero in facts:
             return choose_fabric(facts, nodes, preferred)

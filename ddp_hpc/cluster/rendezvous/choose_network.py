@@ -77,7 +77,7 @@ _OTHER_FABRIC = "another network"
 _ORDER = ("InfiniBand", "Slingshot", "Omni-Path", "Ethernet with RDMA", "Ethernet", _OTHER_FABRIC, "wireless")
 
 
-def refusal(interface: Interface) -> str | None:
+def why_unusable(interface: Interface) -> str | None:
     """Return why ranks cannot meet on this interface, or None if they can."""
     by_name = (words for pattern, words in _VIRTUAL_NAMES.items() if fnmatchcase(interface.name, pattern))
     by_fact = (words for holds, words in _RULES if holds(interface))
@@ -114,9 +114,9 @@ def by_speed(interface: Interface) -> tuple[int, int, list[str | int]]:
     )
 
 
-def accepted(interfaces: Iterable[Interface], preferred: Sequence[str] = ()) -> list[Interface]:
+def usable_interfaces(interfaces: Iterable[Interface], preferred: Sequence[str] = ()) -> list[Interface]:
     """Return the interfaces on which ranks can meet: the preferred ones first, then the fastest."""
-    usable_nics = (nic for nic in interfaces if refusal(nic) is None)
+    usable_nics = (nic for nic in interfaces if why_unusable(nic) is None)
     return sorted(usable_nics, key=lambda nic: (_preference(nic, preferred), by_speed(nic)))
 
 
@@ -137,31 +137,31 @@ def choose_fabric(
     alone: its fastest network.
     """
     zero = order[0]
-    candidates = accepted(facts_by_node[zero], preferred)
+    candidates = usable_interfaces(facts_by_node[zero], preferred)
     if not candidates:
-        found = "; ".join(f"{nic.name}: {refusal(nic)}" for nic in facts_by_node[zero])
+        found = "; ".join(f"{nic.name}: {why_unusable(nic)}" for nic in facts_by_node[zero])
         raise ConfigError(
             f"{zero} has no network interface on which ranks can meet ({found or 'it has none'}). "
             f"Set MASTER_ADDR to an address of {zero} that the other nodes can reach."
         )
-    others = {node: accepted(facts_by_node[node]) for node in order[1:] if node in facts_by_node}
+    others = {node: usable_interfaces(facts_by_node[node]) for node in order[1:] if node in facts_by_node}
     best, asked = candidates[0], "the only node" if len(order) == 1 else "the only node whose networks are known"
     taken, address, why = best, usable(best)[0], f"the fastest network of {zero}, {asked}: {_described(best)}"
     passed_over: dict[str, str] = {}
     if others:
-        shared, passed_over = _shared(zero, candidates, others)
-        taken, address, why = shared or _routed(zero, candidates, others)
+        shared, passed_over = _choose_shared_subnet(zero, candidates, others)
+        taken, address, why = shared or _choose_routed(zero, candidates, others)
     refused: dict[str, str] = {}
     for nic in facts_by_node[zero]:
         if nic != taken:
             is_less_wanted = _preference(nic, preferred) > _preference(taken, preferred)
             behind = f"{'not preferred' if is_less_wanted else 'slower'}: {_described(nic)}"
-            refused[nic.name] = refusal(nic) or passed_over.get(nic.name) or behind
-    rule = f"{taken.name}, {_asked_for(taken, candidates, preferred)}{why}"
+            refused[nic.name] = why_unusable(nic) or passed_over.get(nic.name) or behind
+    rule = f"{taken.name}, {_why_preferred_or_not(taken, candidates, preferred)}{why}"
     return Fact(value=str(address), source="network interfaces", rule=rule, refused=refused)
 
 
-def _asked_for(taken: Interface, candidates: Sequence[Interface], preferred: Sequence[str]) -> str:
+def _why_preferred_or_not(taken: Interface, candidates: Sequence[Interface], preferred: Sequence[str]) -> str:
     """Say that `network.interfaces` decided, or that no interface that it names is usable."""
     if not preferred:
         return ""
@@ -174,7 +174,7 @@ def _asked_for(taken: Interface, candidates: Sequence[Interface], preferred: Seq
     )
 
 
-def _shared(
+def _choose_shared_subnet(
     zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]
 ) -> tuple[Taken | None, dict[str, str]]:
     """Choose the fastest network whose subnet all nodes share, or None; and say why faster ones are refused."""
@@ -194,7 +194,7 @@ def _shared(
     return None, passed_over
 
 
-def _routed(zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]) -> Taken:
+def _choose_routed(zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]) -> Taken:
     """Choose the fastest kind of network that all nodes have, or else the fastest network; routers must connect the subnets."""
     for nic in candidates:
         if all(any(fabric(theirs) == fabric(nic) for theirs in has) for has in others.values()):
@@ -243,7 +243,7 @@ def source_address(address: str) -> str | None:
     return found
 
 
-def holder(address: str | None, interfaces: Iterable[Interface]) -> Interface | None:
+def interface_with_address(address: str | None, interfaces: Iterable[Interface]) -> Interface | None:
     """Return the interface that has a numeric address."""
     if address is None:
         return None

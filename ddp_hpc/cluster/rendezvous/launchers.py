@@ -17,7 +17,7 @@ from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.address import Host, address_for_task
-from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK, accepted, usable
+from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK, usable, usable_interfaces
 from ddp_hpc.cluster.rendezvous.ports import LOWEST, candidate_ports
 from ddp_hpc.cluster.rendezvous.worker_env import (
     OURS,
@@ -415,7 +415,7 @@ def variables_of(
     if (
         place.num_nodes > 1 and ipaddress.ip_address(address.partition("%")[0]).is_loopback
     ):  # gloo would offer others this one
-        towards = next((str(usable(nic)[0]) for nic in accepted(host.interfaces)), address)
+        towards = next((str(usable(nic)[0]) for nic in usable_interfaces(host.interfaces)), address)
     made = {
         **named_ranks(rows),
         **endpoint(replace(place.address, value=address), place.port),

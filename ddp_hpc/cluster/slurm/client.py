@@ -219,17 +219,17 @@ def estimate_start(
 
 def config(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.ClusterConfig:
     """Return the parts of the cluster's configuration that matter to a run."""
-    return queries.parse_config(_stdout(queries.CONFIG, environ, timeout_s=timeout_s))
+    return queries.parse_config(_stdout(queries.CONFIG_ARGV, environ, timeout_s=timeout_s))
 
 
 def partitions(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Partition]:
     """Return the partitions of the cluster."""
-    return queries.parse_partitions(_stdout(queries.PARTITIONS, environ, timeout_s=timeout_s))
+    return queries.parse_partitions(_stdout(queries.PARTITIONS_ARGV, environ, timeout_s=timeout_s))
 
 
 def shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
     """Return what the nodes of each partition have."""
-    return queries.parse_shapes(_stdout(queries.SHAPES, environ))
+    return queries.parse_shapes(_stdout(queries.SHAPES_ARGV, environ))
 
 
 def accounts(environ: Mapping[str, str]) -> list[str]:
@@ -324,7 +324,7 @@ def associations(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) ->
 
 def qos(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Qos]:
     """Return how jobs of each QOS are preempted."""
-    return queries.parse_qos(_stdout(queries.QOS, environ, timeout_s=timeout_s))
+    return queries.parse_qos(_stdout(queries.QOS_ARGV, environ, timeout_s=timeout_s))
 
 
 def controller(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Literal["up", "down", "none", "unclear"]:

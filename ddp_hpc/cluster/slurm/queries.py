@@ -217,7 +217,7 @@ def parse_ping(text: str) -> bool | None:
     return "UP" in states if states else None
 
 
-CONFIG = ("scontrol", "show", "config")
+CONFIG_ARGV = ("scontrol", "show", "config")
 """Ask the controller for its configuration."""
 
 
@@ -262,7 +262,7 @@ class Partition:
     """How many CPUs of a node all jobs of this partition may have together; None: no limit."""
 
 
-PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
+PARTITIONS_ARGV = ("scontrol", "--all", "--oneliner", "show", "partition")
 """Ask for all partitions."""
 
 
@@ -309,7 +309,7 @@ class NodeShape:
     """The TYPE of `--gres=gpu:TYPE`."""
 
 
-SHAPES = ("scontrol", "--all", "--oneliner", "show", "node")
+SHAPES_ARGV = ("scontrol", "--all", "--oneliner", "show", "node")
 """Ask for CPUs, memory, GPUs and partitions of each node; sinfo would count the CPUs and the memory that jobs cannot have."""
 _OF_NODE = re.compile(r" (CPUEfctv|CPUTot|RealMemory|MemSpecLimit|Gres|Partitions)=(\S*)")
 _GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d{1,9})(?=[(,]|$)")
@@ -385,7 +385,7 @@ class Qos:
     grace_time_s: int = 0
 
 
-QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,preempt,preemptmode,gracetime")
+QOS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,preempt,preemptmode,gracetime")
 """Ask how jobs of each QOS are preempted."""
 
 

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from ddp_hpc.base.durable import end_of, make_directories, replace_text
+from ddp_hpc.base.durable import make_directories, read_end_of_file, replace_text
 from ddp_hpc.cluster.rank_probe.compare_ranks import main_frames
 from ddp_hpc.cluster.rank_probe.hang_verdict import RankStack, judge_hang
 from ddp_hpc.job.ending.best_effort import best_effort
@@ -78,7 +78,7 @@ def has_stacks(run: RunDir, attempt: int, world_size: int) -> bool:
 
 def _read(run: RunDir, attempt: int, rank: int) -> RankStack | None:
     try:
-        text = end_of(run.rank_log(attempt, rank), _TAIL_BYTES)[1].decode("utf-8", errors="replace")
+        text = read_end_of_file(run.rank_log(attempt, rank), _TAIL_BYTES)[1].decode("utf-8", errors="replace")
     except OSError:
         return None
     dumps = list(_DUMP.finditer(text))

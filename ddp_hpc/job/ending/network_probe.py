@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirmed, findings_of
+from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirm_findings, findings_of
 from ddp_hpc.cluster.rendezvous.links.probe import LONGEST_S, PACE_S
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
 from ddp_hpc.cluster.slurm.steps import probe_on
@@ -50,7 +50,7 @@ def explain_by_network(context: JobContext, attempt: int, outcome: Outcome) -> O
             if findings.bad_nodes:
                 # The job gives up a bad node, so one sample is not enough: the node may have stood still for some seconds.
                 may_ask = context.has_time(MOST_S) and not processes.is_stop_pending()
-                findings = confirmed(findings, probe(context.nodes, outcome.met_at) if may_ask else None)
+                findings = confirm_findings(findings, probe(context.nodes, outcome.met_at) if may_ask else None)
             sys.stderr.write(f"note: {findings.words} (probed in {findings.seconds:.0f} s)\n")
             explained = replace(outcome, network=findings)
             with best_effort():

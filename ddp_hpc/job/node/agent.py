@@ -320,7 +320,7 @@ class Agent:
 
     def _look_after_workers(self) -> None:
         """Record the workers that have exited; after the last one, report to the supervisor."""
-        died, group = processes.reap(), self._group
+        died, group = processes.reap_children(), self._group
         if group is None:
             return
         if group.deadline is not None and time.monotonic() >= group.deadline and not group.was_cut:
@@ -340,7 +340,7 @@ class Agent:
         if not group.alive:
             self._group = None
             end_sampling(group.sampler)
-            self._report_end(group.attempt, exit_codes.joint(group.codes.values()))
+            self._report_end(group.attempt, exit_codes.combined_exit_code(group.codes.values()))
 
     def _note_exit(self, group: WorkerGroup, rank: int, code: int) -> None:
         """Record a worker's exit code, write the report that a killed worker could not write, set the others' deadline."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.job.node.torchrun_node import start_torchrun, wait_for_torchrun
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -50,9 +50,9 @@ def _meaning(run: RunDir) -> int:
     """
     deadline = time.monotonic() + RECORD_PATIENCE_S
     while time.monotonic() < deadline:
-        if known(run.done, run.done.exists, unknown=False):
+        if ask_once(run.done, run.done.exists, unknown=False):
             return exit_codes.FINISHED
-        newest = known(run.attempts, lambda: Ledger.read(run).newest, unknown=None)
+        newest = ask_once(run.attempts, lambda: Ledger.read(run).newest, unknown=None)
         if newest is not None and newest.ending is not None:
             return exit_codes.FINISHED if newest.cause in {Cause.FINISHED, Cause.STOP_ASKED} else exit_codes.STOPPED
         time.sleep(0.2)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_hpc.base import processes
-from ddp_hpc.base.durable import end_of, read_json
+from ddp_hpc.base.durable import read_end_of_file, read_json
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.job.script.plan import ScriptRank
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
@@ -118,7 +118,7 @@ def _last_line(log: Path) -> str:
     """Return the last line of a log that has any text, and is not Hydra's hint after an error."""
     with suppress(OSError):
         # Progress bars return without a new line.
-        lines = re.split(r"[\r\n]", end_of(log, _TAIL_BYTES)[1].decode("utf-8", errors="replace"))
+        lines = re.split(r"[\r\n]", read_end_of_file(log, _TAIL_BYTES)[1].decode("utf-8", errors="replace"))
         texts = ["".join(char if char.isprintable() else "?" for char in line).strip() for line in lines]
         return next((text[:200] for text in reversed(texts) if text and not text.startswith(_HINT)), "")
     return ""

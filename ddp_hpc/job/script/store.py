@@ -9,7 +9,7 @@ from importlib import import_module
 import psutil
 
 from ddp_hpc.base import processes
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cluster.rendezvous.store_options import listening_on
 from ddp_hpc.job.script.plan import ScriptRank
 
@@ -31,7 +31,7 @@ def keep_while_used(script_rank: ScriptRank, environ: Mapping[str, str]) -> None
     others = range(1, int(environ["WORLD_SIZE"]))
     while _is_used(int(environ["MASTER_PORT"])):
         signs = (script_rank.run.script_ended(script_rank.attempt, rank) for rank in others)
-        if all(known(sign, sign.exists, unknown=False) for sign in signs):
+        if all(ask_once(sign, sign.exists, unknown=False) for sign in signs):
             return
         processes.await_signal(LOOK_S)  # the others get a stop signal themselves
 

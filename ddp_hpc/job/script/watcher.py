@@ -15,7 +15,7 @@ import psutil
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import FencedError
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cluster.rank_probe.client import RankProbe
 from ddp_hpc.cluster.rank_probe.collect import collect
 from ddp_hpc.cluster.rank_probe.deadlines import in_thread
@@ -127,7 +127,7 @@ class Watcher:
             if time.monotonic() >= self._kill_at:
                 self.has_killed, self._kill_at = True, float("inf")
                 processes.kill(left)
-            ended.update(processes.reap())
+            ended.update(processes.reap_children())
             if pids[0] in ended and self.sent_signal is None and ended[pids[0]]:
                 write_rank_end(self.script_rank.run, self.script_rank.attempt, self.script_rank.rank, ended[pids[0]])
             if self.echo:
@@ -195,7 +195,7 @@ class Watcher:
             return False
         self._looked_at = now
         request = self.script_rank.run.stop_request
-        return known(request, request.exists, unknown=False)
+        return ask_once(request, request.exists, unknown=False)
 
     def _ask_to_stop(self, pids: Iterable[int]) -> None:
         """Send the stop signal to the script's own process, and to no process that it has started, but for what a shell waits for."""
@@ -253,7 +253,7 @@ def _held_up_by(shell: int, number: int) -> list[int]:
     What it runs in the background, its trap may signal itself, so that one gets no second signal from here.
     """
     # POSIX, "Signals and Error Handling". With job control, each process has a group of its own, in the background or not.
-    if not processes.outlasts(shell, number):
+    if not processes.survives_signal(shell, number):
         return []
     children: list[psutil.Process] = []
     with suppress(psutil.Error):

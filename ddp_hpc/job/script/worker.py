@@ -24,7 +24,7 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import make_directories, private_mode
 from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.base.names import did_you_mean
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.cluster.machine.cgroups import memory_kills, ran_out_since
 from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
 from ddp_hpc.cluster.slow_ranks.reporter import reporter_of
@@ -203,7 +203,7 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     processes.adopt_orphans()  # so that processes that the script leaves behind are found
     watcher = Watcher(
         script_rank=script_rank,
-        seen=patiently(str(script_rank.run.script_progress), lambda: read_seen(script_rank.run)),
+        seen=await_answer(str(script_rank.run.script_progress), lambda: read_seen(script_rank.run)),
         echo=Echo(script_rank.log) if script_rank.rank == 0 else None,
         probe_folder=Path(environ[PROBE_FOLDER]) if PROBE_FOLDER in environ else None,
     )

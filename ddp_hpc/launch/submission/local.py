@@ -18,7 +18,7 @@ import psutil
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, WorkerError
-from ddp_hpc.base.patience import known, patiently
+from ddp_hpc.base.patience import ask_once, await_answer
 from ddp_hpc.launch.submission.backend import Description, Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
@@ -176,7 +176,7 @@ def _is_busy(run: RunDir) -> bool:
 
 def _patience_s(run: RunDir) -> float:
     # Read before the ledger: the request is removed after the end of the attempt that obeyed it is recorded.
-    is_asked = known(run.stop_request, run.stop_request.exists, unknown=False)
+    is_asked = ask_once(run.stop_request, run.stop_request.exists, unknown=False)
     newest = Ledger.read(run).newest
     if newest is None:
         return 0.0
@@ -227,11 +227,11 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
     began: dict[int, float] = {}
     while time.monotonic() < deadline:
         is_guarded = guardian.poll() is None  # asked first, so that the last entry is not missed
-        newest = patiently(str(run.attempts), lambda: Ledger.read(run).newest)
+        newest = await_answer(str(run.attempts), lambda: Ledger.read(run).newest)
         entry = newest if newest is not None and newest.attempt >= attempt else None
         if entry is not None and entry.is_last:
             return entry.end
-        progress = patiently(str(run.progress), lambda: read_progress(run))
+        progress = await_answer(str(run.progress), lambda: read_progress(run))
         if progress is not None and progress.attempt >= attempt:
             ran_s = time.monotonic() - began.setdefault(progress.attempt, time.monotonic())
             is_of_script = progress.saves is not None  # a recipe's progress says that it trains
@@ -254,7 +254,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     files = poll_files.LastRead()
     saves = poll_files.SaveWatch(run, attempt, files)
     while True:
-        is_alive = patiently(str(run.lock), lambda: works_here(run))
+        is_alive = await_answer(str(run.lock), lambda: works_here(run))
         newest = poll_files.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
             return newest

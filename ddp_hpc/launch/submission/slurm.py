@@ -13,7 +13,7 @@ from typing import Literal
 
 from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmRefusalError, SlurmUnavailableError, WorkerError
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.cluster.slurm import client, states
 from ddp_hpc.cluster.slurm.allocation import claimed_job_id
 from ddp_hpc.cluster.slurm.exclude_nodes import nodes_to_exclude
@@ -297,7 +297,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
 
 
 def _queued(run: RunDir) -> QueuedJob | None:
-    return patiently(str(run.submission), lambda: read_queued_job(run))
+    return await_answer(str(run.submission), lambda: read_queued_job(run))
 
 
 def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mapping[str, str]) -> str:

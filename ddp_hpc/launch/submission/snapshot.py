@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.durable import fsync_path, make_directories, read_json, readers, replace_text, scratch_path
+from ddp_hpc.base.durable import fsync_path, make_directories, read_json, reader_bits, replace_text, scratch_path
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import few
 from ddp_hpc.cluster.containers import PACKAGE_DIR
@@ -341,7 +341,7 @@ def _copy(source: Path, target: Path, link_to: str | None) -> None:
         target.symlink_to(link_to)
         return
     shutil.copy2(source, target)
-    target.chmod(target.stat().st_mode & (_READ_ONLY | readers(target.parent)))
+    target.chmod(target.stat().st_mode & (_READ_ONLY | reader_bits(target.parent)))
 
 
 _REDIRECTING = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
-from ddp_hpc.base.patience import is_there, known
+from ddp_hpc.base.patience import ask_once, is_there
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.cluster.slurm.hostlist import as_ranges
@@ -133,7 +133,7 @@ def _find_awaited(sweep: Sweep, environ: Mapping[str, str]) -> tuple[str, list[s
     """Return the user's dependency, and the arrays that share a limit of points at once with the next one, which waits for them."""
     # A point that has begun shows that the user's dependency was met.
     runs = (sweep.dir.run(sweep.points[number]).config for array in sweep.arrays for number in array.numbers)
-    has_begun = any(known(config, lambda: is_there(config), unknown=False) for config in runs)  # noqa: B023  called at once
+    has_begun = any(ask_once(config, lambda: is_there(config), unknown=False) for config in runs)  # noqa: B023  called at once
     users = "" if has_begun else load_base(sweep.dir).spec.slurm.dependency or ""
     if sweep.at_most is None or not sweep.arrays:
         return users, []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddp_hpc.base.errors import UnreadableError
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, is_being_sent, points_in_queue, read_sweep
@@ -85,7 +85,7 @@ class PointReader:
             sweep=sweep,
             queue=queue,
             is_being_sent=is_being_sent,
-            there=patiently(str(path), lambda: set(os.listdir(path))),  # noqa: PTH208  names are enough
+            there=await_answer(str(path), lambda: set(os.listdir(path))),  # noqa: PTH208  names are enough
             waiting={number for array in sweep.arrays for number in points_in_queue(array, jobs)},
             never={n: why for one, why in never for array in sweep.arrays for n in points_in_queue(array, [one])},
             sent_at={number: array.at for array in sweep.arrays for number in array.numbers},
@@ -191,7 +191,7 @@ def follow(
     while True:
         began = clock()
         is_sending = is_being_sent(sweep_dir)  # first: what is sent meanwhile is not over
-        sweep = patiently(str(sweep_dir.ledger), lambda: files.read(sweep_dir.ledger, lambda: read_sweep(sweep_dir)))
+        sweep = await_answer(str(sweep_dir.ledger), lambda: files.read(sweep_dir.ledger, lambda: read_sweep(sweep_dir)))
         queue = Queue()
         if sweep.arrays and len(reader.finished) < len(sweep.points):
             queue = read_queue(max(array.at for array in sweep.arrays))

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.launch.submission import local, run_dir_setup
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.point_configs import PointResolver
@@ -78,7 +78,7 @@ def run_points(
 
 def _must_end(sweep_dir: SweepDir) -> bool:
     """Return whether no other point may start: the user has cancelled the sweep, or too many points have failed."""
-    sweep = patiently(str(sweep_dir.ledger), lambda: read_sweep(sweep_dir))
+    sweep = await_answer(str(sweep_dir.ledger), lambda: read_sweep(sweep_dir))
     most = sweep.stop_after_failures
     if sweep.is_cancelled or most is None or num_failed(sweep) < most:
         return sweep.is_cancelled

@@ -23,7 +23,7 @@ from ddp_hpc.base.durable import (
 )
 from ddp_hpc.base.errors import ConfigError, RunBusyError, UnreadableError
 from ddp_hpc.base.leftovers import name_beside
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.run.config.resolve import Resolved, load_resolved, render_resolved
@@ -275,7 +275,7 @@ def load_base(sweep: SweepDir, *, is_patient: bool = False) -> Resolved:
 
 def has_begun(run: RunDir) -> bool:
     """Return whether a task, or this machine, has made the point's run."""
-    return known(run.config, run.config.exists, unknown=True)
+    return ask_once(run.config, run.config.exists, unknown=True)
 
 
 def has_ended(run: RunDir) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.cluster.slurm.allocation import Allocation, claimed_cluster, read_allocation
 from ddp_hpc.launch.render import render
 from ddp_hpc.launch.submission import slurm
@@ -62,7 +62,7 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
         raise ConfigError(
             f"The sweep's job script was started outside of a job array. Submit the sweep's points with `ddp-hpc sweep continue {sweep_dir.word}`."
         )
-    sweep = patiently(str(sweep_dir.ledger), lambda: read_sweep(sweep_dir))
+    sweep = await_answer(str(sweep_dir.ledger), lambda: read_sweep(sweep_dir))
     number = offset + allocation.array_task_id
     if not 0 <= number < len(sweep.points):
         raise ConfigError(
@@ -70,7 +70,7 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
         )
     point = sweep.points[number]
     run = sweep_dir.run(point)
-    before = patiently(str(run.submission), lambda: read_queued_job(run))
+    before = await_answer(str(run.submission), lambda: read_queued_job(run))
     has_it = before is not None and before.job_id == allocation.scontrol_id
     if sweep.is_cancelled and number in sweep.cancelled_numbers:
         if has_it and before is not None:  # Slurm starts its job again: record that the run does not go on

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ddp_hpc.base.durable import numbers_in
+from ddp_hpc.base.durable import numbers_in_names
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.patience import is_there
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -30,7 +30,7 @@ def committed_steps(run: RunDir) -> list[int]:
         UnreadableError: if the file system does not answer.
     """
     try:
-        steps = numbers_in(run.checkpoints, COMMITTED)
+        steps = numbers_in_names(run.checkpoints, COMMITTED)
         return [step for step in steps if is_there(checkpoint_path(run, step) / MANIFEST)]
     except OSError as error:
         raise UnreadableError(
@@ -41,4 +41,4 @@ def committed_steps(run: RunDir) -> list[int]:
 
 def steps_set_aside(run: RunDir) -> list[int]:
     """Return the steps whose checkpoints did not verify and were renamed (`checkpoint_store.set_aside`)."""
-    return sorted(set(numbers_in(run.checkpoints, _SET_ASIDE)))
+    return sorted(set(numbers_in_names(run.checkpoints, _SET_ASIDE)))

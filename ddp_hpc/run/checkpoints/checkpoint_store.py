@@ -31,7 +31,7 @@ from ddp_hpc.base.durable import (
     delete_directory,
     fsync_path,
     make_directory,
-    named,
+    name_errors,
     open_private,
     open_record,
     output_at,
@@ -106,7 +106,7 @@ def write_shard(
     checksum = xxhash.xxh3_128()
     header_size = num_written = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, private_mode(path))
-    with named(path), os.fdopen(fd, "wb", buffering=0):
+    with name_errors(path), os.fdopen(fd, "wb", buffering=0):
         is_file = stat.S_ISREG(os.fstat(fd).st_mode)  # `export` may write to a pipe
         if is_file:
             _allocate(fd, size)

@@ -11,7 +11,7 @@ from typing import Any
 from ddp_hpc.base.discretion import HIDDEN, is_key_shown
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.field_types import annotations_of
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.run.config.fill_paths import filled
 from ddp_hpc.run.config.keys import all_keys, convert, key_of
 from ddp_hpc.run.config.removed import REMOVED, drop_removed
@@ -96,7 +96,7 @@ def load_resolved(path: Path, *, is_patient: bool = False, patience_s: float | N
     `is_patient` is for processes of the run: the file exists, so they wait for a file system that does not show it yet,
     for `patience_s`, or as long as `patience` says.
     """
-    return patiently(str(path), lambda: _load(path, is_known=not is_patient), patience_s=patience_s)
+    return await_answer(str(path), lambda: _load(path, is_known=not is_patient), patience_s=patience_s)
 
 
 def _load(path: Path, *, is_known: bool) -> RunSpec:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ddp_hpc.base.durable import numbers_in
+from ddp_hpc.base.durable import numbers_in_names
 from ddp_hpc.base.names import few
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import ATTEMPT, RunDir
 
@@ -257,6 +257,6 @@ def read_difference(run: RunDir, attempt: int) -> Difference | None:
 
 def read_differences(run: RunDir) -> list[Difference]:
     """Return the records of all attempts, oldest first."""
-    numbers: list[int] = known(run.errors, lambda: numbers_in(run.errors, ATTEMPT), unknown=[])
+    numbers: list[int] = ask_once(run.errors, lambda: numbers_in_names(run.errors, ATTEMPT), unknown=[])
     found = (read_difference(run, number) for number in numbers)
     return [one for one in found if one is not None]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ddp_hpc.base.durable import end_of, record_text
+from ddp_hpc.base.durable import read_end_of_file, record_text
 from ddp_hpc.base.errors import ConfigError, DivergedError, RanksDifferError, text_of
 from ddp_hpc.base.exit_codes import signal_name, signal_of
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.error_fingerprint import affected_by
@@ -163,7 +163,7 @@ _LOG_END_BYTES = 64 * 1024
 def _why_aborted(log: Path) -> str:
     """Return what NCCL's watchdog wrote before it aborted its process; empty where it did not."""
     with suppress(OSError):
-        lines = end_of(log, _LOG_END_BYTES)[1].decode("utf-8", errors="replace").splitlines()
+        lines = read_end_of_file(log, _LOG_END_BYTES)[1].decode("utf-8", errors="replace").splitlines()
         return "\n".join(line for line in lines if any(text in line for text in _WATCHDOG_SAYS))
     return ""
 
@@ -234,14 +234,14 @@ def silent_end_message(code: int, step_code: int | None) -> str:
 def allowed_phase(run: RunDir, attempt: int) -> Phase:
     """Return the phase in which rank zero last announced a long silence (`Watchdog.allow`), if it is still in it."""
     path = run.allowance(attempt)
-    text = known(path, lambda: record_text(path) if path.exists() else "", unknown="")
+    text = ask_once(path, lambda: record_text(path) if path.exists() else "", unknown="")
     return next((phase for phase in get_args(Phase) if phase == text), "")
 
 
 def read_failures(run: RunDir, attempt: int) -> Sequence[WorkerFailure]:
     """Return the reports of an attempt, the first cause first: a lost connection follows from another failure."""
     folder = run.attempt_errors(attempt)
-    paths: list[Path] = known(folder, lambda: sorted(folder.glob("*.json")), unknown=[])
+    paths: list[Path] = ask_once(folder, lambda: sorted(folder.glob("*.json")), unknown=[])
     found = (known_record(path, WorkerFailure) for path in paths)
     return sorted(filter(None, found), key=lambda failure: (failure.is_secondary, failure.at))
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddp_hpc.base.durable import numbers_in
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.durable import numbers_in_names
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -62,13 +62,13 @@ def write_hang_record(run: RunDir, attempt: int, record: RankInHang) -> None:
 def read_hang_records(run: RunDir, attempt: int) -> Sequence[RankInHang]:
     """Return the records of an attempt's last hang, by rank."""
     folder = run.hang_record(attempt, 0).parent
-    ranks: list[int] = known(folder, lambda: numbers_in(folder, re.compile(r"rank-(\d+)\.json")), unknown=[])
+    ranks: list[int] = ask_once(folder, lambda: numbers_in_names(folder, re.compile(r"rank-(\d+)\.json")), unknown=[])
     found: list[tuple[float, RankInHang]] = []
     for path in (run.hang_record(attempt, rank) for rank in ranks):
         record = known_record(path, RankInHang)
         if record is not None:
             # By the file's time, which one file server gives: the clocks of nodes may differ by more.
-            status = known(path, path.stat, unknown=None)
+            status = ask_once(path, path.stat, unknown=None)
             found.append((status.st_mtime if status else 0.0, record))
     newest = max((written for written, _ in found), default=0.0)
     return sorted((one for written, one in found if newest - written <= SAME_HANG_S), key=lambda one: one.rank)

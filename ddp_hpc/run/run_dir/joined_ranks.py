@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ddp_hpc.base.durable import numbers_in
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.durable import numbers_in_names
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.base.record import known_record, read_record, write_record
 from ddp_hpc.run.run_dir.paths import RANK_LOG, RunDir
 
@@ -52,7 +52,7 @@ def started_ranks(run: RunDir, attempt: int) -> set[int] | None:
     A network file system may leave out those of other nodes for a minute.
     """
     folder = run.attempt_logs(attempt)
-    ranks: list[int] | None = known(folder, partial(numbers_in, folder, RANK_LOG), unknown=None)
+    ranks: list[int] | None = ask_once(folder, partial(numbers_in_names, folder, RANK_LOG), unknown=None)
     return None if ranks is None else {*ranks}
 
 

@@ -19,7 +19,7 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import append_json_line, read_json_lines
 from ddp_hpc.base.field_types import annotations_of
 from ddp_hpc.base.processes import host_name, start_ticks
-from ddp_hpc.base.record import record_of
+from ddp_hpc.base.record import convert_to_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _odd: set[tuple[Path, str]] = set()
@@ -271,7 +271,7 @@ _BEGUN = {"attempt", "job_id", "host", "pid", "started_at"}
 
 def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a line says of an attempt, by the names of fields; None where a value is not of its field's type."""
-    found = record_of(line, _line_type())
+    found = convert_to_record(line, _line_type())
     said = {} if found is None else msgspec.structs.asdict(found)
     if not said or any(isinstance(value, float) and not isfinite(value) for value in said.values()):
         return None

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ddp_hpc.base.durable import append_json_line, end_of
-from ddp_hpc.base.record import record_in
+from ddp_hpc.base.durable import append_json_line, read_end_of_file
+from ddp_hpc.base.record import decode_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 FULL = 0.9
@@ -67,8 +67,8 @@ def read_uses(run: RunDir, attempt: int, *, most_bytes: int = _MOST_BYTES) -> li
     """Return the newest records of all nodes, node by node, oldest first: all of them, but for a long attempt on many nodes."""
     paths, lines = run.machine_uses(attempt), list[bytes]()
     for path in paths:
-        lines += end_of(path, max(_TAIL_BYTES, most_bytes // len(paths)))[1].split(b"\n")
-    uses = (record_in(line, MachineUse) for line in lines)  # the first one of a node may have been cut
+        lines += read_end_of_file(path, max(_TAIL_BYTES, most_bytes // len(paths)))[1].split(b"\n")
+    uses = (decode_record(line, MachineUse) for line in lines)  # the first one of a node may have been cut
     return [use for use in uses if use is not None and use.seconds > 0]
 
 

@@ -13,9 +13,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc.base.durable import delete_directory, make_directory, numbers_in, replace_text
+from ddp_hpc.base.durable import delete_directory, make_directory, numbers_in_names, replace_text
 from ddp_hpc.base.errors import FencedError
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -81,7 +81,7 @@ def is_fenced(run: RunDir, attempt: int) -> bool:
     # A claim that is missing while no newer one is there was deleted by a user who cleaned up, or an NFS client does
     # not show it at the moment: then no other attempt owns the run.
     path = claim_path(run, attempt)
-    return known(path, lambda: not path.is_dir() and not _is_newest(run, attempt), unknown=False)
+    return ask_once(path, lambda: not path.is_dir() and not _is_newest(run, attempt), unknown=False)
 
 
 def refuse_fenced(run: RunDir, attempt: int) -> None:
@@ -118,7 +118,7 @@ def replace_record(run: RunDir, attempt: int, path: Path, text: str | bytes, *, 
 def has_claim(run: RunDir, attempt: int) -> bool:
     """Tell whether the claim of `attempt` is there; False where the file system does not answer."""
     path = claim_path(run, attempt)
-    return known(path, path.is_dir, unknown=False)
+    return ask_once(path, path.is_dir, unknown=False)
 
 
 def _is_newest(run: RunDir, attempt: int) -> bool:
@@ -144,7 +144,7 @@ def release(run: RunDir, attempt: int) -> None:
 
 def claiming_attempts(run: RunDir) -> list[int]:
     """Return the attempts that have claimed the run and were not fenced, oldest first; killed ones too."""
-    return numbers_in(run.checkpoints, _CLAIM)
+    return numbers_in_names(run.checkpoints, _CLAIM)
 
 
 def remove_leftovers(run: RunDir) -> list[str]:

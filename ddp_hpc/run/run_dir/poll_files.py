@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import json_line, open_record
-from ddp_hpc.base.patience import known, patiently
+from ddp_hpc.base.patience import ask_once, await_answer
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import failed_save, read_progress
@@ -81,7 +81,7 @@ class LastRead:
 
 def newest_attempt(run: RunDir, files: LastRead) -> Attempt | None:
     """Return the newest attempt of a run, or None before the first; the ledger is read only if it changed."""
-    return patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: Ledger.read(run))).newest
+    return await_answer(str(run.attempts), lambda: files.read(run.attempts, lambda: Ledger.read(run))).newest
 
 
 class Tail:
@@ -155,7 +155,7 @@ class SaveWatch:
 
     def look(self) -> None:
         path = self._run.progress
-        progress = known(path, lambda: self._files.read(path, lambda: read_progress(self._run)), unknown=None)
+        progress = ask_once(path, lambda: self._files.read(path, lambda: read_progress(self._run)), unknown=None)
         error = progress.save_error if progress is not None and progress.attempt >= self._attempt else None
         if error and not self._is_failing:
             sys.stderr.write(f"warning: {self._run.name}: {failed_save(error)}\n")

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from ddp_hpc.base.durable import make_directories, read_json, record_bytes, record_text, replace_text
 from ddp_hpc.base.errors import UnreadableError
-from ddp_hpc.base.patience import known, patiently
-from ddp_hpc.base.record import read_record, record_of, write_record
+from ddp_hpc.base.patience import ask_once, await_answer
+from ddp_hpc.base.record import convert_to_record, read_record, write_record
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Attempt, Cluster, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -84,7 +84,7 @@ def write_awaited(run: RunDir, job_id: str, awaited: Sequence[Awaited]) -> None:
 def read_awaited(run: RunDir, job_id: str) -> list[Awaited]:
     """Return what this job of a run waits for; empty where that is not known."""
     record = read_json(run.awaited) or {}
-    return record_of(record.get("awaited"), list[Awaited]) or [] if record.get("job_id") == job_id else []
+    return convert_to_record(record.get("awaited"), list[Awaited]) or [] if record.get("job_id") == job_id else []
 
 
 def write_done(run: RunDir, goal: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
     """
     path = run.stop_request
     nothing: tuple[dict[str, Any], bool] = ({}, False)
-    record, is_there = known(path, lambda: (read_json(path) or {}, path.exists()), unknown=nothing)
+    record, is_there = ask_once(path, lambda: (read_json(path) or {}, path.exists()), unknown=nothing)
     if not is_there or record.get("by", "user") != "user":
         return None
     return "requeue" if record.get("then") == "requeue" else "end"
@@ -137,7 +137,7 @@ def write_rank_zero_exit(run: RunDir, attempt: int, exit_code: int) -> None:
 def take_rank_zero_exit(run: RunDir, attempt: int) -> int | None:
     """Return the exit code that rank zero recorded, once; None where it had no time to."""
     path = run.rank_zero_exit(attempt)
-    record = patiently(str(path), lambda: read_json(path), patience_s=_VERDICT_PATIENCE_S)
+    record = await_answer(str(path), lambda: read_json(path), patience_s=_VERDICT_PATIENCE_S)
     with suppress(OSError):  # the next attempt has a file of its own
         path.unlink(missing_ok=True)
     return None if record is None else int(record["exit_code"])
@@ -171,7 +171,7 @@ def read_rendezvous_token(path: Path) -> str:
         except FileNotFoundError as error:
             raise UnreadableError(str(error)) from error
 
-    return patiently(str(path), read)
+    return await_answer(str(path), read)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from ddp_hpc.base.durable import lines_of
-from ddp_hpc.base.record import append_record, read_records, record_in
+from ddp_hpc.base.record import append_record, decode_record, read_records
 from ddp_hpc.run.run_dir.paths import RunDir
 
 Kind = Literal["begin", "phases", "save", "evaluation", "interval"]
@@ -73,7 +73,7 @@ def read_looks(run: RunDir) -> list[Look]:
     """
     every = 1 + sum(1 for _ in lines_of(run.waits)) // MOST_LOOKS
     chosen = islice(lines_of(run.waits), 0, None, every)
-    return [look for line in chosen if (look := record_in(line, Look)) is not None]
+    return [look for line in chosen if (look := decode_record(line, Look)) is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.errors import UnreadableError
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -57,7 +57,7 @@ class RecipeWorkload(Workload):
         """
         wait_s = LISTING_PATIENCE_S if is_patient else 0.0
         try:
-            steps = patiently(str(run.checkpoints), lambda: checkpoint_names.committed_steps(run), patience_s=wait_s)
+            steps = await_answer(str(run.checkpoints), lambda: checkpoint_names.committed_steps(run), patience_s=wait_s)
         except UnreadableError as error:
             sys.stderr.write(
                 f"note: {error} ddp-hpc takes the newest checkpoint's step from the run's records instead.\n"

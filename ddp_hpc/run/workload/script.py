@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.errors import UnreadableError
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -45,7 +45,7 @@ class ScriptWorkload(Workload):
         # Each of them only grows, so their sum does.
         files, wait_s = self.spec.script.progress or str(run.checkpoints), LISTING_PATIENCE_S if is_patient else 0.0
         try:
-            return patiently(files, lambda: self._count(run), patience_s=wait_s)
+            return await_answer(files, lambda: self._count(run), patience_s=wait_s)
         except UnreadableError as error:
             sys.stderr.write(f"note: {error} ddp-hpc takes the script's progress from the run's ledger instead.\n")
             return max((one.last_step or one.first_step for one in ledger.attempts), default=0)

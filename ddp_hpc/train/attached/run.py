@@ -21,7 +21,7 @@ import torch
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import CheckpointError, ConfigError, DdpHpcError, FencedError, UnreadableError
 from ddp_hpc.base.exit_codes import FENCED, STOPPED
-from ddp_hpc.base.patience import is_there, patiently
+from ddp_hpc.base.patience import await_answer, is_there
 from ddp_hpc.base.processes import SLURMS_SIGNALS, signal_number
 from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.cluster.rank_probe.server import serve
@@ -181,7 +181,7 @@ class AttachedRun:
         step, error = -1, None
         if self._ranks.rank_info.is_rank_zero:
             try:
-                found = patiently(
+                found = await_answer(
                     str(self._run.checkpoints),
                     lambda: newest(self._run, reads_all=verify, on_progress=self._ranks.report_work),
                 )
@@ -196,7 +196,7 @@ class AttachedRun:
         if step < 0:
             raise UnreadableError("Rank zero could not read the newest checkpoint; its log says why.")
         path = checkpoint_path(self._run, step)
-        patiently(str(path), lambda: _require(path))
+        await_answer(str(path), lambda: _require(path))
         return path
 
     def commit(

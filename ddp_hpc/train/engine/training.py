@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.run.checkpoints.past_saves import Past, read_past
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -241,7 +241,7 @@ def _save_plan(  # noqa: PLR0913  what measures needs all of these
         read = partial(read_past, run, before=attempt, now=time.time())
         return AutoInterval(
             spec,
-            known(run.timeline, read, unknown=Past()),
+            ask_once(run.timeline, read, unknown=Past()),
             phases=phases.so_far,
             note=timeline.planned,
             wait_for_device=on_gpu if group.device.type == "cuda" else lambda: None,

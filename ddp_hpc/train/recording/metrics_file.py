@@ -11,8 +11,8 @@ from typing import IO, Any
 
 import msgspec
 
-from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_line, lines_from_end, named, open_private, record_bytes
-from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_line, lines_from_end, name_errors, open_private, record_bytes
+from ddp_hpc.base.patience import await_answer
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -37,7 +37,7 @@ class MetricsFile:
 
     def open(self, step: int) -> list[dict[str, Any]]:
         """Move the lines after `step`, whose steps will be repeated, to another file; return the newest of each kind before them."""
-        end, after, newest = patiently(str(self._run.metrics), lambda: self._split(step))
+        end, after, newest = await_answer(str(self._run.metrics), lambda: self._split(step))
         if after:
             ownership.refuse_fenced(self._run, self._attempt)
             with open_private(self._run.superseded_metrics, "ab") as file:  # in case they are never repeated
@@ -45,7 +45,7 @@ class MetricsFile:
                 file.flush()
                 os.fsync(file.fileno())
         # A new file also where the lines stay: an older attempt that still runs has the old one open, and writes there.
-        patiently(str(self._run.metrics), lambda: self._renew(end), done="written")
+        await_answer(str(self._run.metrics), lambda: self._renew(end), done="written")
         self._file = open_private(self._run.metrics, "ab", buffering=0)
         return newest
 
@@ -96,7 +96,7 @@ class MetricsFile:
 
     def flush(self) -> None:
         """Write what waits, and wait until all lines are on the disk; nothing on other ranks than zero."""
-        with self._writing, named(self._run.metrics):
+        with self._writing, name_errors(self._run.metrics):
             if (file := self._file) is None:
                 return
             self._write()

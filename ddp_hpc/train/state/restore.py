@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, StopAskedError, UnreadableError
-from ddp_hpc.base.patience import is_there, patiently
+from ddp_hpc.base.patience import await_answer, is_there
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store, shards
 from ddp_hpc.run.checkpoints.checkpoint_store import ChunkReader, Manifest
 from ddp_hpc.run.checkpoints.shards import RawTensor, StoredTensor
@@ -107,7 +107,7 @@ class Restorer:
                 log.info(
                     "removed %s, which a killed process left half-written; committed checkpoints are not affected", name
                 )
-        return patiently(
+        return await_answer(
             str(self.run.checkpoints), partial(self._newest, key, damaged), on_wait=partial(self._send_heartbeat, key)
         )
 
@@ -129,7 +129,7 @@ class Restorer:
         ownership.refuse_fenced(self.run, self.attempt)  # by now, the directory may be a newer attempt's
         path = checkpoint_names.checkpoint_path(self.run, step)
         with suppress(FileNotFoundError):  # renamed already: NFS may repeat a rename whose answer was lost
-            aside = patiently(
+            aside = await_answer(
                 str(path), partial(checkpoint_store.set_aside, path), on_wait=partial(self._send_heartbeat, key)
             )
             log.warning(
@@ -190,7 +190,7 @@ class Restorer:
         restoration: Restoration | None = None
         refused: ConfigError | None = None
         try:
-            manifest = patiently(str(path), partial(_manifest, path, checksum), on_wait=moved)
+            manifest = await_answer(str(path), partial(_manifest, path, checksum), on_wait=moved)
             reader = ShardReader(path, manifest, self.group, moved)
             stored = shards.stored_tensors(path, manifest.shards, reader.headers())
             saved = {name: SavedTensor(torch.Size(one.shape), _TORCH_DTYPES[one.dtype]) for name, one in stored.items()}
@@ -298,7 +298,7 @@ class ShardReader:
             for number in chunks:
                 begin = number * record.chunk_bytes
                 content = self._buffer[: min(record.chunk_bytes, record.size - begin)]
-                patiently(str(file), partial(reader.read, number, content.numpy().data), on_wait=self._on_progress)
+                await_answer(str(file), partial(reader.read, number, content.numpy().data), on_wait=self._on_progress)
                 yield begin, content
 
 

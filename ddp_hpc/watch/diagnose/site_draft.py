@@ -15,7 +15,7 @@ from string import Template
 import psutil
 
 from ddp_hpc.base.errors import SlurmUnavailableError
-from ddp_hpc.cluster.rendezvous.choose_network import accepted, fabric
+from ddp_hpc.cluster.rendezvous.choose_network import fabric, usable_interfaces
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.queries import ClusterConfig, NodeShape, Partition
@@ -63,7 +63,7 @@ def survey(environ: Mapping[str, str]) -> Survey:
         file_systems={
             one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True) if one.fstype in _SHARED_FILE_SYSTEMS
         },
-        interfaces=accepted(local_interfaces()),
+        interfaces=usable_interfaces(local_interfaces()),
         runtimes=[name for name in _RUNTIMES if shutil.which(name, path=environ.get("PATH", ""))],
         has_modules=bool(environ.get("MODULESHOME") or environ.get("LMOD_CMD")),
     )

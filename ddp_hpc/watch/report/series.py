@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ddp_hpc.base.durable import json_line, lines_of
-from ddp_hpc.base.record import record_in
+from ddp_hpc.base.record import decode_record
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.poll_files import Tail
 from ddp_hpc.run.run_dir.records import LINE_FIELDS
@@ -118,7 +118,7 @@ def read_losses(run: RunDir, *, num_bins: int) -> Series:
 def parsed(raws: Iterable[bytes]) -> Iterator[tuple[MetricsLine, bytes]]:
     """Yield the lines that are whole, each beside its bytes."""
     for raw in raws:
-        if (line := record_in(raw, MetricsLine, may_have_nan=True)) is not None:
+        if (line := decode_record(raw, MetricsLine, may_have_nan=True)) is not None:
             yield line, raw
 
 

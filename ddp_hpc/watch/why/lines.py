@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.base.durable import end_of, open_record
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.durable import open_record, read_end_of_file
+from ddp_hpc.base.patience import ask_once
 
 TAIL_BYTES = 256 << 10
 """How much of the end of each log is read."""
@@ -51,11 +51,11 @@ def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[LogLine]:
 
     def read() -> tuple[int, bytes]:
         try:
-            return end_of(path, num_bytes)
+            return read_end_of_file(path, num_bytes)
         except FileNotFoundError:
             return 0, b""
 
-    start, data = known(path, read, unknown=(0, b""))
+    start, data = ask_once(path, read, unknown=(0, b""))
     lines, offset = [], start
     for raw in data.split(b"\n"):
         lines.append(LogLine(path, offset, clean(raw.decode("utf-8", errors="replace"))))
@@ -75,4 +75,4 @@ def number_of(line: LogLine) -> int | None:
         with open_record(line.path) as file:
             return file.read(line.offset).count(b"\n") + 1
 
-    return known(line.path, count, unknown=None)
+    return ask_once(line.path, count, unknown=None)

@@ -83,7 +83,7 @@ def findings_of(
 _HARMLESS = frozenset({"little loss", "no answer"})
 
 
-def confirmed(first: NetworkFindings, again: NetworkFindings | None) -> NetworkFindings:
+def confirm_findings(first: NetworkFindings, again: NetworkFindings | None) -> NetworkFindings:
     """Return what two probes prove: only a node that both find bad is. Without a second one, none is, but its pairs stand."""
     is_sampled_twice = again is not None and not again.problem
     newest = again if again is not None and is_sampled_twice else first

@@ -26,7 +26,7 @@ _TIME, _SIZE = struct.Struct("!d"), struct.Struct("!I")
 
 
 def measure(link: socket.socket) -> tuple[float, float, float]:
-    """Measure over a connection whose other end runs `answer`: MB/s, by how many seconds its clock is ahead, seconds of the round trip.
+    """Measure over a connection whose other end runs `answer_measurements`: MB/s, by how many seconds its clock is ahead, seconds of the round trip.
 
     An OSError means that it does not answer in time.
     """
@@ -37,7 +37,7 @@ def measure(link: socket.socket) -> tuple[float, float, float]:
     for _ in range(NUM_QUESTIONS):
         asked, began = time.time(), time.monotonic()
         link.sendall(b"?")
-        (there,) = _TIME.unpack(received(link, _TIME.size))
+        (there,) = _TIME.unpack(receive_exactly(link, _TIME.size))
         trip = time.monotonic() - began
         trips.append((trip, there - (asked + trip / 2)))
     trip, ahead = min(trips)
@@ -55,27 +55,27 @@ def _stream(link: socket.socket) -> float:
         link.sendall(_CHUNK)
         num_bytes += len(_CHUNK)
     link.sendall(_SIZE.pack(0))
-    received(link, 1)
+    receive_exactly(link, 1)
     return num_bytes / 1e6 / max(time.monotonic() - began, 1e-6)
 
 
-def answer(link: socket.socket) -> None:
+def answer_measurements(link: socket.socket) -> None:
     """Answer a node that measures, until it closes the connection."""
     link.settimeout(LIMIT_S)
     for _ in range(NUM_QUESTIONS):
-        received(link, 1)
+        receive_exactly(link, 1)
         link.sendall(_TIME.pack(time.time()))
     while True:
-        (size,) = _SIZE.unpack(received(link, _SIZE.size))
+        (size,) = _SIZE.unpack(receive_exactly(link, _SIZE.size))
         if size > len(_CHUNK):
             raise ConnectionAbortedError("the other end sends something else")
         if size:
-            received(link, size)
+            receive_exactly(link, size)
         else:
             link.sendall(b"!")
 
 
-def received(link: socket.socket, num_bytes: int, seconds: float | None = None) -> bytes:
+def receive_exactly(link: socket.socket, num_bytes: int, seconds: float | None = None) -> bytes:
     """Return exactly so many bytes, all of which must come within `seconds`, or each part of them within the link's timeout."""
     deadline, parts, missing = time.monotonic() + (seconds or 0.0), [], num_bytes
     while missing:

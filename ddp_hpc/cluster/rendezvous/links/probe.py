@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from ddp_hpc.cluster.rendezvous.choose_network import holder, source_address
+from ddp_hpc.cluster.rendezvous.choose_network import interface_with_address, source_address
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.rendezvous.links import pace
 from ddp_hpc.cluster.rendezvous.links.rounds import partners
@@ -55,7 +55,7 @@ LIFE_S = 180.0
 _SMALL_BYTES = 64
 _TCP_BYTES = 256 << 10
 _LARGEST_DATAGRAM = 8972  # a jumbo frame of 9,000 bytes
-_HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}
+_IP_AND_UDP_HEADER_BYTES = {socket.AF_INET: 28, socket.AF_INET6: 48}
 _NUM_UNCOUNTED = 10
 _UNCOUNTED_PAUSE_S = 0.03
 _BURST = 10
@@ -77,7 +77,7 @@ _USUAL_MTU = 1500
 def own_place(toward: str, interfaces: Sequence[Interface]) -> tuple[str, str, int]:
     """Return this node's address on the network of `toward`, the subnet of it, and its MTU; no subnet where the interface is not known."""
     address = source_address(toward) or toward
-    nic = holder(address, interfaces)
+    nic = interface_with_address(address, interfaces)
     if nic is None:
         return address, "", _USUAL_MTU
     network = next(
@@ -182,13 +182,13 @@ class NodeProbe:
     def _measure(self, place: tuple[str, int]) -> tuple[float, float, float]:
         with socket.create_connection(place, CONNECT_S, source_address=(self.sockets.address, 0)) as link:
             link.sendall(_GREETING.pack(self.token, self.me, True))
-            if pace.received(link, 1, SMALL_S) != b"+":
+            if pace.receive_exactly(link, 1, SMALL_S) != b"+":
                 raise ConnectionAbortedError("this is not the node that was asked for")
             return pace.measure(link)
 
     def _send_datagrams(self, place: tuple[str, int]) -> None:
         own = self.sockets
-        large = min(self.mtu - _HEADERS[own.udp.family], _LARGEST_DATAGRAM)
+        large = min(self.mtu - _IP_AND_UDP_HEADER_BYTES[own.udp.family], _LARGEST_DATAGRAM)
         give_up = time.monotonic() + SMALL_S
         # One socket for each partner: what waits for the hardware address of an unplugged one fills the socket's buffer (arp(7)).
         with suppress(OSError), socket.socket(own.udp.family, socket.SOCK_DGRAM) as sender:
@@ -221,12 +221,12 @@ class NodeProbe:
                 stage = "small"
                 link.settimeout(SMALL_S)
                 link.sendall(_GREETING.pack(self.token, self.me, False))
-                if pace.received(link, 1, SMALL_S) != b"+":
+                if pace.receive_exactly(link, 1, SMALL_S) != b"+":
                     return "stranger"
                 stage = "large"
                 link.settimeout(LARGE_S)
                 link.sendall(bytes(_TCP_BYTES))
-                pace.received(link, _TCP_BYTES, LARGE_S)
+                pace.receive_exactly(link, _TCP_BYTES, LARGE_S)
         except ConnectionRefusedError:
             return "refused"
         except OSError:
@@ -264,14 +264,14 @@ class NodeProbe:
         try:
             with guest, suppress(OSError):
                 guest.settimeout(SMALL_S)
-                token, _, measures = _GREETING.unpack(pace.received(guest, _GREETING.size, SMALL_S))
+                token, _, measures = _GREETING.unpack(pace.receive_exactly(guest, _GREETING.size, SMALL_S))
                 if not hmac.compare_digest(token, self.token):
                     return
                 guest.sendall(b"+")
                 if measures:
-                    pace.answer(guest)
+                    pace.answer_measurements(guest)
                 guest.settimeout(LARGE_S)
-                pace.received(guest, _TCP_BYTES, LARGE_S)
+                pace.receive_exactly(guest, _TCP_BYTES, LARGE_S)
                 guest.sendall(bytes(_TCP_BYTES))
         finally:
             self._guests.release()
@@ -293,7 +293,7 @@ def serve(toward: str, *, name: str, mark: str) -> int:
         say(ready=name, error=str(error), has_address=error.errno != errno.EADDRNOTAVAIL)
         return 0
     say(ready=name, address=address, port=sockets.port, network=network)
-    order = _order(mark, "go")
+    order = _read_order(mark, "go")
     if order is None or not isinstance(order.get("nodes"), list):
         return 0
     names = [str(node[0]) for node in order["nodes"]]
@@ -308,7 +308,7 @@ def serve(toward: str, *, name: str, mark: str) -> int:
     for partner, measured in sorted(probe.paces.items()):
         say(pace=measured, at=me, to=partner)
     say(done=me)
-    _order(mark, "finish")
+    _read_order(mark, "finish")
     for sender in sorted({sender for sender, _ in probe.heard}):
         heard = [probe.heard[sender, False], probe.heard[sender, True]]
         say(heard=heard, missed=sum(probe.first.get((sender, size), 0) for size in (False, True)), at=me, sender=sender)
@@ -317,7 +317,7 @@ def serve(toward: str, *, name: str, mark: str) -> int:
     return 0
 
 
-def _order(mark: str, verb: str) -> dict[str, Any] | None:
+def _read_order(mark: str, verb: str) -> dict[str, Any] | None:
     """Wait for an order; None at end of file. Lines that are not ours are passed over."""
     for line in sys.stdin:
         with suppress(ValueError):

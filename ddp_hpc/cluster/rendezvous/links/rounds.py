@@ -19,7 +19,7 @@ def rounds_of(num_nodes: int) -> list[list[Pair]]:
     most, is_small = num_nodes // 2, num_nodes <= ALL_PAIRS_UP_TO
     distances = range(1, most + 1) if is_small else [1 << power for power in range(most.bit_length())]
     rounds = [pairs for distance in distances for pairs in _pairs_at(num_nodes, distance)]
-    return _join(rounds) if is_small else rounds
+    return _merge_rounds(rounds) if is_small else rounds
 
 
 def partners(num_nodes: int, node: int) -> Sequence[int | None]:
@@ -45,7 +45,7 @@ def _pairs_at(num_nodes: int, distance: int) -> list[list[Pair]]:
     return [pairs for pairs in colours if pairs]
 
 
-def _join(rounds: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
+def _merge_rounds(rounds: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
     """Return fewer rounds: each pair moves into the first round that has neither of its nodes."""
     joined: list[list[Pair]] = []
     for low, high in (pair for pairs in rounds for pair in pairs):

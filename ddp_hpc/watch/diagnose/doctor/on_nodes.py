@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.record import record_in
+from ddp_hpc.base.record import decode_record
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -92,7 +92,7 @@ def options_of(spec: RunSpec, nodes: str) -> list[str]:
 def result_of(printed: str) -> Preflight | None:
     """Return the result among what was printed, by an environment that greets, too; None without one."""
     for line in reversed(printed.splitlines()):
-        found = record_in(line.encode(), Preflight)
+        found = decode_record(line.encode(), Preflight)
         if found is not None:
             return found
     return None
