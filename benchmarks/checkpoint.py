@@ -197,7 +197,7 @@ def measure(rounds: int) -> Samples:
             Row(TORCH, bench.torch_save),
         ]
         samples = run_rounds("checkpoint", rows, rounds=rounds)
-    process_group.leave()
+    process_group.leave_process_group()
     return samples
 
 

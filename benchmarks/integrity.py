@@ -65,7 +65,9 @@ def costs(name: str, run: RunDir) -> Mapping[str, float]:
         optimizer.zero_grad()
 
     def compare() -> None:
-        record_digest(run, attempt=0, step=0, world_size=2, digest=digests.of_all(digests.of_state(state)))
+        record_digest(
+            run, attempt=0, step=0, world_size=2, digest=digests.combined_digest(digests.digests_of_state(state))
+        )
 
     step()
     compare()

@@ -57,7 +57,7 @@ def main(_run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd:
     del attempt
     process_group.join(process_group.rank_info_from_environ(environ), torch.device("cpu"), listen_fd=listen_fd)
     _all_reduce_and_stamp()
-    process_group.leave()
+    process_group.leave_process_group()
     return 0
 
 

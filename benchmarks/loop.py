@@ -288,7 +288,7 @@ def _prepared(without: Sequence[str] = ()) -> Iterator[Training]:
         with _log_file(training.run):
             yield training
         training.recorder.close()
-        process_group.leave()
+        process_group.leave_process_group()
 
 
 def _training(run: RunDir, without: Sequence[str] = ()) -> Training:

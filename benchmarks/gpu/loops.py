@@ -103,7 +103,7 @@ def alone(place: Place) -> Iterator[Group]:
     try:
         yield group
     finally:
-        process_group.leave()
+        process_group.leave_process_group()
         torch.use_deterministic_algorithms(False)
 
 

@@ -17,7 +17,7 @@ from ddp_hpc.cli.status_text import as_text, evaluation_line
 from ddp_hpc.cli.terminal import unguarded
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.follow import FollowUpdate
-from ddp_hpc.watch.report.series import ChartPoint, finite, read_losses
+from ddp_hpc.watch.report.series import ChartPoint, finite_points, read_losses
 from ddp_hpc.watch.report.words import moment
 from ddp_hpc.watch.status import RunStatus
 
@@ -51,7 +51,7 @@ def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bo
                 next_read = now + max(1.0, _READ_SHARE * (time.time() - now))
             width, height = console.size
             # One column stays free, as some terminals begin a new line there, and one line for the shell.
-            drawn = screen(look.status, rows, sparkline(finite(losses), _WIDTH, levels), now=now, word=run.word)
+            drawn = screen(look.status, rows, sparkline(finite_points(losses), _WIDTH, levels), now=now, word=run.word)
             shown = [visible(line)[: max(1, width - 1)] for line in drawn[: max(1, height - 1)]]
             live.update(_text("\n".join(shown)), refresh=True)
     return True

@@ -96,8 +96,8 @@ class Replicas:
         )
         compared, left_out = training_state.tensors_to_compare(state)
         self._note_left_out(left_out)
-        mine = digests.of_tensors(compared)
-        found = self.group.digests_of_all(digests.of_all(mine))
+        mine = digests.digests_of_tensors(compared)
+        found = self.group.digests_of_all(digests.combined_digest(mine))
         if len(set(found)) > 1:
             self._end(step, found, mine, state)
         if self.group.rank_info.is_rank_zero:
@@ -154,7 +154,7 @@ class Replicas:
         named = training_state.tensors_of_all(state)
         tensors = {name: [mine[name], [*one.shape], str(one.dtype)] for name, one in named.items()}
         reports = self._reports(tensors=tensors)
-        names = digests.differing([one["tensors"] for one in reports])
+        names = digests.differing_tensors([one["tensors"] for one in reports])
         # Ranks without a tensor, or with one of another shape, could not take part in a comparison of its elements.
         sampled = [] if _mismatch_of_kinds(names, reports) else names[:_MOST_SAMPLED]
         samples = [
@@ -199,7 +199,7 @@ class Replicas:
         )
         with self._errors_logged():
             write_difference(self.run, newest)
-        return message_of(self.run, newest)
+        return message_on_difference(self.run, newest)
 
     def _reports(self, **own: Any) -> list[dict[str, Any]]:
         """Return on rank zero what each rank has, and where it computes."""
@@ -253,7 +253,7 @@ class Replicas:
             before = [
                 one for one in read_differences(self.run) if one.of_loss and one.step > newest and not one.odd_ranks
             ]
-            answer = [f", first {now.where_not_finite}", "" if before else message_of(self.run, now)]
+            answer = [f", first {now.where_not_finite}", "" if before else message_on_difference(self.run, now)]
             if not before:
                 with suppress(OSError):  # then no later attempt can tell who was wrong
                     write_difference(self.run, now)
@@ -274,7 +274,7 @@ class Replicas:
             self._is_losing = True
 
 
-def message_of(run: RunDir, difference: Difference) -> str:
+def message_on_difference(run: RunDir, difference: Difference) -> str:
     """Return what ends the ranks of an attempt, and what follows."""
     steps = checkpoint_names.committed_steps(run)
     goes_on = (

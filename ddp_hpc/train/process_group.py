@@ -248,7 +248,7 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     store.set(f"here/{rank_info.rank}", "")
     waiting: AbstractContextManager[None] = nullcontext()
     if report_missing is not None and rank_info.is_rank_zero and rank_info.world_size > 1:
-        waiting = missing_reported(
+        waiting = report_missing_ranks(
             lambda: dist.PrefixStore(prefix, _tcp_store(rank_info)), rank_info.world_size, report_missing
         )
     with waiting:
@@ -295,7 +295,7 @@ def _tcp_store(rank_info: RankInfo, *, is_master: bool = False, **listening: Any
 
 
 @contextmanager
-def missing_reported(
+def report_missing_ranks(
     connect: Callable[[], dist.Store],
     world_size: int,
     report: Callable[[Sequence[int]], object],
@@ -332,16 +332,16 @@ def missing_reported(
         thread.join(LOOK_S)
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     """Leave the process group; call it when nothing refers to the DDP model any more."""
     # DDP's reducer uses the process group: collect it first, or torch may abort at exit.
     gc.collect()
     if dist.is_initialized():
         if torch.__version__ < "2.8":
-            _kept.append(dist.group.WORLD)
+            _groups_kept_alive.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 
-_kept: list[object] = []
+_groups_kept_alive: list[object] = []
 """Groups of an older PyTorch. When one is freed there, this thread holds the interpreter (GIL) and waits for gloo's threads, one of
 which may wait for the interpreter to free a tensor: neither goes on. So they stay until the process ends."""

@@ -46,7 +46,7 @@ _GLOBAL_GENERATORS = (torch.default_generator, random.getstate.__self__, np.rand
 
 
 @contextmanager
-def named(**roots: object) -> Iterator[None]:
+def log_unsaved_changes(**roots: object) -> Iterator[None]:
     """Log what changes meanwhile."""
     before = unsaved(roots)
     yield
@@ -285,7 +285,7 @@ def _of_tensor(value: Tensor) -> int | None:
         return None  # somebody has freed its memory
     if value.nbytes > _MOST_BYTES and not value.is_inference():
         return value._version  # noqa: SLF001  # no copy of a large tensor
-    return hash((value.dtype, tuple(value.shape), *digests.of_tensors({"": value.detach()}).values()))
+    return hash((value.dtype, tuple(value.shape), *digests.digests_of_tensors({"": value.detach()}).values()))
 
 
 def _memory(value: Tensor) -> tuple[int, int]:

@@ -34,7 +34,7 @@ from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.missing_files import refuse_missing, why_missing_of_args
 from ddp_hpc.train import process_group
 from ddp_hpc.train.engine.loop import train
-from ddp_hpc.train.engine.nonfinite import of_nan_check
+from ddp_hpc.train.engine.nonfinite import explain_nan_check
 from ddp_hpc.train.engine.optimizer import build_optimizer
 from ddp_hpc.train.engine.replay_trace import follow_request
 from ddp_hpc.train.engine.training import Training, assemble_training, configure_torch
@@ -156,7 +156,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         code = _train_and_close(training, watchdog)
     except BaseException as raised:  # noqa: BLE001  whatever ends a worker is recorded
         step = training.state.position.step if training else 0
-        error = of_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
+        error = explain_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
         failure = failure_of(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
         is_lost = isinstance(error, RuntimeError) and is_lost_connection(failure.exception)
         _report(run, attempt, replace(failure, step=step, is_secondary=is_lost), training)
@@ -164,7 +164,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
             training.phases.close()
         return exit_code_of(error)
     del training, group
-    process_group.leave()
+    process_group.leave_process_group()
     return code
 
 

@@ -15,7 +15,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.poll_files import Tail
 from ddp_hpc.run.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
 from ddp_hpc.run.run_dir.timeline import Mark, read_marks
-from ddp_hpc.watch.report.series import parsed
+from ddp_hpc.watch.report.series import parse_lines
 
 CHECKPOINT = "checkpoint"
 """The phase of the loop in which it waits for a save."""
@@ -124,7 +124,7 @@ def _logged_steps(run: RunDir) -> list[tuple[float, int]]:
     found = []
     for path in (run.superseded_metrics, run.metrics):
         with suppress(OSError):  # then they prove nothing
-            lines = (line for line, _ in parsed(Tail(path, most_bytes=_MOST_BYTES).new_raw_lines()))
+            lines = (line for line, _ in parse_lines(Tail(path, most_bytes=_MOST_BYTES).new_raw_lines()))
             found += [(one.at, one.step) for one in lines if one.kind == "train" and one.at is not None]
     return found
 

@@ -43,11 +43,11 @@ def values_of(path: str) -> Mapping[str, Any]:
 
 def filter_runs(runs: Sequence[RunStatus], conditions: Sequence[str]) -> list[RunStatus]:
     """Return the runs that meet all conditions: `state=running`, `train.lr=0.1`."""
-    tests = [_test(condition) for condition in conditions]
+    tests = [_parse_filter(condition) for condition in conditions]
     return [run for run in runs if all(test(run) for test in tests)]
 
 
-def _test(condition: str) -> Callable[[RunStatus], bool]:
+def _parse_filter(condition: str) -> Callable[[RunStatus], bool]:
     name, equals, text = condition.partition("=")
     if not equals:
         raise ConfigError(

@@ -255,7 +255,7 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         entity=begun.root.entity if begun else "",
         fingerprint=begun.root.fingerprint if begun else "",
         why_last=begun.why_last if begun else "",
-        mended=_mended(seen.attempts),
+        mended=_newest_survived_failure(seen.attempts),
     )
 
 
@@ -266,7 +266,7 @@ _OF_PROGRESS = (
 """Fields that are the same in both."""
 
 
-def _mended(attempts: Sequence[Attempt]) -> str:
+def _newest_survived_failure(attempts: Sequence[Attempt]) -> str:
     """Return the newest failure after which ddp-hpc started another attempt, in one line; empty without one."""
     failed = [one for one in attempts[:-1] if one.ending == Ending.FAILED and one.next]
     if not failed:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.prove.certify.certificate import earlier_states, shown
+from ddp_hpc.prove.certify.certificate import command_without_secrets, earlier_states
 from ddp_hpc.prove.certify.file_events import FileEvents
 from ddp_hpc.prove.certify.outside import command_in, named_paths, refuse_saved_states
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, Save
@@ -253,7 +253,7 @@ def test_the_command_runs_the_copy_of_its_script_in_the_users_python(tmp_path: P
 def test_a_report_hides_the_values_of_secrets() -> None:
     command = ["python", "train.py", "--api-key=abc", "--token", "def", "--lr=0.1", "--num-tokens-seen", "5"]
 
-    assert shown(command) == [
+    assert command_without_secrets(command) == [
         "python",
         "train.py",
         "--api-key=...",

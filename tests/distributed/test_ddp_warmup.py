@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hpc.train.engine.ddp_warmup import copied, of_unused, warm_up_ddp
+from ddp_hpc.train.engine.ddp_warmup import copy_batch, explain_unused, warm_up_ddp
 from ddp_hpc.train.process_group import Group
 from tests.distributed.processes import in_group
 
@@ -173,7 +173,7 @@ def test_a_copy_of_a_batch_shares_nothing_with_it_and_as_much_within_itself() ->
     values = torch.arange(6.0)
     batch = {"nest": (values, [values[:3]]), "own": OfTheUser(values), "ids": [1, 2]}
 
-    copy: Any = copied(batch)
+    copy: Any = copy_batch(batch)
     copy["nest"][0].mul_(2)
     copy["ids"].append(3)
     copy["own"].names.clear()
@@ -188,7 +188,7 @@ def test_a_copy_of_a_batch_shares_nothing_with_it_and_as_much_within_itself() ->
 def test_a_batch_that_cannot_be_copied_is_used_itself_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     batch = [(number for number in range(3))]
 
-    assert copied(batch) is batch
+    assert copy_batch(batch) is batch
     assert "cannot be copied (TypeError: cannot pickle 'generator' object)" in caplog.text
 
 
@@ -207,7 +207,7 @@ def _said_of_idle(group: Group) -> str:
         for step in range(2):
             _backward(wrapped, step, group.rank_info.rank)
     except RuntimeError as error:
-        return str(of_unused(error, model))
+        return str(explain_unused(error, model))
     return ""
 
 
@@ -215,4 +215,4 @@ def test_a_parameter_without_a_gradient_is_named_with_the_key_that_helps(tmp_pat
     said = in_group(2, _said_of_idle, tmp_path)
 
     assert all("no gradient to `idle`, and" in one and "`train.find_unused_parameters=true`" in one for one in said)
-    assert of_unused(RuntimeError("another"), Idle()) is None
+    assert explain_unused(RuntimeError("another"), Idle()) is None

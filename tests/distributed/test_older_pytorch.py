@@ -22,7 +22,7 @@ def _leave(group: Group, version: str) -> tuple[bool, bool]:
     torch.__version__ = TorchVersion(version)
     made = weakref.ref(dist.group.WORLD)
 
-    process_group.leave()
+    process_group.leave_process_group()
 
     return not dist.is_initialized(), made() is None
 

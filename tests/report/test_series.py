@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.report.charts import charts_of
-from ddp_hpc.watch.report.series import NUM_BINS, ChartPoint, finite, read_series, thinned
+from ddp_hpc.watch.report.series import NUM_BINS, ChartPoint, finite_points, read_series, thin_out
 from tests.made_run import make_run
 
 
@@ -29,7 +29,7 @@ def test_thinning_keeps_ends_and_extremes() -> None:
     points[123_456] = ChartPoint(123_456, 99.0)
     points[77_777] = ChartPoint(77_777, -99.0)
 
-    kept = thinned(points)
+    kept = thin_out(points)
 
     assert len(kept) <= 4 * (NUM_BINS + 1)
     assert {points[0], points[-1], points[123_456], points[77_777]} <= {*kept}
@@ -39,7 +39,7 @@ def test_thinning_keeps_ends_and_extremes() -> None:
 def test_few_points_stay_as_they_are() -> None:
     points = [ChartPoint(step, 1.0) for step in range(100)]
 
-    assert thinned(points) == points
+    assert thin_out(points) == points
 
 
 def test_losses_that_are_not_finite_are_marked_and_not_drawn(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_losses_that_are_not_finite_are_marked_and_not_drawn(tmp_path: Path) -> 
 
     series = read_series(run)
 
-    assert [point.step for point in finite(series.loss)] == [1, 5]
+    assert [point.step for point in finite_points(series.loss)] == [1, 5]
     assert [point.step for point in series.loss] == [1, 2, 3, 4, 5]
     (chart,) = charts_of(series, {})
     assert [chart.path(one.points).count("M") for one in chart.lines] == [2, 1, 1, 1]  # no line over the steps between

@@ -23,7 +23,7 @@ from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.error_fingerprint import affected_by
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, failure_of, write_failure
 from ddp_hpc.run.run_dir.ledger import Ledger
-from ddp_hpc.train.data.loader import SampleError, SeededFetch, received
+from ddp_hpc.train.data.loader import SampleError, SeededFetch, or_raise
 from ddp_hpc.train.data.sample_order import MicroBatch
 from tests.made_run import add_checkpoint, add_failure, make_run
 from tests.unit import conftest
@@ -185,7 +185,7 @@ def failure(read: Callable[[int], Any], *, index: int = 3, num: int = 8, in_proc
         DataLoader(fetch, batch_sampler=[[batch]], num_workers=int(in_process), collate_fn=lambda one: one)
     )
     with pytest.raises(SampleError) as info:
-        received(next(loader))
+        or_raise(next(loader))
     return failure_of(info.value, rank=0, log=Path("rank-0.log"))
 
 

@@ -489,7 +489,7 @@ class Last(nn.Module):
 def test_numbers_that_processes_share_and_functions_with_a_cache_are_compared(caplog: pytest.LogCaptureFixture) -> None:
     shared, cached = multiprocessing.Value("i", 0), functools.cache(abs)
 
-    with unsaved.named(shared=shared, cached=cached):
+    with unsaved.log_unsaved_changes(shared=shared, cached=cached):
         shared.value += 1
         cached(-1)
 

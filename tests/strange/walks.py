@@ -139,7 +139,7 @@ def everything(t: Training) -> dict[str, Any]:
     """Close the records of a training; return all that a checkpoint of it holds now."""
     close(t)
     named = {name: tensor.detach().clone() for name, tensor, _ in training_state.tensors(t.state)}
-    return {**named, "numbers": training_state.numbers(t.state)}
+    return {**named, "numbers": training_state.non_tensor_state(t.state)}
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -42,7 +42,7 @@ def _begin() -> Iterator[Any]:
     made = loader.make_loader(
         TensorDataset(torch.zeros(1)), sampler, data=DataSpec(num_workers=1), pin_memory=False, is_kept=True
     )
-    return loader.begin(made)
+    return loader.start_loader(made)
 
 
 def _kill(pid: int) -> None:

@@ -17,7 +17,7 @@ SHAPES = [(), (0,), (1,), (3,), (7, 5), (2, 3, 5, 7), (4096,), (8192,), (4096 * 
 
 
 def of(tensor: Tensor) -> int:
-    return digests.of_tensors({"x": tensor})["x"]
+    return digests.digests_of_tensors({"x": tensor})["x"]
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -104,7 +104,7 @@ def test_memory_format_strides_and_neighbours_do_not_matter(dtype: torch.dtype) 
     ]
 
     assert {of(tensor) for tensor in same} == {of(plain)}
-    assert digests.of_tensors({"before": torch.ones(3), "x": plain, "after": wide})["x"] == of(plain)
+    assert digests.digests_of_tensors({"before": torch.ones(3), "x": plain, "after": wide})["x"] == of(plain)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -115,7 +115,7 @@ def test_a_tensor_among_many_that_are_alike_has_the_digest_that_it_has_alone(dty
         for number in range(70)
     }
 
-    found = digests.of_tensors({**many, "large": random_tensor((70, 70), dtype)})
+    found = digests.digests_of_tensors({**many, "large": random_tensor((70, 70), dtype)})
 
     assert len(set(found.values())) > len(many) // 2 or dtype.itemsize == 1
     assert all(found[name] == of(tensor) for name, tensor in list(many.items())[::23])
@@ -123,12 +123,12 @@ def test_a_tensor_among_many_that_are_alike_has_the_digest_that_it_has_alone(dty
 
 def test_groups_of_bounded_size_have_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     some = {f"{length} {more}": torch.randn(length) for length in range(0, 9000, 700) for more in range(70)}
-    before = digests.of_tensors(some)
+    before = digests.digests_of_tensors(some)
 
     monkeypatch.setattr(digests, "_MOST_BYTES", 20_000)
 
     assert len([*digests._groups([*some.values()])]) > 20
-    assert digests.of_tensors(some) == before
+    assert digests.digests_of_tensors(some) == before
 
 
 def test_the_numbers_of_a_group_are_bounded_however_many_tensors_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_the_digest_is_the_same_in_each_version_and_on_each_machine() -> None:
     assert of(torch.arange(10.0)) == 2882536630942534073
     assert of(torch.arange(10000.0)) == -4028977185413573000
     assert of(torch.arange(5, dtype=torch.int8)) == -5678316000289775155
-    assert digests.of_all({"a": 1, "b": -1}) == "8ab91ac94fdfec6f"
+    assert digests.combined_digest({"a": 1, "b": -1}) == "8ab91ac94fdfec6f"
 
 
 def test_no_element_of_nan_or_a_parameter_that_requires_gradients_disturbs_it() -> None:
@@ -179,13 +179,13 @@ def test_no_element_of_nan_or_a_parameter_that_requires_gradients_disturbs_it() 
 
 
 def test_the_digest_of_all_does_not_depend_on_the_order_which_a_restore_changes() -> None:
-    assert digests.of_all({"b": 2, "a": 1}) == digests.of_all({"a": 1, "b": 2})
+    assert digests.combined_digest({"b": 2, "a": 1}) == digests.combined_digest({"a": 1, "b": 2})
 
 
 def test_the_digest_of_all_depends_on_names_and_each_digest() -> None:
     ones = [{"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 1, "c": 2}, {"a": 1}, {}]
 
-    texts = [digests.of_all(one) for one in ones]
+    texts = [digests.combined_digest(one) for one in ones]
 
     assert len(set(texts)) == len(texts)
     # As the ranks exchange them, too.

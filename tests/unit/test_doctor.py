@@ -28,7 +28,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight
 from ddp_hpc.watch.diagnose.doctor import login, questions
 from ddp_hpc.watch.diagnose.doctor.login import LoginSite, nodes_by_reason, reason_meaning
-from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, result_of
+from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, parse_result
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of
 from tests.made_run import made_attempt
@@ -350,7 +350,7 @@ def test_the_result_is_found_behind_a_greeting_without_a_line_break(
     sys.stdout.write("[site] welcome")
     assert preflight.main(["--folder=there"]) == 0
 
-    assert result_of(capsys.readouterr().out) == checked
+    assert parse_result(capsys.readouterr().out) == checked
 
 
 def test_the_job_of_the_doctor_is_placed_as_the_run_would_be(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.state.training_state import TrainingState, numbers
+from ddp_hpc.train.state.training_state import TrainingState, non_tensor_state
 from tests.unit.made_state import CPU, put_back
 from tests.unit.test_training_state import saved
 
@@ -57,13 +57,13 @@ def test_what_an_optimizer_writes_into_its_groups_is_back_to_the_bit_and_of_its_
     put_back(resumed, *saved(state))
 
     assert_same(resumed.optimizer.param_groups[0]["own"], value)
-    assert repr(numbers(resumed)) == repr(numbers(state))
+    assert repr(non_tensor_state(resumed)) == repr(non_tensor_state(state))
     assert resumed.optimizer.param_groups[1].get("own") == before.get("own")
 
 
 def test_only_what_the_optimizer_changed_in_its_groups_is_put_back() -> None:
     state, resumed = with_options(mine=1, of_user=2), with_options(mine=1, of_user=3)
-    unchanged = numbers(state)["optimizer"]
+    unchanged = non_tensor_state(state)["optimizer"]
     state.optimizer.param_groups[1]["mine"] = 1.0
     state.optimizer.param_groups[0] |= {"lr": 0.7, "initial_lr": 0.7, "foreach": True, "fused": True}
     kept = saved(state)
@@ -133,7 +133,7 @@ def test_another_number_of_groups_in_which_the_optimizer_wrote_nothing_is_as_goo
 )
 def test_what_no_manifest_can_hold_is_refused(value: object, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        numbers(with_options(own=value))
+        non_tensor_state(with_options(own=value))
 
 
 @pytest.mark.parametrize(

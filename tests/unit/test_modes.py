@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hpc.train.engine.modes import evaluation_mode, settle
+from ddp_hpc.train.engine.modes import evaluation_mode, set_train_mode_once
 
 
 def a_model() -> nn.Sequential:
@@ -48,7 +48,7 @@ def test_what_a_builder_holds_is_held_from_the_first_step() -> None:
     model = a_model()
     before = modes(model)
 
-    settle(model)
+    set_train_mode_once(model)
 
     assert modes(model) == before
 
@@ -67,7 +67,7 @@ def test_what_a_train_method_freezes_is_frozen_from_the_first_step() -> None:
     outer = nn.Sequential(model, nn.Dropout())
     outer[1].eval()
 
-    settle(outer)
+    set_train_mode_once(outer)
 
     assert modes(outer) == {"": True, "0": True, "0.0": False, "0.1": True, "1": False}
 
@@ -75,7 +75,7 @@ def test_what_a_train_method_freezes_is_frozen_from_the_first_step() -> None:
 def test_a_model_that_is_left_in_evaluation_mode_stays_so() -> None:
     model = nn.Sequential(nn.Dropout()).eval()
 
-    settle(model)
+    set_train_mode_once(model)
     with evaluation_mode(model):
         torch.zeros(1)
 

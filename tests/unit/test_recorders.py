@@ -30,7 +30,7 @@ from ddp_hpc.run.spec import LogSpec, RunSpec, SlurmSpec
 from ddp_hpc.run.spec.training import RecorderName
 from ddp_hpc.train import worker
 from ddp_hpc.train.recording import metrics_file, to_tensorboard
-from ddp_hpc.train.recording.follower import follow, shown, take_alone
+from ddp_hpc.train.recording.follower import follow, masked_config, recorder_lock
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from ddp_hpc.train.recording.recorders import (
     BACK_ENDS,
@@ -193,7 +193,7 @@ def test_a_recorder_gets_the_configuration_without_secrets_also_those_in_address
         "train.lr": 0.1,
     }
 
-    assert shown(values, secret_values(values, {})) == {
+    assert masked_config(values, secret_values(values, {})) == {
         "recipe.args.url": "postgres://ada:***@host/data",
         "recipe.args.command": ["load", "--with", "***"],
         "recipe.args.mirrors": {"near": "https://bob:***@host"},
@@ -272,7 +272,7 @@ def test_of_two_processes_one_sends_to_a_recorder_and_the_other_when_that_has_en
     written(run, 0, [1])
     argv = [sys.executable, "-m", "ddp_hpc.train.recording.follower", str(run.path), "tensorboard"]
     run.console.parent.mkdir()
-    lock, beside_rank_zero = processes.take_lock(run.recorder_lock("tensorboard")), take_alone(run, "tensorboard")
+    lock, beside_rank_zero = processes.take_lock(run.recorder_lock("tensorboard")), recorder_lock(run, "tensorboard")
     assert lock is not None
 
     refused = subprocess.run(argv, capture_output=True, text=True, check=False)

@@ -25,10 +25,18 @@ from ddp_hpc.cli.replay_text import audit_text, replay_text
 from ddp_hpc.cli.verbs.replay import or_not_computed
 from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay import auditing
-from ddp_hpc.prove.replay.auditing import AuditReport, Segment, audit, chosen, judged, segments_of, verdict_of
-from ddp_hpc.prove.replay.bisecting import narrowed
+from ddp_hpc.prove.replay.auditing import (
+    AuditReport,
+    Segment,
+    audit,
+    choose_segments,
+    judge_segment,
+    segments_of,
+    verdict_of,
+)
+from ddp_hpc.prove.replay.bisecting import narrow_range
 from ddp_hpc.prove.replay.history import History, environ_of, numeric_variables, read_history
-from ddp_hpc.prove.replay.private_run import Wanted, _run_supervised, compute_again, num_gpus_here, replay_spec
+from ddp_hpc.prove.replay.private_run import WantedSteps, _run_supervised, compute_again, num_gpus_here, replay_spec
 from ddp_hpc.prove.replay.record import Record, compare
 from ddp_hpc.prove.replay.replaying import ReplayReport, check_range
 from ddp_hpc.run.run_dir.ledger import Ending, record_start
@@ -193,7 +201,7 @@ def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of
     run = make_run(tmp_path)
     monkeypatch.setattr(History, "sound_checkpoint", lambda _, step: (step, []))  # it is there a moment before
     told = History(run=run, begun=[(0, inputs(0))], committed=(20,), last_step=30)
-    wanted = Wanted(history=told, start=20, request=ReplayRequest(end_step=30))
+    wanted = WantedSteps(history=told, start=20, request=ReplayRequest(end_step=30))
     with pytest.raises(UnreadableError, match=r"checkpoint of step 20 of .* was deleted meanwhile"):
         compute_again(wanted, {}, folder=tmp_path / "private", say=print)
 
@@ -280,19 +288,19 @@ def test_nothing_in_common_is_not_the_same() -> None:
 
 
 def test_equal_states_count_only_before_the_first_difference() -> None:
-    assert narrowed([10, 20, 60], [40, 50]) == (20, 40)
+    assert narrow_range([10, 20, 60], [40, 50]) == (20, 40)
 
 
 def test_without_an_equal_state_not_even_the_beginning_is_known() -> None:
-    assert narrowed([], []) == (None, None)
+    assert narrow_range([], []) == (None, None)
 
 
 def test_segments_lie_between_the_states_on_record_and_a_seed_chooses_the_same_ones() -> None:
     segments = segments_of(history((0, inputs(0)), committed=(40, 60, 80)), digests=[10, 90, 100])
 
     assert segments == [(0, 40), (40, 60), (60, 80), (80, 100)]
-    assert chosen(segments, 2, seed=5) == chosen(segments, 2, seed=5)
-    assert chosen(segments, 9, seed=5) == segments
+    assert choose_segments(segments, 2, seed=5) == choose_segments(segments, 2, seed=5)
+    assert choose_segments(segments, 9, seed=5) == segments
 
 
 def test_steps_after_the_newest_state_on_record_are_in_no_segment() -> None:
@@ -331,8 +339,8 @@ def report(**fields: Any) -> ReplayReport:
 
 @pytest.mark.parametrize("fields", [{"tolerance": 1e-3, "same_state_at": None}, {"same_state_at": None}])
 def test_a_segment_of_which_only_losses_were_compared_does_not_count_as_the_same(fields: dict[str, Any]) -> None:
-    assert judged(report(**fields)).verdict == "losses only"
-    assert judged(report()).verdict == "the same"
+    assert judge_segment(report(**fields)).verdict == "losses only"
+    assert judge_segment(report()).verdict == "the same"
 
 
 def test_only_what_a_digest_or_a_checkpoint_shows_is_called_the_same_to_the_bit() -> None:
@@ -376,7 +384,7 @@ def test_numbers_with_which_nothing_would_be_compared_are_refused(
 def test_an_audit_goes_on_where_a_checkpoint_was_pruned_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(wanted: Wanted, *_: Any, **__: Any) -> Any:
+    def gone(wanted: WantedSteps, *_: Any, **__: Any) -> Any:
         if (end := wanted.request.end_step) == 40:
             raise UnreadableError("the checkpoint has gone")
         return report(from_step=wanted.start, to_step=end, same_state_at=end)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.state.training_state import TrainingState, numbers, tensors
+from ddp_hpc.train.state.training_state import TrainingState, non_tensor_state, tensors
 from tests.unit.made_state import make_state, put_back, take_step
 
 Saved = tuple[dict[str, Tensor], dict[str, Any]]
@@ -20,7 +20,7 @@ Saved = tuple[dict[str, Tensor], dict[str, Any]]
 def saved(*states: TrainingState) -> Saved:
     """Return what a checkpoint of all ranks holds, copied, its numbers through JSON."""
     named = [item for state in states for item in tensors(state) if item.owner in (None, state.rank)]
-    return {item.name: item.tensor.clone() for item in named}, json.loads(json.dumps(numbers(states[0])))
+    return {item.name: item.tensor.clone() for item in named}, json.loads(json.dumps(non_tensor_state(states[0])))
 
 
 def are_equal(first: Saved, second: Saved) -> bool:
@@ -162,7 +162,7 @@ def test_what_is_neither_tensor_nor_number_nor_text_is_refused() -> None:
     state.optimizer = Stepper(state.model, object())
 
     with pytest.raises(ConfigError, match="of type object, which no checkpoint would hold"):
-        numbers(state)
+        non_tensor_state(state)
 
 
 def test_a_checkpoint_that_holds_more_of_an_optimizer_than_is_kept_now_is_refused() -> None:
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_another_model_is_told_in_one_line_with_a_few_names_and_
     state.model = other
 
     with pytest.raises(ConfigError) as refused:
-        put_back(state, {f"model/{name}": one for name, one in own.items()}, numbers(make_state()))
+        put_back(state, {f"model/{name}": one for name, one in own.items()}, non_tensor_state(make_state()))
 
     told = str(refused.value)
     assert "\n" not in told

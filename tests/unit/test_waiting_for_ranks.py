@@ -18,7 +18,7 @@ from ddp_hpc.run.run_dir.joined_ranks import MissingRanks, forget_missing, read_
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
-from ddp_hpc.train.process_group import missing_reported
+from ddp_hpc.train.process_group import report_missing_ranks
 from tests.unit.made_job import Make
 
 CARRIES = NetworkFindings(at=0.0, seconds=3.0, address="10.2.0.1", num_nodes=2, num_pairs=1)
@@ -193,7 +193,7 @@ def test_rank_zero_reports_who_has_not_reached_the_store() -> None:
 
     for rank in (0, 2):
         server.set(f"here/{rank}", "")
-    with missing_reported(connect, 3, reports.append, first_look_s=0.0):
+    with report_missing_ranks(connect, 3, reports.append, first_look_s=0.0):
         while not reports:
             time.sleep(0.01)
 
@@ -203,7 +203,7 @@ def test_rank_zero_reports_who_has_not_reached_the_store() -> None:
 def test_ranks_that_join_soon_are_not_reported() -> None:
     reports: list[Sequence[int]] = []
 
-    with missing_reported(dist.HashStore, 2, reports.append):
+    with report_missing_ranks(dist.HashStore, 2, reports.append):
         pass
 
     assert reports == []
@@ -214,7 +214,7 @@ def test_where_joining_fails_the_report_stays() -> None:
     reports: list[Sequence[int]] = []
 
     def fail() -> None:
-        with missing_reported(lambda: store, 2, reports.append, first_look_s=0.0):
+        with report_missing_ranks(lambda: store, 2, reports.append, first_look_s=0.0):
             while not reports:
                 time.sleep(0.01)
             raise RuntimeError

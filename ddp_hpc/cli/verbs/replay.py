@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Replay, and print the result; the exit code is 0 where all is the same."""
     from ddp_hpc.cli.replay_text import replay_text
     from ddp_hpc.prove.replay.history import read_history
-    from ddp_hpc.prove.replay.private_run import Wanted
+    from ddp_hpc.prove.replay.private_run import WantedSteps
     from ddp_hpc.prove.replay.replaying import replay
     from ddp_hpc.run.run_dir.replays import ReplayRequest
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     newest = max((step for step in history.committed if step < end), default=0)
     start = newest if args.start is None else args.start
     request = ReplayRequest(end_step=end, trace_from=start + 1 if args.trace else None)
-    wanted = Wanted(history=history, start=start, request=request, world_size=args.world, code=args.code)
+    wanted = WantedSteps(history=history, start=start, request=request, world_size=args.world, code=args.code)
     with ended_by_signals(), or_not_computed():
         report = replay(wanted, environment, tolerance=args.tolerance, say=say)
     print_report(report, replay_text(report), is_json=args.json)

@@ -28,7 +28,7 @@ RANKS = 2
 HIDDEN = "..."
 CERTIFICATE = "certificate.json"
 """In the directory of the runs: the result, as `--json` prints it."""
-SILENCES = 3.0
+SILENCE_FACTOR = 3.0
 """A silence of this many times the longest one of the undisturbed run does not count as a hang yet."""
 
 
@@ -125,10 +125,10 @@ class Certification:
         self.say("running the script undisturbed")
         record = self._undisturbed("undisturbed")
         self.baseline = Baseline(record=record)
-        self.patience_s = max(self.patience_s, SILENCES * record.longest_silence_s)
+        self.patience_s = max(self.patience_s, SILENCE_FACTOR * record.longest_silence_s)
         self.notes += _limits(self.baseline)
         certificate = Certificate(
-            command=shown(self.command),
+            command=command_without_secrets(self.command),
             seed=self.seed,
             folder=str(self.folder),
             seconds=round(record.seconds, 1),
@@ -327,7 +327,7 @@ def hint_on(error: str, work_dir: Path) -> str:
     return ""
 
 
-def shown(command: Sequence[str]) -> list[str]:
+def command_without_secrets(command: Sequence[str]) -> list[str]:
     """Return a command as it may stand in a report: without the values of options that are named as secrets are."""
     shown, is_secret = [], False
     for word in command:

@@ -12,8 +12,8 @@ from pathlib import PurePosixPath
 from ddp_hpc.prove.certify.saved_files import Contents
 
 NO_FILE = "no such file"
-_TABLES = frozenset({".csv", ".tsv", ".jsonl"})
-_MESSAGES = frozenset({".log", ".out", ".err"})
+_TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".jsonl"})
+_MESSAGE_SUFFIXES = frozenset({".log", ".out", ".err"})
 
 _RESUME = r"(?:resume(?:_from\w*|_path|_checkpoint)?|auto_resume|start_epoch|start_iter|init_from)"
 _RESUME_ARGUMENT = re.compile(rf"(?:^|\.)(?:args|opts?|cfg|config|hparams|hyper_parameters)\.(?:\w+\.)*{_RESUME}$")
@@ -35,13 +35,13 @@ class FileDifference:
     @property
     def is_of_log(self) -> bool:
         """Whether it is a line of a log or a table."""
-        is_of_table = self.is_of_records or PurePosixPath(self.file).suffix in _TABLES
+        is_of_table = self.is_of_records or PurePosixPath(self.file).suffix in _TABLE_SUFFIXES
         return self.is_of_messages or (self.path.startswith("line ") and is_of_table)
 
     @property
     def is_of_messages(self) -> bool:
         """Whether it is a line of a log, which tells times, and of a resume."""
-        return self.path.startswith("line ") and PurePosixPath(self.file).suffix in _MESSAGES
+        return self.path.startswith("line ") and PurePosixPath(self.file).suffix in _MESSAGE_SUFFIXES
 
     @property
     def is_of_resume(self) -> bool:
@@ -120,7 +120,7 @@ def _masked(path: str) -> str:
 def doubled_line(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents]) -> tuple[str, str] | None:
     """Return a table, and a line of it that stands there more often than in the undisturbed run's."""
     for file, other in undisturbed.items():
-        if file not in here or PurePosixPath(file).suffix not in _TABLES:
+        if file not in here or PurePosixPath(file).suffix not in _TABLE_SUFFIXES:
             continue
         often, once = Counter(here[file].lines), Counter(other.lines)
         line = next((one for one in once if one and often[one] > once[one]), None)

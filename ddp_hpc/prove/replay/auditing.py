@@ -11,8 +11,8 @@ from typing import Literal
 
 from ddp_hpc.base.errors import CorruptCheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.prove.replay.history import History
-from ddp_hpc.prove.replay.private_run import Wanted
-from ddp_hpc.prove.replay.record import Deviation, record_of
+from ddp_hpc.prove.replay.private_run import WantedSteps
+from ddp_hpc.prove.replay.record import Deviation, recorded_steps
 from ddp_hpc.prove.replay.replaying import ReplayReport, replay
 from ddp_hpc.run.run_dir.replays import ReplayRequest
 
@@ -69,7 +69,7 @@ def verdict_of(found: Sequence[Segment]) -> Literal["PASS", "FAIL", "UNKNOWN"]:
     return "PASS" if verdicts == {"the same"} else "UNKNOWN"
 
 
-def chosen(segments: Sequence[tuple[int, int]], number: int, seed: int) -> list[tuple[int, int]]:
+def choose_segments(segments: Sequence[tuple[int, int]], number: int, seed: int) -> list[tuple[int, int]]:
     """Return `number` of the segments at random, the same ones for the same seed."""
     return sorted(random.Random(seed).sample(list(segments), min(number, len(segments))))
 
@@ -84,7 +84,7 @@ def audit(  # noqa: PLR0913  which segments, with which code
     say: Callable[[str], object] = lambda _: None,
 ) -> AuditReport:
     """Compute segments again; a segment at whose end no state can be compared does not pass."""
-    segments = segments_of(history, record_of(history.run, 0, history.last_step).digests)
+    segments = segments_of(history, recorded_steps(history.run, 0, history.last_step).digests)
     last = segments[-1][1] if segments else 0
     notes: list[str] = []
     if last < history.last_step:
@@ -92,15 +92,15 @@ def audit(  # noqa: PLR0913  which segments, with which code
             f"steps {last + 1} to {history.last_step} have no checkpoint or digest after them yet, so they are in no segment"
         )
     found = []
-    for start, end in chosen(segments, number, seed):
+    for start, end in choose_segments(segments, number, seed):
         try:
-            wanted = Wanted(history=history, start=start, request=ReplayRequest(end_step=end), code=code)
+            wanted = WantedSteps(history=history, start=start, request=ReplayRequest(end_step=end), code=code)
             report = replay(wanted, environ, say=say)
         except tuple(_FAILURES) as error:  # a run that trains prunes its checkpoints meanwhile
             verdict = next(verdict for kind, verdict in _FAILURES.items() if isinstance(error, kind))
             found.append(Segment(start=start, end=end, verdict=verdict, problem=str(error)))
         else:
-            found.append(judged(report))
+            found.append(judge_segment(report))
             notes += [note for note in report.notes if note not in notes]
     return AuditReport(
         run=str(history.run.path),
@@ -114,7 +114,7 @@ def audit(  # noqa: PLR0913  which segments, with which code
     )
 
 
-def judged(report: ReplayReport) -> Segment:
+def judge_segment(report: ReplayReport) -> Segment:
     """Return what a replay says of its segment."""
     verdict: Verdict = report.verdict
     problem = ""

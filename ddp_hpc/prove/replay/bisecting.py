@@ -15,15 +15,15 @@ from ddp_hpc.base.errors import CorruptCheckpointError, UnreadableError
 from ddp_hpc.prove.replay.circumstances import Circumstances, circumstances
 from ddp_hpc.prove.replay.first_difference import Divergence, Entry, Lines, first_difference
 from ddp_hpc.prove.replay.history import History
-from ddp_hpc.prove.replay.private_run import Replayed, Wanted, compute_again, private_folder
-from ddp_hpc.prove.replay.record import compare, differing_names, record_of, state_of_checkpoint
+from ddp_hpc.prove.replay.private_run import Replayed, WantedSteps, compute_again, private_folder
+from ddp_hpc.prove.replay.record import compare, differing_names, recorded_steps, state_of_checkpoint
 from ddp_hpc.run.run_dir.replays import ReplayRequest
 
 MOST_TRACED = 64
 """Of how many steps each tensor is written down at once; of more, first one hash a step."""
 
 
-def narrowed(equal: Iterable[int], unequal: Iterable[int]) -> tuple[int | None, int | None]:
+def narrow_range(equal: Iterable[int], unequal: Iterable[int]) -> tuple[int | None, int | None]:
     """Return the newest step after which the states are known to be equal, and the first after which they are known to differ.
 
     None where there is no such step: not even the beginning is known to be equal. Runs that differ may look equal again later,
@@ -34,7 +34,7 @@ def narrowed(equal: Iterable[int], unequal: Iterable[int]) -> tuple[int | None, 
 
 
 def read_known(one: History, other: History, end: int) -> tuple[int | None, int | None, list[str]]:
-    """Read what two runs have recorded of the same steps: states in checkpoints, losses, samples. Return `narrowed`, and notes."""
+    """Read what two runs have recorded of the same steps: states in checkpoints, losses, samples. Return `narrow_range`, and notes."""
     equal: list[int] = []
     unequal: list[int] = []
     notes: list[str] = []
@@ -48,12 +48,12 @@ def read_known(one: History, other: History, end: int) -> tuple[int | None, int 
         of_log = ("loss_steps", "/loss_meter")
         differing = [name for name in differing_names(*states) if not name.endswith(of_log)]
         (unequal if differing else equal).append(step)
-    mine, others = (record_of(history.run, 0, end) for history in (one, other))
+    mine, others = (recorded_steps(history.run, 0, end) for history in (one, other))
     if one.log_every != other.log_every:  # a loss is a mean over the steps since the line before
         mine.losses = {}
     # Equal losses, samples and digests prove nothing of the whole state.
     unequal += [difference.step for difference in compare(mine, others).differences]
-    return *narrowed(equal, unequal), notes
+    return *narrow_range(equal, unequal), notes
 
 
 @dataclass(kw_only=True)
@@ -103,7 +103,7 @@ def bisect(
             ended = threading.Event()
 
             def one(history: History, code: Path | None, which: int) -> Replayed:
-                wanted = Wanted(history=history, start=start, request=request, code=code, ended=ended)
+                wanted = WantedSteps(history=history, start=start, request=request, code=code, ended=ended)
                 return compute_again(wanted, environ, folder=folder / f"{report.num_replays - which}", say=say)
 
             # Two at a time, unless they would share GPUs.
@@ -177,7 +177,7 @@ def _hashes(replayed: Replayed) -> dict[int, list[str]]:
 
 def _unlike_record(history: History, replayed: Replayed, end: int) -> list[str]:
     """Return a note if what was computed again is not what the run has recorded: then it is not exactly that run."""
-    recorded, computed = record_of(history.run, 0, end), replayed.record(0, end)
+    recorded, computed = recorded_steps(history.run, 0, end), replayed.record(0, end)
     for step in computed.states:
         with suppress(CorruptCheckpointError, UnreadableError, OSError):  # `read_known` has said so
             recorded.states[step] = state_of_checkpoint(history.run, step)

@@ -24,7 +24,7 @@ from ddp_hpc.base.record import write_record
 from ddp_hpc.cluster.machine.gpus import visible_gpus
 from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay.history import History, StepRange, environ_of, imported_content
-from ddp_hpc.prove.replay.record import Record, record_of, record_of_replay
+from ddp_hpc.prove.replay.record import Record, record_of_replay, recorded_steps
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.config.resolve import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
@@ -39,7 +39,7 @@ _POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class WantedSteps:
     """Steps to compute again: those after `start`, up to and with the end of the request."""
 
     history: History
@@ -96,7 +96,7 @@ def num_gpus_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> 
 
 
 def compute_again(
-    wanted: Wanted, environ: Mapping[str, str], *, folder: Path, say: Callable[[str], object]
+    wanted: WantedSteps, environ: Mapping[str, str], *, folder: Path, say: Callable[[str], object]
 ) -> Replayed:
     """Compute the steps, one stretch after the other, from the newest sound checkpoint on, with all that is on record.
 
@@ -125,7 +125,7 @@ def compute_again(
     request = replace(
         wanted.request,
         state_steps=tuple(step for step in history.committed if begin < step <= end),
-        digest_steps=tuple(record_of(history.run, begin, end).digests),
+        digest_steps=tuple(recorded_steps(history.run, begin, end).digests),
     )
     for (low, high, inputs), world in zip(stretches, worlds, strict=True):
         write_record(replayed.run.replay_request, replace(request, start_step=low, end_step=high, commits=high < end))
@@ -137,7 +137,9 @@ def compute_again(
     return replayed
 
 
-def _compute(wanted: Wanted, replayed: Replayed, inputs: AttemptInputs, world: int, environ: Mapping[str, str]) -> None:
+def _compute(
+    wanted: WantedSteps, replayed: Replayed, inputs: AttemptInputs, world: int, environ: Mapping[str, str]
+) -> None:
     """Run one attempt of the private run, to the end of a stretch."""
     run, original = replayed.run, wanted.history.run
     replace_text(run.config, inputs.config, is_secret=True)

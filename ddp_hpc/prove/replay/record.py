@@ -38,7 +38,7 @@ class Record:
     states: dict[int, State] = field(default_factory=dict)
 
 
-def record_of(run: RunDir, start: int, end: int) -> Record:
+def recorded_steps(run: RunDir, start: int, end: int) -> Record:
     """Return the losses and samples that a run has recorded of the steps after `start` up to `end`."""
     record = Record()
     for line in read_json_lines(run.metrics):
@@ -69,7 +69,7 @@ def _numbers(state: Mapping[str, Any]) -> State:
 
 def record_of_replay(run: RunDir, num_ranks: int, start: int, end: int) -> Record:
     """Return what a replay has recorded of its steps: rank zero's digests and states, and of the others what is their own."""
-    record = record_of(run, start, end)
+    record = recorded_steps(run, start, end)
     record.digests = {line["step"]: line["digest"] for line in read_json_lines(run.rank_trace(0)) if "digest" in line}
     for rank in range(num_ranks):
         for line in (line for line in read_json_lines(run.rank_trace(rank)) if "tensors" in line):
@@ -118,14 +118,14 @@ _ORDER = ("samples", "loss", "lr", "digest", "checkpoint")
 
 def compare(recorded: Record, computed: Record, *, tolerance: float = 0.0) -> Comparison:
     """Compare what both know; with a tolerance, losses may differ by so much of their size, and states are not compared."""
-    samples, all_losses = _pairs(recorded.samples, computed.samples), _pairs(recorded.losses, computed.losses)
-    digests = [] if tolerance else _pairs(recorded.digests, computed.digests)
-    states = [] if tolerance else _pairs(recorded.states, computed.states)
+    samples, all_losses = _in_both(recorded.samples, computed.samples), _in_both(recorded.losses, computed.losses)
+    digests = [] if tolerance else _in_both(recorded.digests, computed.digests)
+    states = [] if tolerance else _in_both(recorded.states, computed.states)
     differing: list[tuple[str, int, Any, Any]] = [("samples", *one) for one in samples if one[1] != one[2]]
     errors = [0.0]
     for step, before, after in all_losses:
         for what, value in before.items():
-            error = _error(value, after.get(what))
+            error = _relative_error(value, after.get(what))
             errors += [error] if what == "loss" else []
             differing += [(what, step, value, after.get(what))] if error > tolerance else []
     differing += [("digest", *one) for one in digests if one[1] != one[2]]
@@ -147,12 +147,12 @@ def compare(recorded: Record, computed: Record, *, tolerance: float = 0.0) -> Co
     )
 
 
-def _pairs(one: Mapping[int, T], other: Mapping[int, T]) -> list[tuple[int, T, T]]:
+def _in_both(one: Mapping[int, T], other: Mapping[int, T]) -> list[tuple[int, T, T]]:
     """Return the steps that both have, with their values."""
     return [(step, one[step], other[step]) for step in sorted(one.keys() & other.keys())]
 
 
-def _error(before: float | None, after: float | None) -> float:
+def _relative_error(before: float | None, after: float | None) -> float:
     """Return the relative difference; 0 for two values that are not finite in the same way.
 
     None is what a log line has for a number that is not finite.

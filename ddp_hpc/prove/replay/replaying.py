@@ -8,8 +8,8 @@ from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.prove.replay.history import History
-from ddp_hpc.prove.replay.private_run import Wanted, compute_again, private_folder
-from ddp_hpc.prove.replay.record import Comparison, compare, record_of, state_of_checkpoint
+from ddp_hpc.prove.replay.private_run import WantedSteps, compute_again, private_folder
+from ddp_hpc.prove.replay.record import Comparison, compare, recorded_steps, state_of_checkpoint
 from ddp_hpc.run.run_dir.software_versions import capture, differences, read_environment
 
 _MOST_CHANGES = 5
@@ -49,7 +49,7 @@ def check_range(history: History, start: int, end: int) -> None:
 
 
 def replay(
-    wanted: Wanted,
+    wanted: WantedSteps,
     environ: Mapping[str, str],
     *,
     tolerance: float = OTHER_WORLD_TOLERANCE,
@@ -64,7 +64,7 @@ def replay(
     """
     history, start, end = wanted.history, wanted.start, wanted.request.end_step
     check_range(history, start, end)
-    recorded = record_of(history.run, start, end)
+    recorded = recorded_steps(history.run, start, end)
     states = [step for step in history.committed if start < step <= end]
     recorded.states = {step: state_of_checkpoint(history.run, step) for step in states}
     is_kept = wanted.request.trace_from is not None

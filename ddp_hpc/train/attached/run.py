@@ -37,7 +37,7 @@ from ddp_hpc.train.attached.ranks import ScriptRanks, rank_info_of_script
 from ddp_hpc.train.attached.report import ScriptReport
 from ddp_hpc.train.attached.step_sampler import StepSampler
 from ddp_hpc.train.data.sample_order import SampleOrder
-from ddp_hpc.train.process_group import leave
+from ddp_hpc.train.process_group import leave_process_group
 from ddp_hpc.train.stop import StopConsensus, StopFlag
 
 DEFAULT_DIR = "checkpoints"
@@ -158,7 +158,7 @@ class AttachedRun:
     def exit_for_requeue(self) -> NoReturn:
         """Exit with the code that means: saved, start me again (`stop_exit_code`)."""
         # At the end of the interpreter, when nothing of the script refers to its DDP model any more.
-        atexit.register(leave)
+        atexit.register(leave_process_group)
         sys.exit(self.stop_exit_code)
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Fetched:
 
     def pin_memory(self) -> Fetched:
         """Return it with its tensors in pinned memory; PyTorch's DataLoader calls this where it pins."""
-        return Fetched(self.indices, mapped(self.batch, _pinned))
+        return Fetched(self.indices, map_leaves(self.batch, _pinned))
 
 
 def _pinned(leaf: Any) -> Any:
@@ -87,7 +87,7 @@ class SeededFetch(Dataset[Any]):
             return Fetched(wanted.indices, tuple([one.index_select(0, rows) for one in tensors]))
         if not self._is_compared and wanted.epoch >= 0 and getattr(get_worker_info(), "id", 0) == 0:
             self._is_compared = True
-            with unsaved.named(train_data=self._dataset, collate_fn=self._collate):
+            with unsaved.log_unsaved_changes(train_data=self._dataset, collate_fn=self._collate):
                 return self.fetched(micro_batch)
         with host_preserved() if self._needs_seeds and get_worker_info() is None else nullcontext():
             samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
@@ -180,7 +180,7 @@ class InLoaderProcessError(Exception):
     """Holds the traceback of an error in a loader process, as a text."""
 
 
-def received(fetched: Fetched | SampleError) -> Fetched:
+def or_raise(fetched: Fetched | SampleError) -> Fetched:
     """Return what a loader has fetched."""
     if isinstance(fetched, SampleError):
         raise fetched from InLoaderProcessError(f"\n{fetched.traceback}")
@@ -200,7 +200,7 @@ def load_global_batches(
     micro_batches = ([one] for global_batch in ahead for one in global_batch.micro_batches)
     fetched: Iterator[Fetched]
     if data.num_workers or pin_memory:
-        fetched = map(received, begin(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory)))
+        fetched = map(or_raise, start_loader(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory)))
     else:
         # What a DataLoader without processes does, without its overhead.
         fetched = map(fetch.fetched, micro_batches)
@@ -243,7 +243,7 @@ def make_loader(
     )
 
 
-def begin(loader: DataLoader[Any]) -> Iterator[Any]:
+def start_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     """Fork the processes of a loader, and return its iterator."""
     # PyTorch's handler of SIGCHLD raises an error in the main thread when a loader process dies, wherever that thread is.
     # Raised inside a fork, it would leave a half-made child; so the signal is blocked until the processes exist:
@@ -266,17 +266,17 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) 
         order = torch.channels_last if channels_last and leaf.dim() == 4 else torch.preserve_format
         return leaf.to(device, non_blocking=True, memory_format=order)
 
-    return mapped(batch, move)
+    return map_leaves(batch, move)
 
 
-def mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
     """Return nested tuples, lists and dicts with each leaf changed."""
     if isinstance(nest, dict):
-        return {key: mapped(value, change) for key, value in nest.items()}
+        return {key: map_leaves(value, change) for key, value in nest.items()}
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(mapped(value, change) for value in nest))
+        return type(nest)(*(map_leaves(value, change) for value in nest))
     if isinstance(nest, list | tuple):
-        return type(nest)(mapped(value, change) for value in nest)
+        return type(nest)(map_leaves(value, change) for value in nest)
     return change(nest)
 
 

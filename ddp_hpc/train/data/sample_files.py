@@ -23,8 +23,8 @@ _NO_READERS = ("checkpoint-writer", "ddp-hpc-", "QueueFeederThread")
 sends batches to the training."""
 
 
-_recorded: list[set[str | None]] = []
-_add_hook = functools.cache(sys.addaudithook)
+_source_sets: list[set[str | None]] = []
+_add_audit_hook = functools.cache(sys.addaudithook)
 
 
 @contextmanager
@@ -33,18 +33,18 @@ def recorded_sources() -> Iterator[set[str | None]]:
 
     Only for a process that has met a sample that cannot be read, as a hook cannot be removed.
     """
-    _add_hook(_note)
+    _add_audit_hook(_note)
     sources = set[str | None]()
-    _recorded.append(sources)
+    _source_sets.append(sources)
     try:
         yield sources
     finally:
-        _recorded.remove(sources)
+        _source_sets.remove(sources)
 
 
 def _note(event: str, args: tuple[Any, ...]) -> None:
     """Note an audit event; it must not raise."""
-    if not _recorded:
+    if not _source_sets:
         return
     thread = threading.current_thread()
     # multiprocessing's thread that hands the memory of sent batches over, through a socket. By itself, not by its name
@@ -52,7 +52,7 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
     sharer = getattr(sys.modules.get("multiprocessing.resource_sharer"), "_resource_sharer", None)
     if thread.name.startswith(_NO_READERS) or thread is getattr(sharer, "_thread", None):
         return
-    for sources in _recorded:
+    for sources in _source_sets:
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             sources.add(os.fsdecode(args[0]))
         elif event == "open" or event.startswith(_OTHER_SOURCES):

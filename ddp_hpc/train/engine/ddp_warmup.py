@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hpc.base.errors import ConfigError, text_of
-from ddp_hpc.train.engine.set_aside import tried_out
+from ddp_hpc.train.engine.set_aside import undo_trial
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-def copied(batch: T) -> T:
+def copy_batch(batch: T) -> T:
     """Return a deep copy of a batch, because the forward pass may change its inputs in place."""
     try:
         return copy.deepcopy(batch)
@@ -60,7 +60,7 @@ def warm_up_ddp(  # noqa: PLR0913  each is one thing of the pass
     # the first: so it is kept. With `find_unused_parameters`, DDP never rebuilds its buckets.
     parameters = [one for one in model.parameters() if one.requires_grad]
     is_kept = order is not None and sorted(order) == [*range(len(parameters))]
-    with tried_out(model, called, device):
+    with undo_trial(model, called, device):
         if is_kept and isinstance(wrapped, DistributedDataParallel) and not wrapped.find_unused_parameters:
             with wrapped.no_sync():
                 ready = _ready_in(parameters, backward, drops=True)
@@ -97,7 +97,7 @@ _WITHOUT_GRADIENT = re.compile(
 )
 
 
-def of_unused(error: Exception, model: nn.Module) -> ConfigError | None:
+def explain_unused(error: Exception, model: nn.Module) -> ConfigError | None:
     """For DDP's error on parameters without a gradient, return one that names them and the key that helps; else None."""
     if (found := _WITHOUT_GRADIENT.search(text_of(error))) is None:
         return None

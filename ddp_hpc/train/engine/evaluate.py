@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.train.data.loader import SeededFetch, begin, make_loader, received, to_device
+from ddp_hpc.train.data.loader import SeededFetch, make_loader, or_raise, start_loader, to_device
 from ddp_hpc.train.data.sample_order import MicroBatch
 from ddp_hpc.train.engine.modes import evaluation_mode
 from ddp_hpc.train.engine.precision import Precision
-from ddp_hpc.train.engine.set_aside import tried_out
+from ddp_hpc.train.engine.set_aside import undo_trial
 from ddp_hpc.train.engine.weighted_loss import loss_of, num_parts_of, warn_of_no_mean
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
@@ -104,8 +104,8 @@ class Evaluator:
         # with other last bits.
         called = (self._recipe.loss, self._recipe.inputs_and_targets, *self._recipe.metrics.values())
         before = _num_collectives(self._group.device)
-        with tried_out(model, called, self._group.device), evaluation_mode(model), torch.no_grad():
-            for fetched in map(received, begin(self._loader)):
+        with undo_trial(model, called, self._group.device), evaluation_mode(model), torch.no_grad():
+            for fetched in map(or_raise, start_loader(self._loader)):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 self._score(model, batch, len(fetched.indices))
         most, fewest = self._held_out.num_batches
@@ -128,7 +128,7 @@ class Evaluator:
         if self._group.rank_info.world_size > 1:
             _take_from_rank_zero(list(model.buffers()))
         with evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
-            for fetched in map(received, self._loader):
+            for fetched in map(or_raise, self._loader):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 sums += self._score(model, batch, len(fetched.indices))
                 self._on_batch()

@@ -15,13 +15,13 @@ from torch import Tensor
 from ddp_hpc.base.errors import StopAskedError
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
-from ddp_hpc.train.engine.batch_norm_check import explained
-from ddp_hpc.train.engine.ddp_warmup import copied, of_unused, warm_up_ddp
+from ddp_hpc.train.engine.batch_norm_check import explain_error
+from ddp_hpc.train.engine.ddp_warmup import copy_batch, explain_unused, warm_up_ddp
 from ddp_hpc.train.engine.optimizer import lr_factor, set_rates, trained_parameters
-from ddp_hpc.train.engine.set_aside import tried_out
+from ddp_hpc.train.engine.set_aside import undo_trial
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.engine.weighted_loss import divide_by_weight, loss_of, num_parts_of, warn_of_no_mean
-from ddp_hpc.train.recording.step_numbers import norm_of, skipped_by
+from ddp_hpc.train.recording.step_numbers import gradient_norm, skipped_update
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 
 log = logging.getLogger(__name__)
@@ -146,14 +146,14 @@ def batches_after_warmup(t: Training, global_batches: Iterator[LoadedGlobalBatch
     first, device = next(loaded), t.group.device
     called = (t.recipe.loss, t.recipe.inputs_and_targets)
     least = min(t.order.micro_batch_size, plan.num_samples // t.group.rank_info.world_size)
-    once = partial(backward, t, copied(first), plan.micro_batches[0], plan, num_parts=num_parts_of(least))
+    once = partial(backward, t, copy_batch(first), plan.micro_batches[0], plan, num_parts=num_parts_of(least))
     with t.passes.warming_up():
         if t.group.rank_info.world_size > 1:
             t.state.gradient_order = warm_up_ddp(
                 t.state.model, t.model, called, device, once, order=t.state.gradient_order
             )
         else:
-            with tried_out(t.state.model, called, device):
+            with undo_trial(t.state.model, called, device):
                 once()
     t.phases.enter("data")
     return chain([(plan, chain([first], loaded))], global_batches)
@@ -216,7 +216,7 @@ def backward(
                 warn_of_no_mean(t.recipe.loss, outputs, targets, num_parts)
             loss, weight = loss_of(t.recipe.loss, outputs, targets)
     except Exception as error:
-        if (clearer := explained(error, plan, global_batch) or of_unused(error, t.state.model)) is not None:
+        if (clearer := explain_error(error, plan, global_batch) or explain_unused(error, t.state.model)) is not None:
             raise clearer from error
         raise
     # DDP averages the gradients over the ranks, so the loss is multiplied by their number. The sum over all micro batches of
@@ -242,12 +242,12 @@ def update_weights(t: Training) -> None:
             scaler.unscale_(optimizer)
         t.numbers.note_norm(torch.nn.utils.clip_grad_norm_(trained_parameters(optimizer), t.spec.train.grad_clip_norm))
     elif t.numbers.computes_norm and is_logged(t, t.state.position.step + 1):
-        t.numbers.note_norm(norm_of(trained_parameters(optimizer), scaler))
+        t.numbers.note_norm(gradient_norm(trained_parameters(optimizer), scaler))
     if scaler is None:
         t.numbers.note_skipped(t.guard.step(optimizer, t.state.position.step + 1))
     else:
         scaler.step(optimizer)
-        for was_skipped in skipped_by(scaler, optimizer):
+        for was_skipped in skipped_update(scaler, optimizer):
             t.numbers.note_skipped(was_skipped)
             if t.guard.is_active:
                 t.guard.put_back_if(was_skipped, optimizer)

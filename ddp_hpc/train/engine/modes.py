@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 
-def settle(model: nn.Module) -> None:
+def set_train_mode_once(model: nn.Module) -> None:
     """Call `model.train()` once before the first step; modules that the recipe put into evaluation mode stay in it."""
     # Many models override `train()` to freeze batch norm, and rely on a training loop that calls it.
     held = [module for module in model.modules() if not module.training]

@@ -16,11 +16,11 @@ from ddp_hpc.base.errors import DivergedError
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import OnNonfinite
 from ddp_hpc.train.compare_replicas import Replicas
-from ddp_hpc.train.engine.optimizer import can_skip, of_closure, trained_parameters
+from ddp_hpc.train.engine.optimizer import can_skip, closure_error, trained_parameters
 from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
 from ddp_hpc.train.engine.tensor_copies import Copied, Place, copy_places, places, restore, restore_where
 from ddp_hpc.train.engine.value_copies import NotKeptError
-from ddp_hpc.train.recording.step_numbers import norm_of
+from ddp_hpc.train.recording.step_numbers import gradient_norm
 from ddp_hpc.train.state.checkpoint import Checkpointer, divergence_message
 from ddp_hpc.train.state.training_state import TrainingState
 
@@ -111,7 +111,7 @@ class LossWatch:
         raise DivergedError(group.last_word("diverged", text))
 
 
-def of_nan_check(error: BaseException, run: RunDir, *, rank: int, step: int) -> DivergedError | None:
+def explain_nan_check(error: BaseException, run: RunDir, *, rank: int, step: int) -> DivergedError | None:
     """Return what an error of PyTorch's check for NaN means (`debug.nan`); None for any other error.
 
     PyTorch has no type for it: c10d raises a plain RuntimeError, on the rank alone whose own tensor has the NaN.
@@ -251,7 +251,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
     except (AssertionError, TypeError, RuntimeError, ValueError) as error:
         if "closure" in str(error):
-            raise of_closure(optimizer) from error
+            raise closure_error(optimizer) from error
         raise
 
 
@@ -277,4 +277,4 @@ def _attributes(model: nn.Module) -> dict[str, tuple[list[object], list[int]]]:
 
 def _not_finite(optimizer: torch.optim.Optimizer) -> Tensor:
     """Return, on the device, 1 if a gradient is not finite, else 0."""
-    return norm_of(trained_parameters(optimizer), None, kind=float("inf")).isfinite().logical_not().float()
+    return gradient_norm(trained_parameters(optimizer), None, kind=float("inf")).isfinite().logical_not().float()

@@ -43,10 +43,10 @@ def refuse_misfit(optimizer: Any) -> None:
         raise ConfigError(NO_OPTIMIZER.format(f"returned {type(optimizer).__name__}"))
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise of_closure(optimizer)
+        raise closure_error(optimizer)
 
 
-def of_closure(optimizer: torch.optim.Optimizer) -> ConfigError:
+def closure_error(optimizer: torch.optim.Optimizer) -> ConfigError:
     """Return the error for an optimizer that asks for a closure."""
     return ConfigError(
         f"The optimizer {type(optimizer).__name__} asks for a `closure`, to compute the loss several times in a step (as LBFGS and SAM do), but "

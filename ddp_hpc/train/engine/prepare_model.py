@@ -44,7 +44,7 @@ def initial_state(
     if spec.train.channels_last:
         bare = bare.to(memory_format=torch.channels_last)
     _move_loss(recipe, bare, group.device)
-    modes.settle(bare)
+    modes.set_train_mode_once(bare)
     warn_of_single_samples(order, bare)
     bare.zero_grad()  # the recipe may have called backward while it built the model
     make_optimizer = recipe.optimizer or partial(build_optimizer, spec.optimizer)
@@ -110,11 +110,11 @@ def wrap_model(spec: RunSpec, bare: nn.Module, group: Group) -> nn.Module:
                 find_unused_parameters=spec.train.find_unused_parameters,
             )
         except (RuntimeError, TypeError) as error:
-            raise _not_sent(bare, error) or error from error
+            raise _explain_unsendable(bare, error) or error from error
     return compile_model(model) if spec.train.compile else model
 
 
-def _not_sent(model: nn.Module, error: Exception) -> ConfigError | None:
+def _explain_unsendable(model: nn.Module, error: Exception) -> ConfigError | None:
     """Return the error for a weight or buffer of a type that the ranks cannot send to each other, if that was it."""
     unknown = (torch.uint16, torch.uint32, torch.uint64)
     named = [(name, one.dtype) for name, one in named_tensors(model).items()]

@@ -94,7 +94,7 @@ class _StepTrace(StepObserver):
         if request.every_state or step in request.state_steps:
             self._write_state(step, is_whole=step in request.state_steps)
         if step in request.digest_steps:
-            self._write({"step": step, "digest": digests.of_all(digests.of_state(t.state))})
+            self._write({"step": step, "digest": digests.combined_digest(digests.digests_of_state(t.state))})
         self._entries = []
         if step < request.end_step:
             return False
@@ -104,7 +104,7 @@ class _StepTrace(StepObserver):
 
     def _write_state(self, step: int, *, is_whole: bool) -> None:
         tensors = {one.name: digest_of(one.tensor) for one in training_state.tensors(self._t.state)}
-        numbers = training_state.numbers(self._t.state)
+        numbers = training_state.non_tensor_state(self._t.state)
         # Two runs may log at other steps: that is no difference of what they train.
         trained = {name: seal for name, seal in tensors.items() if not name.endswith(_LOSS_METER)}
         counted = {name: one for name, one in numbers.items() if name != "loss_steps"}

@@ -29,7 +29,7 @@ _SHARE = 1 / 20
 
 
 @contextmanager
-def tried_out(model: nn.Module, others: Iterable[object], device: torch.device) -> Iterator[None]:
+def undo_trial(model: nn.Module, others: Iterable[object], device: torch.device) -> Iterator[None]:
     """Do as `set_aside`, but put back what can be, and log once what cannot."""
     refused: list[str] = []
     with set_aside(model, others, device, refused=refused):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.train.data.loader import mapped
+from ddp_hpc.train.data.loader import map_leaves
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Loss, WeightedLoss
 
@@ -94,7 +94,7 @@ def warn_of_no_mean(loss: Loss, outputs: Any, targets: Any, num_parts: int) -> N
     """
     with suppress(Exception):  # what the loss raises for the whole batch, the training raises again
         sizes: set[int] = set()
-        mapped((outputs, targets), lambda leaf: sizes.update(leaf.shape[:1]))
+        map_leaves((outputs, targets), lambda leaf: sizes.update(leaf.shape[:1]))
         (num,) = sizes
         ends = [number * num // num_parts for number in range(num_parts + 1)]
         whole, again = (_share(loss, outputs, targets, slice(0, num), num) for _ in range(2))
@@ -112,7 +112,7 @@ def _share(loss: Loss, outputs: Any, targets: Any, rows: slice, num: int) -> Ten
         part = leaf[rows] if leaf.dim() else leaf
         return part.to(torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else part.dtype, copy=True)
 
-    value, weight = loss_of(loss, *mapped((outputs, targets), taken))
+    value, weight = loss_of(loss, *map_leaves((outputs, targets), taken))
     if weight is None:
         return torch.stack([value.double() * (rows.stop - rows.start) / num])
     return torch.stack([value.double(), weight])

@@ -84,14 +84,14 @@ def follow(
         ending = await_ending(LOOK_S)
 
 
-def shown(values: Mapping[str, Any], secrets: Sequence[str]) -> dict[str, Any]:
+def masked_config(values: Mapping[str, Any], secrets: Sequence[str]) -> dict[str, Any]:
     """Return what a recorder gets of a configuration: no value of a key that may be secret, and no secret in another's text."""
     return cast(
         "dict[str, Any]", masked_record({key: one for key, one in values.items() if is_key_shown(key, one)}, secrets)
     )
 
 
-def take_alone(run: RunDir, recorder: str) -> Callable[[], bool]:
+def recorder_lock(run: RunDir, recorder: str) -> Callable[[], bool]:
     """Return what takes a recorder's lock for this process, once, and tells whether it has it.
 
     Two processes that send at the same time would both send what the recorder lacks. The kernel releases the lock at the process's end.
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.recorder,
         )
         return 1
-    take = take_alone(run, arguments.recorder)
+    take = recorder_lock(run, arguments.recorder)
     if arguments.parent is None and not take():
         log.error(
             "another process sends the metrics of %s to %s. Try again when it has ended.", run.name, arguments.recorder
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.umask(0o077 & ~reader_bits(run.path))  # what a library writes has the readers of the run's directory
     values = flat(spec)
     secrets = secret_values(values, os.environ)
-    subject = Subject(run=run, id=identity_of(run), config=shown(values, secrets), environ=os.environ)
+    subject = Subject(run=run, id=identity_of(run), config=masked_config(values, secrets), environ=os.environ)
 
     def describe(error: Exception) -> str:
         return masked(

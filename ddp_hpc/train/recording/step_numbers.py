@@ -65,7 +65,7 @@ class StepNumbers:
         return found
 
 
-def norm_of(parameters: Sequence[Tensor], scaler: torch.amp.GradScaler | None, *, kind: float = 2.0) -> Tensor:
+def gradient_norm(parameters: Sequence[Tensor], scaler: torch.amp.GradScaler | None, *, kind: float = 2.0) -> Tensor:
     """Return, on the device, the total norm of the gradients, which stay as they are; with a scaler, what it will be without the scale."""
     gradients = [one.grad for one in parameters if one.grad is not None]
     numbers = [one.coalesce().values() if one.is_sparse else one for one in gradients if one.numel()]
@@ -73,7 +73,7 @@ def norm_of(parameters: Sequence[Tensor], scaler: torch.amp.GradScaler | None, *
     return norm if scaler is None else norm / scaler.get_scale()
 
 
-def skipped_by(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+def skipped_update(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     """Return, on the device, 1 if the scaler has just skipped the optimizer's update, else 0; to be called before its `update`."""
     # No public way to know it leaves the device alone: https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py
     return scaler._found_inf_per_device(optimizer).values()  # noqa: SLF001

@@ -36,7 +36,7 @@ class WandB:
         self._folder = Path(subject.environ.get("WANDB_DIR") or subject.run.path)
         self._sent = SentSteps()
         for path in sorted(self._folder.glob(f"wandb/*run-*-{subject.id}/run-{subject.id}.wandb")):
-            self._sent.values |= known_in(path.read_bytes(), str(path))
+            self._sent.values |= parse_recorded_numbers(path.read_bytes(), str(path))
         self._run: wandb.Run | None = None
 
     def record(self, row: MetricsRow) -> None:
@@ -85,7 +85,7 @@ class WandB:
 open_recorder = WandB
 
 
-def known_in(data: bytes, name: str) -> dict[tuple[int, str], float]:
+def parse_recorded_numbers(data: bytes, name: str) -> dict[tuple[int, str], float]:
     """Return by step and tag the numbers in one of W&B's files, as far as it was written."""
     if data and not data.startswith(_HEADER):
         raise ValueError(

@@ -149,7 +149,7 @@ class Checkpointer:
         if rank_info.world_size == 1:
             return
         mine = round_trip.of_all_ranks(state)
-        if len({*self.group.digests_of_all(digests.of_all(mine))}) == 1:
+        if len({*self.group.digests_of_all(digests.combined_digest(mine))}) == 1:
             return
         reports = self.group.gathered_by_rank_zero(mine)
         text = round_trip.why_ranks_differ(reports) if rank_info.is_rank_zero else None
@@ -163,7 +163,7 @@ class Checkpointer:
         self._is_checked_again = True
         if self._made is None or state.position.step == self._last_saved:
             return
-        why = training_state.changes(state, self._made) or why
+        why = training_state.why_not_loadable(state, self._made) or why
         if not self.group.sum(torch.tensor([bool(why)], dtype=torch.int64, device=self.group.device)).item():
             return
         self.wait()  # commit the checkpoint that is being written: it can be restored
@@ -211,7 +211,7 @@ class Checkpointer:
                 step=step,
                 world_size=rank_info.world_size,
                 shards=(),
-                state=training_state.numbers(state, kept),
+                state=training_state.non_tensor_state(state, kept),
                 metrics=dict(metrics or {}),
                 made={
                     "at": time.time(),

@@ -34,15 +34,15 @@ _MOST_BYTES = 1 << 23
 _STRIDE, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def of_state(state: TrainingState) -> dict[str, int]:
+def digests_of_state(state: TrainingState) -> dict[str, int]:
     """Return the digest of each tensor that all ranks must have equal: weights, their averages, the optimizer's state.
 
     Buffers are left out, as in DDP they are rank zero's. So are random generators and the loss meter, which are each rank's own.
     """
-    return of_tensors(training_state.tensors_of_all(state))
+    return digests_of_tensors(training_state.tensors_of_all(state))
 
 
-def of_all(digests: Mapping[str, int]) -> str:
+def combined_digest(digests: Mapping[str, int]) -> str:
     """Return one digest of all tensors, 16 hex digits: of their names and digests, in the order of the names.
 
     The order of a mapping does not count: after a restore, the optimizer has its tensors in another one.
@@ -53,7 +53,7 @@ def of_all(digests: Mapping[str, int]) -> str:
 
 
 @torch.no_grad()
-def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def digests_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the digest of each tensor, a signed 64-bit number, by its name.
 
     A digest does not depend on the other tensors. The tensors are strided, of any dtype, on any devices.
@@ -158,7 +158,7 @@ def _mixed(values: Tensor) -> Tensor:
     return values
 
 
-def differing(reports: Sequence[Mapping[str, object]]) -> list[str]:
+def differing_tensors(reports: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the names of the tensors of which the ranks do not report the same, in the order of the first rank that has them."""
     names = dict.fromkeys(name for one in reports for name in one)
     return [name for name in names if any(one.get(name) != reports[0].get(name) for one in reports)]

@@ -27,13 +27,13 @@ MOST_ELEMENTS = 1024
 """How many elements an option may have that is a tensor: it is kept in the manifest."""
 
 
-def as_made(groups: Groups) -> list[dict[str, str | None]]:
+def options_as_text(groups: Groups) -> list[dict[str, str | None]]:
     """Return each group's options as text, to find out later which the optimizer has changed; None where it is of another type."""
     return [{key: _text_or_none(value) for key, value in _candidates(group).items()} for group in groups]
 
 
-def written(groups: Groups, made: Sequence[Mapping[str, str | None]]) -> list[dict[str, Any]]:
-    """Return, for each group, the options that were changed or added since `as_made`, as JSON can hold them to the bit.
+def changed_options(groups: Groups, made: Sequence[Mapping[str, str | None]]) -> list[dict[str, Any]]:
+    """Return, for each group, the options that were changed or added since `options_as_text`, as JSON can hold them to the bit.
 
     The list is empty if there are none. It is the same on every rank, as the options are.
     """
@@ -46,7 +46,7 @@ def written(groups: Groups, made: Sequence[Mapping[str, str | None]]) -> list[di
 
 
 def check(groups: Groups, kept: Sequence[Mapping[str, Any]]) -> None:
-    """Find out whether `put_back` can be called."""
+    """Find out whether `restore_options` can be called."""
     if kept and len(kept) != len(groups):
         names = sorted({key for options in kept for key in options})
         raise ConfigError(
@@ -57,8 +57,8 @@ def check(groups: Groups, kept: Sequence[Mapping[str, Any]]) -> None:
 
 
 @torch.no_grad()
-def put_back(groups: Sequence[dict[str, Any]], kept: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-    """Set the options that `written` returned. A tensor comes to the device of the one it replaces, else to where it was saved."""
+def restore_options(groups: Sequence[dict[str, Any]], kept: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    """Set the options that `changed_options` returned. A tensor comes to the device of the one it replaces, else to where it was saved."""
     own = [dict(group) for group in groups]
     for group, options in zip(groups, kept, strict=False):
         for key, encoded in options.items():
@@ -78,12 +78,12 @@ def put_back(groups: Sequence[dict[str, Any]], kept: Sequence[Mapping[str, Any]]
                 group[key] = value.to(old.device)
 
 
-def shown(value: Any) -> Any:
+def options_for_manifest(value: Any) -> Any:
     """Return options as the manifest shows them: tensors as numbers, tuples as lists."""
     if isinstance(value, dict):
-        return {str(key): shown(one) for key, one in value.items()}
+        return {str(key): options_for_manifest(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [shown(one) for one in value]
+        return [options_for_manifest(one) for one in value]
     if isinstance(value, Tensor) and value.numel() <= MOST_ELEMENTS:
         return value.item() if value.numel() == 1 else value.tolist()
     if value is None or isinstance(value, bool | int | float | str):

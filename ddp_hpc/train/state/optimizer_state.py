@@ -77,11 +77,11 @@ def _text(value: Any, place: str, weights: Mapping[int, str]) -> str:
     if type(value) is Tensor and value.numel() <= group_options.MOST_ELEMENTS:
         return str(group_options.encoded(value, place))
     if isinstance(value, Optimizer) or not (callable(value) or is_constant(type(value))):
-        raise _refused(place, value)
+        raise _unsavable_error(place, value)
     return type(value).__name__ if callable(value) else repr(value)
 
 
-def _refused(place: str, value: Any) -> ConfigError:
+def _unsavable_error(place: str, value: Any) -> ConfigError:
     more = f" ({value.dtype}, {value.layout})" if isinstance(value, Tensor) else ""
     return ConfigError(
         f"The optimizer has `{place}` of type {type(value).__name__}{more}, which no checkpoint would hold, so a resumed run would not give the "
@@ -89,13 +89,13 @@ def _refused(place: str, value: Any) -> ConfigError:
     )
 
 
-def kept(model: nn.Module, optimizer: Optimizer, made: Attributes) -> KeptByOptimizer:
+def kept_by_optimizer(model: nn.Module, optimizer: Optimizer, made: Attributes) -> KeptByOptimizer:
     """Return what a checkpoint holds of the optimizer; `made`: its attributes before any step."""
     named, found = dict(model.named_parameters()), KeptByOptimizer()
     ids = {*map(id, named.values())}
     outside = [key for key in dict[Any, Any](optimizer.state) if id(key) not in ids]
     if outside or optimizer.state is not optimizer.state:  # a property that makes it anew
-        raise _refused(
+        raise _unsavable_error(
             f"state[{outside[0]!r}]" if outside and isinstance(outside[0], str) else "state", optimizer.state
         )
     group_of = _groups(optimizer)
@@ -103,12 +103,12 @@ def kept(model: nn.Module, optimizer: Optimizer, made: Attributes) -> KeptByOpti
         for key, value in optimizer.state.get(parameter, {}).items():
             place = f"{name}/{key}"
             if type(key) is not str or "/" in key:
-                raise _refused(f"state[{name}]` with the key `{key!r}", key)
+                raise _unsavable_error(f"state[{name}]` with the key `{key!r}", key)
             if value is None or isinstance(value, bool | int | float | str):
                 found.plain[place] = value
                 continue
             if type(value) is not Tensor or value.layout != torch.strided:
-                raise _refused(f"state[{name}][{key!r}]", value)
+                raise _unsavable_error(f"state[{name}][{key!r}]", value)
             found.tensors[f"optimizer/{place}"] = value
             now = value.device.type, value.stride()
             if now != _usual_place(value.shape, key, parameter, group_of):
@@ -117,7 +117,7 @@ def kept(model: nn.Module, optimizer: Optimizer, made: Attributes) -> KeptByOpti
     for name in [name for name, text in texts.items() if text != made.get(name)]:
         found.attributes[name] = encoded = group_options.encoded(getattr(optimizer, name), name)
         if _text(group_options.decoded(encoded, next(model.parameters()).device), name, {}) != texts[name]:
-            raise _refused(name, getattr(optimizer, name))
+            raise _unsavable_error(name, getattr(optimizer, name))
     return found
 
 
@@ -158,13 +158,15 @@ def restored(
     """
     refuse_other_optimizer(type(optimizer).__name__, content)
     if "odd" in content:
-        raise _of_another("optimizer was saved by a ddp_hpc that kept more of optimizers than this one does", "version")
+        raise _unfit_error(
+            "optimizer was saved by a ddp_hpc that kept more of optimizers than this one does", "version"
+        )
     named, group_of = dict(model.named_parameters()), _groups(optimizer)
     state, into = defaultdict[Tensor, dict[str, Any]](dict), dict[str, Tensor]()
     for place, value in {**below("optimizer/", saved), **content["plain"]}.items():
         name, _, key = place.rpartition("/")
         if name not in named:
-            raise _of_another(
+            raise _unfit_error(
                 f"optimizer has state of the parameter {name!r}, which this model does not have", "recipe"
             )
         if not isinstance(value, SavedTensor):
@@ -181,10 +183,10 @@ def restored(
 def refuse_other_optimizer(mine: str, content: Mapping[str, Any]) -> None:
     """Refuse to continue from a checkpoint of another optimizer, whose JSON is `content`."""
     if mine != content["type"]:
-        raise _of_another(f"optimizer is {content['type']}, but this run's is {mine}", "optimizer")
+        raise _unfit_error(f"optimizer is {content['type']}, but this run's is {mine}", "optimizer")
 
 
-def _of_another(found: str, what: str) -> ConfigError:
+def _unfit_error(found: str, what: str) -> ConfigError:
     return ConfigError(
         f"The checkpoint's {found}. Undo the change of the {what}, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
     )

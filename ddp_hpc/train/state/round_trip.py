@@ -72,7 +72,7 @@ def why_not_restored(state: TrainingState) -> str:
     try:
         training_state.check(state)
         kept = state.kept_of_optimizer()
-        return _shared_memory(state, kept) or _gradients_left(state) or _not_back(state, kept)
+        return _shared_memory(state, kept) or _gradients_left(state) or _restored_otherwise(state, kept)
     except ConfigError as error:
         return str(error)
 
@@ -101,7 +101,7 @@ def _gradients_left(state: TrainingState) -> str:
     return ""
 
 
-def _not_back(state: TrainingState, kept: KeptByOptimizer) -> str:
+def _restored_otherwise(state: TrainingState, kept: KeptByOptimizer) -> str:
     """Name what a restore would make otherwise; no tensor is copied, so types, shapes and places are compared."""
     content = json.loads(json.dumps({"type": type(state.optimizer).__name__, **kept.as_json()}))
     saved = {name: SavedTensor(one.shape, one.dtype) for name, one in kept.tensors.items()}
@@ -135,13 +135,13 @@ def of_all_ranks(state: TrainingState) -> dict[str, int]:
         for name, one in state.model.state_dict().items()
         if not (name in known or one.data_ptr() in memory or is_each_ranks(name))
     }
-    found = {f"{name} of the model's `state_dict`": one for name, one in digests.of_tensors(others).items()}
+    found = {f"{name} of the model's `state_dict`": one for name, one in digests.digests_of_tensors(others).items()}
     return found | {name: zlib.crc32(text.encode()) for name, text in texts.items()}
 
 
 def why_ranks_differ(reports: Iterable[Mapping[str, int]]) -> str:
     """Say what of `of_all_ranks` ranks do not have equal."""
-    names = [f"`{name}`" for name in digests.differing([*reports])]
+    names = [f"`{name}`" for name in digests.differing_tensors([*reports])]
     return (
         f"The ranks do not have the same {few(names, _MOST_NAMED)}, but a checkpoint holds one value for all. Make it equal on all ranks, or a buffer, or a tensor that "
         "`get_extra_state` returns: that is saved for each rank."

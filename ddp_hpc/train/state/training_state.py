@@ -84,13 +84,13 @@ class TrainingState:
     attributes_as_made: optimizer_state.Attributes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.options_as_made = group_options.as_made(self.optimizer.param_groups)
+        self.options_as_made = group_options.options_as_text(self.optimizer.param_groups)
         self.members_as_made = _members(self.optimizer)
         self.attributes_as_made = optimizer_state.attributes(self.model, self.optimizer)
 
     def kept_of_optimizer(self) -> KeptByOptimizer:
         """Return what a checkpoint holds of the optimizer, but for the options of its groups."""
-        return optimizer_state.kept(self.model, self.optimizer, self.attributes_as_made)
+        return optimizer_state.kept_by_optimizer(self.model, self.optimizer, self.attributes_as_made)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def tensors(state: TrainingState, kept: KeptByOptimizer | None = None) -> list[NamedTensor]:
     """Return the tensors of the state on this rank; those that all ranks have come in the same order on every rank.
 
-    Where `numbers` is called too, `kept_of_optimizer` can be given to both.
+    Where `non_tensor_state` is called too, `kept_of_optimizer` can be given to both.
     """
     weights = [one for prefix, module in _modules(state) for one in _weights(prefix, module, state)]
     of_optimizer = [NamedTensor(name, one, None) for name, one in (kept or state.kept_of_optimizer()).tensors.items()]
@@ -179,7 +179,7 @@ def check(state: TrainingState) -> None:
                 f"`{name}` was made by `expand`: several of its elements share one address in memory, so it cannot be "
                 "restored. Register `tensor.clone()` instead."
             )
-    numbers(state)
+    non_tensor_state(state)
 
 
 def saved_shapes(state: TrainingState) -> dict[str, dict[str, SavedTensor]]:
@@ -187,7 +187,7 @@ def saved_shapes(state: TrainingState) -> dict[str, dict[str, SavedTensor]]:
     return {prefix: _shapes(module) for prefix, module in _modules(state) if loads_plainly(module)}
 
 
-def changes(state: TrainingState, made: Mapping[str, Mapping[str, SavedTensor]]) -> str:
+def why_not_loadable(state: TrainingState, made: Mapping[str, Mapping[str, SavedTensor]]) -> str:
     """Say why the model could not load what it saves now: its forward has changed what it had when it was `made` (`saved_shapes`).
 
     Empty if it could, or if it has loading code of its own, which may do what is needed.
@@ -235,16 +235,16 @@ def _shapes(module: nn.Module) -> dict[str, SavedTensor]:
     return {name: SavedTensor(one.shape, one.dtype) for name, one in named if isinstance(one, Tensor)}
 
 
-def numbers(state: TrainingState, kept: KeptByOptimizer | None = None) -> dict[str, Any]:
+def non_tensor_state(state: TrainingState, kept: KeptByOptimizer | None = None) -> dict[str, Any]:
     """Return the part of the state that is not tensors, as JSON; the same on every rank."""
     groups = [{key: one for key, one in group.items() if key != "params"} for group in state.optimizer.param_groups]
-    own_options = group_options.written(state.optimizer.param_groups, state.options_as_made)
+    own_options = group_options.changed_options(state.optimizer.param_groups, state.options_as_made)
     return {
         "position": asdict(state.position),
         "loss_steps": state.loss_steps,
         "optimizer": {
             "type": type(state.optimizer).__name__,
-            "groups": group_options.shown(groups),
+            "groups": group_options.options_for_manifest(groups),
             **(kept or state.kept_of_optimizer()).as_json(),
             **({"own_options": own_options} if own_options else {}),
         },
@@ -315,8 +315,8 @@ class Restoration:
         if state.scaler is not None and plain["scaler"]:
             state.scaler.load_state_dict(plain["scaler"])
         state.optimizer.state.update(self._of_optimizer)
-        group_options.put_back(state.optimizer.param_groups, self._own_options, state.device)
-        group_options.put_back([vars(state.optimizer)], [plain["optimizer"].get("attributes", {})], state.device)
+        group_options.restore_options(state.optimizer.param_groups, self._own_options, state.device)
+        group_options.restore_options([vars(state.optimizer)], [plain["optimizer"].get("attributes", {})], state.device)
         state.position = Position(**plain["position"])
         state.gradient_order = self._about.get("gradient_order")
         state.plan = dict(self._about.get("plan", {}))

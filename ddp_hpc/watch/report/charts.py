@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ddp_hpc.watch.report.axes import ChartAxis, axis
-from ddp_hpc.watch.report.series import ChartPoint, Series, finite
+from ddp_hpc.watch.report.series import ChartPoint, Series, finite_points
 from ddp_hpc.watch.report.words import compact
 
 BOX = 1000
@@ -48,7 +48,7 @@ class Chart:
     @property
     def readings(self) -> list[tuple[float, float]]:
         """Steps and values of the main line, for the pointer."""
-        main = [point for line in self.lines if line.kind == "main" for point in finite(line.points)]
+        main = [point for line in self.lines if line.kind == "main" for point in finite_points(line.points)]
         return [(one.step, float(f"{one.value:.5g}")) for one in main[:: -(-len(main) // _MOST_READINGS) or 1]]
 
     def path(self, points: Iterable[ChartPoint]) -> str:
@@ -102,13 +102,13 @@ def charts_of(series: Series, starts: Mapping[int, int]) -> list[Chart]:
     loss = loss_lines(series)
     found = [chart_of("Loss", [*loss, *rules], may_be_log=True)] if loss else []
     for name, points in series.evaluations.items():
-        if name != "loss" and finite(points):
+        if name != "loss" and finite_points(points):
             found.append(
                 chart_of(name, [Line("main", points, name), *_evaluations(name, points), *rules], unit="evaluation")
             )
     for name, (title, unit, may_be_log) in _NUMBERS.items():
         points = series.numbers.get(name, ())
-        values = [point.value for point in finite(points)]
+        values = [point.value for point in finite_points(points)]
         if values and (name != "skipped_updates" or any(values)):
             y = axis(values if may_be_log else [*values, 0.0], may_be_log=may_be_log)
             found.append(chart_of(title, [Line("main", points, title), *rules], unit=unit, y=y))
@@ -121,7 +121,7 @@ def loss_lines(series: Series) -> list[Line]:
         Line("lost", part, f"steps that were repeated later: {part[0].step:g} to {part[-1].step:g}")
         for part in series.superseded
     ]
-    if finite(series.loss):
+    if finite_points(series.loss):
         lines.append(Line("main", series.loss, "training loss, the mean of each log interval"))
     return [*lines, *_broken("the loss", series.loss), *_evaluations("loss", series.evaluations.get("loss", ()))]
 
@@ -129,7 +129,7 @@ def loss_lines(series: Series) -> list[Line]:
 def _evaluations(name: str, points: Sequence[ChartPoint]) -> list[Line]:
     shown = [
         Line("evaluation", [one], f"evaluation at step {one.step:g}: {name} {compact(one.value)}")
-        for one in finite(points)
+        for one in finite_points(points)
     ]
     return [*shown, *_broken(f"the {name} of the evaluation", points)]
 

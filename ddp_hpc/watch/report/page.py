@@ -19,7 +19,7 @@ from ddp_hpc.watch.report import charts
 from ddp_hpc.watch.report.attempt_rows import rows_of
 from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.notes import notes_of
-from ddp_hpc.watch.report.series import finite
+from ddp_hpc.watch.report.series import finite_points
 from ddp_hpc.watch.report.words import compact, duration, hours, milliseconds, moment, share
 
 _CODE = re.compile(r"`([^`]*)`")
@@ -52,11 +52,11 @@ def view_of(run: RunData) -> dict[str, Any]:
         "title": f"{run.status.run}: report",
         "path": run.path,
         "run": run,
-        "lead": lead(run),
+        "lead": summary_text(run),
         "figures": figures(run),
         "attempts": rows,
         "time_ticks": time_ticks,
-        "kinds": kinds(run),
+        "kinds": time_shares(run),
         "charts": charts.charts_of(run.series, run.starts),
         "phases": [
             (name, one / num_steps * 1000, run.phase_share(name)) for name, one in by_length if one > 0 and num_steps
@@ -71,7 +71,7 @@ def view_of(run: RunData) -> dict[str, Any]:
     }
 
 
-def lead(run: RunData) -> str:
+def summary_text(run: RunData) -> str:
     """Say in a few sentences where the run stands, and what it took."""
     status, good = run.status, run.goodput.goodput
     if not run.times:
@@ -102,7 +102,7 @@ def figures(run: RunData) -> list[tuple[str, str, str]]:
     if status.loss is not None:
         found.append(("training loss", compact(status.loss), ""))
     found += [(f"{name}, evaluation", compact(value), "") for name, value in list(status.metrics.items())[:3]]
-    rates = sorted(point.value for point in finite(run.series.numbers.get("samples_per_s", ())))
+    rates = sorted(point.value for point in finite_points(run.series.numbers.get("samples_per_s", ())))
     if rates:
         found.append(("throughput", compact(rates[len(rates) // 2]), "samples/s"))
     if goodput.goodput is not None:
@@ -121,7 +121,7 @@ def figures(run: RunData) -> list[tuple[str, str, str]]:
     return found
 
 
-def kinds(run: RunData) -> list[tuple[str, float, str]]:
+def time_shares(run: RunData) -> list[tuple[str, float, str]]:
     """Return what the nodes' time was spent on: kind, share, and a text with both; kinds without any are left out."""
     spent, running = run.goodput.node_hours, run.goodput.running_h
     parts = [(kind, spent[kind] / running if running else 0.0) for kind in KINDS if spent[kind] > 0]
@@ -202,7 +202,7 @@ def _beside(run: RunData, other: RunData) -> dict[str, Any]:
     name = other.path.name if other.path.name != run.path.name else str(other.path)
     theirs = charts.Line("other", other.series.loss, f"loss of {name}")
     ours = [line for line in charts.loss_lines(run.series) if line.kind != "lost"]
-    has_loss = bool(ours or finite(other.series.loss))
+    has_loss = bool(ours or finite_points(other.series.loss))
     loss = ""
     if other.status.loss is not None and run.status.loss is not None:
         loss = f" Its loss is {compact(other.status.loss)}; this run's is {compact(run.status.loss)}."

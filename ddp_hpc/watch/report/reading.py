@@ -23,7 +23,7 @@ from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare_runs import config_values
 from ddp_hpc.watch.goodput import fixed_interval, goodput_of, newest_interval
 from ddp_hpc.watch.report.data import RunData
-from ddp_hpc.watch.report.series import Series, finite, read_series
+from ddp_hpc.watch.report.series import Series, finite_points, read_series
 from ddp_hpc.watch.status import read_status
 from ddp_hpc.watch.why.findings import Verdict
 from ddp_hpc.watch.why.reading import chosen_attempt, read_facts, to_do
@@ -109,10 +109,10 @@ def _gaps(ledger: Ledger, series: Series, marks: Sequence[Mark], *, is_script: b
         found.append(
             "No loss was logged: the run ended, or this page was written, before the first log interval (`log.every_steps`)."
         )
-    never = [name for name, points in series.evaluations.items() if not finite(points)]
+    never = [name for name, points in series.evaluations.items() if not finite_points(points)]
     if never:
         found.append(f"{few(never, _MOST_NAMES)}: NaN or infinite in every evaluation, so there is no chart.")
-    if not marks and not is_script and finite(series.loss):
+    if not marks and not is_script and finite_points(series.loss):
         found.append(
             "The run was made with an older version of ddp-hpc, which recorded neither the phases of a step nor waits for slow ranks."
         )

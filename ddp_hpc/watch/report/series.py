@@ -81,7 +81,7 @@ def read_series(run: RunDir) -> Series:
     trained: dict[str, list[ChartPoint]] = {}
     evaluated: dict[str, list[ChartPoint]] = {}
     num_lines = 0
-    for line, raw in parsed(lines_of(run.metrics)):
+    for line, raw in parse_lines(lines_of(run.metrics)):
         num_lines += 1
         if line.kind == "train":
             for name in _NUMBERS:
@@ -94,12 +94,14 @@ def read_series(run: RunDir) -> Series:
                     evaluated.setdefault(name, []).append(_point(line.step, value))
     losses, skipped = trained.get("loss", []), trained.get("skipped_updates")
     return Series(
-        numbers={name: thinned(points) for name, points in trained.items()},
+        numbers={name: thin_out(points) for name, points in trained.items()},
         num_not_finite=sum(math.isnan(point.value) for point in losses),
         ends_not_finite=bool(losses) and math.isnan(losses[-1].value),
-        num_skipped=None if skipped is None else int(sum(point.value for point in finite(skipped))),
-        superseded=[thinned(part) for part in _parts(line for line, _ in parsed(lines_of(run.superseded_metrics)))],
-        evaluations={name: _some(points, MOST_EVALUATIONS) for name, points in evaluated.items()},
+        num_skipped=None if skipped is None else int(sum(point.value for point in finite_points(skipped))),
+        superseded=[
+            thin_out(part) for part in _parts(line for line, _ in parse_lines(lines_of(run.superseded_metrics)))
+        ],
+        evaluations={name: _evenly_spaced(points, MOST_EVALUATIONS) for name, points in evaluated.items()},
         num_lines=num_lines,
     )
 
@@ -111,11 +113,11 @@ def read_losses(run: RunDir, *, num_bins: int) -> Series:
         OSError: if the file system does not answer.
     """
     raws = Tail(run.metrics, most_bytes=_MOST_BYTES_OF_SMALL).new_raw_lines()
-    losses = [_point(line.step, line.loss) for line, _ in parsed(raws) if line.kind == "train"]
-    return Series(numbers={"loss": thinned(losses, num_bins)})
+    losses = [_point(line.step, line.loss) for line, _ in parse_lines(raws) if line.kind == "train"]
+    return Series(numbers={"loss": thin_out(losses, num_bins)})
 
 
-def parsed(raws: Iterable[bytes]) -> Iterator[tuple[MetricsLine, bytes]]:
+def parse_lines(raws: Iterable[bytes]) -> Iterator[tuple[MetricsLine, bytes]]:
     """Yield the lines that are whole, each beside its bytes."""
     for raw in raws:
         if (line := decode_record(raw, MetricsLine, may_have_nan=True)) is not None:
@@ -126,14 +128,14 @@ def _point(step: int, value: float | None) -> ChartPoint:
     return ChartPoint(step, value if value is not None and math.isfinite(value) else math.nan)
 
 
-def finite(points: Iterable[ChartPoint]) -> list[ChartPoint]:
+def finite_points(points: Iterable[ChartPoint]) -> list[ChartPoint]:
     """Return the points that have a value."""
     return [point for point in points if math.isfinite(point.value)]
 
 
 def _parts(lines: Iterable[MetricsLine]) -> list[list[ChartPoint]]:
     """Divide superseded lines where the steps go back or leap: there, another attempt was set aside."""
-    points = finite(_point(line.step, line.loss) for line in lines if line.kind == "train")
+    points = finite_points(_point(line.step, line.loss) for line in lines if line.kind == "train")
     leaps = [two.step - one.step for one, two in pairwise(points) if two.step > one.step]
     longest = 4 * min(leaps, default=0)
     parts: list[list[ChartPoint]] = []
@@ -144,7 +146,7 @@ def _parts(lines: Iterable[MetricsLine]) -> list[list[ChartPoint]]:
     return parts
 
 
-def thinned(points: Sequence[ChartPoint], num_bins: int = NUM_BINS) -> list[ChartPoint]:
+def thin_out(points: Sequence[ChartPoint], num_bins: int = NUM_BINS) -> list[ChartPoint]:
     """Return the first, lowest, highest and last point of each part of the x axis, and evenly spaced ones of those that are NaN.
 
     A line through them looks the same.
@@ -154,15 +156,15 @@ def thinned(points: Sequence[ChartPoint], num_bins: int = NUM_BINS) -> list[Char
         return [*points]
     first, last = points[0].step, points[-1].step
     width = (last - first) / num_bins or 1.0
-    kept = _some([point for point in points if math.isnan(point.value)], num_bins)
+    kept = _evenly_spaced([point for point in points if math.isnan(point.value)], num_bins)
     value = attrgetter("value")
-    for _, group in groupby(finite(points), key=lambda point: int((point.step - first) / width)):
+    for _, group in groupby(finite_points(points), key=lambda point: int((point.step - first) / width)):
         part = [*group]
         kept += {part[0], min(part, key=value), max(part, key=value), part[-1]}
     return sorted(kept, key=lambda point: point.step)
 
 
-def _some(items: Sequence[Any], most: int = NUM_BINS) -> list[Any]:
+def _evenly_spaced(items: Sequence[Any], most: int = NUM_BINS) -> list[Any]:
     """Return evenly spaced items, the first and the last among them."""
     if len(items) <= most:
         return [*items]

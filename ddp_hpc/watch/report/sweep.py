@@ -13,7 +13,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.report import charts
 from ddp_hpc.watch.report.axes import ChartAxis, axis
 from ddp_hpc.watch.report.page import render_page
-from ddp_hpc.watch.report.series import ChartPoint, Series, finite, read_losses
+from ddp_hpc.watch.report.series import ChartPoint, Series, finite_points, read_losses
 from ddp_hpc.watch.report.sweep_points import Goal, Settings, SweptRun, best_first, goal_of, read_points
 from ddp_hpc.watch.report.words import compact, hours, share
 
@@ -62,7 +62,7 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
     by_key = [chart for key, found in measured.items() if (chart := key_chart(key, goal.metric, found)) is not None]
     x, y = _shared_axes(losses)
     small = [
-        charts.Chart(_sets(one), lines, x, y)
+        charts.Chart(_settings_text(one), lines, x, y)
         for one, series in zip(points, losses, strict=False)
         if (lines := charts.loss_lines(series))
     ]
@@ -70,7 +70,7 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
     if valued:
         first, value = valued[0]
         state = "" if first.status.state == "finished" else f"{first.status.state}; "
-        best = f"Best {goal.words}: {compact(value)}, {first.name} ({state}{_sets(first)})."
+        best = f"Best {goal.words}: {compact(value)}, {first.name} ({state}{_settings_text(first)})."
     missing = [*unreadable]
     if len(points) > MOST_CHARTS:
         missing.append(f"Only the best {MOST_CHARTS} points have a chart of their loss; the table has all.")
@@ -95,14 +95,14 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
 
 def _shared_axes(runs: Sequence[Series]) -> tuple[ChartAxis, ChartAxis]:
     """Return axes for the losses of several runs; a run that diverges does not flatten the others, but leaves the box."""
-    losses = [points for one in runs if (points := finite(one.loss))]
+    losses = [points for one in runs if (points := finite_points(one.loss))]
     steps = axis([0.0, 1.0, *(points[-1].step for points in losses)], margin=0.0, count=3)
     highest = sorted(max(point.value for point in points) for points in losses)
     values = [min(point.value for points in losses for point in points), highest[len(highest) // 2]] if losses else []
     return steps, axis(values, may_be_log=True)
 
 
-def _sets(point: SweptRun) -> str:
+def _settings_text(point: SweptRun) -> str:
     return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.sets.items()) or point.name
 
 

@@ -17,14 +17,14 @@ _HANGS: Mapping[str, str] = {
 """The supervisor's verdict (`WorkerFailure.hang_kind`) -> class."""
 
 
-def of_hang(facts: AttemptFacts) -> Verdict:
+def verdict_on_hang(facts: AttemptFacts) -> Verdict:
     """Return what a hang was, by the verdict in the supervisor's report."""
     failure = next((one for one in facts.failures if one.is_hang), None)
     is_faulty = facts.network is not None and facts.network.is_faulty
     # As older versions say it.
     is_of_nobody = failure is not None and failure.rank < 0 and failure.hang_kind in {"", "network"}
     if is_faulty and (failure is None or failure.hang_kind == "link" or is_of_nobody):
-        return of_network(facts)
+        return verdict_on_network(facts)
     if failure is None:
         return Verdict(failure="hang", role="either")
     # An older version gave no kind to a rank that only the stacks show.
@@ -50,7 +50,7 @@ _OF_CONNECTIONS = {"unknown", "collective-timeout", "ranks-missing"}
 """Classes that say no more than that a rank did not hear of another one."""
 
 
-def of_network(facts: AttemptFacts) -> Verdict:
+def verdict_on_network(facts: AttemptFacts) -> Verdict:
     """Return what the probe of the network proves."""
     assert facts.network is not None  # noqa: S101  the callers looked
     words, nodes = facts.network.words, facts.network.culprits
@@ -58,7 +58,7 @@ def of_network(facts: AttemptFacts) -> Verdict:
     return Verdict(failure="hang-network", host=nodes, detail=words, evidence=evidence)
 
 
-def of_missing(finding: Verdict, facts: AttemptFacts) -> Verdict:
+def verdict_on_missing_ranks(finding: Verdict, facts: AttemptFacts) -> Verdict:
     """Name the ranks that never joined, instead of one that waited for them."""
     if facts.missing is None or not facts.missing.ranks:
         return finding

@@ -43,7 +43,7 @@ def verdict_from_report(facts: AttemptFacts, failure: WorkerFailure) -> Verdict:
         detail=lines[-1] if _PASSED_ON.search(lines[0]) else lines[0],
     )
     if failure.is_diverged:
-        return with_line(replace(verdict, failure="nan"), facts)
+        return add_log_line(replace(verdict, failure="nan"), facts)
     if failure.signal is not None and failure.memory_ran_out:
         return _verdict_on_memory(verdict, failure.memory_ran_out)
     if failure.signal is not None:
@@ -60,7 +60,7 @@ def verdict_from_report(facts: AttemptFacts, failure: WorkerFailure) -> Verdict:
         found = _match_of_cause(raised) or found
     if found is None:
         found = Match(_class_by_fields(failure), "root")
-    verdict = with_line(replace(verdict, failure=found.name, role=found.role, place=_place(raised)), facts)
+    verdict = add_log_line(replace(verdict, failure=found.name, role=found.role, place=_place(raised)), facts)
     if of_save := _OF_SAVE.search(failure.exception):
         verdict = replace(verdict, rank=int(of_save["rank"]), host=of_save["host"])
     return _with_memory_of_child(facts, verdict)
@@ -183,7 +183,7 @@ def _verdict_on_exit_code(facts: AttemptFacts, verdict: Verdict, code: int) -> V
     found = verdict_from_log(facts, verdict.rank, has_failed=True) if code in {1, 2, *_CANNOT_START} else None
     if found is not None:
         return replace(found, at=verdict.at, host=verdict.host)
-    return with_line(replace(verdict, failure="launch-failed" if code in _CANNOT_START else "exit-code"), facts)
+    return add_log_line(replace(verdict, failure="launch-failed" if code in _CANNOT_START else "exit-code"), facts)
 
 
 def verdict_from_log(facts: AttemptFacts, rank: int | None, *, has_failed: bool = False) -> Verdict | None:
@@ -231,7 +231,7 @@ def verdict_from_end(facts: AttemptFacts, rank: int) -> Verdict | None:
     verdict = Verdict(failure="unknown", rank=rank, at=end.at)
     if number := signal_of(end.code):
         return replace(verdict_on_signal(facts, verdict, number), at=end.at)
-    return with_line(replace(verdict, failure="exit-code", detail=f"exit code {end.code}"), facts)
+    return add_log_line(replace(verdict, failure="exit-code", detail=f"exit code {end.code}"), facts)
 
 
 def matches_in(lines: Iterable[LogLine]) -> list[tuple[LogLine, Match]]:
@@ -240,7 +240,7 @@ def matches_in(lines: Iterable[LogLine]) -> list[tuple[LogLine, Match]]:
     return [(line, match) for line, match in found if match is not None]
 
 
-def with_line(verdict: Verdict, facts: AttemptFacts) -> Verdict:
+def add_log_line(verdict: Verdict, facts: AttemptFacts) -> Verdict:
     """Add the line of the rank's log that holds its error, or the record's own text."""
     if verdict.rank is None:
         return replace(verdict, evidence=(EvidenceLine(verdict.role, None, verdict.detail),))

@@ -35,32 +35,32 @@ class FailureClass:
     patterns: Sequence[Pattern] = ()
 
 
-def _raised(regex: str, role: Role = "root") -> Pattern:
+def _on_exception(regex: str, role: Role = "root") -> Pattern:
     return Pattern(regex=regex, role=role)
 
 
-def _printed(regex: str, role: Role = "root") -> Pattern:
+def _on_line(regex: str, role: Role = "root") -> Pattern:
     return Pattern(regex=regex, role=role, source="line")
 
 
-def _error(text: str) -> Pattern:
+def _on_any_exception(text: str) -> Pattern:
     """Return the pattern of an exception of any type that begins with a text."""
-    return _raised(_ERROR + re.escape(text))
+    return _on_exception(_ERROR + re.escape(text))
 
 
-def _system(number: int, text: str) -> Pattern:
+def _on_os_error(number: int, text: str) -> Pattern:
     """Return the pattern of an error of the system: Python names its number, in every language; C++ its English text, in a RuntimeError."""
-    return _raised(_ERROR + rf".*\[Errno {number}\]|RuntimeError: .*{text}")
+    return _on_exception(_ERROR + rf".*\[Errno {number}\]|RuntimeError: .*{text}")
 
 
 def _logged(numbers: str) -> Pattern:
     """Return the pattern of what ddp-hpc goes on after, as a save that fails: the reason only where nothing else says one, as a full disk takes no report."""
-    return _printed(rf"\d{{4}}-\d\d-\d\d \S+ (?:WARNING|ERROR) .*\[Errno {numbers}\]", "either")
+    return _on_line(rf"\d{{4}}-\d\d-\d\d \S+ (?:WARNING|ERROR) .*\[Errno {numbers}\]", "either")
 
 
-def _cancelled(why: str) -> Pattern:
+def _on_cancellation(why: str) -> Pattern:
     """Return the pattern of the line by which Slurm says why it cancels a job or a step."""
-    return _printed(_DAEMON + _STEPD + rf"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO {why}", "confirmation")
+    return _on_line(_DAEMON + _STEPD + rf"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO {why}", "confirmation")
 
 
 _ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
@@ -85,11 +85,11 @@ REGISTRY: Mapping[str, FailureClass] = {
         "`train.precision=bf16`. Where other processes have much of the memory (`nvidia-smi` on the node names them), end them, or take "
         "another GPU. Where much is reserved but unallocated, set `env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
         patterns=[
-            _raised(r"(?:[\w.]*\.)?OutOfMemoryError: (?:(?:CUDA|HIP|XPU) out of memory|Allocation on device)"),
-            _raised(r"RuntimeError: (?:CUDA|HIP) out of memory"),
-            _raised(_ERROR + r"(?:CUDA|HIP) (?:driver )?error: out of memory"),
-            _error("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
-            _raised(_ERROR + r".*Cuda failure (?:2 )?'out of memory'"),
+            _on_exception(r"(?:[\w.]*\.)?OutOfMemoryError: (?:(?:CUDA|HIP|XPU) out of memory|Allocation on device)"),
+            _on_exception(r"RuntimeError: (?:CUDA|HIP) out of memory"),
+            _on_exception(_ERROR + r"(?:CUDA|HIP) (?:driver )?error: out of memory"),
+            _on_any_exception("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+            _on_exception(_ERROR + r".*Cuda failure (?:2 )?'out of memory'"),
         ],
     ),
     "shared-memory": FailureClass(
@@ -97,10 +97,10 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Processes of the DataLoader pass batches through /dev/shm, which is too small for them. Containers often limit it to 64 MB.",
         to_do="Use fewer loader processes (`data.num_workers=2`), or give the container more shared memory (`--shm-size`).",
         patterns=[
-            _raised(_ERROR + _OF_LOADER.format("Bus error")),
-            _raised(_ERROR + r"unable to (?:allocate|resize|mmap|open|write to) .*(?:shared memory|</?torch_)"),
-            _raised(_ERROR + r".*Error while creating shared memory segment /dev/shm/nccl-"),
-            _printed(r"ERROR: Unexpected bus error encountered in worker", "confirmation"),
+            _on_exception(_ERROR + _OF_LOADER.format("Bus error")),
+            _on_exception(_ERROR + r"unable to (?:allocate|resize|mmap|open|write to) .*(?:shared memory|</?torch_)"),
+            _on_exception(_ERROR + r".*Error while creating shared memory segment /dev/shm/nccl-"),
+            _on_line(r"ERROR: Unexpected bus error encountered in worker", "confirmation"),
         ],
     ),
     "host-memory": FailureClass(
@@ -108,14 +108,14 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="A process asked for more memory than the node, or the job's limit, has.",
         to_do="Use fewer workers or loader processes (`data.num_workers`); on Slurm, ask for more with `resources.mem_gb`. Where the machine's own memory ran out, `ps aux --sort -rss` on the node names what else uses it.",
         patterns=[
-            _raised(r"(?:builtins\.)?MemoryError(?:: |$)"),
-            _raised(r"(?:numpy\.[\w.]*)?_ArrayMemoryError: "),
-            _raised(_ERROR + r".*DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"),
-            _error("[Errno 12]"),
-            _printed(r"(?:  what\(\):  |terminate called after throwing an instance of ')std::bad_alloc"),
-            _printed(_DAEMON + _STEPD + r"Detected \d+ oom[-_]kill event", "confirmation"),
-            _printed(_OF_SLURM + r"(?:task \d+: Out Of Memory|oom-kill)", "confirmation"),
-            _printed(r"(?:\[ *\d+\.\d+\] )?(?:Memory cgroup o|O)ut of memory: Killed process \d+", "confirmation"),
+            _on_exception(r"(?:builtins\.)?MemoryError(?:: |$)"),
+            _on_exception(r"(?:numpy\.[\w.]*)?_ArrayMemoryError: "),
+            _on_exception(_ERROR + r".*DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"),
+            _on_any_exception("[Errno 12]"),
+            _on_line(r"(?:  what\(\):  |terminate called after throwing an instance of ')std::bad_alloc"),
+            _on_line(_DAEMON + _STEPD + r"Detected \d+ oom[-_]kill event", "confirmation"),
+            _on_line(_OF_SLURM + r"(?:task \d+: Out Of Memory|oom-kill)", "confirmation"),
+            _on_line(r"(?:\[ *\d+\.\d+\] )?(?:Memory cgroup o|O)ut of memory: Killed process \d+", "confirmation"),
         ],
     ),
     "process-limit": FailureClass(
@@ -123,9 +123,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The system does not let this process open one more file, or start one more process or thread.",
         to_do="Use fewer loader processes (`data.num_workers`) and threads (`env.OMP_NUM_THREADS=1`), or raise the limit, which `ulimit -n` (files) and `ulimit -u` (processes and threads) show: on Slurm, by a line in `slurm.setup`, such as `ulimit -n 65536`.",
         patterns=[
-            _system(24, "Too many open files"),
-            _error("can't start new thread"),
-            _printed(r"\S*sh: (?:line \d+: )?fork: (?!retry)"),
+            _on_os_error(24, "Too many open files"),
+            _on_any_exception("can't start new thread"),
+            _on_line(r"\S*sh: (?:line \d+: )?fork: (?!retry)"),
         ],
     ),
     "port": FailureClass(
@@ -134,15 +134,15 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Do not set MASTER_PORT, so that a free port is chosen, or end the process that listens: "
         "`ss -ltnp` shows it.",
         patterns=[
-            _raised(_ERROR + r"The server socket has failed to listen.*EADDRINUSE"),
-            _error("[Errno 98]"),
+            _on_exception(_ERROR + r"The server socket has failed to listen.*EADDRINUSE"),
+            _on_any_exception("[Errno 98]"),
         ],
     ),
     "socket-path": FailureClass(
         title="a path is too long for a Unix socket",
         means="Processes of one node, such as those of a DataLoader, meet at a socket in the directory for temporary files; its path may have 107 bytes.",
         to_do="Set `env.TMPDIR=/tmp`, or another short path on the node's disk, and submit the run again; a script that sets TMPDIR itself needs the same.",
-        patterns=[_error("AF_UNIX path too long")],
+        patterns=[_on_any_exception("AF_UNIX path too long")],
     ),
     "download": FailureClass(
         title="a download failed",
@@ -150,12 +150,12 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Download it on the login node first, to a directory that all nodes see, and have the code read it there: run its download "
         "once by hand, with TORCH_HOME or HF_HOME set as in the job; with Hugging Face, set `env.HF_HUB_OFFLINE=1` then.",
         patterns=[
-            _raised(r"(?:urllib\.error\.)?URLError: <urlopen error (?:\[Errno -?\d+\]|timed out|_ssl)"),
-            _raised(r"(?:requests|urllib3)\.exceptions\.\w+: .*(?:Max retries|Failed to (?:resolve|establish))"),
-            _raised(r"(?:httpx|httpcore)\.(?:ConnectError|ConnectTimeout|ProxyError): ?"),
-            _raised(r"(?:[\w.]+\.)?(?:LocalEntryNotFoundError|OfflineModeIsEnabled): "),
-            _raised(r"(?:OSError|ConnectionError): (?:We couldn't connect to|Couldn't reach) "),
-            _raised(r"aiohttp\.(?:[\w.]+\.)?ClientConnector\w*Error: "),
+            _on_exception(r"(?:urllib\.error\.)?URLError: <urlopen error (?:\[Errno -?\d+\]|timed out|_ssl)"),
+            _on_exception(r"(?:requests|urllib3)\.exceptions\.\w+: .*(?:Max retries|Failed to (?:resolve|establish))"),
+            _on_exception(r"(?:httpx|httpcore)\.(?:ConnectError|ConnectTimeout|ProxyError): ?"),
+            _on_exception(r"(?:[\w.]+\.)?(?:LocalEntryNotFoundError|OfflineModeIsEnabled): "),
+            _on_exception(r"(?:OSError|ConnectionError): (?:We couldn't connect to|Couldn't reach) "),
+            _on_exception(r"aiohttp\.(?:[\w.]+\.)?ClientConnector\w*Error: "),
         ],
     ),
     "dns": FailureClass(
@@ -163,8 +163,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="This node cannot resolve a host name to an address.",
         to_do="Try `getent hosts NAME` on that node. If it prints nothing, use an IP address, or ask the administrators about DNS.",
         patterns=[
-            _raised(r"(?:socket\.)?gaierror: \[Errno -\d+\]"),
-            _raised(_ERROR + r".*\(gai error: -\d+"),
+            _on_exception(r"(?:socket\.)?gaierror: \[Errno -\d+\]"),
+            _on_exception(_ERROR + r".*\(gai error: -\d+"),
         ],
     ),
     "no-gpu": FailureClass(
@@ -173,8 +173,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Set `resources.gpus_per_node` to the number of GPUs of each node. Where it is set, run `nvidia-smi` on the node; if that "
         "shows none, exclude the node (`slurm.exclude`).",
         patterns=[
-            _error("Found no NVIDIA driver on your system"),
-            _error("No CUDA GPUs are available"),
+            _on_any_exception("Found no NVIDIA driver on your system"),
+            _on_any_exception("No CUDA GPUs are available"),
         ],
     ),
     "driver": FailureClass(
@@ -182,12 +182,12 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The node's NVIDIA driver is missing or too old for this build of PyTorch, or this build has no code for its GPUs.",
         to_do="Run `nvidia-smi` on the node; install a PyTorch for its CUDA version, or exclude the node (`slurm.exclude`).",
         patterns=[
-            _raised(_ERROR + r".*driver version is insufficient for CUDA runtime version"),
-            _error("The NVIDIA driver on your system is too old"),
-            _error("Unexpected error from cudaGetDeviceCount()"),
-            _error("CUDA error: no kernel image is available"),
-            _error("Torch not compiled with CUDA enabled"),
-            _printed(r"Failed to initialize NVML: Driver/library version mismatch", "confirmation"),
+            _on_exception(_ERROR + r".*driver version is insufficient for CUDA runtime version"),
+            _on_any_exception("The NVIDIA driver on your system is too old"),
+            _on_any_exception("Unexpected error from cudaGetDeviceCount()"),
+            _on_any_exception("CUDA error: no kernel image is available"),
+            _on_any_exception("Torch not compiled with CUDA enabled"),
+            _on_line(r"Failed to initialize NVML: Driver/library version mismatch", "confirmation"),
         ],
     ),
     "wrong-device": FailureClass(
@@ -195,10 +195,10 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="A rank uses a GPU that it does not have, that another rank uses, or tensors on different devices.",
         to_do="Have each rank use `cuda:LOCAL_RANK`, not a fixed number; compare `resources.gpus_per_node` with `nvidia-smi -L` on the node, and do not set CUDA_VISIBLE_DEVICES.",
         patterns=[
-            _error("CUDA error: invalid device ordinal"),
-            _error("Expected all tensors to be on the same device"),
-            _raised(_ERROR + r".*Duplicate GPU detected"),
-            _raised(r"(?:ConfigError: )?This node has \d+ workers that need a GPU each"),
+            _on_any_exception("CUDA error: invalid device ordinal"),
+            _on_any_exception("Expected all tensors to be on the same device"),
+            _on_exception(_ERROR + r".*Duplicate GPU detected"),
+            _on_exception(r"(?:ConfigError: )?This node has \d+ workers that need a GPU each"),
         ],
     ),
     "device-assert": FailureClass(
@@ -207,8 +207,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Compare the labels and the indexes with the sizes. CUDA reports it at a later call, perhaps of a later step: submit the run "
         "again with `env.CUDA_LAUNCH_BLOCKING=1` behind its other settings, and the traceback names the line.",
         patterns=[
-            _raised(_ERROR + r"(?:.*Cuda failure.*|CUDA error: )device-side assert"),
-            _printed(_OF_ABORT + _ASSERT),
+            _on_exception(_ERROR + r"(?:.*Cuda failure.*|CUDA error: )device-side assert"),
+            _on_line(_OF_ABORT + _ASSERT),
         ],
     ),
     "nccl-network": FailureClass(
@@ -216,8 +216,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="NCCL found no network interface, or there is no route from this node to the address of another one.",
         to_do="Set `network.interfaces` to the one that connects the nodes; NCCL_DEBUG=INFO prints which one NCCL takes.",
         patterns=[
-            _raised(_ERROR + r".*Bootstrap : no socket interface found"),
-            _raised(
+            _on_exception(_ERROR + r".*Bootstrap : no socket interface found"),
+            _on_exception(
                 r"(?:[\w.]*\.)?(?:DistBackendError|RuntimeError): .*NCCL.*[cC]onnect to \S+ failed ?: (?:No route to host|Network is unreachable)",
                 "either",
             ),
@@ -229,10 +229,10 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Look for `Xid` in `dmesg` of the node. If there is one, exclude the node (`slurm.exclude`) and report it; if there "
         "is none, submit the run again with `env.CUDA_LAUNCH_BLOCKING=1`, and the traceback names the kernel's call.",
         patterns=[
-            _raised(_ERROR + _GPU_FAULT),
-            _error("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-            _printed(_OF_ABORT + _GPU_FAULT),
-            _printed(r"(?:\[ *\d+\.\d+\] )?NVRM: Xid", "confirmation"),
+            _on_exception(_ERROR + _GPU_FAULT),
+            _on_any_exception("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+            _on_line(_OF_ABORT + _GPU_FAULT),
+            _on_line(r"(?:\[ *\d+\.\d+\] )?NVRM: Xid", "confirmation"),
         ],
     ),
     "quota": FailureClass(
@@ -240,7 +240,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Your quota of bytes or files on that file system is used up.",
         to_do="Delete what you do not need (`ddp-hpc delete OLD_RUN`; `checkpoint.keep_last` keeps fewer checkpoints), and submit the run again: {again}.",
         patterns=[
-            _system(122, "Disk quota exceeded"),
+            _on_os_error(122, "Disk quota exceeded"),
             _logged("122"),
         ],
     ),
@@ -249,9 +249,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="A write failed: the file system has no space left, or the limit for the size of a file is reached (`ulimit -f`).",
         to_do="Free space on the file system that the evidence names (`df -h` and `df -i` there, on that node; `ulimit -f`), and submit the run again: {again}. To go on in another `runs_dir`, move the run's whole directory there first.",
         patterns=[
-            _system(28, "No space left on device"),
-            _system(27, "File too large"),
-            _raised(_ERROR + r"(?:.*PytorchStreamWriter failed writing file|basic_ios::clear: iostream error)"),
+            _on_os_error(28, "No space left on device"),
+            _on_os_error(27, "File too large"),
+            _on_exception(_ERROR + r"(?:.*PytorchStreamWriter failed writing file|basic_ios::clear: iostream error)"),
             _logged("2[78]"),
         ],
     ),
@@ -260,9 +260,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The file server was restarted or is unreachable, or the file was replaced on another node.",
         to_do="Run `ls` on the path that the evidence names, on that rank's node. If it fails, exclude the node (`slurm.exclude`) and report it to the administrators.",
         patterns=[
-            _system(116, "Stale file handle"),
-            _raised(_ERROR + r".*\[Errno 107\]"),
-            _raised(_ERROR + r".*\[Errno 5\]"),
+            _on_os_error(116, "Stale file handle"),
+            _on_exception(_ERROR + r".*\[Errno 107\]"),
+            _on_exception(_ERROR + r".*\[Errno 5\]"),
         ],
     ),
     "not-saved": FailureClass(
@@ -272,7 +272,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Try to write a file into the run's directory, on that rank's node: the evidence says what failed. Repair that, then submit again: "
         "the run continues from its newest checkpoint.",
         patterns=[
-            _raised(r"(?:CheckpointError|NotSavedError): "),
+            _on_exception(r"(?:CheckpointError|NotSavedError): "),
         ],
     ),
     "nan": FailureClass(
@@ -280,9 +280,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The training has diverged: a value became infinite or NaN.",
         to_do="Lower `train.lr`, or limit the gradients with `train.grad_clip_norm`, and submit the run again: {again}.",
         patterns=[
-            _raised(_ERROR + r".*NaN found in input tensor"),
-            _raised(_ERROR + r"Function '\w+' returned nan values"),
-            _raised(r"DivergedError: "),
+            _on_exception(_ERROR + r".*NaN found in input tensor"),
+            _on_exception(_ERROR + r"Function '\w+' returned nan values"),
+            _on_exception(r"DivergedError: "),
         ],
     ),
     "ranks-differ": FailureClass(
@@ -292,7 +292,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="If a rank is named, the run was started again, on another node if there was one: report the named node "
         "to the site's administrators. Where the same difference came twice, see docs/integrity.md for what to look for in the code.",
         patterns=[
-            _raised(r"(?:RanksDifferError: )?the ranks differ after step \d+"),
+            _on_exception(r"(?:RanksDifferError: )?the ranks differ after step \d+"),
         ],
     ),
     "import": FailureClass(
@@ -300,9 +300,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Python on that node does not find a module or a library, or the module itself fails while it is imported.",
         to_do="Try `python -c 'import MODULE'` in the same environment, on a node; install what is missing, or name the right environment. Start a script that has relative imports as a module (`-- python -m pkg.train`).",
         patterns=[
-            _raised(r"(?:ModuleNotFoundError|ImportError): "),
-            _raised(r"(?:ConfigError: )?`recipe\.target` is .*but importing "),
-            _printed(r"\S*python[\d.]*: (?:No module named |Error while finding module specification)"),
+            _on_exception(r"(?:ModuleNotFoundError|ImportError): "),
+            _on_exception(r"(?:ConfigError: )?`recipe\.target` is .*but importing "),
+            _on_line(r"\S*python[\d.]*: (?:No module named |Error while finding module specification)"),
         ],
     ),
     "data": FailureClass(
@@ -310,9 +310,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The data set raised an error for this sample or file.",
         to_do="Load that sample alone, on the same node; repair the file that the evidence names, or leave it out of the data set.",
         patterns=[
-            _raised(r"(?:[\w.]*\.)?SampleError: "),
-            _raised(r"(?:PIL\.)?UnidentifiedImageError: "),
-            _raised(_ERROR + r"Caught \w+ in DataLoader worker process"),
+            _on_exception(r"(?:[\w.]*\.)?SampleError: "),
+            _on_exception(r"(?:PIL\.)?UnidentifiedImageError: "),
+            _on_exception(_ERROR + r"Caught \w+ in DataLoader worker process"),
         ],
     ),
     "peer-gone": FailureClass(
@@ -320,22 +320,22 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Another rank's process ended first; this error follows from that, and is not the cause.",
         to_do="Find the rank that ended first: `ddp-hpc logs {run} --attempt {attempt} --all`, and `dmesg` on its node.",
         patterns=[
-            _raised(
+            _on_exception(
                 r"RuntimeError: (?:\[\S*gloo/\S+\] .*(?:onnection closed by peer|onnection reset by peer|Broken pipe|Socket closed)|Connection closed by peer \[\S+\]:\d+)",
                 "cascade",
             ),
-            _raised(_ERROR + r".*ncclRemoteError", "cascade"),
-            _raised(_ERROR + r".*NCCL communicator was aborted", "cascade"),
-            _raised(_ERROR + r"NCCL error.*Connection closed by remote peer", "cascade"),
-            _raised(
+            _on_exception(_ERROR + r".*ncclRemoteError", "cascade"),
+            _on_exception(_ERROR + r".*NCCL communicator was aborted", "cascade"),
+            _on_exception(_ERROR + r"NCCL error.*Connection closed by remote peer", "cascade"),
+            _on_exception(
                 r"(?:[\w.]*\.)?(?:Dist\w*Error: |RuntimeError: \[c10d\]).*(?:Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed)",
                 "cascade",
             ),
-            _raised(
+            _on_exception(
                 r"(?:[\w.]*\.)?DistNetworkError: (?!.*(?:The server socket has failed|The client socket has timed out))",
                 "cascade",
             ),
-            _printed(_OF_ABORT + r"NCCL error.*remote process exited", "cascade"),
+            _on_line(_OF_ABORT + r"NCCL error.*remote process exited", "cascade"),
         ],
     ),
     "ranks-missing": FailureClass(
@@ -343,9 +343,9 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Some ranks did not join the process group within its timeout.",
         to_do="Read the logs of the ranks that are missing: `ddp-hpc logs {run} --attempt {attempt} --all`.",
         patterns=[
-            _raised(_ERROR + r"Timed out after \d+ seconds waiting for clients", "either"),
-            _raised(r"(?:[\w.]*\.)?DistNetworkError: The client socket has timed out", "either"),
-            _raised(_ERROR + r"(?:Gloo connectFullMesh failed|.*wait timeout after \d+ms, keys: )", "either"),
+            _on_exception(_ERROR + r"Timed out after \d+ seconds waiting for clients", "either"),
+            _on_exception(r"(?:[\w.]*\.)?DistNetworkError: The client socket has timed out", "either"),
+            _on_exception(_ERROR + r"(?:Gloo connectFullMesh failed|.*wait timeout after \d+ms, keys: )", "either"),
         ],
     ),
     "collective-timeout": FailureClass(
@@ -353,10 +353,12 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Some rank did not take part in a collective operation in time: it is slow, it waits for something else, or the network fails.",
         to_do="Find the rank that did not come: its log has no such message, or another SeqNum. Compare `ddp-hpc logs {run} --attempt {attempt} --all`.",
         patterns=[
-            _printed(r"\[E.*ProcessGroupNCCL\.cpp.*Watchdog caught collective operation timeout", "either"),
-            _printed(r"\[[EF]\d*\s.*due to ProcessGroupNCCL watchdog hang", "either"),
-            _raised(_ERROR + r".*Watchdog caught collective operation timeout", "either"),
-            _raised(_ERROR + r".*(?:Timed out waiting \d+ms for |(?:to pass|reached) monitoredBarrier)", "either"),
+            _on_line(r"\[E.*ProcessGroupNCCL\.cpp.*Watchdog caught collective operation timeout", "either"),
+            _on_line(r"\[[EF]\d*\s.*due to ProcessGroupNCCL watchdog hang", "either"),
+            _on_exception(_ERROR + r".*Watchdog caught collective operation timeout", "either"),
+            _on_exception(
+                _ERROR + r".*(?:Timed out waiting \d+ms for |(?:to pass|reached) monitoredBarrier)", "either"
+            ),
         ],
     ),
     "image": FailureClass(
@@ -364,12 +366,12 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The container runtime could not open, pull or mount the image.",
         to_do="Check the image with `ddp-hpc container check`, and that every node sees the file of `container.image`.",
         patterns=[
-            _printed(
+            _on_line(
                 r"FATAL: +(?:could not open image|container creation failed|while (?:extracting|loading|making image)|[Uu]nable to (?:pull|handle))"
             ),
-            _printed(_DAEMON + _STEPD + r"pyxis: "),
-            _printed(r"(?:docker: )?Error response from daemon: "),
-            _printed(r"Error: (?:initializing source|unable to (?:copy from source|find image))"),
+            _on_line(_DAEMON + _STEPD + r"pyxis: "),
+            _on_line(r"(?:docker: )?Error response from daemon: "),
+            _on_line(r"Error: (?:initializing source|unable to (?:copy from source|find image))"),
         ],
     ),
     "launch-failed": FailureClass(
@@ -377,29 +379,29 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Slurm, the agent of a node, or the system could not start the command.",
         to_do="Read `ddp-hpc logs {run}` for the message of srun or of the agent; check the command, and the node that it names.",
         patterns=[
-            _printed(_DAEMON + r"srun: error: (?:Unable to create step|Task launch for|Application launch failed)"),
-            _printed(_DAEMON + _STEPD + r"execve\(\): "),
-            _printed(r"(?:error: )?\S+ cannot be executed: "),
-            _printed(r"\S*sh: (?:line \d+: )?\S+: (?:command not found|No such file or directory|Permission denied)"),
+            _on_line(_DAEMON + r"srun: error: (?:Unable to create step|Task launch for|Application launch failed)"),
+            _on_line(_DAEMON + _STEPD + r"execve\(\): "),
+            _on_line(r"(?:error: )?\S+ cannot be executed: "),
+            _on_line(r"\S*sh: (?:line \d+: )?\S+: (?:command not found|No such file or directory|Permission denied)"),
         ],
     ),
     "preempted": FailureClass(
         title="Slurm preempted the job",
         means="A job of higher priority took the nodes.",
         to_do="If the run was not started again, submit it: {again}.",
-        patterns=[_cancelled("PREEMPTION")],
+        patterns=[_on_cancellation("PREEMPTION")],
     ),
     "time-limit": FailureClass(
         title="the job reached its time limit",
         means="Slurm ends a job at its limit; a checkpoint is written before that.",
         to_do="Submit the run again: {again}. A job that ends before its first checkpoint needs a larger `resources.time_limit_min`, or a smaller `checkpoint.every_steps`.",
-        patterns=[_cancelled("TIME LIMIT")],
+        patterns=[_on_cancellation("TIME LIMIT")],
     ),
     "node-failed": FailureClass(
         title="a node failed",
         means="A node is down by Slurm's records, or stopped answering.",
         to_do="If the run was not started again on other nodes, exclude the node (`slurm.exclude`) and submit again.",
-        patterns=[_printed(_OF_SLURM + r"(?:DUE TO NODE FAILURE|[Nn]ode failure on)", "confirmation")],
+        patterns=[_on_line(_OF_SLURM + r"(?:DUE TO NODE FAILURE|[Nn]ode failure on)", "confirmation")],
     ),
     "preflight": FailureClass(
         title="the check of the nodes before the training failed (`preflight`)",
@@ -448,17 +450,17 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="A library in C, C++ or CUDA ended the process by a signal (segmentation fault, abort, bus error, illegal instruction).",
         to_do="Read the last lines of that rank: `ddp-hpc logs {run} --attempt {attempt} --rank {rank}`. PYTHONFAULTHANDLER=1 in the environment prints the Python stack of such a crash.",
         patterns=[
-            _raised(
+            _on_exception(
                 _ERROR
                 + _OF_LOADER.format("(?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)")
             ),
-            _raised(_ERROR + r"process \d+ terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)"),
-            _printed(r"Fatal Python error: ", "either"),
-            _printed(
+            _on_exception(_ERROR + r"process \d+ terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)"),
+            _on_line(r"Fatal Python error: ", "either"),
+            _on_line(
                 r"(?:double free or corruption|free\(\): invalid|munmap_chunk\(\): invalid|malloc\(\): |corrupted size vs\. prev_size|\*\*\* stack smashing detected|\*\*\* buffer overflow detected)",
                 "either",
             ),
-            _printed(r"terminate called (?:after throwing an instance of|without an active exception)", "either"),
+            _on_line(r"terminate called (?:after throwing an instance of|without an active exception)", "either"),
         ],
     ),
     "killed": FailureClass(
@@ -466,8 +468,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The kernel sends SIGKILL when memory runs out; a user, Slurm or another program may send it, too. No record shows which.",
         to_do="Look for `oom` in `dmesg` of the node; on Slurm, `sacct -j JOB --format=State,ExitCode,MaxRSS`. If memory ran out, use fewer workers or loader processes; on Slurm, raise `resources.mem_gb`.",
         patterns=[
-            _raised(_ERROR + _OF_LOADER.format("Killed")),
-            _raised(_ERROR + r"process \d+ terminated with signal SIGKILL"),
+            _on_exception(_ERROR + _OF_LOADER.format("Killed")),
+            _on_exception(_ERROR + r"process \d+ terminated with signal SIGKILL"),
         ],
     ),
     "signal": FailureClass(
@@ -485,17 +487,17 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The script's own reader of its command line (argparse, click, Typer, absl, Hydra, ...) rejects a word of it.",
         to_do="Correct the words after `--` that the message names, and submit the run again.",
         patterns=[
-            _printed(
+            _on_line(
                 r"(?:\S+\.py|python\S* -m \S+): error: |error: (?:Parser key|Validation failed|Unrecognized arguments)"
             ),  # argparse, jsonargparse
-            _printed(
+            _on_line(
                 r"(?:Error: | )(?:Invalid value|Missing (?:option|argument|parameter|command)|No such (?:option|command)|Got unexpected extra)",
                 "either",
             ),
-            _printed(r"FATAL Flags parsing error:"),
-            _printed(r" (?:Error parsing --|Unrecognized options: |Missing (?:required )?options?: )", "either"),
-            _printed(r"ERROR: (?:Could not consume arg|The function received no value)", "either"),
-            _printed(
+            _on_line(r"FATAL Flags parsing error:"),
+            _on_line(r" (?:Error parsing --|Unrecognized options: |Missing (?:required )?options?: )", "either"),
+            _on_line(r"ERROR: (?:Could not consume arg|The function received no value)", "either"),
+            _on_line(
                 r"(?:Could not (?:override|load|append|delete) ['\w]|Error parsing override |Cannot find primary config |You must specify '"
                 r"|no viable alternative at input |(?:mismatched|extraneous) input |Multiple values for )",
                 "either",
@@ -511,7 +513,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         title="an exception in the user's code",
         means="The code of the model, the recipe or the script raised an exception that nothing caught.",
         to_do="Correct the code at the line that the evidence names, and submit the run again: {again}.",
-        patterns=[_raised(r"(?:ConfigError: )?`[^`]+` was called with `recipe\.args` .* and raised ")],
+        patterns=[_on_exception(r"(?:ConfigError: )?`[^`]+` was called with `recipe\.args` .* and raised ")],
     ),
     "configuration": FailureClass(
         title="the configuration or the input is invalid",
@@ -522,7 +524,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         title="unknown",
         means="Nothing that was recorded, and no known text in the logs, says why it ended.",
         to_do="Read the logs: `ddp-hpc logs {run} --attempt {attempt} --all`; and on Slurm `sacct -j JOB --format=State,ExitCode,MaxRSS`.",
-        patterns=[_raised(_ERROR + r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) exited unexpectedly")],
+        patterns=[_on_exception(_ERROR + r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) exited unexpectedly")],
     ),
 }
 """By name, in the order in which texts are compared: a more special class stands above a more general one."""

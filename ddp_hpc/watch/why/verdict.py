@@ -11,7 +11,7 @@ from ddp_hpc.run.run_dir.differences import Difference
 from ddp_hpc.run.run_dir.error_fingerprint import entity, fingerprint
 from ddp_hpc.run.run_dir.ledger import Cause, Ending
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
-from ddp_hpc.watch.why.hangs import is_network_to_blame, of_hang, of_missing, of_network
+from ddp_hpc.watch.why.hangs import is_network_to_blame, verdict_on_hang, verdict_on_missing_ranks, verdict_on_network
 from ddp_hpc.watch.why.of_rank import (
     NO_MEMORY,
     matches_in,
@@ -66,12 +66,12 @@ def verdict_of(facts: AttemptFacts) -> Verdict:
     recorded = _of_record(facts, findings)
     if recorded is not None:
         return replace(_with_others(said or recorded, findings, facts), end=recorded.failure if said else "")
-    network = of_network(facts) if is_network_to_blame(facts, findings) else None
-    first = network or _of_first(facts, findings) or _of_ledger(facts)
+    network = verdict_on_network(facts) if is_network_to_blame(facts, findings) else None
+    first = network or _verdict_from_first_rank(facts, findings) or _verdict_from_ledger(facts)
     return _with_others(first, findings, facts)
 
 
-def _of_first(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | None:
+def _verdict_from_first_rank(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | None:
     """Return what the first rank says; where it only lost a connection, the rank without a report, or what all have met."""
     first = next(iter(findings), None)
     reported = [one for one in findings if one.has_report]
@@ -87,7 +87,7 @@ def _of_first(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | Non
     return first
 
 
-def _of_ledger(facts: AttemptFacts) -> Verdict:
+def _verdict_from_ledger(facts: AttemptFacts) -> Verdict:
     """Return what the ledger says where no rank said more."""
     name = None if facts.attempt.cause is None else _WITHOUT_REPORT.get(facts.attempt.cause)
     if name is None:
@@ -106,7 +106,7 @@ def _of_record(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | No
     """Return what the ledger alone proves."""
     cause, check = facts.attempt.cause, facts.preflight
     if cause == Cause.HANG:
-        return of_hang(facts)
+        return verdict_on_hang(facts)
     if cause == Cause.DIVERGED and any(one.failure == "nan" for one in findings):
         return None  # a rank says more
     # Nodes that failed, and are those which the check before the training named: then no worker was started.
@@ -169,7 +169,7 @@ def _findings(facts: AttemptFacts) -> list[Verdict]:
         role: Role = "either" if one.role == "root" else one.role
         evidence = tuple(replace(line, role=role) for line in one.evidence)
         silent[number] = _abstaining(replace(one, role=role, evidence=evidence))
-    of_job = _of_console(facts)
+    of_job = _verdict_from_console(facts)
     signalled_ranks = _of_signalled(facts, {failure.rank for failure in facts.failures})
     return [*reported, *signalled_ranks, *silent, *([] if of_job is None else [of_job])]
 
@@ -193,7 +193,7 @@ def _of_signalled(facts: AttemptFacts, reported: AbstractSet[int]) -> list[Verdi
     return found
 
 
-def _of_console(facts: AttemptFacts) -> Verdict | None:
+def _verdict_from_console(facts: AttemptFacts) -> Verdict | None:
     """Return why the workers could not be started, by what Slurm and the container runtime printed."""
     if any(line.text for lines in facts.logs.values() for line in lines):
         return None  # a rank has started: such a line is of a setup that went on
@@ -235,7 +235,7 @@ def _of_lost_memory(facts: AttemptFacts) -> Verdict | None:
 
 def _with_others(first: Verdict, findings: Sequence[Verdict], facts: AttemptFacts) -> Verdict:
     """Return the verdict: the first failure, and what followed on other ranks."""
-    first = of_missing(first, facts) if first.failure == "ranks-missing" else first
+    first = verdict_on_missing_ranks(first, facts) if first.failure == "ranks-missing" else first
     others = [one for one in findings if one.rank is not None and one.rank != first.rank]
     cascades = [one for one in others if one.role == "cascade"]
     alike = [one for one in others if one.failure == first.failure and one.role != "cascade"]

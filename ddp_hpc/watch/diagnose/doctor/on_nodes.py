@@ -60,7 +60,7 @@ def check(  # noqa: PLR0913  what is checked, and where
             answer = client.run_in_allocation(options_of(spec, nodes), command, environ, timeout_s=patience_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    found = result_of(answer.stdout)
+    found = parse_result(answer.stdout)
     if found is None:
         said = (answer.stderr.strip().splitlines() or ["nothing was printed"])[-1]
         raise ConfigError(
@@ -89,7 +89,7 @@ def options_of(spec: RunSpec, nodes: str) -> list[str]:
     return [where, *own, *chosen]
 
 
-def result_of(printed: str) -> Preflight | None:
+def parse_result(printed: str) -> Preflight | None:
     """Return the result among what was printed, by an environment that greets, too; None without one."""
     for line in reversed(printed.splitlines()):
         found = decode_record(line.encode(), Preflight)
