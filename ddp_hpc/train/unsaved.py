@@ -10,16 +10,24 @@ import logging
 import os
 import pickle
 import random
+import re
 import sys
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import BuiltinMethodType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from datetime import timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
+from types import BuiltinFunctionType, BuiltinMethodType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from ddp_hpc.base.names import few
@@ -31,9 +39,14 @@ from ddp_hpc.train.state.training_state import why_not_plain
 log = logging.getLogger(__name__)
 
 _MOST_NAMED = 3
-_MOST_BYTES = 1 << 20
-"""Of a tensor or array of which all bytes are compared; of a larger tensor, the count of its changes is."""
+_MOST_BYTES = 64 << 20
+"""Of an array, or of a tensor on a CPU, of which all bytes are compared; of a larger array, one of so many, and of a larger tensor the count of its changes."""
+_MOST_BYTES_ON_GPU = 1 << 20
 _NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, np.generic)
+_WITHOUT_CONTENT = (Enum, torch.dtype, torch.device, slice, range, Decimal, Fraction, timedelta, PurePath, re.Pattern)
+"""Types of values that never change, but give place to others."""
+_RAW = (bytearray, array, ctypes.Array, ctypes._SimpleCData)  # noqa: SLF001  the latter two may be shared by processes
+_OF_PASS = hash("the result of a pass, as a loss takes from a layer")
 _FLAT = {*_NUMBERS_AND_TEXTS, type(None)}
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -79,7 +92,7 @@ class Watch:
         """Return the places of what has changed, each once."""
         now = self._now()
         found = [place for place in changed(self._before, now) if place not in self._named_before]
-        self._named_before.update(found)
+        self._named_before.update(found, (place for place, number in now.items() if number == _OF_PASS))
         self._before = {**now, **self._before}
         return found
 
@@ -100,11 +113,15 @@ def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     """Return which of `unsaved` has changed. What an object made since has in it does not count: a file may be opened late."""
     nothing = hash(())
     places = [*dict.fromkeys([*now, *before])]
-    is_known = [place in before or place.rpartition(".")[0] in before for place in places]
+    parents = [place.rpartition(".") for place in places]
+    is_known = [
+        place in before or (parent in before and name != "__class__")
+        for place, (parent, _, name) in zip(places, parents, strict=True)
+    ]
     return [
         place
         for place, known in zip(places, is_known, strict=True)
-        if known and now.get(place, nothing) not in (nothing, before.get(place, nothing))
+        if known and now.get(place, nothing) not in (nothing, _OF_PASS, before.get(place, nothing))
     ]
 
 
@@ -124,12 +141,14 @@ def unsaved(roots: Mapping[str, object], *, saved: Iterable[Tensor] = (), optimi
     """Return a number for each place below `roots`, except for tensors that are `saved` and for what the `optimizer` keeps."""
     walk = _Walk(saved, optimizer)
     try:
+        for root in roots.values():
+            walk.names |= {id(one): path for path, one in root.named_modules()} if isinstance(root, nn.Module) else {}
         for place, root in roots.items():
             walk.visit(root, place)
     except Exception as error:  # noqa: BLE001  a user's object may raise anything where it is looked at
         log.info("what the code changes and no checkpoint holds is not looked for: %s: %s", type(error).__name__, error)
         return {}
-    return {place: hash(tuple(leaves)) for place, leaves in walk.found.items()}
+    return {place: _OF_PASS if _OF_PASS in leaves else hash(tuple(leaves)) for place, leaves in walk.found.items()}
 
 
 class _Walk:
@@ -140,15 +159,19 @@ class _Walk:
         self._memory = {_memory(one) for one in saved}
         self._optimizers = {id(optimizer)} - {id(None)}
         self._seen: dict[int, object] = {id(one): one for one in _GLOBAL_GENERATORS}
+        self.names: dict[int, str] = {}
+        """Of the layers, which may be in lists besides."""
 
     def visit(self, root: object, root_place: str) -> None:
         waiting = [(root, root_place)]
         while waiting and len(self._seen) < MOST_VALUES:
             value, place = waiting.pop()
-            if id(value) in self._seen and not isinstance(value, _NUMBERS_AND_TEXTS):
+            if (itself := self._itself(value)) is not None:
+                self.found.setdefault(place, []).append(hash(itself))
+            if id(value) in self._seen:
                 continue
             self._seen[id(value)] = value  # which also keeps its id
-            if not _is_librarys(type(value).__module__):  # with its place, what is new in it would count
+            if not _is_librarys(type(value).__module__):
                 self.found.setdefault(place, [])
             if (leaf := self._leaf(value)) is not None:
                 self.found.setdefault(place, []).append(leaf)
@@ -157,18 +180,32 @@ class _Walk:
                     (part, name if name[:1] not in (".", "") else place + name) for name, part in self._parts(value)
                 ]
 
+    def _itself(self, value: Any) -> Hashable:
+        """Return what tells a value from others that may take its place, wherever it is; None where that is its content alone."""
+        if isinstance(value, _NUMBERS_AND_TEXTS):
+            return type(value), value
+        if isinstance(value, _WITHOUT_CONTENT):
+            return repr(value)
+        if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+            return value.__module__, value.__qualname__, getattr(value, "__code__", None)
+        return (
+            None if _is_librarys(type(value).__module__) else self.names.get(id(value))
+        )  # with its place, what is new in it would count
+
     def _leaf(self, value: Any) -> int | None:  # noqa: PLR0911  one for each kind
-        """Return a number that changes with the value itself; None where it has none, or a checkpoint holds it."""
-        if isinstance(value, _NUMBERS_AND_TEXTS) or _is_flat(value):
-            return hash((type(value), value if isinstance(value, Hashable) else tuple(value)))
+        """Return a number that changes with what is in the value; None where it has none, or a checkpoint holds it."""
+        if _is_flat(value):
+            return hash((type(value), tuple(value)))
         if isinstance(value, Tensor):
             return hash(value.requires_grad) if _memory(value) in self._memory else _of_tensor(value)
-        if type(value) is np.ndarray and not value.dtype.hasobject and value.nbytes <= _MOST_BYTES:
-            return zlib.crc32(value.tobytes())
+        if type(value) is np.ndarray and not value.dtype.hasobject:
+            return xxhash.xxh3_64_intdigest(value.ravel("K")[:: 1 + value.nbytes // _MOST_BYTES].tobytes())
+        if isinstance(value, _RAW):
+            return zlib.crc32(bytes(value))
         if isinstance(value, GENERATORS):
             state = state_of(value)  # pickled, a tensor has other bytes each time
             return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
-        if isinstance(value, (_CACHED, itertools.count, ctypes._SimpleCData)):  # noqa: SLF001  a number shared by processes
+        if isinstance(value, (_CACHED, itertools.count)):
             return hash(value.cache_info().currsize if isinstance(value, _CACHED) else repr(value))
         if isinstance(value, GeneratorType):
             return value.gi_frame.f_lasti if value.gi_frame else -1
@@ -229,7 +266,10 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
     is_librarys = _is_librarys(type(value).__module__)
+    has_extra_state = getattr(type(value), "get_extra_state", None) not in (None, nn.Module.get_extra_state)
     for key, one in _attributes(value).items():
+        if has_extra_state and key not in _REGISTERED:
+            continue  # it is what that saves
         held = one if key in _REGISTERED and isinstance(value, nn.Module) else {key: one}
         for name, each in held.items():
             # A library fills its caches and flags when it is used; `state_dict` has what is more.
@@ -240,9 +280,10 @@ def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
         hooks = {key: one for key, one in vars(value).items() if key.endswith("_hooks") and isinstance(one, dict)}
         yield from ((f".{key}", len(one)) for key, one in hooks.items())
         yield ".forward", getattr(value.forward, "__qualname__", "")
-    yield from ((f".{key}", getattr(value, key)) for key in _HOOKS if isinstance(value, Tensor) and hasattr(value, key))
+    if isinstance(value, nn.Parameter):
+        yield from ((f".{key}", len(getattr(value, key) or ())) for key in _HOOKS if hasattr(value, key))
     if not is_librarys:
-        yield "", type(value)
+        yield ".__class__", type(value)
 
 
 def _in_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -274,8 +315,10 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _of_tensor(value: Tensor) -> int | None:
+    if value.layout == torch.sparse_coo:
+        return hash((_of_tensor(value._indices()), _of_tensor(value._values())))  # noqa: SLF001
     if why_not_plain(value) or value.grad_fn is not None:
-        return None
+        return None if value.grad_fn is None else _OF_PASS
     extent = (
         value.storage_offset()
         + 1
@@ -283,8 +326,8 @@ def _of_tensor(value: Tensor) -> int | None:
     )
     if value.numel() and value.untyped_storage().nbytes() < extent * value.element_size():
         return None  # somebody has freed its memory
-    if value.nbytes > _MOST_BYTES and not value.is_inference():
-        return value._version  # noqa: SLF001  # no copy of a large tensor
+    if value.nbytes > (_MOST_BYTES if value.is_cpu else _MOST_BYTES_ON_GPU) and not value.is_inference():
+        return hash((value._version, value.data_ptr()))  # noqa: SLF001  # no copy of a large tensor
     return hash((value.dtype, tuple(value.shape), *digests.digests_of_tensors({"": value.detach()}).values()))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import enum
 import functools
 import io
 import itertools
@@ -114,6 +115,33 @@ def _hooked() -> Keeps:
     return model
 
 
+class Phase(enum.Enum):
+    WARM, MAIN = 1, 2
+
+
+class Warm:
+    pass
+
+
+class Main:
+    pass
+
+
+def _layer_besides() -> Any:
+    model: Any = Keeps(lambda model, _: model.active.reverse())
+    model.other = nn.Linear(3, 2)
+    model.active = [model.linear, model.other]
+    return model
+
+
+def _write(model: Any, _rows: Tensor) -> None:
+    model.memory[7] += 1
+
+
+def _count_in(model: Any, _rows: Tensor) -> None:
+    model.counts = (model.counts + torch.eye(3).to_sparse()).coalesce()
+
+
 MODELS: dict[str, tuple[Callable[[], Keeps], str]] = {
     "counter": (lambda: Keeps(_set("n", lambda model, _: model.n + 1), n=0), "model.n"),
     "flag": (lambda: Keeps(_set("is_ready", lambda *_: True), is_ready=False), "model.is_ready"),
@@ -142,6 +170,19 @@ MODELS: dict[str, tuple[Callable[[], Keeps], str]] = {
     ),
     "hook that removes itself": (_hooked, "model.linear._forward_pre_hooks"),
     "object with slots in a list": (lambda: Keeps(lambda model, _: model.t[0].add(), t=[Tally()]), "model.t.seen"),
+    "enumeration": (lambda: Keeps(_set("phase", lambda *_: Phase.MAIN), phase=Phase.WARM), "model.phase"),
+    "function": (lambda: Keeps(_set("act", lambda *_: torch.sigmoid), act=torch.relu), "model.act"),
+    "type of numbers": (lambda: Keeps(_set("type", lambda *_: torch.half), type=torch.float), "model.type"),
+    "strategy": (lambda: Keeps(_set("way", lambda *_: Main()), way=Warm()), "model.way.__class__"),
+    "layer in a list besides": (_layer_besides, "model.active"),
+    "large array": (lambda: Keeps(_write, memory=np.zeros(400_000)), "model.memory"),
+    "large tensor": (lambda: Keeps(_write, memory=torch.zeros(400_000)), "model.memory"),
+    "shared array": (lambda: Keeps(_write, memory=multiprocessing.Array("d", 9)), "model.memory._obj"),
+    "sparse tensor": (lambda: Keeps(_count_in, counts=torch.eye(3).to_sparse()), "model.counts"),
+    "hook of a weight": (
+        lambda: Keeps(lambda model, _: model.linear.weight.register_hook(lambda gradient: gradient)),
+        "model.linear.weight._backward_hooks",
+    ),
     "dict of a base class": (lambda: Keeps(lambda *_: Derived.known.update(seen=1), of=Derived()), "Base.known"),
 }
 
@@ -472,6 +513,66 @@ def test_what_a_module_keeps_that_a_forward_itself_imports_is_named(
     trained(tmp_path / "run", recipe, train__max_steps=4, checkpoint__every_steps=2)
 
     assert "the training changes `keeps_count.count`" in caplog.text
+
+
+class Balanced(nn.Module):
+    """A mixture of experts, whose loss takes more than the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.balance = nn.Linear(3, 2), torch.zeros(())
+
+    def forward(self, rows: Tensor) -> Tensor:
+        chances: Tensor = self.gate(rows).softmax(1)
+        self.balance = chances.mean(0).pow(2).sum()
+        return chances
+
+
+class Counted(nn.Linear):
+    """Saves its count."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.count = getattr(self, "count", 0) + 1
+        return super().forward(rows)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.count = int(state)
+
+
+def test_what_a_loss_takes_from_a_layer_and_what_extra_state_saves_is_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    balanced, counted = Balanced(), Counted(2, 2)
+    counted.count = 0
+    recipe = Recipe(
+        model=nn.Sequential(balanced, counted),
+        train_data=Rows(),
+        eval_data=Rows(),
+        loss=lambda outputs, targets: nn.functional.cross_entropy(outputs, targets) + balanced.balance,
+    )
+
+    trained(tmp_path / "run", recipe, train__max_steps=8, checkpoint__every_steps=2)
+
+    assert "which no checkpoint holds" not in caplog.text
+
+
+def test_what_begins_to_change_shortly_before_the_last_save_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def count(model: Any, _rows: Tensor) -> None:
+        model.calls += 1  # a checkpoint has it
+        model.seen += int(model.calls > 10)
+
+    model = Keeps(count, seen=0)
+    model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    recipe = Recipe(model=model, train_data=Rows(), loss=nn.CrossEntropyLoss())
+
+    trained(tmp_path / "run", recipe, train__max_steps=13, checkpoint__every_steps=2)
+
+    assert caplog.text.count("the training changes `model.seen`") == 1
 
 
 class Reader:

@@ -201,7 +201,9 @@ class Checkpointer:
         if before not in {None, self._restored}:  # with heartbeats, which the next collective would not hear
             self.group.side_store.get(self._key(before, "outcome"), on_heartbeat=self.on_progress)
         self._num_saves += 1
-        if self._watch is not None and self._num_saves.bit_count() == 1:  # a teacher may begin to follow late
+        if self._watch is not None and (
+            is_final or self._num_saves.bit_count() == 1
+        ):  # a teacher may begin to follow late
             unsaved.warn_of_changes(self._watch.changed(), "the training")
         rank_info = self.group.rank_info
         with without_garbage_collection():
