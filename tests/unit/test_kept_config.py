@@ -120,3 +120,26 @@ def test_it_has_the_default_where_it_begins_anew(recorded: RunDir) -> None:
     recorded.progress.unlink()
 
     assert fresh.spec.train.matmul_precision is submitted(recorded).spec.train.matmul_precision is None
+
+
+def test_a_run_that_is_named_by_its_directory_is_the_run_that_starts_wherever_that_lies_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "$moved" / "net.old-1")
+    run.path.mkdir(parents=True)
+    run.config.write_text("name: net\nruns_dir: runs\n")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = {**NO_PROFILE, "DDP_HPC__RUNS_DIR": "elsewhere"}
+
+    assert resolve(run.config, [], NO_PROFILE).spec.path == tmp_path / "runs" / "net"  # a file that somebody has copied
+    run.submission_lock.touch()
+    assert resolve(run.config, [], elsewhere).spec.path == run.path
+    monkeypatch.chdir(run.path)
+    assert resolve(Path("config.yaml"), [], NO_PROFILE).spec.path == run.path
+    again = resolve(run.config, ["name=again", "runs_dir=other"], NO_PROFILE).spec
+    assert (again.name, again.runs_dir) == ("again", "other")
+
+    (tmp_path / "runs").mkdir()
+    run.path.rename(tmp_path / "runs" / "net")
+    monkeypatch.chdir(tmp_path)
+    assert resolve(Path("runs/net/config.yaml"), [], NO_PROFILE).spec.runs_dir == "runs"  # nothing has changed

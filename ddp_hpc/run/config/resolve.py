@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -12,7 +13,7 @@ from ddp_hpc.base.discretion import HIDDEN, is_key_shown
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.field_types import annotations_of
 from ddp_hpc.base.patience import await_answer
-from ddp_hpc.run.config.fill_paths import filled
+from ddp_hpc.run.config.fill_paths import filled, literal
 from ddp_hpc.run.config.keys import all_keys, convert, key_of
 from ddp_hpc.run.config.removed import REMOVED, drop_removed
 from ddp_hpc.run.config.site import Profile, find_profile, refuse_unwelcome
@@ -66,11 +67,16 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     profile = find_profile(environ, site)
     stem = path.stem if path is not None else program_of(command).name if command else ""
     asked: list[Setting] = []
+    run = RunDir(Path() if path is None else path.parent)
     if path is not None:
         # A run keeps its configuration, with a value for every key of the version that wrote it.
-        run = RunDir(path.parent)
         asked += from_file(path, is_of_run=path == run.config and run.attempts.exists())
     asked += from_environment(environ)
+    if path == run.config and run.submission_lock.exists():  # a run goes on where it lies, from any directory
+        told = {one.key: str(one.value) for one in asked}
+        if os.path.realpath(run.path) != os.path.realpath(Path(told.get("runs_dir", ""), told.get("name", ""))):
+            place, of_run = Path(os.path.abspath(run.path)), Origin(f"file {path.name}", str(path))  # noqa: PTH100  as `find_run` does
+            asked += [Setting("name", place.name, of_run), Setting("runs_dir", literal(place.parent), of_run)]
     if isinstance(overrides, Mapping):
         asked += settings_in(overrides, Origin("Python", "Python"))
     else:
