@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.base.errors import ConfigError, RunBusyError
+from ddp_hpc.base.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.launch.submission import local, slurm
 from ddp_hpc.launch.submission.backend import Submission
 from ddp_hpc.launch.submission.removal import delete
@@ -246,3 +246,39 @@ def test_a_new_run_is_locked_from_the_moment_it_is_there_and_goes_where_it_is_no
         interrupted(is_to_stay=True)
     assert request.run.config.exists()
     assert not processes.is_locked(request.run.submission_lock)
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "again"])
+def test_a_run_whose_answer_from_sbatch_was_lost_stays_and_its_job_is_found_again(
+    is_new: bool, tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    run = RunDir(tmp_path / "runs" / "net")
+    if not is_new:
+        submit(tmp_path / "runs", cluster)
+        cluster.knows_job(state="CANCELLED")
+    lost = "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1"
+    cluster.has("sbatch", f'[ "$1" = --test-only ] || {{ echo "$1" > {tmp_path}/sent; {lost}; }}')
+    with pytest.raises(SlurmUnavailableError, match="asks Slurm first whether it has the job"):
+        submit(tmp_path / "runs", cluster)
+    sent = len(jobs_sent(cluster))
+    assert run.config.exists()
+
+    cluster.has("squeue", f"""printf '7\\0377\\036\\n8\\037%s\\036\\n' "$(cat {tmp_path}/sent)" """)
+    cluster.knows_job(state="PENDING", reason="Priority")
+    again = submit(tmp_path / "runs", cluster)
+
+    assert (again.state, again.job_id, len(jobs_sent(cluster))) == ("waiting", "8", sent)
+    assert "Job 8 of net still waits or runs" in str(slurm.why_in_use(run, cluster.environ))
+
+
+def test_a_run_that_slurm_refuses_goes_and_one_that_was_interrupted_stays(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = RunDir(tmp_path / "runs" / "net")
+    cluster.has("sbatch", '[ "$1" = --test-only ] || { echo "sbatch: error: Invalid qos" >&2; exit 1; }')
+    with pytest.raises(ConfigError, match="Invalid qos"):
+        submit(tmp_path / "runs", cluster)
+    assert not run.path.exists()
+
+    cluster.has("sbatch", '[ "$1" = --test-only ] || kill -INT $PPID')  # as Ctrl-C does while sbatch hangs
+    with pytest.raises(KeyboardInterrupt):
+        submit(tmp_path / "runs", cluster)
+    assert run.config.exists()

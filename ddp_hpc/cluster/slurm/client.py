@@ -7,7 +7,7 @@ import pwd
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -181,6 +181,13 @@ def queue(environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
 def commands(environ: Mapping[str, str]) -> dict[str, str]:
     """Return, for each of this user's jobs that is pending or running, its number (an array's is one) and its script."""
     return queries.parse_commands(_stdout(queries.commands_argv(user_name()), environ))
+
+
+def newest_of_script(folder: Path, name: str, environ: Mapping[str, str], *, but: Collection[str]) -> str | None:
+    """Return the newest job in the queue, `but` for some, whose script lies in a directory and has a name that begins so (`/job.sbatch`)."""
+    folders = {job: text.rpartition(name)[0] for job, text in commands(environ).items() if job not in but}
+    found = (job for job, where in folders.items() if where and Path(where).resolve() == folder.resolve())
+    return max(found, key=int, default=None)
 
 
 def job(job_id: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.JobRecord | None:

@@ -19,6 +19,8 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 HOOK = "_make_submission_command"
 """The one private method of submitit's executor that this module overrides."""
+SENT = ".submission_file_"
+"""How the name of the script begins that submitit sends; once Slurm has accepted it, a link has that name."""
 
 
 def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
@@ -50,7 +52,7 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
     except (FailedJobError, FailedSubmissionError) as error:
         if client.is_no_answer(str(error)):
             raise SlurmUnavailableError(
-                f"Slurm does not answer: sbatch prints {error}. Try again later; check first (`squeue --me`) that the job is not in the queue."
+                f"Slurm does not answer: sbatch prints {error}. Submit again later: ddp-hpc asks Slurm first whether it has the job."
             ) from error
         raise SlurmRefusalError(
             f"sbatch refuses the job: {error}. Correct the setting that it names; if it names none, ask your cluster's support.",

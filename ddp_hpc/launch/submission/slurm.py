@@ -19,7 +19,7 @@ from ddp_hpc.cluster.slurm.allocation import claimed_job_id
 from ddp_hpc.cluster.slurm.exclude_nodes import nodes_to_exclude
 from ddp_hpc.launch.render import render
 from ddp_hpc.launch.submission import release_hold
-from ddp_hpc.launch.submission.allocate import allocate
+from ddp_hpc.launch.submission.allocate import SENT, allocate
 from ddp_hpc.launch.submission.backend import Description, Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
@@ -144,11 +144,12 @@ def submit(request: SubmitRequest) -> Submission:
         questions.ask_about(run.job_script)
         notes += questions.notes(spec, run)
         attempt, cluster = ownership.next_attempt(run), questions.config().name
+        claim.is_to_stay = True  # first: whatever interrupts sbatch, Slurm may have the job
         try:
             job_id = allocate(run, environ)
-        except SlurmRefusalError as error:
-            raise questions.refusal(error.printed, spec) from error
-        claim.is_to_stay = True
+        except ConfigError as error:
+            claim.is_to_stay = False
+            raise questions.refusal(error.printed, spec) if isinstance(error, SlurmRefusalError) else error from error
         job = QueuedJob(
             job_id=job_id, attempt=attempt, at=time.time(), since=attempt, backend=NAME, slurm_cluster=cluster
         )
@@ -172,7 +173,7 @@ def _fill(request: SubmitRequest, claim: Claim) -> list[str]:
 
 def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     """Return the run's job that waits or runs, if it has one."""
-    job = read_queued_job(run)
+    job = _newest_job(run, environ)
     if job is None or job.cancelled_at is not None or not knows(run, job, environ) or not is_alive(job.job_id, environ):
         return None
     newest = Ledger.read(run).newest_number
@@ -180,6 +181,23 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     return Submission(
         run, NAME, "running" if has_begun else "waiting", newest if has_begun else job.attempt, job_id=job.job_id
     )
+
+
+def _newest_job(run: RunDir, environ: Mapping[str, str]) -> QueuedJob | None:
+    """Return the newest job that was submitted for the run, also where the answer of its sbatch was lost: then Slurm is asked."""
+    job = read_queued_job(run)
+    if all(path.is_symlink() for path in run.submitit.glob(f"{SENT}*")):  # as submitit leaves those that were answered
+        return job
+    known = set() if job is None else {job.job_id}
+    lost = client.newest_of_script(run.submitit, f"/{SENT}", environ, but=known)
+    if lost is None:
+        return job
+    begun = (one.attempt for one in Ledger.read(run).attempts if one.job_id == lost)
+    attempt = next(begun, ownership.next_attempt(run))
+    cluster = client.config(environ).name
+    job = QueuedJob(job_id=lost, attempt=attempt, at=time.time(), since=attempt, backend=NAME, slurm_cluster=cluster)
+    write_queued_job(run, job)
+    return job
 
 
 def knows(run: RunDir, job: QueuedJob, environ: Mapping[str, str]) -> bool:
@@ -213,10 +231,11 @@ def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
 
 def why_in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     """Return why the run's directory must not be moved: its job waits or runs, or that cannot be known; None where it may."""
-    job, newest = read_queued_job(run), Ledger.read(run).newest
+    is_here = client.is_here(environ)
+    job, newest = _newest_job(run, environ) if is_here else read_queued_job(run), Ledger.read(run).newest
     if job is None:
         return None
-    if client.is_here(environ):
+    if is_here:
         if knows(run, job, environ) and is_alive(job.job_id, environ):
             return f"Job {job.job_id} of {run.name} still waits or runs, so the run cannot be deleted or renamed. Cancel it first: `ddp-hpc cancel {run.word}`."
         return None
@@ -332,7 +351,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     Slurm sends SIGTERM, and SIGKILL after the cluster's KillWait (30 s, usually): ranks that agree on a step in that time
     commit it, and the attempt counts as cancelled all the same.
     """
-    job = read_queued_job(run)
+    job = _newest_job(run, environ)
     if job is None or not knows(run, job, environ) or not is_alive(job.job_id, environ):
         raise ConfigError(
             f"{run.name} has no job in the queue, so there is nothing to cancel. Start it with `ddp-hpc submit`."

@@ -166,18 +166,14 @@ def settle(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
 def _lost_array(sweep: Sweep, environ: Mapping[str, str]) -> str | None:
     """Return the newest array in the queue that has this sweep's script and that its ledger does not have; None where there is none."""
     try:
-        commands = client.commands(environ)
+        # By the script's directory, as another sweep or run may have the same name.
+        known = {array.job_id for array in sweep.arrays}
+        return client.newest_of_script(sweep.dir.path, "/job.sbatch", environ, but=known)
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
             f"An earlier sbatch for points of {sweep.dir.name} got no answer, so ddp-hpc must ask Slurm whether their jobs exist before it submits "
             f"any. Nothing was submitted now. {error}"
         ) from error
-    # By the script's directory, as another sweep or run may have the same name.
-    here, known = sweep.dir.path.resolve(), {array.job_id for array in sweep.arrays}
-    folders = {job: command.rpartition("/job.sbatch")[0] for job, command in commands.items() if job not in known}
-    return max(
-        (job for job, folder in folders.items() if folder and Path(folder).resolve() == here), key=int, default=None
-    )
 
 
 def throttle_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
