@@ -282,3 +282,30 @@ def test_a_run_that_slurm_refuses_goes_and_one_that_was_interrupted_stays(tmp_pa
     with pytest.raises(KeyboardInterrupt):
         submit(tmp_path / "runs", cluster)
     assert run.config.exists()
+
+
+@pytest.mark.parametrize("code", [None, "snapshots/old"])
+def test_a_run_that_was_there_is_left_as_it_was_where_slurm_does_not_answer(
+    code: str | None, tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    submit(tmp_path / "runs", cluster)
+    request = request_of(RunSpec(name="net", runs_dir=str(tmp_path / "runs")), cluster)
+    run = request.run
+    run.done.write_text("{}")
+    if code is not None:
+        run.snapshot.symlink_to(code)
+    before = run.config.read_text()
+
+    def unanswered() -> None:
+        with submitting_alone(run, patience_s=0.0) as claim:
+            claim.write(request.resolved)
+            run.snapshot.unlink(missing_ok=True)
+            run.snapshot.symlink_to("snapshots/new")
+            assert not run.done.exists()
+            raise SlurmUnavailableError
+
+    with pytest.raises(SlurmUnavailableError):
+        unanswered()
+
+    assert (run.config.read_text(), run.done.exists()) == (before, True)
+    assert (str(run.snapshot.readlink()) if run.snapshot.is_symlink() else None) == code

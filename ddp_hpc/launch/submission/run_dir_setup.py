@@ -151,7 +151,7 @@ class Claim:
     is_new: bool
     is_to_stay: bool = False
     """Whether an error leaves a new run's directory: something is started in it."""
-    before: Mapping[Path, str | None] = field(default_factory=dict)
+    before: dict[Path, str | None] = field(default_factory=dict)
     """What `write` has changed in a run that was there."""
 
     def write(self, resolved: Resolved) -> None:
@@ -161,7 +161,9 @@ class Claim:
             self.lock_fd = _make_locked(run, text)
             return
         files = (run.config, run.job_script, run.done, run.gave_up, run.stop_request)
+        code = str(run.snapshot.readlink()) if run.snapshot.is_symlink() else None
         self.before = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
+        self.before |= {run.snapshot: code}
         make_run_dir(run, text, is_new=False)
 
 
@@ -169,7 +171,7 @@ class Claim:
 def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[Claim]:
     """Let one process at a time submit a run: two that find it idle would start it twice.
 
-    After an error, nothing is left of a new run that was not started; another one that is refused is left as it was.
+    After an error, nothing is left of a new run that was not started; another one is left as it was.
     """
     refuse_unusable_place(run)
     claim = Claim(run, None, is_new=not run.config.exists())
@@ -178,16 +180,18 @@ def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[Claim]:
         claim.lock_fd = _submission_lock(run, patience_s)
     try:
         yield claim
-    except BaseException as error:
+    except BaseException:
         if claim.is_new and claim.lock_fd is not None and not claim.is_to_stay:
             processes.release_lock(claim.lock_fd)  # first: NFS keeps a directory with an open file
             claim.lock_fd = None
             shutil.rmtree(run.path, ignore_errors=True)
-        elif not claim.is_new and isinstance(error, ConfigError):
+        elif not claim.is_new and not claim.is_to_stay:
             for path, text in claim.before.items():
-                if text is None:
+                if text is None or path == run.snapshot:
                     path.unlink(missing_ok=True)
-                else:
+                if text is not None and path == run.snapshot:
+                    path.symlink_to(text)
+                elif text is not None:
                     replace_text(path, text, is_secret=path == run.config)
         raise
     finally:
