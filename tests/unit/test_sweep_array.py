@@ -799,6 +799,24 @@ def test_a_job_after_a_sweep_waits_for_its_arrays_and_is_refused_while_points_ha
         after_sweep(sweep_dir, "ok", lab.environ)
 
 
+def test_a_job_after_a_sweep_does_not_wait_for_a_task_that_has_failed_and_whose_point_has_finished_since(
+    tmp_path: Path,
+) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
+    run = sweep_dir.run(read_sweep(sweep_dir).points[0])
+    finish(run, Ending.FAILED)
+    lives = SentArray(numbers=(1,), job_id="14")
+    lab.lists(lives)
+    continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={})
+    assert [array.numbers for array in read_sweep(sweep_dir).arrays] == [(0, 1), (0,)]
+    record_start(run, attempt=1, job_id="15_0")
+    record_end(run, 1, End(ending=Ending.FINISHED, exit_code=0))
+    lab.lists(lives)
+
+    assert after_sweep(sweep_dir, "ok", lab.environ) == "afterok:14_1"
+
+
 def test_submit_puts_the_arrays_of_a_sweep_into_the_dependency_of_a_later_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,16 +127,16 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
         return ""
     # Where a point has failed already, the sweep is not ok whatever follows.
     how: When = "any" if when == "notok" and others else when
-    return f"{_WORDS[how]}:{':'.join(_jobs(sweep, waiting, live))}"
+    return f"{_WORDS[how]}:{':'.join(_jobs(sweep, waiting))}"
 
 
-def _jobs(sweep: Sweep, waiting: Mapping[str, set[int]], live: set[int]) -> list[str]:
+def _jobs(sweep: Sweep, waiting: Mapping[str, set[int]]) -> list[str]:
     """Return the arrays that have tasks in the queue; a job that depends on an array waits for all of its tasks."""
     names = []
     for one in sweep.arrays:
         here = waiting[one.job_id]
-        # A point that has failed here runs again in another array.
-        run_elsewhere = not live.isdisjoint(set(one.numbers) - here)
+        # A point that has failed here runs again in another array, or has run there: its task here stays a failed one.
+        run_elsewhere = any(not {*one.numbers}.isdisjoint(other.numbers) for other in sweep.arrays if other is not one)
         if here and run_elsewhere:
             names += [f"{one.job_id}_{number - one.offset}" for number in sorted(here)]
         elif here:
