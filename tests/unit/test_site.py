@@ -15,7 +15,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.cli.runs import chosen_runs_dir
 from ddp_hpc.cluster import containers
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
-from ddp_hpc.cluster.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
+from ddp_hpc.cluster.slurm.queries import ClusterConfig, NodeShape, Partition, chosen_partition, parse_shapes
 from ddp_hpc.job.launcher import step_of_agents
 from ddp_hpc.launch.render import render
 from ddp_hpc.run.config.resolve import flat, resolve, resolve_key
@@ -147,6 +147,22 @@ def test_a_partitions_defaults_hold_for_runs_in_it_alone(tmp_path: Path, user: d
     assert cpu.spec.resources.cpus_per_worker == 2
     assert gpu.sources["resources.gpus_per_node"] == f"site profile {path}, partition gpu"
     assert gpu.sources["env.NCCL_NET"] == f"site profile {path}"
+
+
+def test_runs_in_one_of_several_partitions_have_the_defaults_on_which_these_agree(
+    tmp_path: Path, user: dict[str, str]
+) -> None:
+    a = "a: {resources: {gpus_per_node: 4, cpus_per_worker: 2}}"
+    write_profile(user, "mine", f"partitions: {{{a}, b: {{resources: {{gpus_per_node: 4, cpus_per_worker: 3}}}}}}")
+    file = run_file(tmp_path)
+
+    both, other = (resolve(file, [f"slurm.partition={of}"], user, site="mine").spec.resources for of in ("a,b", "a,c"))
+
+    assert (both.gpus_per_node, both.cpus_per_worker) == (4, None)
+    assert (other.gpus_per_node, other.cpus_per_worker) == (None, None)
+    listed = [partition("x", is_default=True), partition("b"), partition("a")]
+    chosen = [chosen_partition(name, listed) for name in (None, "a,b", "no,b", "no")]
+    assert [one and one.name for one in chosen] == ["x", "a", "b", None]
 
 
 def test_what_the_user_says_wins_over_the_partition(tmp_path: Path, user: dict[str, str]) -> None:

@@ -290,8 +290,9 @@ def parse_partitions(text: str) -> list[Partition]:
 
 
 def chosen_partition(name: str | None, partitions: Sequence[Partition]) -> Partition | None:
-    """Return the partition of a job that asks for this one, or for none; None where there is no such one."""
-    return next((one for one in partitions if (one.name == name if name else one.is_default)), None)
+    """Return the partition of a job that asks for this one, for the first of several that there is, or for none; None without one."""
+    names = name.split(",") if name else [one.name for one in partitions if one.is_default]
+    return next((one for asked in names for one in partitions if one.name == asked), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
 
     `command` is the script that the command line asks for; with it, there need be no file.
 
-    For runs on Slurm, a profile's values for the chosen partition win over its values for all runs. `site` names the
+    For runs on Slurm, a profile's values for the chosen partition win over its values for all runs; of several, those on which all agree. `site` names the
     profile; None means the one for this host.
     """
     profile = find_profile(environ, site)
@@ -90,7 +90,11 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     between: Sequence[Setting] = ()
     if is_for_slurm and profile is not None:
         partition = [setting.value for setting in [*before, *after] if setting.key == "slurm.partition"][-1]
-        between = profile.partitions.get(partition, ()) if isinstance(partition, str) else ()
+        listed = partition.split(",") if isinstance(partition, str) else [""]
+        of_each = [{one.key: one for one in profile.partitions.get(name, ())} for name in listed]
+        between = [
+            one for key, one in of_each[0].items() if all(key in of and of[key].value == one.value for of in of_each)
+        ]
     resolved = replace(_build([*before, *between, *after]), profile=profile)
     refuse_unwelcome(resolved.spec.path, profile)
     return resolved
