@@ -63,6 +63,8 @@ def run_file(folder: Path, text: str = "") -> Path:
     [
         ("[login*]", "login3", True),
         ("[login*]", "login3.cluster.example.org", True),
+        ("login*", "login3", True),
+        ("login*", "node17", False),
         ("[uan0?, login*]", "uan01", True),
         ("['*.cluster.example.org']", "login3.cluster.example.org", True),
         ("['*.cluster.example.org']", "login3.other.example.org", False),
@@ -202,7 +204,7 @@ def test_a_run_where_the_site_wants_none_is_refused_with_where_to_go(tmp_path: P
         ("runs_dir: $NOWHERE/runs", r"NOWHERE is not set"),
         ("runs_dir: /a/$/b", r"Write `\$\$` for"),
         ("site: {host: [a]}", r"`site.host` .*line 1.* Did you mean `site.hosts`"),
-        ("site: {hosts: a}", r"`site.hosts` .* must be a list of texts"),
+        ("site: {hosts: 5}", r"`site.hosts` .* must be a list of texts"),
         ("site: {name: a b}", "`site.name`"),
         ("site: 3", "it must be a section"),
         ("partitions: [gpu]", "it must be a section"),

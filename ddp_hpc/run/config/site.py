@@ -135,7 +135,7 @@ def _pattern_for(path: Path, host: str) -> str | None:
     """Return the pattern in a profile's `site.hosts` that fits this host, or None."""
     section = read_mapping(path).get("site") or {}
     patterns = section.get("hosts") if isinstance(section, dict) else None
-    for pattern in map(str, patterns) if isinstance(patterns, list) else ():
+    for pattern in map(str, patterns if isinstance(patterns, list) else [patterns or ""]):
         name = host.partition(".")[0]
         if "." in pattern:  # a pattern for full names
             name = host if "." in host else socket.getfqdn(host)
@@ -202,7 +202,7 @@ def _site(path: Path, section: Mapping[str, Any], fills: Callable[[Setting], Set
             hint = f" Did you mean `site.{near}`?" if near else ""
             valid = ", ".join(field.name for field in fields(Site))
             raise ConfigError(f"`site.{name}` ({origin}) is not a key.{hint} Keys of `site`: {valid}.")
-        given = Setting(f"site.{name}", value, origin)
+        given = Setting(f"site.{name}", [value] if name == "hosts" and isinstance(value, str) else value, origin)
         values[name] = convert(Key(given.key, annotations[name], MISSING), fills(given).value, str(origin))
     site = Site(**{"name": path.stem, **values})
     if not PLAIN_NAME.fullmatch(site.name):
