@@ -10,7 +10,7 @@ import yaml
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.launch.submission.fill_unset import fill_unset
 from ddp_hpc.run.config.keys import key_of
-from ddp_hpc.run.config.resolve import Resolved, dropped_from, flat, load_resolved, resolve
+from ddp_hpc.run.config.resolve import Resolved, dropped_from, flat, load_resolved, render_resolved, resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 
@@ -143,3 +143,22 @@ def test_a_run_that_is_named_by_its_directory_is_the_run_that_starts_wherever_th
     run.path.rename(tmp_path / "runs" / "net")
     monkeypatch.chdir(tmp_path)
     assert resolve(Path("runs/net/config.yaml"), [], NO_PROFILE).spec.runs_dir == "runs"  # nothing has changed
+
+
+def test_what_an_earlier_command_line_has_set_is_kept_letter_by_letter_and_a_secret_is_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"runs_dir={tmp_path}", "name=own"]
+    first = resolve(
+        None, [*words, "env.HF_TOKEN=hf_secret123", "train.init_from=/data/$$x"], NO_PROFILE, command=["true"]
+    )
+    run = RunDir(first.spec.path)
+    run.path.mkdir()
+    run.config.write_text(render_resolved(first))
+
+    again = fill_unset(resolve(None, words, NO_PROFILE, command=["true"]), {}, is_for_slurm=True).spec
+
+    assert (again.env, again.train.init_from) == ({"HF_TOKEN": "hf_secret123"}, "/data/$x")
+    told = capsys.readouterr().err
+    assert "`env.HF_TOKEN=" in told
+    assert "secret123" not in told

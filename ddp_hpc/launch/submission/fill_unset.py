@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_hpc.base.discretion import as_shown
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
 from ddp_hpc.base.names import plural
 from ddp_hpc.run.config.overlay import Overlay
@@ -86,12 +87,13 @@ def _as_started(resolved: Resolved, before: RunSpec | None, environ: Mapping[str
         for key in keys_of_source(RunDir(resolved.spec.path).config, COMMAND_LINE.source)
         if key in was and resolved.sources.get(key) != COMMAND_LINE.source and key not in _OF_ONE_SUBMISSION
     }
-    told = [f"`{key}={was[key]}` (now {now.get(key)})" for key in kept if was[key] != now.get(key)]
+    changed = [key for key in kept if was[key] != now.get(key)]
+    told = [f"`{key}={as_shown(key, was[key])}` (now {as_shown(key, now.get(key))})" for key in changed]
     if told:
         sys.stderr.write(
             f"note: the run keeps what an earlier command line has set: {', '.join(told)}; a value on the command line changes it\n"
         )
-    return Overlay(resolved, environ).resolved(kept, _EARLIER) if kept else resolved
+    return Overlay(resolved, environ).resolved(kept, _EARLIER, are_filled=True) if kept else resolved
 
 
 def _as_trained(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:

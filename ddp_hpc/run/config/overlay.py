@@ -23,9 +23,10 @@ class Overlay:
         self._sections: dict[tuple[str, ...], Any] = {}
         """The sections that were made, by what is set in them: most points share most of them."""
 
-    def resolved(self, settings: Mapping[str, Any], source: str) -> Resolved:
-        """Return the configuration with these settings, which come from `source`."""
-        given = filled(settings_in(settings, Origin(source, source)), self._environ)
+    def resolved(self, settings: Mapping[str, Any], source: str, *, are_filled: bool = False) -> Resolved:
+        """Return the configuration with these settings, which come from `source`; `are_filled`: a `$` in a path is one."""
+        given = settings_in(settings, Origin(source, source))
+        given = given if are_filled else filled(given, self._environ)
         values, sources = dict(self._values), dict(self._base.sources)
         for setting in given:
             key = key_of(setting.key)
