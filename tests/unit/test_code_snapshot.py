@@ -101,6 +101,23 @@ def test_outside_of_a_work_tree_git_is_not_started(
     assert not (tmp_path / "started").exists()
 
 
+def test_a_git_of_2020_lists_the_files_and_one_that_it_lists_twice_is_one(
+    code: Path, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file is listed during a merge; `--deduplicate` came with git 2.31."""
+    program = tmp_path / "bin" / "git"
+    program.parent.mkdir()
+    program.write_text(
+        '#!/bin/bash\n[[ "$*" = *--deduplicate* ]] && { echo "error: unknown option" >&2; exit 129; }\n'
+        '[[ "$*" = *ls-files* ]] && /usr/bin/git "$@"\nexec /usr/bin/git "$@"\n'
+    )
+    program.chmod(0o755)
+    plain = take(code, run)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+
+    assert take(code, run) == plain
+
+
 def test_without_git_hidden_files_caches_and_environments_stay_out(tmp_path: Path, run: RunDir) -> None:
     plain = tmp_path / "plain"
     for name in ("net.py", ".secret", "__pycache__/net.pyc", "venv/pyvenv.cfg", "venv/lib/torch.py", "lib/util.py"):

@@ -247,10 +247,10 @@ def _require(copied: Path, original: Path) -> None:
 
 
 def _names(source: Path) -> list[str]:
-    listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate")
+    listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed is None:
         return list(_walk(source))
-    names = [name for name in listed.split("\0") if name]
+    names = [name for name in dict.fromkeys(listed.split("\0")) if name]  # git names a file in conflict three times
     modules = [name for name in names if (source / name).is_dir() and not (source / name).is_symlink()]
     present = [module.rstrip("/") for module in modules if (source / module / ".git").exists()]  # else it is only named
     within = [f"{module}/{name}" for module in present for name in _names(source / module)]
