@@ -9,7 +9,14 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.launch.submission import snapshot
-from ddp_hpc.launch.submission.snapshot import Snapshot, notes_on_copy, path_in_snapshot, take_snapshot, written_into
+from ddp_hpc.launch.submission.snapshot import (
+    LIST,
+    Snapshot,
+    notes_on_copy,
+    path_in_snapshot,
+    take_snapshot,
+    written_into,
+)
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.unit.made_repository import changed, git, names
 
@@ -157,6 +164,26 @@ def test_what_is_too_large_is_refused_with_the_biggest_and_nothing_is_left(code:
 
     assert "`snapshot.max_mb` is 2" in str(error.value)
     assert list(run.path.iterdir()) == []
+
+
+def test_a_copy_is_as_new_as_the_submission_and_what_a_purge_has_taken_of_it_comes_back(
+    code: Path, run: RunDir
+) -> None:
+    old = code.rglob("*.py")
+    for path in old:
+        os.utime(path, (1.0, 1.0))
+    taken = take(code, run)
+    files = [path for path in taken.path.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert min(path.stat().st_mtime for path in files) > 1.0
+    before = {path: path.read_bytes() for path in files if path.name != LIST}
+    (taken.path / "written").touch()
+    for path in [*before, taken.path / LIST]:
+        path.unlink()
+
+    assert take(code, run).path == taken.path
+
+    assert {path: path.read_bytes() for path in before} == before
+    assert (changed(taken.path), list(written_into(taken.path))) == ([], ["written"])
 
 
 def test_a_copy_that_fails_publishes_nothing(code: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

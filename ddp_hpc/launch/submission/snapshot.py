@@ -70,7 +70,7 @@ def take_snapshot(
 
     `needed` is a file below `code_dir` that a copy without it would be of no use. `outputs` are what the job writes: they
     are linked, not copied.
-    The same content again is not copied again. Files are not flushed one by one: a job that starts after a crash of
+    The same content again is not copied again, but for files that its copy lacks by now. Files are not flushed one by one: a job that starts after a crash of
     the file system fails to import, and loses nothing.
     """
     import xxhash  # late: only a submission on Slurm waits for it
@@ -86,8 +86,7 @@ def take_snapshot(
         digest = xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
         target = run.snapshots / digest
         commit = (_git(source, "rev-parse", "HEAD", may_fail=True) or "").strip() or None
-        if not target.exists():
-            _publish(source, files, target, {"source": str(source), "commit": commit})
+        _publish(source, files, target, {"source": str(source), "commit": commit})
         if needed is not None:
             _require(target / code_dir.resolve().relative_to(source) / needed, code_dir / needed)
         names = [file["name"] for file in files]
@@ -317,19 +316,26 @@ def _link_in_copy(source: Path, link: Path) -> str:
 
 
 def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str, object]) -> None:
-    """Copy beside, write the manifest last, rename; leftovers of killed writers are swept first."""
+    """Copy beside, write the manifest last, rename; leftovers of killed writers are swept first.
+
+    A copy that is there gets what it lacks, where a purge of old files has taken some; jobs may write beside them.
+    """
     make_directories(target.parent)
     for left in target.parent.glob(".*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
     beside = scratch_path(target)
+    into = target if target.exists() else beside
     try:
         for file in files:
-            _copy(source / file["name"], beside / file["name"], file["link_to"])
-        manifest = {"version": 1, "taken_at": time.time(), **about, "files": files}
-        make_directories(beside)
-        replace_text(beside / LIST, json.dumps(manifest, indent=1))
-        beside.rename(target)
-        fsync_path(target.parent)
+            if not os.path.lexists(into / file["name"]):
+                _copy(source / file["name"], into / file["name"], file["link_to"])
+        if not (into / LIST).exists():
+            manifest = {"version": 1, "taken_at": time.time(), **about, "files": files}
+            make_directories(into)
+            replace_text(into / LIST, json.dumps(manifest, indent=1))
+        if into == beside:
+            beside.rename(target)
+            fsync_path(target.parent)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -340,7 +346,7 @@ def _copy(source: Path, target: Path, link_to: str | None) -> None:
     if link_to is not None:
         target.symlink_to(link_to)
         return
-    shutil.copy2(source, target)
+    shutil.copy(source, target)  # with new times: a purge by age must not take it at once
     target.chmod(target.stat().st_mode & (_READ_ONLY | reader_bits(target.parent)))
 
 
