@@ -11,7 +11,8 @@ from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
-from ddp_hpc.launch.sweep.manage_sweep import continue_sweep, delete_sweep
+from ddp_hpc.launch.sweep.chain import after_sweep
+from ddp_hpc.launch.sweep.manage_sweep import cancel_sweep, continue_sweep, delete_sweep
 from ddp_hpc.launch.sweep.sweep_dir import read_sweep
 from ddp_hpc.run.run_dir.ledger import End, Ending, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -115,6 +116,27 @@ def test_points_of_a_sweep_that_run_on_the_other_cluster_are_neither_sent_again_
 
     assert len(lab.arrays) == 1
     assert sweep_dir.path.exists()
+
+
+def test_a_sweep_whose_arrays_wait_on_the_other_cluster_is_neither_sent_again_nor_deleted_nor_cancelled(
+    lab: Lab, tmp_path: Path
+) -> None:
+    belongs_to(lab, "alpha")
+    sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
+    belongs_to(lab, "beta")
+
+    for give in (
+        lambda: continue_sweep(sweep_dir, lab.environ, limits={}),
+        lambda: delete_sweep(sweep_dir, lab.environ),
+        lambda: cancel_sweep(sweep_dir, lab.environ),
+        lambda: after_sweep(sweep_dir, "any", lab.environ),
+    ):
+        with pytest.raises(ConfigError, match="grid was submitted as job 14 of the Slurm cluster alpha"):
+            give()
+
+    assert (len(lab.arrays), lab.orders("scancel"), read_sweep(sweep_dir).is_cancelled) == (1, [], True)
+    belongs_to(lab, "alpha")
+    delete_sweep(sweep_dir, lab.environ)
 
 
 def test_a_submission_records_the_cluster(lab: Lab, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     record,
     refuse_existing,
 )
+from ddp_hpc.run.run_dir.records import QueuedJob
 from ddp_hpc.run.spec import RunSpec
 
 TEMPLATE = "sweep.sbatch.j2"
@@ -83,7 +84,8 @@ def make_for_slurm(
         notes.extend(slurm.freeze_code(base, beside))
         notes.extend(questions.notes(spec, beside))
 
-    sweep = replace(sweep, import_paths=tuple(slurm.job_import_paths(base)))
+    cluster = questions.config().name
+    sweep = replace(sweep, import_paths=tuple(slurm.job_import_paths(base)), slurm_cluster=cluster)
     make_sweep(sweep, base.resolved, fill, until_sent=until_sent)
     return notes
 
@@ -153,9 +155,16 @@ def _dependency(users: str, last: Sequence[str]) -> list[str]:
     return [f"--dependency={','.join(parts)}"] if parts else []
 
 
+def refuse_other_cluster(sweep: Sweep, environ: Mapping[str, str]) -> None:
+    """Refuse to do anything to a sweep whose arrays another cluster's Slurm has."""
+    jobs = ", ".join(one.job_id for one in sweep.arrays) or "?"
+    slurm.knows(sweep.dir, QueuedJob(job_id=jobs, attempt=0, at=0.0, slurm_cluster=sweep.slurm_cluster), environ)
+
+
 def settle(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
     """Return the sweep once it is known of each array that was sent whether Slurm has it. The caller has locked the ledger."""
     sweep = read_sweep(sweep_dir)
+    refuse_other_cluster(sweep, environ)
     if sweep.unanswered is None:
         return sweep
     job_id = _lost_array(sweep, environ)

@@ -112,6 +112,7 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     troubles: list[DdpHpcError | OSError] = []
     with _kept_in(troubles):
         record(sweep_dir, cancelled=True)  # first: no other point starts any more
+    array.refuse_other_cluster(sweep, environ)
     if not backend.HAS_QUEUE:
         begun = _cancel_begun(sweep, backend, environ, troubles)
         # The command that runs the points may be starting one now, of which no lock says so yet.

@@ -76,6 +76,8 @@ class Sweep:
     backend: str = "slurm"
     work_dir: Path = field(default_factory=Path.cwd)
     """Where the sweep was submitted: relative paths of its configuration and its script are looked for there."""
+    slurm_cluster: str = ""
+    """The ClusterName of the Slurm that has its arrays; empty where that is not known."""
     import_paths: tuple[Path, ...] = ()
     """Where jobs import the user's code from."""
     at_most: int | None = None
@@ -141,6 +143,7 @@ def make_sweep(
         "num_points": len(sweep.points),
         "at": time.time(),
         "backend": sweep.backend,
+        "slurm_cluster": sweep.slurm_cluster,
         "import_paths": [str(path) for path in sweep.import_paths],
         "work_dir": str(Path.cwd()),
         "at_most": sweep.at_most,
@@ -216,6 +219,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
             dir=sweep,
             points=points,
             backend=str(header["backend"]),
+            slurm_cluster=str(header.get("slurm_cluster", "")),
             import_paths=tuple(map(Path, header["import_paths"])),
             work_dir=Path(header["work_dir"]),
             at_most=header["at_most"],
