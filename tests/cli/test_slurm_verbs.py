@@ -221,6 +221,24 @@ def test_a_run_directory_of_this_node_alone_is_refused_before_slurm_is_asked(
     assert not (slurm / "asked").exists()
 
 
+@pytest.mark.parametrize("enabled", ["true", "false"])
+def test_code_in_a_place_that_python_would_take_for_two_is_refused_before_slurm_is_asked(
+    enabled: str, slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)  # the test's own may be a node's own
+    (slurm / "co:lon").mkdir()
+    for name in ("run.yaml", "tiny.py"):
+        (slurm / name).rename(slurm / "co:lon" / name)
+    monkeypatch.chdir(slurm / "co:lon")
+
+    assert main(["submit", "run.yaml", "--cluster", "slurm", f"snapshot.enabled={enabled}"]) == 2
+
+    code = f"{slurm}/co:lon" + ("/runs/run/snapshot" if enabled == "true" else "")
+    assert f"import the code from {code}, but Python reads a `:` in that path" in capsys.readouterr().err
+    assert not (slurm / "co:lon" / "runs").exists()
+    assert not (slurm / "asked").exists()
+
+
 @pytest.mark.parametrize("number", ["17", "18"])
 def test_a_run_is_found_by_the_number_of_a_job_that_waits_and_of_one_it_had(
     number: str, slurm: Path, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import tempfile
 import time
@@ -91,6 +92,12 @@ def _script(request: SubmitRequest) -> tuple[str, list[str]]:
 def check(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
     """Check what can be checked before anything is made, of a run or of some `points` of a sweep; return notes."""
     spec, environ, path = request.spec, request.environ, request.run.path
+    for place in job_import_paths(request):
+        if os.pathsep in str(place):
+            raise ConfigError(
+                f"The job would import the code from {place}, but Python reads a `{os.pathsep}` in that path as the end of a path. Choose "
+                "another directory with `runs_dir=...`, or rename the one with this character."
+            )
     notes = [*check_settings(spec, path, environ), *capacity.notes_on_setup(spec)]
     notes += look_at_image(spec, request.run, job_import_paths(request), environ, is_for_slurm=True)
     return [*notes, *check_users_part(points or [spec], request.import_paths, environ)]
