@@ -741,6 +741,20 @@ def test_sbatchs_refusal_for_another_reason_is_an_error(tmp_path: Path) -> None:
     assert not sweep_dir.path.exists(), "a sweep that no job knows leaves nothing"
 
 
+def test_arrays_are_as_small_as_slurm_asks_for_and_where_it_takes_none_its_words_are_told(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    no = "echo 'sbatch: error: Batch job submission failed: Invalid job array specification' >&2; exit 1"
+    few = 'case "$*" in *--test-only*) ;; *--array=0-1\\ *|*--array=2-3\\ *) echo 1$(wc -l < called);; *)'  # max_array_tasks=2
+    lab.has("sbatch", f"{few} {no};; esac")
+    assert list(start(lab, tmp_path, "seed=0..3").jobs.values()) == [2, 2]
+
+    shutil.rmtree(tmp_path / "runs")
+    lab.has("sbatch", f'[ "$1" = --test-only ] || {{ {no}; }}')
+    refused = start(lab, tmp_path, "seed=0..3")
+    assert not refused.jobs
+    assert "Invalid job array specification" in refused.refusal
+
+
 def test_what_is_sent_after_a_point_has_begun_does_not_wait_again_for_the_jobs_that_the_first_array_waited_for(
     tmp_path: Path,
 ) -> None:

@@ -37,9 +37,9 @@ _NO_ANSWER = re.compile(
     r"|slurm_load_\w+ error: (Unable|Socket)",
     re.IGNORECASE,
 )
-LIMIT = re.compile(r"submit\w* ?limit|Resource temporarily unavailable", re.IGNORECASE)
+LIMIT = re.compile(r"submit\w* ?limit|Resource temporarily unavailable|Invalid job array specification", re.IGNORECASE)
 """What sbatch prints where too many jobs are submitted: `QOSMaxSubmitJobPerUserLimit`, or only `job submit limit`; and where the
-controller has all the jobs that it may have (MaxJobCount)."""
+controller has all the jobs that it may have (MaxJobCount), or takes fewer tasks in one array (max_array_tasks)."""
 _BUSY = re.compile(r"sleeping and retrying", re.IGNORECASE)
 """What sbatch prints where the controller accepts no job now; then it asks again, for up to two minutes."""
 _NO_JOB = re.compile(r"Invalid job id|^Job \S+ not found", re.IGNORECASE | re.MULTILINE)
