@@ -226,6 +226,7 @@ def test_a_scripts_words_in_braces_are_replaced_and_other_braces_stay() -> None:
         (["resources.nodes=1,2"], "a sweep for each value of `resources.nodes`"),
         (["runs_dir=a"], "`runs_dir` cannot be swept"),
         (["point=a"], "`point` cannot be swept"),
+        (["data.num_workers=0,4"], r"`data.num_workers` cannot be swept.* Or set `resources.cpus_per_worker`"),
     ],
 )
 def test_each_point_is_checked_and_an_error_names_it(words: list[str], message: str) -> None:
@@ -235,6 +236,11 @@ def test_each_point_is_checked_and_an_error_names_it(words: list[str], message: 
 
 def test_points_that_run_one_after_another_may_differ_in_their_resources() -> None:
     check_points(base(), swept("resources.workers_per_node=1,2"), ENVIRON, is_array=False)
+    check_points(base(), swept("data.num_workers=0,4"), ENVIRON, is_array=False)
+
+
+def test_points_whose_cpus_are_set_may_differ_in_their_loader_processes() -> None:
+    check_points(base("resources.cpus_per_worker=5"), swept("data.num_workers=0,4"), ENVIRON, is_array=True)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ _BRACES = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 """A word in braces: `lr` in `--lr={lr}`. `${word}` belongs to a shell, or to Hydra."""
 _OF_THE_ARRAY = ("slurm", "resources", "container", "stage", "snapshot", "site", "launcher", "runs_dir", "script.start")
 """Sections and keys that the tasks of a job array share, as they have one script and one kind of allocation."""
-
-
-_NEVER = frozenset({"runs_dir", "resources.nodes"})
+_OF_CPUS = "data.num_workers"
+"""They share this one as well, where it says how many CPUs a worker gets."""
+_NEVER = ("runs_dir", "resources.nodes")
 """On one machine, too: it has one directory for the sweep, and one node."""
 _USERS_PART = ("recipe.", "script.", "optimizer.name", "train.init_from")
 _MOST_CHECKED = 32
@@ -64,6 +64,8 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
     `is_array`: the points are to be tasks of one job array.
     """
     in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
+    of_cpus = () if base.spec.resources.cpus_per_worker else (_OF_CPUS,)
+    shared = (*_OF_THE_ARRAY, *of_cpus) if is_array else _NEVER
     is_plain = "{" not in "".join(base.spec.script.command[:1])
     made = PointResolver(base, environ)
     checked: set[str] = set()
@@ -71,7 +73,7 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
     """Those that the points set, without the words of a script's command."""
     resolved: set[tuple[tuple[str, str], ...]] = set()
     for point in points:
-        for key in _refusals(point, checked, in_braces, is_array=is_array):
+        for key in _refusals(point, checked, in_braces, shared):
             checked.add(key)
             keys |= {key} if _is_key(key) else set()
         # To resolve 1,000 points takes as long as all the rest of a submission, and many differ in a script's words alone.
@@ -92,8 +94,8 @@ def specs_to_check(base: Resolved, points: Sequence[Point], environ: Mapping[str
     return [made.resolved(point).spec for point in [*different.values()][:_MOST_CHECKED]]
 
 
-def _refusals(point: Point, seen: set[str], in_braces: set[str], *, is_array: bool) -> Iterator[str]:
-    """Yield the keys that were checked; each is checked once."""
+def _refusals(point: Point, seen: set[str], in_braces: set[str], shared: Sequence[str]) -> Iterator[str]:
+    """Yield the keys that were checked; each is checked once. `shared` are those that are the same for all points."""
     for key in point.settings.keys() - seen:
         if key == POINT:
             raise ConfigError(
@@ -102,10 +104,12 @@ def _refusals(point: Point, seen: set[str], in_braces: set[str], *, is_array: bo
         if not _is_key(key) and key not in in_braces:
             hint = f"or write {{{key}}} in the script's command, after `--`, where its value belongs"
             raise ConfigError(f"{unknown_key(key, f'the sweep, {point}')} Correct it, {hint}.")
-        shared = next((one for one in _OF_THE_ARRAY if key == one or key.startswith(f"{one}.")), None)
-        if key in _NEVER or (is_array and shared is not None):
+        if of_all := next((one for one in shared if key == one or key.startswith(f"{one}.")), None):
+            fixed = (
+                " Or set `resources.cpus_per_worker`, which gives each worker as many CPUs." if key == _OF_CPUS else ""
+            )
             raise ConfigError(
-                f"`{key}` cannot be swept: on Slurm, the points of a sweep are tasks of one job array with one script, so `{shared}` is "
-                f"the same for all of them. Submit a sweep for each value of `{key}`."
+                f"`{key}` cannot be swept: on Slurm, the points of a sweep are tasks of one job array with one script, so `{of_all}` is "
+                f"the same for all of them. Submit a sweep for each value of `{key}`.{fixed}"
             )
         yield key
