@@ -244,8 +244,7 @@ class Certification:
 
     def _settings(self, fault: TrialFault | None) -> list[str]:
         """Return the user's settings, and ours."""
-        user = values_of(self.settings)
-        others = {key: value for key, value in user.items() if key not in {"name", "runs_dir"}}
+        others = {key: value for key, value in values_of(self.settings).items() if key not in {"name", "runs_dir"}}
         mine = {
             "script.stop_within_s": str(int(3 * self.patience_s) + 1),
             **others,
@@ -307,12 +306,8 @@ def time_needed(seconds: float, num_faults: int) -> str:
     """Return how long the faults will take, by the time that the undisturbed run took."""
     minutes = max(1, round(seconds * (num_faults + 2) / 60))  # what a fault has undone is done again
     span = f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes} min"
-    advice = " A shorter training, or fewer faults (`--faults`), shows the same sooner" if minutes >= 30 else ""
-    return (
-        f"undisturbed, it took {seconds:.0f} s; {plural(num_faults, 'run')} with a fault: about {span}.{advice}".rstrip(
-            "."
-        )
-    )
+    advice = ". A shorter training, or fewer faults (`--faults`), shows the same sooner" if minutes >= 30 else ""
+    return f"undisturbed, it took {seconds:.0f} s; {plural(num_faults, 'run')} with a fault: about {span}{advice}"
 
 
 def hint_on(error: str, work_dir: Path) -> str:

@@ -217,11 +217,10 @@ class TrialEvidence:
     def missing_beside_state(self) -> str:
         """A file that the undisturbed run writes beside a saved state, and that the script misses there after the fault."""
         kinds = set(map(kind_of, self.baseline.record.final))
-        for folder in {str(Path(path).parent) for path in (*self.injected.present, *self.injected.half_written)} - {
-            "."
-        }:
+        states = (*self.injected.present, *self.injected.half_written)
+        for folder in {str(Path(path).parent) for path in states} - {"."}:
             found = re.search(rf"{re.escape(folder)}/[\w.-]+", self.error)
-            if found and kind_of(found[0]) in kinds and not {found[0]}.intersection(self.injected.present):
+            if found and kind_of(found[0]) in kinds and found[0] not in self.injected.present:
                 return found[0]
         return ""
 
@@ -232,12 +231,8 @@ class TrialEvidence:
         If a kill did come in a save, the script has come back from that: then only those count that each save writes again.
         """
         whole = self.baseline.attempt.saves
-        in_place = [
-            one.path
-            for one in (*self.faulty.saves, *whole)
-            if one.in_place and not one.path.endswith(COMMITTED_BY_ANOTHER)
-        ]
-        paths = [path for path in in_place if path in self.read_back]
+        saves = [one for one in (*self.faulty.saves, *whole) if one.in_place and one.path in self.read_back]
+        paths = [one.path for one in saves if not one.path.endswith(COMMITTED_BY_ANOTHER)]
         if self.injected.was_in_save:
             written = [one.path for one in whole]
             paths = [one for one in paths if written.count(one) > 1 and one not in self.injected.half_written]

@@ -57,9 +57,8 @@ def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents
     for file in sorted({*here, *undisturbed}):
         mine, other = here.get(file), undisturbed.get(file)
         if mine is None or other is None:
-            found.append(
-                FileDifference(file, "", NO_FILE if mine is None else "a file", NO_FILE if other is None else "a file")
-            )
+            here_text, there_text = (NO_FILE if one is None else "a file" for one in (mine, other))
+            found.append(FileDifference(file, "", here_text, there_text))
         elif mine.kind == other.kind and mine.kind != "bytes":
             paths = dict.fromkeys([*other.values, *mine.values])
             pairs = {path: (mine.values.get(path), other.values.get(path)) for path in paths}

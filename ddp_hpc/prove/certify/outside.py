@@ -56,8 +56,7 @@ def texts_in_source(program: Program, work_dir: Path) -> set[str]:
     names = [program.script] if program.script else [f"{module}.py", f"{module}/__main__.py"] if module else []
     waiting = [work_dir / name for name in names]
     roots = {work_dir, *(file.parent for file in waiting)}
-    texts: set[str] = set()
-    seen: set[Path] = set()
+    texts, seen = set[str](), set[Path]()
     while waiting:
         file = waiting.pop()
         if file in seen or file.suffix != ".py" or not file.is_file():
@@ -99,10 +98,8 @@ def refuse_saved_states(paths: Collection[Path], *, apart_from: Collection[Path]
 def saved_state_at_risk(path: Path, *, apart_from: Collection[Path] = ()) -> Path | None:
     """Return a saved state at or below a path that this user may overwrite, rename or delete; None where none was found."""
     files = islice(_files_below(path, apart_from), MOST_ENTRIES)
-    at_risk = (
-        file for file in files if file.suffix in STATE_SUFFIXES and (_may_write(file) or _may_write(file.parent))
-    )
-    return next(at_risk, None)
+    states = (file for file in files if file.suffix in STATE_SUFFIXES)
+    return next((file for file in states if _may_write(file) or _may_write(file.parent)), None)
 
 
 def _files_below(path: Path, apart_from: Collection[Path]) -> Iterator[Path]:

@@ -70,10 +70,9 @@ def _uses_half_written(seen: TrialEvidence) -> str:
 
 
 def _uses_torn_directory(seen: TrialEvidence) -> str:
-    missing = seen.missing_beside_state if seen.record.outcome == "failed" and seen.resumed_at is None else ""
-    return (
-        f"a kill left the directory without {missing}, and the script did not resume: {seen.error}" if missing else ""
-    )
+    if seen.record.outcome != "failed" or seen.resumed_at is not None or not (missing := seen.missing_beside_state):
+        return ""
+    return f"a kill left the directory without {missing}, and the script did not resume: {seen.error}"
 
 
 def _starts_over(seen: TrialEvidence) -> str:

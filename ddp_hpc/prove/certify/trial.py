@@ -108,14 +108,13 @@ class Trial:
         outcome: Literal["finished", "failed", "hung", "untouched"] = "hung" if self._stacks else "failed"
         if attempts[-1].ending == "finished":
             outcome = "untouched" if self.trigger is not None and self.injected is None else "finished"
-        after = files_in(self.work_dir)
         return RunRecord(
             outcome=outcome,
             attempts=tuple(attempts),
             injected=self.injected,
             final={
                 path: read_in(self.work_dir, self.work_dir / path)
-                for path, look in after.items()
+                for path, look in files_in(self.work_dir).items()
                 if before.get(path) != look
             },
             stacks=self._stacks,
@@ -232,9 +231,7 @@ class Trial:
         if fault.is_stop:
             ask_to_stop(self.directory)
         at = time.monotonic() - self.began
-        self.injected = InjectedFault(
-            attempt=self._number, at_line=len(self._output.lines), at=at, signal_action=action
-        )
+        self.injected = InjectedFault(attempt=self._number, at_line=counts["line"], at=at, signal_action=action)
 
     def _with_states(self, injected: InjectedFault) -> InjectedFault:
         """Add what the saved files were when all processes of the attempt had gone."""
@@ -252,7 +249,6 @@ class Trial:
     def _record(self, said: Path, left_behind: Sequence[str]) -> AttemptRecord:
         run = self.directory
         entry = Ledger.read(run).attempt(self._number)
-        logs = self._logs()
         failures = read_failures(run, self._number)
         text = said.read_text(encoding="utf-8", errors="replace").strip()
         ending = "" if entry is None or entry.ending is None else str(entry.ending)
@@ -261,7 +257,7 @@ class Trial:
             ending="hung" if self._stacks else ending,
             reason=text[-2000:] if entry is None else entry.reason,
             lines=tuple(self._output.lines),
-            logs=logs,
+            logs=self._logs(),
             failed_ranks={one.rank: one.exception for one in failures},
             lost_ranks=frozenset(one.rank for one in failures if one.is_secondary),
             reads=tuple(dict.fromkeys(self._files.reads)),

@@ -109,9 +109,8 @@ def compute_again(
     name = re.sub(r"[^A-Za-z0-9._-]", "_", history.run.name).lstrip("._-")[:128]
     worlds = [wanted.world_size or inputs.world_size for *_, inputs in stretches]
     replayed = Replayed(RunDir(folder / (name or "run")), begin, stretches, worlds, damage)
-    say(
-        f"{history.run.name}: from {f'the checkpoint of step {begin}' if begin else 'the beginning'} to step {end}, in {folder}"
-    )
+    first = f"the checkpoint of step {begin}" if begin else "the beginning"
+    say(f"{history.run.name}: from {first} to step {end}, in {folder}")
     make_directories(replayed.run.console.parent)
     make_directories(replayed.run.checkpoints)
     if begin:
@@ -161,11 +160,8 @@ def _compute(
     place = inputs.work_dir if inputs.work_dir and Path(inputs.work_dir).is_dir() else None
     if inputs.work_dir and place is None:
         replayed.notes.append(f"the run's working directory {inputs.work_dir} is missing here")
-    given = {
-        **environ_of(wanted.history.numerics.get(inputs.attempt), environ),
-        "PYTHONSAFEPATH": "ddp_hpc",
-        IN_REPLAY: "1",
-    }
+    numeric = wanted.history.numerics.get(inputs.attempt)
+    given = {**environ_of(numeric, environ), "PYTHONSAFEPATH": "ddp_hpc", IN_REPLAY: "1"}
     _run_supervised(run, import_paths, given, place, wanted.ended)
     run.done.unlink(missing_ok=True)
 

@@ -44,9 +44,8 @@ def recorded_steps(run: RunDir, start: int, end: int) -> Record:
     for line in read_json_lines(run.metrics):
         step = line.get("step")
         if line.get("kind") == "train" and isinstance(step, int) and start < step <= end:
-            record.losses[step] = {
-                key: math.nan if line[key] is None else line[key] for key in ("loss", "lr") if key in line
-            }
+            numbers = {key: line[key] for key in ("loss", "lr") if key in line}
+            record.losses[step] = {key: math.nan if one is None else one for key, one in numbers.items()}
     for step, (_, samples) in read_steps_taken(run).steps.items():
         if start < step <= end:
             record.samples[step] = list(samples)
