@@ -88,10 +88,8 @@ def _rows(path: Path) -> Mapping[str, int]:
 
 def quota_of(cgroups: Sequence[Path]) -> float | None:
     """Return the lowest quota of CPUs; None where there is none."""
-    texts = [kernel_text(folder / "cpu.max") for folder in cgroups]
-    texts += [
-        " ".join(kernel_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")) for folder in cgroups
-    ]
-    pairs = [text.split() for text in texts]
+    files = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # of version 2 and of version 1
+    texts = [[kernel_text(folder / name) for name in names] for folder, names in product(cgroups, files)]
+    pairs = [" ".join(text).split() for text in texts]
     numbers = [[*map(int, pair)] for pair in pairs if len(pair) == 2 and all(map(str.isdecimal, pair))]
     return min((quota / period for quota, period in numbers if quota and period), default=None)

@@ -61,11 +61,10 @@ class Sampler:
         used_s, self._at, self._cpu_s = cpu_s - self._cpu_s, now, cpu_s
         bounds = [one for one in (len(cpus), self.granted, quota_of(self.cgroups)) if one]
         num_cpus = min(bounds) if cpus else None
-        gpus, problem = self.gpus.read(patience_s=_PATIENCE_S) if self.gpus else ([], "")
-        fullest = max(
-            gpus or [], key=lambda gpu: (gpu.memory_gib or 0.0) / (gpu.total_gib or 1.0), default=Gpu(name="")
-        )
-        busy = [gpu.busy for gpu in gpus or [] if gpu.busy is not None]
+        found, problem = self.gpus.read(patience_s=_PATIENCE_S) if self.gpus else ([], "")
+        gpus = found or []
+        fullest = max(gpus, key=lambda gpu: (gpu.memory_gib or 0.0) / (gpu.total_gib or 1.0), default=Gpu(name=""))
+        busy = [gpu.busy for gpu in gpus if gpu.busy is not None]
         memory = psutil.virtual_memory()
         used, limit = memory_of(self.cgroups) or (memory.total - memory.available, memory.total)
         return MachineUse(

@@ -110,10 +110,9 @@ class _Collectives:
     @cached_property
     def waiting(self) -> Mapping[int, Sequence[Collective]]:
         """The ranks that wait in collectives, and in which: those that they have launched and that are not over on them."""
-        launched = {rank: one.by_number.values() for rank, one in self.ranks.items()}
-        return {
-            rank: open_ for rank, several in launched.items() if (open_ := [one for one in several if not one.is_over])
-        }
+        launched = ((rank, found.by_number.values()) for rank, found in self.ranks.items())
+        left = {rank: [one for one in several if not one.is_over] for rank, several in launched}
+        return {rank: several for rank, several in left.items() if several}
 
     def compare(self, world_size: int) -> ComparedRanks:
         """Compare the ranks' collectives, and how they wait."""
@@ -289,10 +288,8 @@ def _read(flight_record: Mapping[str, Any]) -> _RankCollectives:
         by_number[one.group, one.number] = one
     config = flight_record.get("pg_config")
     groups = config.items() if isinstance(config, dict) else ()
-    texts = {name: group.get("ranks") for name, group in groups if name and isinstance(group, dict)}
-    members = {
-        str(name): [*map(int, re.findall(r"\d+", text))] for name, text in texts.items() if isinstance(text, str)
-    }
+    texts = {str(name): group.get("ranks") for name, group in groups if name and isinstance(group, dict)}
+    members = {name: [*map(int, re.findall(r"\d+", text))] for name, text in texts.items() if isinstance(text, str)}
     listed = {name: ranks for name, ranks in members.items() if ranks}
     return _RankCollectives(newest=newest, by_number=by_number, members=listed)
 

@@ -61,6 +61,7 @@ class HangCollector:
     _asked_for: float = 0.0
     """The deadline before which the ranks were asked last."""
     _deadlines: list[tuple[float, float]] = field(default_factory=list)
+    """As `_read` returns them."""
 
     def forget(self) -> None:
         """Remove the deadlines of an earlier attempt."""
@@ -71,9 +72,7 @@ class HangCollector:
     def patience_s(self) -> float:
         """Return how long to wait at most before the next look."""
         now = time.monotonic()
-        waits = (
-            ends_at - _lead_s(allowed_s) - now for ends_at, allowed_s in self._deadlines if ends_at > self._asked_for
-        )
+        waits = (ends_at - lead_s - now for ends_at, lead_s in self._deadlines if ends_at > self._asked_for)
         return max(0.05, min([LOOK_S, *waits]))
 
     def look_for_ever(self) -> None:
@@ -86,24 +85,18 @@ class HangCollector:
         """Ask all ranks if one of them is about to be ended, once for each deadline."""
         self._deadlines = [found for rank in self.ranks if (found := _read(deadline_file(self.folder, rank)))]
         now = time.monotonic()
-        due = [one for one in self._deadlines if self._asked_for < one[0] and one[0] - _lead_s(one[1]) <= now]
+        due = [one for one in self._deadlines if self._asked_for < one[0] and one[0] - one[1] <= now]
         if not due:
             return
         # The deadlines of the others lie within one step of the first; these ranks need not be asked again.
-        self._asked_for = max(
-            ends_at for ends_at, allowed_s in self._deadlines if ends_at - 2 * _lead_s(allowed_s) <= now
-        )
-        lead_s = min(_lead_s(allowed_s) for _, allowed_s in due)
+        self._asked_for = max(ends_at for ends_at, lead_s in self._deadlines if ends_at - 2 * lead_s <= now)
         sockets = {rank: socket_of(self.folder, rank) for rank in self.ranks}
-        answer_s = min(ANSWER_S, lead_s / 3)
+        answer_s = min(ANSWER_S, *(lead_s / 3 for _, lead_s in due))
         self.run_work(partial(keep_hang_records, self.run, self.attempt, sockets, answer_s=answer_s))
 
 
-def _lead_s(allowed_s: float) -> float:
-    return min(_MOST_LEAD_S, _LEAD * allowed_s)
-
-
 def _read(path: Path) -> tuple[float, float] | None:
+    """Return when a watchdog ends its rank, and how long before that to ask; None where it does not."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -111,7 +104,7 @@ def _read(path: Path) -> tuple[float, float] | None:
     if len(data) != _FORMAT.size:
         return None
     ends_at, allowed_s = _FORMAT.unpack(data)
-    return None if ends_at == float("inf") else (ends_at, allowed_s)
+    return None if ends_at == float("inf") else (ends_at, min(_MOST_LEAD_S, _LEAD * allowed_s))
 
 
 def in_thread(work: Work) -> None:

@@ -221,12 +221,8 @@ def _is_slow(lost: Sequence[float], step_s: float) -> bool:
     """Tell whether a rank is late in most steps, and by enough, in the whole as in each half."""
     half = len(lost) // 2
     least_s = LEAST_SHARE * step_s
-    often = sum(one >= least_s / 2 for one in lost) / len(lost)
-    return (
-        often >= LEAST_OFTEN
-        and median(lost) >= least_s
-        and min(median(lost[:half]), median(lost[half:])) >= 0.8 * least_s
-    )
+    is_often = sum(one >= least_s / 2 for one in lost) / len(lost) >= LEAST_OFTEN
+    return is_often and median(lost) >= least_s and min(median(lost[:half]), median(lost[half:])) >= 0.8 * least_s
 
 
 def cause_of(slow: SlowRank, all_slow: Sequence[SlowRank], ranks: Sequence[Summary]) -> str:
@@ -240,9 +236,7 @@ def cause_of(slow: SlowRank, all_slow: Sequence[SlowRank], ranks: Sequence[Summa
     others = [found for one in ranks if one.rank not in named and (found := _a_step(one.phases))]
     if not own or not others:
         return ""
-    longer = {
-        phase: own[phase] - median(other.get(phase, 0.0) for other in others) for phase in own if phase != BACKWARD
-    }
+    longer = {phase: own[phase] - median(one.get(phase, 0.0) for one in others) for phase in own if phase != BACKWARD}
     longer[BACKWARD] = slow.lost_s - sum(longer.values())
     phase, seconds = max(longer.items(), key=lambda item: item[1])
     return phase if LEAST_COVERAGE <= seconds / slow.lost_s <= 2 - LEAST_COVERAGE else ""

@@ -55,9 +55,8 @@ def _usual_gap(indices: Sequence[int], times: Sequence[float]) -> float:
         for (gap, length), is_alike in zip(pairs, alike, strict=True)
         if is_alike or abs(gap - usual_gap) <= AROUND * usual_gap
     )
-    is_regular = covered >= LEAST_COVERED * sum(length for _, length in pairs) and sum(alike) >= LEAST_ALIKE * len(
-        pairs
-    )
+    whole = sum(length for _, length in pairs)
+    is_regular = covered >= LEAST_COVERED * whole and sum(alike) >= LEAST_ALIKE * len(pairs)
     return usual_gap if is_regular else 0.0
 
 

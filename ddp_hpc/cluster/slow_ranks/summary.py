@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import msgspec
@@ -52,7 +52,8 @@ def write_summary(run: RunDir, attempt: int, summary: Summary) -> None:
     """Replace the report of one rank. Differences stand for its numbers: they take a third of the size."""
     path = run.launches(attempt, summary.rank)
     make_directories(path.parent)
-    replace_text(path, msgspec.json.encode(_with(summary, _steps)), durable=False)
+    changed = _with(summary, lambda numbers: [after - before for before, after in pairwise([0, *numbers])])
+    replace_text(path, msgspec.json.encode(changed), durable=False)
 
 
 def read_summary(path: Path) -> Summary | None:
@@ -70,7 +71,3 @@ def remove_summaries(run: RunDir, attempt: int) -> None:
 def _with(summary: Summary, change: Callable[[Sequence[int]], list[int]]) -> Summary:
     changed = [Launches(one.group, change(one.seqs), one.kinds, change(one.at_us)) for one in summary.launches]
     return msgspec.structs.replace(summary, launches=changed)
-
-
-def _steps(numbers: Sequence[int]) -> list[int]:
-    return [number - before for before, number in zip([0, *numbers], numbers, strict=False)]

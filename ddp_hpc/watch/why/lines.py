@@ -60,9 +60,8 @@ def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[LogLine]:
     for raw in data.split(b"\n"):
         lines.append(LogLine(path, offset, clean(raw.decode("utf-8", errors="replace"))))
         offset += len(raw) + 1
-    is_cut = (
-        start and b"\r" not in data.partition(b"\n")[0][:-1]
-    )  # of progress bars in one line, `clean` keeps the last one
+    # Of progress bars in one line, `clean` keeps the last one.
+    is_cut = start and b"\r" not in data.partition(b"\n")[0][:-1]
     return lines[1 if is_cut else 0 : None if lines[-1].text else -1]
 
 

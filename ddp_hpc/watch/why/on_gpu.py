@@ -42,9 +42,8 @@ def who_has_gpu_memory(text: str) -> str:
     total, free = _gib(rf"total capaci?ty of {_SIZE}", text), _gib(rf"of which {_SIZE} is free", text)
     asked, used = _gib(rf"Tried to allocate {_SIZE}", text), _gib(rf"allocated memory {_SIZE} is allocated", text)
     kept = _gib(rf"{_SIZE} is reserved by PyTorch but unallocated", text) or 0.0
-    if None in {total, free, asked, used}:
+    if total is None or free is None or asked is None or used is None:
         return ""
-    assert total is not None and free is not None and asked is not None and used is not None  # noqa: S101, PT018
     others = [float(number) * _IN_GIB[unit] for number, unit in re.findall(rf"Process \d+ has {_SIZE} memory", text)]
     ours = _gib(rf"this process has {_SIZE} memory", text)
     if ours is None:  # in a container, the driver knows this process by another number, so it is among the others

@@ -271,9 +271,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         "trained since the newest checkpoint is lost.",
         to_do="Try to write a file into the run's directory, on that rank's node: the evidence says what failed. Repair that, then submit again: "
         "the run continues from its newest checkpoint.",
-        patterns=[
-            _on_exception(r"(?:CheckpointError|NotSavedError): "),
-        ],
+        patterns=[_on_exception(r"(?:CheckpointError|NotSavedError): ")],
     ),
     "nan": FailureClass(
         title="the loss or a gradient is not finite (NaN)",
@@ -291,9 +289,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         "code does not do the same on each rank.",
         to_do="If a rank is named, the run was started again, on another node if there was one: report the named node "
         "to the site's administrators. Where the same difference came twice, see docs/integrity.md for what to look for in the code.",
-        patterns=[
-            _on_exception(r"(?:RanksDifferError: )?the ranks differ after step \d+"),
-        ],
+        patterns=[_on_exception(r"(?:RanksDifferError: )?the ranks differ after step \d+")],
     ),
     "import": FailureClass(
         title="a module cannot be imported",

@@ -25,7 +25,7 @@ from ddp_hpc.watch.why.signalled_ranks import signalled
 from ddp_hpc.watch.why.signatures import Match, Role, match_line
 from ddp_hpc.watch.why.slurm_lines import lines_of_newest_step, node_of
 
-_BY_CAUSE: Mapping[Cause, str] = {
+_BY_CAUSE: Mapping[Cause | None, str] = {
     Cause.PREEMPTED: "preempted",
     Cause.TIME_LIMIT: "time-limit",
     Cause.NODE_FAILED: "node-failed",
@@ -35,7 +35,7 @@ _BY_CAUSE: Mapping[Cause, str] = {
     Cause.RANKS_DIFFER: "ranks-differ",
     Cause.PREFLIGHT: "preflight",
 }
-_WITHOUT_REPORT: Mapping[Cause, str] = {Cause.SUPERVISOR_DIED: "supervisor-died", Cause.NOT_SAVED: "not-saved"}
+_WITHOUT_REPORT: Mapping[Cause | None, str] = {Cause.SUPERVISOR_DIED: "supervisor-died", Cause.NOT_SAVED: "not-saved"}
 _OF_PEERS = frozenset({"collective-timeout", "ranks-missing", "peer-gone"})
 _OF_ANY_END = _OF_PEERS | {"killed", "unknown", "signal", "exit-code", "native-crash", "user-exception"}
 MAY_FOLLOW: Mapping[Cause, AbstractSet[str]] = {
@@ -89,7 +89,7 @@ def _verdict_from_first_rank(facts: AttemptFacts, findings: Sequence[Verdict]) -
 
 def _verdict_from_ledger(facts: AttemptFacts) -> Verdict:
     """Return what the ledger says where no rank said more."""
-    name = None if facts.attempt.cause is None else _WITHOUT_REPORT.get(facts.attempt.cause)
+    name = _WITHOUT_REPORT.get(facts.attempt.cause)
     if name is None:
         return Verdict(failure="unknown", role="either", basis="none")
     return Verdict(failure=name, host=facts.attempt.host)
@@ -113,9 +113,8 @@ def _of_record(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | No
     named = () if check is None else check.bad_nodes
     if cause == Cause.PREFLIGHT or (cause == Cause.NODE_FAILED and named and {*facts.attempt.failed_nodes} == {*named}):
         return _of_preflight(facts)
-    name = (
-        _BY_CAUSE.get(cause) if cause is not None else "cancelled" if facts.attempt.ending == Ending.CANCELLED else None
-    )
+    is_cancelled = cause is None and facts.attempt.ending == Ending.CANCELLED
+    name = "cancelled" if is_cancelled else _BY_CAUSE.get(cause)
     if name is None:
         return None
     if name == "ranks-differ" and facts.difference is not None:
@@ -223,14 +222,8 @@ def _of_lost_memory(facts: AttemptFacts) -> Verdict | None:
     line = next((line for line, match in lines if match == NO_MEMORY), None)
     if line is None:
         return None
-    return Verdict(
-        failure="host-memory",
-        role="either",
-        basis="log",
-        host=node_of(line),
-        detail=line.text,
-        evidence=(EvidenceLine("confirmation", None, line.text, line),),
-    )
+    proof, node = (EvidenceLine("confirmation", None, line.text, line),), node_of(line)
+    return Verdict(failure="host-memory", role="either", basis="log", host=node, detail=line.text, evidence=proof)
 
 
 def _with_others(first: Verdict, findings: Sequence[Verdict], facts: AttemptFacts) -> Verdict:

@@ -91,8 +91,5 @@ def options_of(spec: RunSpec, nodes: str) -> list[str]:
 
 def parse_result(printed: str) -> Preflight | None:
     """Return the result among what was printed, by an environment that greets, too; None without one."""
-    for line in reversed(printed.splitlines()):
-        found = decode_record(line.encode(), Preflight)
-        if found is not None:
-            return found
-    return None
+    found = (decode_record(line.encode(), Preflight) for line in reversed(printed.splitlines()))
+    return next((one for one in found if one is not None), None)
