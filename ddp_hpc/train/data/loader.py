@@ -232,13 +232,12 @@ def make_loader(
             "multiprocessing_context": "fork",
             "persistent_workers": is_kept,
         }
-    generator = torch.Generator()  # its own: otherwise the loader would draw its seed from the training's generator
     return DataLoader(
         dataset,
         batch_sampler=sampler,
         collate_fn=lambda fetched: fetched,  # `SeededFetch` has made the batch
         pin_memory=pin_memory,
-        generator=generator,
+        generator=torch.Generator(),  # its own: otherwise the loader would draw its seed from the training's generator
         **parallel,
     )
 

@@ -156,7 +156,7 @@ class RankSampler:
         """
         position, order, total_steps = self.start, self.order, self.total_steps
         shuffled = partial(permutation, order.num_samples, order.seed)
-        near_end = order.num_samples // NEAR_END if order.num_samples >= WORTH_A_THREAD else 0
+        ending = order.num_samples // NEAR_END if order.num_samples >= WORTH_A_THREAD else 0
         coming: Future[torch.Tensor] | None = None
         with ThreadPoolExecutor(1, "order of samples") as beside:
             while position.step < total_steps:
@@ -166,11 +166,7 @@ class RankSampler:
                 left = (coming.result() if coming else shuffled(position.epoch))[position.samples_in_epoch :]
                 left, coming = left[: order.samples_left(position)], None
                 while len(left) and position.step < total_steps:
-                    if (
-                        len(left) <= near_end
-                        and not coming
-                        and position.step + order.steps_left(position) < total_steps
-                    ):
+                    if len(left) <= ending and not coming and position.step + order.steps_left(position) < total_steps:
                         left = left.clone()  # a view would keep the whole order
                         coming = beside.submit(shuffled, position.epoch + 1)
                     samples, left = left[: order.global_batch_size].tolist(), left[order.global_batch_size :]

@@ -32,10 +32,8 @@ def reads_no_generator(dataset: object) -> bool:
         return all(map(_is_numbers, dataset.tensors))
     if isinstance(dataset, Subset) and kind is Subset:
         indices = dataset.indices
-        are_numbers = _is_numbers(indices) or (
-            type(indices) in (list, range) and all(type(one) is int for one in indices)
-        )
-        return are_numbers and reads_no_generator(dataset.dataset)
+        are_whole = type(indices) in (list, range) and all(type(one) is int for one in indices)
+        return (are_whole or _is_numbers(indices)) and reads_no_generator(dataset.dataset)
     if isinstance(dataset, ConcatDataset) and kind is ConcatDataset:
         return all(map(reads_no_generator, dataset.datasets))
     read = getattr(kind, "__getitem__", None)

@@ -38,9 +38,8 @@ class CompiledPasses(PlainPasses):
     """Runs the passes on full micro batches compiled, and says after the first one what the compiler has made of the model."""
 
     def __init__(self, order: SampleOrder, rank: int) -> None:
-        self._size = (
-            len(range(rank, min(order.num_samples, order.micro_batch_size * order.world_size), order.world_size)) or 1
-        )
+        at_once = min(order.num_samples, order.micro_batch_size * order.world_size)
+        self._size = len(range(rank, at_once, order.world_size)) or 1
         self._graphs_before: int | None = None
         self._has_reported = self._is_warming_up = False
 

@@ -34,17 +34,11 @@ class _HeldOut:
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int, world_size: int) -> None:
         self._mine = range(rank, num_samples, world_size)
-        self._num_samples, self._world_size = num_samples, world_size
         self._batch_size = batch_size
         self.is_wanted = False
-
-    @property
-    def num_batches(self) -> list[int]:
+        extremes = (range(one, num_samples, world_size) for one in (0, world_size - 1))
+        self.num_batches = [-(-len(samples) // batch_size) for samples in extremes]
         """How many batches the ranks evaluate: the one with most samples, and the one with fewest."""
-        return [
-            -(-len(range(rank, self._num_samples, self._world_size)) // self._batch_size)
-            for rank in (0, self._world_size - 1)
-        ]
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         wanted = self._mine if self.is_wanted else self._mine[: self._batch_size]

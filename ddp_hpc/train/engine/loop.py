@@ -143,17 +143,15 @@ def batches_after_warmup(t: Training, global_batches: Iterator[LoadedGlobalBatch
     if not has_parts or (batch := next(global_batches, None)) is None:
         return global_batches
     plan, loaded = batch
-    first, device = next(loaded), t.group.device
+    first, device, state = next(loaded), t.group.device, t.state
     called = (t.recipe.loss, t.recipe.inputs_and_targets)
     least = min(t.order.micro_batch_size, plan.num_samples // t.group.rank_info.world_size)
     once = partial(backward, t, copy_batch(first), plan.micro_batches[0], plan, num_parts=num_parts_of(least))
     with t.passes.warming_up():
         if t.group.rank_info.world_size > 1:
-            t.state.gradient_order = warm_up_ddp(
-                t.state.model, t.model, called, device, once, order=t.state.gradient_order
-            )
+            state.gradient_order = warm_up_ddp(state.model, t.model, called, device, once, order=state.gradient_order)
         else:
-            with undo_trial(t.state.model, called, device):
+            with undo_trial(state.model, called, device):
                 once()
     t.phases.enter("data")
     return chain([(plan, chain([first], loaded))], global_batches)

@@ -72,8 +72,7 @@ def _refuse_lazy(recipe: Recipe) -> None:
     for part, module in (("model", recipe.model), ("loss", recipe.loss)):
         if not isinstance(module, nn.Module):
             continue
-        named = [*module.named_parameters(), *module.named_buffers()]
-        lazy = [name for name, value in named if is_lazy(value)]
+        lazy = [name for name, value in named_tensors(module).items() if is_lazy(value)]
         if lazy:
             raise ConfigError(
                 f"`Recipe.{part}` has {lazy[0]!r}, whose shape is not known before the first input (a layer like "

@@ -129,8 +129,7 @@ class _StepTrace(StepObserver):
         t = self._t
         if not self._has_begun:
             self._has_begun = True
-            start = [*_state_entries(t)]
-            self._write({"step": t.state.position.step, "entries": start})
+            self._write({"step": t.state.position.step, "entries": [*_state_entries(t)]})
         generators = rng.capture(t.group.device)
         self._passed = [_entry("random generator", name, one) for name, one in generators.items()]
         self._passed += [

@@ -229,10 +229,8 @@ class Checkpointer:
         self._writing = self._writer.submit(self._write, manifest, () if is_final else self.newest_losses())
 
     def _tensors_to_write(self, state: TrainingState, kept: KeptByOptimizer | None = None) -> list[NamedTensor]:
-        rank_info = self.group.rank_info
-        return partition_tensors(
-            training_state.tensors(state, kept), rank=rank_info.rank, world_size=rank_info.world_size
-        )
+        rank_info, named = self.group.rank_info, training_state.tensors(state, kept)
+        return partition_tensors(named, rank=rank_info.rank, world_size=rank_info.world_size)
 
     def save_and_wait(
         self, state: TrainingState, *, metrics: Mapping[str, float] | None = None, or_end: bool = False

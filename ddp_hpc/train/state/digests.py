@@ -101,11 +101,8 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[tuple[Sequence[int], bool]]:
 
 def _digests_of_alike(tensors: Sequence[Tensor]) -> Tensor:
     """Return the digests of small tensors of the same dtype and number of elements."""
-    rows = (
-        torch.cat([_with_resolved_bits(tensor).reshape(-1) for tensor in tensors])
-        .view(torch.int8)
-        .view(len(tensors), -1)
-    )
+    flat = torch.cat([_with_resolved_bits(tensor).reshape(-1) for tensor in tensors])
+    rows = flat.view(torch.int8).view(len(tensors), -1)
     num_whole = rows.shape[1] - rows.shape[1] % _WORD_BYTES
     words = rows[:, :num_whole].reshape(-1).view(torch.int64).view(len(tensors), num_whole // _WORD_BYTES)
     values = torch.cat([words, rows[:, num_whole:].long()], dim=1)

@@ -66,11 +66,9 @@ def load_checkpoint(source: str | Path | os.PathLike[str], *, step: int | None =
 
 def _missing(source: object, run: RunDir, step: int | None, steps: Sequence[int]) -> str:
     asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    there = (
-        f"Steps with a checkpoint: {', '.join(map(str, steps))}"
-        if steps
-        else "Name the directory of a run, such as `runs/digits`"
-    )
+    there = "Name the directory of a run, such as `runs/digits`"
+    if steps:
+        there = f"Steps with a checkpoint: {', '.join(map(str, steps))}"
     return f"The checkpoint of {str(source)!r} was asked for, but there is {asked} in {run.checkpoints}. {there}."
 
 

@@ -95,9 +95,8 @@ def kept_by_optimizer(model: nn.Module, optimizer: Optimizer, made: Attributes) 
     ids = {*map(id, named.values())}
     outside = [key for key in dict[Any, Any](optimizer.state) if id(key) not in ids]
     if outside or optimizer.state is not optimizer.state:  # a property that makes it anew
-        raise _unsavable_error(
-            f"state[{outside[0]!r}]" if outside and isinstance(outside[0], str) else "state", optimizer.state
-        )
+        place = f"state[{outside[0]!r}]" if outside and isinstance(outside[0], str) else "state"
+        raise _unsavable_error(place, optimizer.state)
     group_of = _groups(optimizer)
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():

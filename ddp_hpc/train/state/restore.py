@@ -107,9 +107,8 @@ class Restorer:
                 log.info(
                     "removed %s, which a killed process left half-written; committed checkpoints are not affected", name
                 )
-        return await_answer(
-            str(self.run.checkpoints), partial(self._newest, key, damaged), on_wait=partial(self._send_heartbeat, key)
-        )
+        moved = partial(self._send_heartbeat, key)
+        return await_answer(str(self.run.checkpoints), partial(self._newest, key, damaged), on_wait=moved)
 
     def _newest(self, key: str, damaged: tuple[int, str] | None) -> dict[str, Any] | None:
         for step in reversed(checkpoint_names.committed_steps(self.run)):
@@ -127,11 +126,9 @@ class Restorer:
     def _set_aside(self, step: int, found: str, key: str) -> None:
         """Rename a damaged checkpoint, while the others wait for `key`."""
         ownership.refuse_fenced(self.run, self.attempt)  # by now, the directory may be a newer attempt's
-        path = checkpoint_names.checkpoint_path(self.run, step)
+        path, moved = checkpoint_names.checkpoint_path(self.run, step), partial(self._send_heartbeat, key)
         with suppress(FileNotFoundError):  # renamed already: NFS may repeat a rename whose answer was lost
-            aside = await_answer(
-                str(path), partial(checkpoint_store.set_aside, path), on_wait=partial(self._send_heartbeat, key)
-            )
+            aside = await_answer(str(path), partial(checkpoint_store.set_aside, path), on_wait=moved)
             log.warning(
                 "%s So the checkpoint was renamed to %s, and ddp-hpc looks for an older one to continue from.",
                 found,

@@ -278,15 +278,12 @@ class Restoration:
         self._plain = plain
         self._about = about or {}
         self._seed = seed
-        modules = [("model", state.model)]
         self._has_average = any(name.startswith("ema/") for name in saved)
-        if state.ema is not None and self._has_average:
-            modules.append(("ema", state.ema.module))
+        modules = _modules(state) if self._has_average else [("model", state.model)]
         self._weights = [_WeightsToLoad(module, saved, prefix, state.rank) for prefix, module in modules]
-        self._of_optimizer, of_optimizer = optimizer_state.restored(
-            state.model, state.optimizer, plain["optimizer"], saved
-        )
-        self._own_options = plain["optimizer"].get("own_options", [])
+        content = plain["optimizer"]
+        self._of_optimizer, of_optimizer = optimizer_state.restored(state.model, state.optimizer, content, saved)
+        self._own_options = content.get("own_options", [])
         group_options.check(state.optimizer.param_groups, self._own_options)
         starts = (f"rank.{state.rank}/rng.", f"rank.{state.rank}/loss_meter")  # and on rank zero, all loss meters
         self._own = {
