@@ -239,6 +239,24 @@ def test_code_in_a_place_that_python_would_take_for_two_is_refused_before_slurm_
     assert not (slurm / "asked").exists()
 
 
+def test_a_run_that_goes_on_with_code_from_another_directory_says_so(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two projects with one directory of runs, whose runs are called alike."""
+    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)  # the test's own may be a node's own
+    for project in ("one", "two"):
+        (slurm / project).mkdir()
+        for name in ("run.yaml", "tiny.py"):
+            (slurm / project / name).write_text(f"{(slurm / name).read_text()}  # {project}")
+        monkeypatch.chdir(slurm / project)
+        for _ in range(2):
+            assert main(["render", "run.yaml", f"runs_dir={slurm}/runs"]) == 0
+
+    said = capsys.readouterr()
+    assert f"{said.out}{said.err}".count("changed: code ") == 1
+    assert f"changed: code {slurm}/one -> {slurm}/two\n" in f"{said.out}{said.err}"
+
+
 @pytest.mark.parametrize("number", ["17", "18"])
 def test_a_run_is_found_by_the_number_of_a_job_that_waits_and_of_one_it_had(
     number: str, slurm: Path, capsys: pytest.CaptureFixture[str]

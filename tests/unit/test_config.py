@@ -134,6 +134,17 @@ def test_a_run_is_named_after_its_file(file: str, name: str, tmp_path: Path) -> 
     assert resolve(path, [], NO_SITE).spec.name == name
 
 
+def test_a_file_whose_name_has_no_letter_that_a_runs_may_have_asks_for_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "実験.yaml"
+    path.touch()
+
+    with pytest.raises(ConfigError, match=r"'実験' has no letter .* Set `name=...`"):
+        resolve(path, [], NO_SITE)
+    assert resolve(path, ["name=net"], NO_SITE).spec.name == "net"
+    path.write_text("name: net\n")
+    assert resolve(path, [], NO_SITE).spec.name == "net"
+
+
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [

@@ -52,6 +52,8 @@ class Snapshot:
     """What earlier jobs have written into the copy."""
     not_shown: Sequence[str]
     """Directories with more than is linked."""
+    sources: Sequence[str]
+    """Where the code was copied from: that of the copy before, if that is another place, and this."""
 
 
 _File = dict[str, Any]
@@ -92,6 +94,8 @@ def take_snapshot(
         names = [file["name"] for file in files]
         written = _carry_over(run.snapshot, target, names)
         not_shown = _link_rest(source, target, names, hidden)
+        lists = [read_json(path / LIST) for path in (run.snapshot, target)]
+        sources = [*dict.fromkeys(one["source"] for one in lists if one)]
         beside = scratch_path(run.snapshot)
         beside.symlink_to(target.relative_to(run.path))
         beside.replace(run.snapshot)
@@ -100,7 +104,9 @@ def take_snapshot(
             f"The code in {source} cannot be copied for the job: {error}. Correct that, or set "
             "`snapshot.enabled=false`, so that the job imports the code from there."
         ) from error
-    return Snapshot(target, source, len(files), sum(file["size"] for file in files), commit, written, not_shown)
+    return Snapshot(
+        target, source, len(files), sum(file["size"] for file in files), commit, written, not_shown, sources
+    )
 
 
 def live_folders(environ: Mapping[str, str]) -> list[Path]:
@@ -127,6 +133,8 @@ def _editable() -> Iterator[str]:
 
 def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[str]) -> Iterator[str]:
     """Yield what a user may not expect of a copy; `outside` are other directories that its jobs import from."""
+    if len(copy.sources) > 1:
+        yield f"changed: code {' -> '.join(copy.sources)}"
     if not (copy.source / ".git").exists() and copy.source.parent.is_relative_to(Path.cwd()):
         yield (
             f"note: without git, the copy of the code holds {copy.source} alone. If the script reads or imports what lies beside that "

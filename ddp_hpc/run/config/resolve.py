@@ -84,6 +84,10 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     if command:
         asked += settings_in({"script": {"command": list(command)}}, COMMAND_LINE)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:128] or "run"
+    if not (stem.isascii() or re.search(r"[A-Za-z0-9]", stem) or any(one.key == "name" for one in asked)):
+        raise ConfigError(
+            f"A run is called like its file, but {stem!r} has no letter or digit that a run's name may have (A-Z, a-z, 0-9). Set `name=...`."
+        )
     of_shell = from_sbatch_variables(environ) if is_for_slurm else []
     before = [*from_defaults(), Setting("name", name, DEFAULT), *of_shell, *(profile.settings if profile else ())]
     after = filled(asked, environ)
