@@ -151,7 +151,7 @@ class Claim:
     is_new: bool
     is_to_stay: bool = False
     """Whether an error leaves a new run's directory: something is started in it."""
-    before: dict[Path, str | None] = field(default_factory=dict)
+    before: Mapping[Path, str | None] = field(default_factory=dict)
     """What `write` has changed in a run that was there."""
 
     def write(self, resolved: Resolved) -> None:
@@ -162,8 +162,8 @@ class Claim:
             return
         files = (run.config, run.job_script, run.done, run.gave_up, run.stop_request)
         code = str(run.snapshot.readlink()) if run.snapshot.is_symlink() else None
-        self.before = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
-        self.before |= {run.snapshot: code}
+        texts = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
+        self.before = {**texts, run.snapshot: code}
         make_run_dir(run, text, is_new=False)
 
 

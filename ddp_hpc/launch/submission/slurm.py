@@ -95,8 +95,7 @@ def check(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
     for place in job_import_paths(request):
         if os.pathsep in str(place):
             raise ConfigError(
-                f"The job would import the code from {place}, but Python reads a `{os.pathsep}` in that path as the end of a path. Choose "
-                "another directory with `runs_dir=...`, or rename the one with this character."
+                f"The job would import the code from {place}, but Python reads a `{os.pathsep}` in that path as its end. Rename that directory."
             )
     notes = [*check_settings(spec, path, environ), *capacity.notes_on_setup(spec)]
     notes += look_at_image(spec, request.run, job_import_paths(request), environ, is_for_slurm=True)
@@ -157,10 +156,7 @@ def submit(request: SubmitRequest) -> Submission:
         except ConfigError as error:
             claim.is_to_stay = False
             raise questions.refusal(error.printed, spec) if isinstance(error, SlurmRefusalError) else error from error
-        job = QueuedJob(
-            job_id=job_id, attempt=attempt, at=time.time(), since=attempt, backend=NAME, slurm_cluster=cluster
-        )
-        write_queued_job(run, job)
+        _record_job(run, job_id, attempt, cluster)
     if request.awaits:
         with contextlib.suppress(OSError):  # the job is in the queue; only `status` would miss what it waits for
             write_awaited(run, job_id, request.awaits)
@@ -193,16 +189,18 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
 def _newest_job(run: RunDir, environ: Mapping[str, str]) -> QueuedJob | None:
     """Return the newest job that was submitted for the run, also where the answer of its sbatch was lost: then Slurm is asked."""
     job = read_queued_job(run)
-    if all(path.is_symlink() for path in run.submitit.glob(f"{SENT}*")):  # as submitit leaves those that were answered
+    # Those that were answered are links by now.
+    if all(path.is_symlink() for path in run.submitit.glob(f"{SENT}*")) or not client.is_here(environ):
         return job
-    known = set() if job is None else {job.job_id}
-    lost = client.newest_of_script(run.submitit, f"/{SENT}", environ, but=known)
-    if lost is None:
-        return job
-    begun = (one.attempt for one in Ledger.read(run).attempts if one.job_id == lost)
-    attempt = next(begun, ownership.next_attempt(run))
-    cluster = client.config(environ).name
-    job = QueuedJob(job_id=lost, attempt=attempt, at=time.time(), since=attempt, backend=NAME, slurm_cluster=cluster)
+    lost = client.newest_of_script(run.submitit, f"/{SENT}", environ, but={job.job_id} if job else ())
+    if lost is not None:
+        begun = (one.attempt for one in Ledger.read(run).attempts if one.job_id == lost)
+        job = _record_job(run, lost, next(begun, ownership.next_attempt(run)), client.config(environ).name)
+    return job
+
+
+def _record_job(run: RunDir, job_id: str, attempt: int, cluster: str) -> QueuedJob:
+    job = QueuedJob(job_id=job_id, attempt=attempt, at=time.time(), since=attempt, backend=NAME, slurm_cluster=cluster)
     write_queued_job(run, job)
     return job
 
@@ -238,11 +236,10 @@ def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
 
 def why_in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     """Return why the run's directory must not be moved: its job waits or runs, or that cannot be known; None where it may."""
-    is_here = client.is_here(environ)
-    job, newest = _newest_job(run, environ) if is_here else read_queued_job(run), Ledger.read(run).newest
+    job, newest = _newest_job(run, environ), Ledger.read(run).newest
     if job is None:
         return None
-    if is_here:
+    if client.is_here(environ):
         if knows(run, job, environ) and is_alive(job.job_id, environ):
             return f"Job {job.job_id} of {run.name} still waits or runs, so the run cannot be deleted or renamed. Cancel it first: `ddp-hpc cancel {run.word}`."
         return None

@@ -72,8 +72,8 @@ def take_snapshot(
 
     `needed` is a file below `code_dir` that a copy without it would be of no use. `outputs` are what the job writes: they
     are linked, not copied.
-    The same content again is not copied again, but for files that its copy lacks by now. Files are not flushed one by one: a job that starts after a crash of
-    the file system fails to import, and loses nothing.
+    The same content again is not copied again, but for files that its copy lacks by now. Files are not flushed one by one: a
+    job that starts after a crash of the file system fails to import, and loses nothing.
     """
     import xxhash  # late: only a submission on Slurm waits for it
 
@@ -94,8 +94,8 @@ def take_snapshot(
         names = [file["name"] for file in files]
         written = _carry_over(run.snapshot, target, names)
         not_shown = _link_rest(source, target, names, hidden)
-        lists = [read_json(path / LIST) for path in (run.snapshot, target)]
-        sources = [*dict.fromkeys(one["source"] for one in lists if one)]
+        lists = filter(None, [read_json(path / LIST) for path in (run.snapshot, target)])
+        sources = [*dict.fromkeys(one["source"] for one in lists)]
         beside = scratch_path(run.snapshot)
         beside.symlink_to(target.relative_to(run.path))
         beside.replace(run.snapshot)
@@ -104,9 +104,8 @@ def take_snapshot(
             f"The code in {source} cannot be copied for the job: {error}. Correct that, or set "
             "`snapshot.enabled=false`, so that the job imports the code from there."
         ) from error
-    return Snapshot(
-        target, source, len(files), sum(file["size"] for file in files), commit, written, not_shown, sources
-    )
+    size = sum(file["size"] for file in files)
+    return Snapshot(target, source, len(files), size, commit, written, not_shown, sources)
 
 
 def live_folders(environ: Mapping[str, str]) -> list[Path]:

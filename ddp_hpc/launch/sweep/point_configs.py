@@ -105,9 +105,7 @@ def _refusals(point: Point, seen: set[str], in_braces: set[str], shared: Sequenc
             hint = f"or write {{{key}}} in the script's command, after `--`, where its value belongs"
             raise ConfigError(f"{unknown_key(key, f'the sweep, {point}')} Correct it, {hint}.")
         if of_all := next((one for one in shared if key == one or key.startswith(f"{one}.")), None):
-            fixed = (
-                " Or set `resources.cpus_per_worker`, which gives each worker as many CPUs." if key == _OF_CPUS else ""
-            )
+            fixed = " Or set `resources.cpus_per_worker`." if key == _OF_CPUS else ""
             raise ConfigError(
                 f"`{key}` cannot be swept: on Slurm, the points of a sweep are tasks of one job array with one script, so `{of_all}` is "
                 f"the same for all of them. Submit a sweep for each value of `{key}`.{fixed}"

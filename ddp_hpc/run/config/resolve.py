@@ -61,8 +61,8 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
 
     `command` is the script that the command line asks for; with it, there need be no file.
 
-    For runs on Slurm, a profile's values for the chosen partition win over its values for all runs; of several, those on which all agree. `site` names the
-    profile; None means the one for this host.
+    For runs on Slurm, a profile's values for the chosen partition win over its values for all runs; of several partitions,
+    those on which all agree. `site` names the profile; None means the one for this host.
     """
     profile = find_profile(environ, site)
     stem = path.stem if path is not None else program_of(command).name if command else ""
@@ -94,7 +94,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     between: Sequence[Setting] = ()
     if is_for_slurm and profile is not None:
         partition = [setting.value for setting in [*before, *after] if setting.key == "slurm.partition"][-1]
-        listed = partition.split(",") if isinstance(partition, str) else [""]
+        listed = str(partition).split(",")
         of_each = [{one.key: one for one in profile.partitions.get(name, ())} for name in listed]
         between = [
             one for key, one in of_each[0].items() if all(key in of and of[key].value == one.value for of in of_each)
