@@ -83,11 +83,8 @@ def flight_record_of_all(probe: RankProbe) -> dict[str, Any]:
     except NoHandlerError:  # a PyTorch without NCCL
         return record
     entries = [*_entries(record), *_entries(nccl)]
-    groups = {
-        key: {**nccl[key], **record[key]}
-        for key in ("pg_config", "pg_status")
-        if isinstance(record.get(key), dict) and isinstance(nccl.get(key), dict)
-    }
+    keys = [key for key in ("pg_config", "pg_status") if all(isinstance(one.get(key), dict) for one in (record, nccl))]
+    groups = {key: {**nccl[key], **record[key]} for key in keys}
     return {**nccl, **record, **groups, "entries": sorted(entries, key=_launched_at)}
 
 

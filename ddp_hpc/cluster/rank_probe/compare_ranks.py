@@ -92,11 +92,8 @@ def compare(records: Sequence[RankInHang], world_size: int) -> ComparedRanks:
     if crashed := [rank for rank, record in sorted(by_rank.items()) if record.state == DUMPING]:
         return ComparedRanks(kind="crashed", ranks=crashed, how=_say_doing(by_rank[crashed[0]]))
     # A flight record without entries is of a rank that has not launched a collective.
-    ranks = {
-        rank: _read(record.flight_record)
-        for rank, record in by_rank.items()
-        if record.flight_record is not None and isinstance(record.flight_record.get("entries", []), list)
-    }
+    known = {rank: record.flight_record for rank, record in by_rank.items() if record.flight_record is not None}
+    ranks = {rank: _read(one) for rank, one in known.items() if isinstance(one.get("entries", []), list)}
     return _Collectives(by_rank, ranks).compare(world_size)
 
 
@@ -170,10 +167,8 @@ class _Collectives:
                 late[one.group, one.number] = {
                     rank for rank in self._members(one.group) if self.ranks[rank].newest.get(one.group, 0) < one.number
                 }
-        return {
-            rank: set[int]().union(*(late[one.group, one.number] for one in several))
-            for rank, several in self.waiting.items()
-        }
+        awaited = {rank: [late[one.group, one.number] for one in several] for rank, several in self.waiting.items()}
+        return {rank: set[int]().union(*missing) for rank, missing in awaited.items()}
 
     def _members(self, group: GroupId) -> Collection[int]:
         """Return the ranks of a group that have answered; where no record lists them, those that have used it."""
@@ -305,10 +300,8 @@ def _collectives(entries: object) -> Iterator[Collective]:
                 **rest,
             }:
                 backend, _, operation = called.partition(":")
-                sizes, dtypes = (
-                    value if isinstance(value := rest.get(name), list) else []
-                    for name in ("input_sizes", "input_dtypes")
-                )
+                values = (rest.get(key) for key in ("input_sizes", "input_dtypes"))
+                sizes, dtypes = (value if isinstance(value, list) else [] for value in values)
                 yield Collective(
                     group=(name, backend),
                     title=title,

@@ -94,8 +94,7 @@ def serve_at_rendezvous(
     beside threads. PyTorch starts threads of its own when ranks meet. `on_refusal` is called there
     with the reason why it does not answer.
     """
-    rendezvous = sys.modules.get("torch.distributed.rendezvous")
-    handlers = getattr(rendezvous, "_rendezvous_handlers", None)
+    handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", None)
     if not isinstance(handlers, dict):
         return "this PyTorch has no table of rendezvous handlers"
     owner, begun = os.getpid(), list[str]()

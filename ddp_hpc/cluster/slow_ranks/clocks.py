@@ -105,8 +105,7 @@ def answer(store: Store, clock: Callable[[], float] = time.time) -> None:
 
 def ask(store: Store, clock: Callable[[], float] = time.time) -> Clock:
     """Return how far this clock is ahead of the one that answers."""
-    found = [_ask_once(store, clock) for _ in range(NUM_QUESTIONS)]
-    return min(found, key=lambda one: one.error_s)
+    return min((_ask_once(store, clock) for _ in range(NUM_QUESTIONS)), key=lambda one: one.error_s)
 
 
 def _ask_once(store: Store, clock: Callable[[], float]) -> Clock:

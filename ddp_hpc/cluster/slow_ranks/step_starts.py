@@ -50,11 +50,8 @@ def _usual_gap(indices: Sequence[int], times: Sequence[float]) -> float:
     usual_gap, usual = median(gaps), median(lengths)
     pairs = sorted(zip(gaps, lengths, strict=True), key=lambda pair: pair[1])[:-MOST_BREAKS]
     alike = [usual / MOST_LONGER <= length <= usual * MOST_LONGER for _, length in pairs]
-    covered = sum(
-        length
-        for (gap, length), is_alike in zip(pairs, alike, strict=True)
-        if is_alike or abs(gap - usual_gap) <= AROUND * usual_gap
-    )
+    both = zip(pairs, alike, strict=True)
+    covered = sum(length for (gap, length), is_alike in both if is_alike or abs(gap - usual_gap) <= AROUND * usual_gap)
     whole = sum(length for _, length in pairs)
     is_regular = covered >= LEAST_COVERED * whole and sum(alike) >= LEAST_ALIKE * len(pairs)
     return usual_gap if is_regular else 0.0

@@ -262,8 +262,7 @@ class Certification:
                 f"{Path(written).parent}`."
             )
         own = {trial.work_dir, trial.runs_dir, *(self.folder / name for name in self.names)}
-        beside = [*trial.work_dir.parent.iterdir(), *self.folder.iterdir()]
-        if strays := sorted({*beside} - own):
+        if strays := sorted({*trial.work_dir.parent.iterdir(), *self.folder.iterdir()} - own):
             raise ConfigError(
                 f"The script wrote `{os.path.relpath(strays[0], trial.work_dir)}`, beside its working directory and not below it. Certify the script from the "
                 f"directory above: `cd ..`, then `ddp-hpc certify -- python {self.work_dir.name}/...`. Or give it a path below the "
@@ -346,8 +345,5 @@ def earlier_states(before: Mapping[str, tuple[int, int]], work_dir: Path, record
     if not saves and record.outcome == "finished":
         saves = {one for attempt in record.attempts for one in attempt.reads if Path(one).suffix in STATE_SUFFIXES}
     kinds = {plain(path) for path in saves}
-    return sorted(
-        path
-        for path in before
-        if is_saved_state(Path(path)) and (after.get(path) != before[path] or plain(path) in kinds)
-    )
+    states = [path for path in before if is_saved_state(Path(path))]
+    return sorted(path for path in states if after.get(path) != before[path] or plain(path) in kinds)

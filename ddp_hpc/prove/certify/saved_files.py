@@ -233,8 +233,7 @@ class _Unpickler(pickle.Unpickler):
         self._digest = functools.cache(lambda key: _hash(read_storage(key)))
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        known = _KNOWN.get((module_name, global_name))
-        return known or type(f"{module_name}.{global_name}", (_Object,), {})
+        return _KNOWN.get((module_name, global_name)) or type(f"{module_name}.{global_name}", (_Object,), {})
 
     def persistent_load(self, pid: Any) -> tuple[str, str]:
         """Return a storage's type (`FloatStorage`), and a hash of its bytes as a tensor's content."""

@@ -167,8 +167,7 @@ class Trial:
     def _argv(self) -> list[str]:
         where = ["--cluster=local", "--wait"]  # also in a job: this process watches the files of its own node
         # Each attempt is a submission of its own, which is watched from its beginning.
-        mine = [f"name={self.name}", f"runs_dir={self.runs_dir}"]
-        keys = ["restart.in_place=false", *self.settings, *mine]
+        keys = ["restart.in_place=false", *self.settings, f"name={self.name}", f"runs_dir={self.runs_dir}"]
         return [sys.executable, "-m", "ddp_hpc", "submit", *where, *keys, "--", *self.command]
 
     def _tick(self) -> None:

@@ -92,11 +92,8 @@ def read_history(run: RunDir) -> History:
     begun = [(one.first_step, inputs) for one in attempts if (inputs := read_inputs(run, one.attempt)) is not None]
     notes = []
     if not begun:
-        newest = AttemptInputs(
-            attempt=attempts[-1].attempt if attempts else 0,
-            world_size=spec.resources.world_size,
-            config=record_text(run.config),
-        )
+        number = attempts[-1].attempt if attempts else 0
+        newest = AttemptInputs(attempt=number, world_size=spec.resources.world_size, config=record_text(run.config))
         begun = [(0, newest)]
         notes.append(
             f"{run.name} has no record of what its attempts computed with (`logs/attempt-*/inputs.json`), so its newest configuration is used"

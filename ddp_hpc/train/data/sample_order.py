@@ -56,12 +56,11 @@ class SampleOrder:
 
     @property
     def samples_per_epoch(self) -> int:
-        short = self.num_samples % self.global_batch_size
-        return self.num_samples - (short if self.drop_last else 0)
+        return self.samples_left(Position())
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.samples_per_epoch // self.global_batch_size)
+        return self.steps_left(Position())
 
     def samples_left(self, position: Position) -> int:
         """Return how many samples of the epoch are left.

@@ -67,16 +67,12 @@ class Evaluator:
         self._loader: DataLoader[Any] | None = None
         self._num_parts = 0
         if recipe.eval_data is not None:
-            rank_info, train = group.rank_info, spec.train
-            fewest = min(spec.eval.batch_size, len(recipe.eval_data) // rank_info.world_size)  # type: ignore[arg-type]  # map-style data has a length
+            rank_info, train, at_once = group.rank_info, spec.train, spec.eval.batch_size
+            num_samples = len(recipe.eval_data)  # type: ignore[arg-type]  # map-style data has a length
+            fewest = min(at_once, num_samples // rank_info.world_size)
             if train.micro_batch_size_in(rank_info.world_size) in (1, train.global_batch_size):
                 self._num_parts = num_parts_of(fewest)  # `batches_after_warmup` checks the loss of other batches
-            self._held_out = _HeldOut(
-                len(recipe.eval_data),  # type: ignore[arg-type]  # map-style data has a length
-                spec.eval.batch_size,
-                rank=rank_info.rank,
-                world_size=rank_info.world_size,
-            )
+            self._held_out = _HeldOut(num_samples, at_once, rank=rank_info.rank, world_size=rank_info.world_size)
             self._loader = make_loader(
                 SeededFetch(recipe.eval_data, spec.seed, recipe.collate_fn),
                 self._held_out,

@@ -60,11 +60,8 @@ class _StepTrace(StepObserver):
     def listen(self) -> None:
         """Listen to the recipe, the model and the optimizer from here on."""
         t = self._t
-        t.recipe = replace(
-            t.recipe,
-            inputs_and_targets=partial(self._split, t.recipe.inputs_and_targets),
-            loss=partial(self._loss, t.recipe.loss),
-        )
+        split, loss = partial(self._split, t.recipe.inputs_and_targets), partial(self._loss, t.recipe.loss)
+        t.recipe = replace(t.recipe, inputs_and_targets=split, loss=loss)
         t.observers.append(self)
         t.state.optimizer.register_step_pre_hook(lambda *_: self._note_gradients("used gradient"))
         for name, parameter in t.state.model.named_parameters():

@@ -81,12 +81,8 @@ class Training:
 
     def global_batches(self) -> Iterator[LoadedGlobalBatch]:
         """Yield the samples of every step that is left."""
-        sampler = RankSampler(
-            order=self.order,
-            start=self.state.position,
-            total_steps=self.total_steps,
-            rank=self.group.rank_info.rank,
-        )
+        start, rank = self.state.position, self.group.rank_info.rank
+        sampler = RankSampler(order=self.order, start=start, total_steps=self.total_steps, rank=rank)
         recipe, pin_memory = self.recipe, self.group.device.type == "cuda"
         return load_global_batches(
             recipe.train_data, sampler, data=self.spec.data, pin_memory=pin_memory, collate=recipe.collate_fn

@@ -205,13 +205,12 @@ class Checkpointer:
             is_final or self._num_saves.bit_count() == 1
         ):  # a teacher may begin to follow late
             unsaved.warn_of_changes(self._watch.changed(), "the training")
-        rank_info = self.group.rank_info
         with without_garbage_collection():
             kept = state.kept_of_optimizer()
             self._buffers.fill(self._tensors_to_write(state, kept))
             manifest = Manifest(
                 step=step,
-                world_size=rank_info.world_size,
+                world_size=self.group.rank_info.world_size,
                 shards=(),
                 state=training_state.non_tensor_state(state, kept),
                 metrics=dict(metrics or {}),
@@ -308,10 +307,9 @@ class Checkpointer:
             checkpoint_store.make_uncommitted(self.run, manifest.step, self.attempt)
             if losses and not torch.hstack([*losses]).isfinite().all().item():  # one wait for the device
                 raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  reported below, as all others
-            parts = self._buffers.parts(self._watched)
             shard = checkpoint_store.write_shard(
                 uncommitted / checkpoint_store.shard_name(rank_info.rank, rank_info.world_size),
-                parts,
+                self._buffers.parts(self._watched),
                 size=self._buffers.size,
                 on_progress=send_heartbeat,
             )

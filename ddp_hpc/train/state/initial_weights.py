@@ -92,12 +92,9 @@ def _fitting(
                 f"`train.init_from` is {str(source)!r}, but its weight {name!r} is sparse, nested, quantised, distributed or without values. "
                 "Write it as a plain dense tensor: `to_dense()`, `dequantize()` or `full_tensor()` make one."
             )
+    names = [name for name in own if name in found and own[name].shape == found[name].shape]
     # PyTorch cannot view a tensor as bytes while it is conjugated or negated by a mark alone.
-    fitting = {
-        name: found[name].detach().resolve_conj().resolve_neg()
-        for name in own
-        if name in found and own[name].shape == found[name].shape
-    }
+    fitting = {name: found[name].detach().resolve_conj().resolve_neg() for name in names}
     misfits = differences(own, found)
     if misfits and is_strict:
         raise ConfigError(

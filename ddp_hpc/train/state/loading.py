@@ -90,13 +90,8 @@ def _load(path: Path) -> Checkpoint:
         checkpoint_store.verify(path)
     else:
         raw = checkpoint_store.read_tensors(path, manifest)
-    return Checkpoint(
-        path=path,
-        step=manifest.step,
-        metrics=manifest.metrics,
-        weights=_copies(raw, "model/"),
-        ema=_copies(raw, "ema/"),
-    )
+    weights, ema = _copies(raw, "model/"), _copies(raw, "ema/")
+    return Checkpoint(path=path, step=manifest.step, metrics=manifest.metrics, weights=weights, ema=ema)
 
 
 def _copies(raw: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:

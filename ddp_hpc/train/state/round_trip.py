@@ -130,11 +130,9 @@ def of_all_ranks(state: TrainingState) -> dict[str, int]:
     known = named_tensors(state.model)
     memory = {one.data_ptr() for one in known.values()}
     is_each_ranks = training_state.each_ranks(state.model)
-    others = {
-        name: one
-        for name, one in state.model.state_dict().items()
-        if not (name in known or one.data_ptr() in memory or is_each_ranks(name))
-    }
+    saved = state.model.state_dict()
+    unknown = [name for name in saved if not (name in known or is_each_ranks(name))]
+    others = {name: saved[name] for name in unknown if saved[name].data_ptr() not in memory}
     found = {f"{name} of the model's `state_dict`": one for name, one in digests.digests_of_tensors(others).items()}
     return found | {name: zlib.crc32(text.encode()) for name, text in texts.items()}
 

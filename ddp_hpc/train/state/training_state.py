@@ -286,13 +286,12 @@ class Restoration:
         self._own_options = content.get("own_options", [])
         group_options.check(state.optimizer.param_groups, self._own_options)
         starts = (f"rank.{state.rank}/rng.", f"rank.{state.rank}/loss_meter")  # and on rank zero, all loss meters
-        self._own = {
-            name: one.empty()
-            for name, one in saved.items()
-            if name.startswith(starts)
-            or (state.rank == 0 and name.startswith("rank.") and name.endswith("/loss_meter"))
-        }
-        self._num_ranks = len({name.partition("/")[0] for name in saved if name.startswith("rank.")})
+        of_ranks = [name for name in saved if name.startswith("rank.")]
+        own = [
+            name for name in of_ranks if name.startswith(starts) or (state.rank == 0 and name.endswith("/loss_meter"))
+        ]
+        self._own = {name: saved[name].empty() for name in own}
+        self._num_ranks = len({name.partition("/")[0] for name in of_ranks})
         self.into: dict[str, Tensor] = self._own | of_optimizer
         """Where to read each tensor that this rank needs: of the saved shape and dtype, on any device, with any strides."""
         for weights in self._weights:
@@ -366,12 +365,8 @@ class _WeightsToLoad:
     """
 
     def __init__(self, module: nn.Module, saved: Mapping[str, SavedTensor], prefix: str, rank: int) -> None:
-        names = {
-            name.removeprefix(start): name
-            for start in (f"{prefix}/", f"rank.{rank}/{prefix}/")
-            for name in saved
-            if name.startswith(start)
-        }
+        starts = (f"{prefix}/", f"rank.{rank}/{prefix}/")
+        names = {name.removeprefix(start): name for start in starts for name in saved if name.startswith(start)}
         found = {name: saved[full] for name, full in names.items()}
         own = module.state_dict()
         misfits = differences(own, found)
@@ -459,11 +454,8 @@ def differences(
 
     `missing` and `unknown` are the words for what only the model has, and for what only `found` has.
     """
-    shapes = [
-        f"{name} {tuple(found[name].shape)} instead of {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & found.keys())
-        if own[name].shape != found[name].shape
-    ]
+    changed = [name for name in sorted(own.keys() & found.keys()) if own[name].shape != found[name].shape]
+    shapes = [f"{name} {tuple(found[name].shape)} instead of {tuple(own[name].shape)}" for name in changed]
     parts = {
         missing: sorted(own.keys() - found.keys()),
         unknown: sorted(found.keys() - own.keys()),

@@ -68,10 +68,8 @@ class Raised:
     def is_in_data(self) -> bool:
         """Whether a data set raised it, while a loader fetched a sample."""
         fetch = [number for number, frame in enumerate(self.frames) if "torch/utils/data/" in frame.filename]
-        return bool(fetch) and any(
-            frame.name in {"__getitem__", "__getitems__", "__iter__", "__next__"} and is_users(frame)
-            for frame in self.frames[fetch[-1] :]
-        )
+        users = filter(is_users, self.frames[fetch[-1] :] if fetch else ())
+        return any(frame.name in {"__getitem__", "__getitems__", "__iter__", "__next__"} for frame in users)
 
 
 def tracebacks(lines: Sequence[str]) -> list[Raised]:

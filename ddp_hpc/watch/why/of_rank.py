@@ -141,11 +141,8 @@ def verdict_on_signal(facts: AttemptFacts, verdict: Verdict, number: int) -> Ver
         return _verdict_on_kill(facts, verdict)
     if number not in _CRASHES:
         return replace(verdict, failure="signal")
-    reasons = [
-        pair
-        for pair in _matches_at_end(facts, verdict)
-        if pair[1].role != "confirmation" and pair[1].name not in _OF_STARTS
-    ]
+    found = _matches_at_end(facts, verdict)
+    reasons = [pair for pair in found if pair[1].role != "confirmation" and pair[1].name not in _OF_STARTS]
     more = [pair for pair in reasons if pair[1].name != "native-crash"]
     more.sort(key=lambda pair: (pair[1].role != "root", pair[1].role != "either", pair[0].offset))
     is_said = more and more[0][1].role == "root"

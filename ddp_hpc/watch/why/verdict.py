@@ -119,13 +119,9 @@ def _of_record(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | No
         return None
     if name == "ranks-differ" and facts.difference is not None:
         return _of_difference(facts.difference)
-    evidence = tuple(
-        EvidenceLine("confirmation", None, line.text, line)
-        for line in facts.console
-        if match_line(line.text) == Match(name, "confirmation")
-    )
-    hosts = ", ".join(facts.attempt.failed_nodes)
-    return Verdict(failure=name, host=hosts, evidence=evidence[:1])
+    proofs = [line for line in facts.console if match_line(line.text) == Match(name, "confirmation")]
+    evidence = tuple(EvidenceLine("confirmation", None, line.text, line) for line in proofs[:1])
+    return Verdict(failure=name, host=", ".join(facts.attempt.failed_nodes), evidence=evidence)
 
 
 def _of_difference(difference: Difference) -> Verdict:
@@ -157,11 +153,8 @@ def _of_preflight(facts: AttemptFacts) -> Verdict:
 
 
 def _findings(facts: AttemptFacts) -> list[Verdict]:
-    reported = [
-        _abstaining(replace(verdict_from_report(facts, failure), has_report=True))
-        for failure in facts.failures
-        if not (failure.is_hang or failure.ranks_differ)
-    ]
+    failures = [one for one in facts.failures if not (one.is_hang or one.ranks_differ)]
+    reported = [_abstaining(replace(verdict_from_report(facts, one), has_report=True)) for one in failures]
     told = {failure.rank for failure in facts.failures if not failure.is_hang}  # others report a hang
     silent = [one for rank in facts.logs if rank not in told and (one := verdict_from_log(facts, rank)) is not None]
     for number, one in enumerate(silent):  # the rank may have gone on after that text, so it is not a root

@@ -43,16 +43,10 @@ def check(  # noqa: PLR0913  what is checked, and where
     """
     folder = spec.path.parent / f".doctor-{secrets.token_hex(4)}"
     make_directories(spec.path.parent)
-    read = [*paths, *map(str, workload_of(spec).input_paths(Path.cwd()))]
-    command = [
-        sys.executable,
-        "-m",
-        _MODULE,
-        f"--folder={folder}",
-        f"--gpus-per-node={spec.resources.num_gpus}",
-        *(f"--path={path}" for path in read),
-        *(f"--interface={name}" for name in spec.network.interfaces),
-    ]
+    options = [f"--folder={folder}", f"--gpus-per-node={spec.resources.num_gpus}"]
+    options += [f"--path={path}" for path in (*paths, *workload_of(spec).input_paths(Path.cwd()))]
+    options += [f"--interface={name}" for name in spec.network.interfaces]
+    command = [sys.executable, "-m", _MODULE, *options]
     try:
         if is_in_job:
             answer = client.run_beside(command, environ, timeout_s=patience_s)

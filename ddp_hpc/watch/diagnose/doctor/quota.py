@@ -79,8 +79,7 @@ def parse(text: str, mount: Mount) -> list[Quota] | None:
     words = text.split()
     if mount.fs_type != "lustre" and words[-1:] == ["none"]:
         return []  # `Disk quotas for user ada (uid 1000): none`
-    named = [number for number, word in enumerate(words) if word in {mount.point, mount.source}]
-    for at in named:
+    for at in (number for number, word in enumerate(words) if word in {mount.point, mount.source}):
         row = words[at + 1 : at + 1 + _NUM_COLUMNS]
         counts = [_NUMBER.fullmatch(word) for word in (*row[0:3], *row[4:7])]
         if len(row) == _NUM_COLUMNS and all(counts):
@@ -92,8 +91,7 @@ def parse(text: str, mount: Mount) -> list[Quota] | None:
 def _limit(of: str, counts: Sequence[int], unit: int) -> Iterator[Quota]:
     used, soft, hard = counts
     if soft or hard:
-        limit = hard or soft
-        yield Quota(of=of, used=used * unit, limit=limit * unit, is_over_soft=bool(soft) and used > soft)
+        yield Quota(of=of, used=used * unit, limit=(hard or soft) * unit, is_over_soft=bool(soft) and used > soft)
 
 
 def findings_on_quota(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[Finding]:
