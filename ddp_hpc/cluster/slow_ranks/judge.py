@@ -142,14 +142,9 @@ def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int])
     least_s = min((lost_s[rank] for rank in slow), default=0.0)
     if slow and least_s - max(next_s, 0.0) < LEAST_APART * least_s:
         return SlowRankVerdict(unknown="the ranks are late by different times, as stages of a pipeline are")
+    num_waiting = len(lost) - len(slow)
     named = tuple(
-        SlowRank(
-            rank=rank,
-            node=nodes[rank],
-            lost_s=lost_s[rank],
-            share=lost_s[rank] / step_s,
-            num_waiting=len(lost) - len(slow),
-        )
+        SlowRank(rank=rank, node=nodes[rank], lost_s=lost_s[rank], share=lost_s[rank] / step_s, num_waiting=num_waiting)
         for rank in sorted(slow, key=lambda rank: -lost_s[rank])
     )
     # Between the two, a rank stays what it was.

@@ -212,6 +212,7 @@ class Certification:
         runs_dir.mkdir(parents=True, exist_ok=True)
         before = files_in(work_dir)
         outside = (*self._outside, *self._watched(linked))
+        others = (one for one in self._of_other_runs if not any(path.is_relative_to(one) for path in outside))
         trial = Trial(
             name=name,
             work_dir=work_dir,
@@ -226,9 +227,7 @@ class Certification:
             printing_rank=self._printing_rank,
             progress=values_of(self.settings).get("script.progress"),
             outside=outside,
-            apart_from=tuple(
-                one for one in self._of_other_runs if not any(path.is_relative_to(one) for path in outside)
-            ),
+            apart_from=tuple(others),
         )
         record = trial.run()
         self._refuse_outputs_elsewhere(trial)

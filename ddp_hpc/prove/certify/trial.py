@@ -238,10 +238,8 @@ class Trial:
         for kind, path in self._events.wait(0.0):
             if kind != "read":  # this process has read them
                 self._note(kind, path)
-        was_in_save = bool(half or self._files.being_written)
-        return replace(
-            injected, half_written=(*half, *self._files.emptied()), present=tuple(whole), was_in_save=was_in_save
-        )
+        was_in_save, cut_off = bool(half or self._files.being_written), (*half, *self._files.emptied())
+        return replace(injected, half_written=cut_off, present=tuple(whole), was_in_save=was_in_save)
 
     # --- the end of an attempt -------------------------------------------------------------------------------------
 

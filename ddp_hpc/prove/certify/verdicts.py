@@ -83,9 +83,8 @@ def needs_second_run(evidence: TrialEvidence) -> bool:
 def judge(name: str, evidence: TrialEvidence) -> FaultResult:
     """Return the verdict on one fault."""
     verdict = next(verdict for verdict, holds in _TABLE.items() if holds(evidence))
-    finding = FaultResult(
-        fault=name, description=evidence.fault.description, verdict=verdict, words=_WORDS.get(verdict, verdict)
-    )
+    words, description = _WORDS.get(verdict, verdict), evidence.fault.description
+    finding = FaultResult(fault=name, description=description, verdict=verdict, words=words)
     if not finding.was_tried:
         finding.reason = "have the script train on for longer after its last save, or save fewer files at a time"
         return finding

@@ -165,9 +165,8 @@ def restored(
     for place, value in {**below("optimizer/", saved), **content["plain"]}.items():
         name, _, key = place.rpartition("/")
         if name not in named:
-            raise _unfit_error(
-                f"optimizer has state of the parameter {name!r}, which this model does not have", "recipe"
-            )
+            there = f"optimizer has state of the parameter {name!r}, which this model does not have"
+            raise _unfit_error(there, "recipe")
         if not isinstance(value, SavedTensor):
             state[named[name]][key] = value
         else:

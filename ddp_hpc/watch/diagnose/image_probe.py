@@ -97,20 +97,10 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
 
 def judge(image: str, runtime: str, found: Mapping[str, Any]) -> ImageFindings:
     """Return what an answer of the probe means."""
-    version = tuple(found["python"])
+    version, python = tuple(found["python"]), ".".join(map(str, found["python"]))
     problems = [f"{name} cannot be imported: {why}" for name, why in found["problems"].items() if name not in USEFUL]
     if version < LEAST_PYTHON:
-        problems.append(
-            f"Python is {'.'.join(map(str, version))}, but must be {'.'.join(map(str, LEAST_PYTHON))} or newer"
-        )
+        problems.append(f"Python is {python}, but must be {'.'.join(map(str, LEAST_PYTHON))} or newer")
     notes = [f"{name} is missing; only {USEFUL[name]} needs it" for name in USEFUL if name in found["problems"]]
-    return ImageFindings(
-        image=image,
-        runtime=runtime,
-        python=".".join(map(str, version)),
-        machine=found["machine"],
-        modules=found["modules"],
-        torch=found["torch"],
-        problems=problems,
-        notes=notes,
-    )
+    as_found = {key: found[key] for key in ("machine", "modules", "torch")}
+    return ImageFindings(image=image, runtime=runtime, python=python, problems=problems, notes=notes, **as_found)

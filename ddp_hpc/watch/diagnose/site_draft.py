@@ -55,14 +55,13 @@ def survey(environ: Mapping[str, str]) -> Survey:
     user, home = client.user_name(), environ.get("HOME", "")
     scratch, scratch_from = _scratch(environ, user)
     place = os.path.realpath(Template(scratch or "/").safe_substitute(environ))
+    mounts = psutil.disk_partitions(all=True)
     found = Survey(
         host=socket.gethostname(),
         scratch=scratch,
         scratch_from=scratch_from,
         is_scratch_at_home=bool(home) and Path(place).is_relative_to(os.path.realpath(home)),
-        file_systems={
-            one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True) if one.fstype in _SHARED_FILE_SYSTEMS
-        },
+        file_systems={one.mountpoint: one.fstype for one in mounts if one.fstype in _SHARED_FILE_SYSTEMS},
         interfaces=usable_interfaces(local_interfaces()),
         runtimes=[name for name in _RUNTIMES if shutil.which(name, path=environ.get("PATH", ""))],
         has_modules=bool(environ.get("MODULESHOME") or environ.get("LMOD_CMD")),

@@ -66,7 +66,5 @@ def verdict_on_missing_ranks(finding: Verdict, facts: AttemptFacts) -> Verdict:
     named = [f"rank {rank}{f' on {node}' if node else ''}" for rank, node in nodes.items()]
     words = f"{few(named, 8)} did not join"
     evidence = (EvidenceLine("root", None, f"record of rank zero: {words}"), *finding.evidence)
-    first = facts.missing.ranks[0]
-    return replace(
-        finding, rank=first, host=nodes[first], basis="record", detail=f"{words}; {finding.detail}", evidence=evidence
-    )
+    first, detail = facts.missing.ranks[0], f"{words}; {finding.detail}"
+    return replace(finding, rank=first, host=nodes[first], basis="record", detail=detail, evidence=evidence)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -161,9 +161,8 @@ def _findings(facts: AttemptFacts) -> list[Verdict]:
         role: Role = "either" if one.role == "root" else one.role
         evidence = tuple(replace(line, role=role) for line in one.evidence)
         silent[number] = _abstaining(replace(one, role=role, evidence=evidence))
-    of_job = _verdict_from_console(facts)
     signalled_ranks = _of_signalled(facts, {failure.rank for failure in facts.failures})
-    return [*reported, *signalled_ranks, *silent, *([] if of_job is None else [of_job])]
+    return [*reported, *signalled_ranks, *silent, *_verdict_from_console(facts)]
 
 
 def _abstaining(finding: Verdict) -> Verdict:
@@ -185,16 +184,16 @@ def _of_signalled(facts: AttemptFacts, reported: AbstractSet[int]) -> list[Verdi
     return found
 
 
-def _verdict_from_console(facts: AttemptFacts) -> Verdict | None:
-    """Return why the workers could not be started, by what Slurm and the container runtime printed."""
+def _verdict_from_console(facts: AttemptFacts) -> Iterator[Verdict]:
+    """Yield why the workers could not be started, by what Slurm and the container runtime printed first."""
     if any(line.text for lines in facts.logs.values() for line in lines):
-        return None  # a rank has started: such a line is of a setup that went on
+        return  # a rank has started: such a line is of a setup that went on
     for line in facts.console:
         found = match_line(line.text)
         if found is not None and found.role == "root" and found.name in {"image", "launch-failed"}:
             proof = (EvidenceLine("either", None, line.text, line),)
-            return Verdict(failure=found.name, role="either", basis="log", detail=line.text, evidence=proof)
-    return None
+            yield Verdict(failure=found.name, role="either", basis="log", detail=line.text, evidence=proof)
+            return
 
 
 def _of_silent_rank(facts: AttemptFacts, findings: Iterable[Verdict]) -> Verdict | None:

@@ -134,14 +134,11 @@ def _runs_dir(site: LoginSite) -> Iterator[Finding]:
         yield Finding("fail", f"{where} cannot be written: {found_there.error}", to_do)
         return
     free = found_there.free_bytes or 0
-    level: Level = "fail" if free < FULL_BYTES else "warn" if free < TIGHT_BYTES else "ok"
-    if found_there.free_files is not None and found_there.free_files < FEW_FILES:
-        level = "fail"
+    is_full = free < FULL_BYTES or (found_there.free_files is not None and found_there.free_files < FEW_FILES)
     files = "" if found_there.free_files is None else f", {found_there.free_files} files"
     seconds = f" in {found_there.write_s:.1f} s" if found_there.write_s > SLOW_WRITE_S else ""
-    if seconds and level == "ok":
-        level = "warn"
-    to_do = "" if level == "ok" else _ROOM if free < TIGHT_BYTES or level == "fail" else _FASTER
+    level: Level = "fail" if is_full else "warn" if free < TIGHT_BYTES or seconds else "ok"
+    to_do = "" if level == "ok" else _ROOM if free < TIGHT_BYTES or is_full else _FASTER
     yield Finding(level, f"{where}: writable{seconds}, {quota.in_words(free)}{files} free", to_do)
 
 
