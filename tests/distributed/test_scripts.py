@@ -204,6 +204,19 @@ def test_a_script_that_must_come_before_torch_starts_as_a_new_process_and_the_lo
     assert "because line 2 of the script sets CUDA_VISIBLE_DEVICES before it imports torch" in place.console("early")
 
 
+def test_ranks_without_a_seed_draw_other_numbers_each(place: Place) -> None:
+    source = "import random, uuid\nimport numpy as np\nimport torch\n"
+    source += "print(torch.initial_seed(), torch.randperm(99)[:9].tolist(), np.random.rand(), random.random(), uuid.uuid4(), sep='|')\n"
+    (place.path / "draws.py").write_text(source)
+
+    done = place.submit(TWO, "python", "draws.py")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    drawn = [place.log("draws", rank).split("|") for rank in range(2)]
+    assert len(drawn[0]) == 5
+    assert not {*drawn[0]} & {*drawn[1]}
+
+
 COMPILED = """
 import gc
 import sys, torch, torch.distributed as dist

@@ -82,8 +82,11 @@ def _prepare(plan: ScriptPlan, environ: Mapping[str, str], python_path: Sequence
     processes.show_command(plan.program.words)
     _unbuffer()
     gc.freeze()  # `_close_files` does not find what was there before the script
+    # A fork has copied the state of generators, so all ranks would draw the same; Python's own seeds itself anew.
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpy_random.seed()  # a fork has copied its state, so all ranks would draw the same; Python's own seeds itself anew
+        numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()  # not `torch.seed`, which would have CUDA seeded, too, once the script uses it
 
 
 def _unbuffer() -> None:
