@@ -26,7 +26,7 @@ from ddp_hpc.run.run_dir.records import read_remarks
 from ddp_hpc.run.spec import ScriptSpec
 
 WORK = """
-import os, sys
+import multiprocessing, os, sys  # the first as PyTorch does, which agents import
 from ddp_hpc.base import processes
 from ddp_hpc.job.script.worker import main
 processes.block_awaited_signals()  # as agents do
@@ -99,6 +99,14 @@ SCRIPTS: dict[str, tuple[str, str | bytes]] = {
         "train.py",
         "import multiprocessing as m\ndef f(x): return x * x\nif __name__ == '__main__': print(m.get_context('spawn').Pool(2).map(f, [3]))\n",
     ),
+    "a class of its own from a spawned process": (
+        "train.py",
+        """import multiprocessing as m
+class Batch(tuple): pass
+def f(x): return Batch([x])
+if __name__ == "__main__": print(m.get_context("spawn").Pool(1).map(f, [3]))
+""",
+    ),
     "its own source": (
         "train.py",
         "import inspect, pickle\nclass Net: pass\nprint(inspect.getsource(Net), type(pickle.loads(pickle.dumps(Net()))))\n",
@@ -117,7 +125,14 @@ SCRIPTS: dict[str, tuple[str, str | bytes]] = {
         "import threading\ndef run(): raise OSError('no')\nthreading.Thread(target=run).start()\n",
     ),
 }
-QUICK = {"a syntax error", "it closes its files", "it leads a session", "a name with spaces", "modules named like ours"}
+QUICK = {
+    "a syntax error",
+    "it closes its files",
+    "it leads a session",
+    "a name with spaces",
+    "modules named like ours",
+    "a class of its own from a spawned process",
+}
 MODULES = ("script", "job", "spec", "worker", "torch_utils", "psutil_", "sub/lib", "lib")
 
 
@@ -194,7 +209,8 @@ def test_a_module_of_the_jobs_copy_of_the_code_runs_and_not_the_one_that_was_edi
     start: str, tmp_path: Path
 ) -> None:
     copy = RunDir(tmp_path / "runs" / "run").snapshot
-    shows = "import sys, multiprocessing as m\nfrom pkg.value import value\ndef f(x): return value\n"
+    shows = "import atexit, pickle, sys, multiprocessing as m\nfrom pkg.value import value\ndef f(x): return value\n"
+    shows += "class Kept: pass\natexit.register(lambda: pickle.dumps(Kept()))\n"
     shows += (
         "if __name__ == '__main__': print(value, sys.argv, __spec__.name, m.get_context('spawn').Pool(1).map(f, [0]))\n"
     )

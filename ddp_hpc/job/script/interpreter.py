@@ -102,9 +102,11 @@ def _unbuffer() -> None:
 
 def _run(plan: ScriptPlan, on_error: Callable[[BaseException], object]) -> int:
     pid = os.getpid()
+    # Under its second name, `multiprocessing` finds what a spawned process returns. It stays to the end, as exit functions use it.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     try:
         if plan.program.module is not None:
-            runpy.run_module(plan.program.module, run_name="__main__", alter_sys=True)
+            runpy._run_module_as_main(plan.program.module)  # type: ignore[attr-defined]  # noqa: SLF001  Python calls it, too
         elif plan.path is not None and plan.path.is_file() and not zipfile.is_zipfile(plan.path):
             _run_file(plan.file)
         else:
@@ -123,12 +125,10 @@ def _run(plan: ScriptPlan, on_error: Callable[[BaseException], object]) -> int:
 
 def _run_file(path: str) -> None:
     """Run a file as Python does with one that it is started with."""
-    # Not `runpy.run_path`: it sets `sys.argv[0]` to the same text as `__file__`, and takes `__main__` away when the script's
-    # last line has run, while its threads and its exit functions still use it.
-    main = types.ModuleType("__main__")
+    # Not `runpy.run_path`: it sets `sys.argv[0]` to the same text as `__file__`.
+    main = sys.modules["__main__"]
     loader = SourceFileLoader("__main__", path)
     main.__dict__.update(__file__=path, __builtins__=builtins, __loader__=loader, __cached__=None, __package__=None)
-    sys.modules["__main__"] = main
     with io.open_code(path) as file:
         source = file.read()
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102  this is what the user asks for
@@ -140,8 +140,7 @@ def _run_archive(plan: ScriptPlan) -> None:
     if sys.path[:1] == [plan.folder]:
         del sys.path[0]
     sys.path.insert(0, plan.file)
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # noqa: SLF001  Python calls it, too
+    runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # noqa: SLF001  likewise
 
 
 def _exit_code(end: SystemExit) -> int:
