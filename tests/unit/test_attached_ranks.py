@@ -7,10 +7,11 @@ import time
 
 import pytest
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ddp_hpc.base.errors import WorkerError
+from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.train import sealed_store
-from ddp_hpc.train.attached.ranks import ScriptRanks
+from ddp_hpc.train.attached.ranks import ScriptRanks, rank_info_of_script
 from ddp_hpc.train.process_group import RankInfo
 from ddp_hpc.train.sealed_store import SealedStore
 
@@ -60,3 +61,15 @@ def test_ranks_wait_for_rank_zero_as_long_as_it_reports_that_it_works(
         with pytest.raises(WorkerError):
             other.from_rank_zero(0)
     reader.join()
+
+
+def test_a_script_that_starts_its_own_ranks_is_refused_in_a_run_of_ours_alone() -> None:
+    alone = rank_info_of_script({})
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        assert ScriptRanks(alone).rank_info.world_size == 2
+        assert ScriptRanks(rank_info_of_script({"WORLD_SIZE": "2"}), is_managed=True).rank_info.rank == 1
+        with pytest.raises(ConfigError, match=r"2 ranks, .* started 1.*resources\.workers_per_node=2"):
+            _ = ScriptRanks(alone, is_managed=True).rank_info
+    finally:
+        dist.destroy_process_group()

@@ -47,8 +47,9 @@ def rank_info_of_script(environ: Mapping[str, str]) -> RankInfo:
 class ScriptRanks:
     """All ranks of a script, as one of them sees them; `train.stop.Ranks`."""
 
-    def __init__(self, rank_info: RankInfo, token: str = "") -> None:
+    def __init__(self, rank_info: RankInfo, token: str = "", *, is_managed: bool = False) -> None:
         self._launched = rank_info
+        self._is_managed = is_managed
         self._token = token
         self._info = rank_info
         # By weak references: what `destroy_process_group` lets go of must end there, with its threads, not with the process.
@@ -65,7 +66,14 @@ class ScriptRanks:
             return self._launched
         world = dist.group.WORLD
         if self._info_of() is not world:  # asked at each step
-            self._info = replace(self._launched, rank=dist.get_rank(), world_size=dist.get_world_size())
+            num_ranks, num_launched = dist.get_world_size(), self._launched.world_size
+            if self._is_managed and num_ranks > num_launched:
+                raise ConfigError(
+                    f"The script's process group has {num_ranks} ranks, but ddp-hpc has started {num_launched}: the script starts its "
+                    "own ranks, which a stop would kill without a save. Have ddp-hpc start them: "
+                    f"`resources.workers_per_node={num_ranks // self._launched.num_nodes}`."
+                )
+            self._info = replace(self._launched, rank=dist.get_rank(), world_size=num_ranks)
             self._info_of = weakref.ref(world)
         return self._info
 

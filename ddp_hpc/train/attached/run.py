@@ -102,7 +102,7 @@ class AttachedRun:
         """The exit code that says: saved, start me again."""
         is_distributed = info.world_size > 1 and self._is_managed
         token = read_rendezvous_token(run.rendezvous_token(self.attempt)) if is_distributed else ""
-        self._ranks = ScriptRanks(info, token)
+        self._ranks = ScriptRanks(info, token, is_managed=self._is_managed)
         fenced = (lambda: is_fenced(run, self.attempt)) if facts else (lambda: False)
         self._consensus = StopConsensus(self._ranks, flag, is_fenced=fenced)
         self._num_calls = 0
