@@ -42,6 +42,14 @@ class AgreedStop(TrainerCallback):  # type: ignore[misc]  # Transformers is not 
         self._run.report(state.global_step)
         if self._run.should_stop(state.global_step):
             self._stops = control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        del args, state, others
+        if (
+            self._stops
+        ):  # the step has saved; `save_strategy="epoch"` and the like ask for more, though the epoch is not at its end
+            control.should_save = control.should_evaluate = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
         del args, control, others
