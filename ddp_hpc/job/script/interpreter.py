@@ -115,8 +115,8 @@ def _run(plan: ScriptPlan, on_error: Callable[[BaseException], object]) -> int:
         return _exit_code(end)
     except BaseException as error:  # noqa: BLE001  all that a script may raise
         error.with_traceback(_traceback_of_script(error.__traceback__))
-        # SIGINT may be a request to stop: the process beside this one knows. A helper that the script has forked gets here, too.
-        if not isinstance(error, KeyboardInterrupt) and os.getpid() == pid:
+        # A signal may be a request to stop: the process beside this one knows. A helper that the script has forked gets here, too.
+        if type(error).__name__ not in {"KeyboardInterrupt", "SignalException"} and os.getpid() == pid:
             on_error(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return _SIGINT_CODE if isinstance(error, KeyboardInterrupt) else 1

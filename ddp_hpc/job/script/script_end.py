@@ -45,7 +45,7 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_
     if code < 0 and not was_killed:
         report_killed(path, -code, rank=script_rank.rank, log=script_rank.log, memory_ran_out=memory_ran_out)
         return
-    text = _exception_of_elastic(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or _last_line(
+    text = _exception_of_elastic(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or last_line(
         script_rank.log
     )
     how = (
@@ -79,7 +79,7 @@ def what_was_short(script_rank: ScriptRank, before: SeenFiles, seen: SeenFiles, 
     if (pattern is None or before.num_changes) and ran_s >= SHORT_S:
         return ""
     saved = "" if pattern is None else f" and saved no file of `script.progress` ({pattern!r})"
-    text = _last_line(script_rank.log)
+    text = last_line(script_rank.log)
     return f"the script exited with code 0 after {'less than a second' if ran_s < 1 else f'{ran_s:.0f} s'}{saved}; " + (
         f"its last line: {text}" if text else "it printed nothing"
     )
@@ -114,7 +114,7 @@ _HINT = "Set the environment variable HYDRA_FULL_ERROR=1"
 """How Hydra begins the line after each error, which it prints itself."""
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
     """Return the last line of a log that has any text, and is not Hydra's hint after an error."""
     with suppress(OSError):
         # Progress bars return without a new line.

@@ -22,6 +22,7 @@ from ddp_hpc.cluster.rank_probe.deadlines import in_thread
 from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.job.script.liveness import Life
 from ddp_hpc.job.script.plan import ScriptRank
+from ddp_hpc.job.script.script_end import last_line
 from ddp_hpc.run.run_dir.failure_reports import read_failures, write_rank_end
 from ddp_hpc.run.run_dir.hang_records import write_hang_record
 from ddp_hpc.run.run_dir.records import Progress, with_script_report, write_progress
@@ -108,7 +109,11 @@ class Watcher:
         """Return the script's exit code, or minus the number of the signal that killed it."""
         [code] = self._await_end([pid])
         self._hear_of_stop(code)
-        return self._stop_below(code)
+        code = self._stop_below(code)
+        as_torchrun = f"got signal: {self.sent_signal}"  # it has passed the signal on to its ranks
+        if self.sent_signal and not self.has_killed and last_line(self.script_rank.log).endswith(as_torchrun):
+            return -self.sent_signal
+        return code
 
     def _await_end(self, pids: Sequence[int]) -> list[int]:
         """Wait until these children have ended; return their exit codes."""
