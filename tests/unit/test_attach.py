@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,7 +25,7 @@ from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Ledger, record_start
 from ddp_hpc.run.run_dir.ownership import claim
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import Progress, ask_to_stop, with_script_report, write_progress
+from ddp_hpc.run.run_dir.records import Progress, ask_to_stop, read_progress, with_script_report, write_progress
 from ddp_hpc.run.spec import RunSpec, ScriptSpec
 from ddp_hpc.run.workload.script import ScriptWorkload
 from ddp_hpc.train.attached import run as attached_run
@@ -298,6 +299,23 @@ def test_status_shows_what_the_script_reports_and_a_call_between_two_writes_read
     status = read_status(managed, now=6.0)
     assert (status.step, status.loss, status.metrics) == (3, 0.25, {"accuracy": 0.75})
     assert "step 3  loss 0.25" in progress_line(status)
+
+
+@pytest.mark.parametrize("step", [np.int64(181), torch.tensor(181)])
+def test_a_step_may_be_a_number_of_numpy_or_pytorch(step: Any, managed: RunDir) -> None:
+    run = attach()
+    run.report(step)
+    write_progress(managed, with_script_report(managed, Progress(attempt=0)))
+    reported = read_progress(managed)
+    ask_to_stop(managed)
+    while not run.should_stop(step + 1):
+        pass
+
+    write_progress(managed, with_script_report(managed, Progress(attempt=0)))
+    stopped = read_progress(managed)
+    assert reported is not None
+    assert stopped is not None
+    assert (reported.step, stopped.step) == (181, 182)
 
 
 def test_a_report_outside_of_ddp_hpc_writes_nothing(tmp_path: Path) -> None:
