@@ -394,3 +394,38 @@ def test_a_loader_takes_the_order_and_a_call_of_set_epoch_keeps_its_place() -> N
 def test_an_order_without_a_step_is_refused() -> None:
     with pytest.raises(ConfigError, match="an epoch has no step"):
         attach().order(3, batch_size=4, drop_last=True)
+
+
+LOADERS = [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}]
+
+
+@pytest.mark.parametrize("options", LOADERS, ids=["no worker", "a worker", "a worker that stays"])
+@pytest.mark.parametrize("num_samples", [8, 1])
+def test_a_loader_gives_each_epoch_and_its_state_at_each_step_brings_the_rest(
+    num_samples: int, options: dict[str, Any]
+) -> None:
+    """Of one sample, a rank of two gets none; it trains on the first a second time."""
+
+    def of_epochs(order: StepSampler, epochs: int) -> list[list[int]]:
+        loader = DataLoader(TensorDataset(torch.arange(num_samples)), batch_sampler=order, **options)
+        step, seen = order.step, []
+        for _ in range(order.epoch, epochs):
+            for (batch,) in loader:
+                step += 1
+                seen.append(batch.tolist())
+                states.append(order.state_dict(step))
+                list(sampler())  # a validation
+        return seen
+
+    def rank_one() -> StepSampler:
+        return sampler(1, num_samples=num_samples)
+
+    whole, states = [batch for order in [rank_one()] for _ in range(3) for batch in order], [rank_one().state_dict(0)]
+
+    assert of_epochs(rank_one(), 3) == whole
+
+    for step, state in enumerate(states[:]):
+        if not options or step in (0, len(whole) - 1):
+            resumed = rank_one()
+            resumed.load_state_dict(state)
+            assert of_epochs(resumed, 3) == whole[step:]

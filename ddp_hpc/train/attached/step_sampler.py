@@ -39,11 +39,12 @@ class StepSampler(Sampler[list[int]]):
         return self.order.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
+        # Begun when the first batch is asked for: a loader with workers makes two iterators, and uses the second one.
         begin = self._next
-        end = self._next = self.order.position_after(begin, self.order.steps_left(begin))
         # `_next` is set now: a loader may read ahead, or not to the end.
-        batches = RankSampler(order=self.order, start=begin, total_steps=end.step, rank=self._rank)
-        return ([index for one in batch.micro_batches for index in one.indices] for batch in batches)
+        end = self._next = self.order.position_after(begin, self.order.steps_left(begin))
+        for batch in RankSampler(order=self.order, start=begin, total_steps=end.step, rank=self._rank):
+            yield [index for one in batch.micro_batches for index in one.indices]
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next iteration be of this epoch, as `DistributedSampler` has it; of the first one, what is left of it."""
