@@ -429,3 +429,20 @@ def test_a_loader_gives_each_epoch_and_its_state_at_each_step_brings_the_rest(
             resumed = rank_one()
             resumed.load_state_dict(state)
             assert of_epochs(resumed, 3) == whole[step:]
+
+
+@pytest.mark.parametrize("how", ["a peek", "epochs that end early", "epochs from 1", "more steps than batches"])
+def test_an_order_whose_epochs_are_not_those_that_were_trained_is_refused_at_a_save(how: str) -> None:
+    order = sampler()  # four steps an epoch
+    if how == "a peek":
+        next(iter(order))
+    for epoch in range(2):
+        if how == "epochs from 1":
+            order.set_epoch(epoch + 1)
+        batches = iter(order)
+        for _ in range(1 if how == "epochs that end early" else 4):
+            next(batches)
+    next(iter(order))
+
+    with pytest.raises(ConfigError, match="whole epochs"):
+        order.state_dict({"epochs that end early": 3, "more steps than batches": 18}.get(how, 9))

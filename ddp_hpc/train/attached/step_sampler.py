@@ -57,7 +57,14 @@ class StepSampler(Sampler[list[int]]):
             raise ConfigError(
                 f"The state of step {step} was asked for, but the order goes on from step {self._origin.step}."
             )
-        return asdict(self.order.position_after(self._origin, step - self._origin.step))
+        position = self.order.position_after(self._origin, step - self._origin.step)
+        if self._next != self._origin and self._next.epoch - position.epoch not in {0, 1}:
+            raise ConfigError(
+                f"The state of step {step} is of epoch {position.epoch}, but the order has begun {self._next.epoch} epochs, so a resumed "
+                "run would get other samples. Begin the loader once for each epoch, counted from 0, train whole epochs, and take a "
+                "first look from another `run.order`."
+            )
+        return asdict(position)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on after the step of a saved state."""
