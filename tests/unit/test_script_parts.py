@@ -172,6 +172,9 @@ def test_a_script_that_says_where_its_ranks_meet_is_noticed(source: str, expecte
         ("bash -x run.sh", True),
         ("./run.sh", True),
         ("bash other.sh", False),
+        ("bash -c MASTER_PORT=1;other.sh", True),
+        ("env MASTER_ADDR=localhost python uses.py", True),
+        ("env MASTERS=1 python where.py", False),
         ("python -X dev uses.py", True),
         ("python -X dev uses_package.py", True),
         ("python uses.py", False),  # a fork sees what the module does when it meets the others

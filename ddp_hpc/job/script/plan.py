@@ -168,7 +168,7 @@ def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, st
         program=program,
         executable=str(found),
         why_exec="`script.command` starts no Python script",
-        sets_endpoint=any(sets_endpoint(_read(one), is_shell=True) for one in shells),
+        sets_endpoint=any(sets_endpoint(text, is_shell=True) for text in [*map(_read, shells), *program.words]),
     )
 
 
