@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -79,9 +80,9 @@ def sort_runs(runs: Sequence[RunStatus], by: str, *, is_reversed: bool) -> list[
         )
 
     def value(run: RunStatus) -> Any:
-        if by in _COLUMNS:
-            return _COLUMNS[by](run)
-        return run.metrics.get(by) if is_metric else values_of(run.path).get(by)
+        of_run = run.metrics if is_metric else {} if by in _COLUMNS else values_of(run.path)
+        found = _COLUMNS[by](run) if by in _COLUMNS else of_run.get(by)
+        return None if isinstance(found, float) and math.isnan(found) else found
 
     known = [run for run in runs if value(run) is not None]
     is_numeric = all(isinstance(value(run), (int, float)) for run in known)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
+from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_attempt, add_progress, make_run
 
 LISTED = ("list", "--runs-dir", "runs")
@@ -31,6 +32,14 @@ def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def names(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     assert main([*LISTED, *words]) == 0
     return [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+def test_runs_whose_number_is_nan_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, loss in {"a": 0.3, "b": float("nan"), "c": 0.1}.items():
+        add_progress(RunDir(Path("runs") / name), loss=loss, metrics={"accuracy": loss})
+
+    assert [names(capsys, "--sort", by) for by in ("loss", "accuracy")] == [["c", "a", "b", "odd"]] * 2
+    assert names(capsys, "--sort", "accuracy", "--reverse") == ["a", "c", "b", "odd"]
 
 
 @pytest.mark.parametrize(
