@@ -11,9 +11,15 @@ from torch.utils.data import Dataset
 
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.run.run_dir.records import read_progress
+from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.train.data.sample_order import Position, SampleOrder
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.recording.phase_times import PhaseTimes
+from ddp_hpc.train.recording.run_recorder import RunRecorder
+from tests.made_run import make_run
 from tests.strange.one_process import trained
+from tests.unit.made_state import alone
 
 
 class Clock:
@@ -64,6 +70,26 @@ def test_rates_are_those_of_the_training_however_long_an_evaluation_takes(tmp_pa
     assert newest is not None
     assert newest.samples_per_s == pytest.approx(4.0)
     assert newest.eta_s == 0.0
+
+
+def test_the_time_left_counts_evaluations_and_saves(tmp_path: Path) -> None:
+    """A step takes a second, and an evaluation after each a hundred more."""
+    clock = Clock()
+    order = SampleOrder(num_samples=40, seed=0, global_batch_size=4, micro_batch_size=4, world_size=1)
+    run = make_run(tmp_path, "run")
+    recorder = RunRecorder(run, RunSpec(name="run"), alone(), PhaseTimes(), attempt=0, total_steps=10, order=order)
+    recorder._clock = clock
+    recorder.open(Position())
+    for step in range(1, 6):
+        clock.now += 1.0
+        recorder.progress(order.position_after(Position(), step), now=True)
+        with recorder.paused():
+            clock.now += 100.0
+    recorder.close()
+
+    newest = read_progress(run)
+    assert newest is not None
+    assert [newest.samples_per_s, newest.eta_s] == pytest.approx([4.0, 5 * 101.0])
 
 
 class FasterSoon(Taking):

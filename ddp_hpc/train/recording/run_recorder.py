@@ -61,7 +61,8 @@ class RunRecorder:
         """Whether the rate was measured after the last line of the log."""
         self._taken_at = Position()
         self._num_taken = 0
-        self._steps_per_s: float | None = None
+        self._began_at: tuple[float, int] | None = None
+        """When the first step had ended, and its number: what comes after it is the pace of the time left, with all pauses."""
         self._clock = time.monotonic
         self._measured_at: tuple[float, Position] | None = None
         self._paused_s = self._newest_pause_s = 0.0
@@ -204,12 +205,11 @@ class RunRecorder:
         """Measure how fast the training is since the last measurement; the first call only begins, as the first step is slower."""
         now = self._clock() - self._paused_s
         if self._measured_at is None:
-            self._measured_at = now, position
+            self._measured_at, self._began_at = (now, position), (self._clock(), position.step)
         seconds, before = now - self._measured_at[0], self._measured_at[1]
         if seconds >= PROGRESS_INTERVAL_S / 2 and position.step > before.step:
             self._known["samples_per_s"] = self._order.samples_between(before, position) / seconds
             self._is_rate_new = True
-            self._steps_per_s = (position.step - before.step) / seconds
             self._measured_at = now, position
 
     def _write(self, kind: str, position: Position, numbers: Mapping[str, float | None]) -> None:
@@ -219,12 +219,13 @@ class RunRecorder:
 
     def _write_progress(self, position: Position) -> None:
         self._written_at = time.monotonic()
-        steps_left = self.total_steps - position.step
+        began, first = self._began_at or (0.0, position.step)
+        pace_s = (self._clock() - began) / (position.step - first) if position.step > first else None
         progress = Progress(
             step=position.step,
             total_steps=self.total_steps,
             epoch=_epoch_of(position),
-            eta_s=None if self._steps_per_s is None else steps_left / self._steps_per_s,
+            eta_s=None if pace_s is None else (self.total_steps - position.step) * pace_s,
             at=time.time(),
             **self._known,
         )
