@@ -127,7 +127,17 @@ def test_a_script_says_what_is_missing_and_how_to_get_it(saves: int, said: str, 
 
     assert said in found.text
     assert "0 to 0" not in found.text  # its steps are not known
-    assert "ddp_hpc.attach" in found.text
+    assert "the newest that it reports by ddp_hpc.attach" in found.text
+    assert "there are no charts of them" in found.text
+
+
+def test_a_script_that_was_stopped_is_not_said_to_have_a_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=0, job_id="1")
+    record_end(run, 0, End(ending=Ending.STOPPED, exit_code=99))
+    write_progress(run, Progress(attempt=0, saves=0, step=7, at=NOW))
+
+    assert "with a checkpoint" not in page(run).text
 
 
 def test_a_run_of_an_older_version_has_a_page_without_phases_and_waits(tmp_path: Path) -> None:

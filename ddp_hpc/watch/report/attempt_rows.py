@@ -15,7 +15,7 @@ MOST_ROWS = 40
 _MOST_TICKS = 60
 _ENDS = {
     "finished": "finished",
-    "stopped": "stopped, with a checkpoint",
+    "stopped": "stopped",
     "cancelled": "cancelled",
     "fenced": "replaced by a newer attempt of the run",
 }

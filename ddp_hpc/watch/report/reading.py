@@ -102,8 +102,8 @@ def _gaps(ledger: Ledger, series: Series, marks: Sequence[Mark], *, is_script: b
     found = []
     if is_script:
         found.append(
-            "The run is a script: ddp-hpc sees its start, its saves and its end, but not its steps. `ddp_hpc.attach` in the script "
-            "reports steps and losses; with a recipe, this page shows everything."
+            "The run is a script: ddp-hpc sees its start, its saves and its end, and of its steps and losses the newest that it "
+            "reports by `ddp_hpc.attach`, so there are no charts of them. With a recipe, this page shows everything."
         )
     elif not series.loss:
         found.append(
