@@ -318,6 +318,17 @@ def test_a_step_may_be_a_number_of_numpy_or_pytorch(step: Any, managed: RunDir) 
     assert (reported.step, stopped.step) == (181, 182)
 
 
+def test_numbers_of_an_evaluation_stay_while_steps_report_others(managed: RunDir) -> None:
+    run = attach()
+    run.report(1, accuracy=0.5, lr=0.3)
+    run.report(2, accuracy=0.75)
+
+    run.report(3, lr=0.1)
+    save(run, 3)
+
+    assert with_script_report(managed, Progress(attempt=0)).metrics == {"accuracy": 0.75, "lr": 0.1}
+
+
 def test_a_report_outside_of_ddp_hpc_writes_nothing(tmp_path: Path) -> None:
     attach().report(1, loss=0.5)
 

@@ -32,7 +32,8 @@ class ScriptReport:
     def say(self, values: Mapping[str, Any], *, samples: float | None = None, now: bool = False) -> None:
         """Take the newest values; write them if the last time is long enough ago, or `now`."""
         # A tensor is kept as it is: to read its value waits for the device, and most of them are never written.
-        self._said.update({key: _cut_off(value) for key, value in values.items() if value is not None})
+        new = {**values, "metrics": {**self._said.get("metrics", {}), **values.get("metrics", {})}}
+        self._said.update({key: _cut_off(value) for key, value in new.items() if value is not None})
         self._samples += samples or 0.0
         self._is_pending = True
         if now or time.monotonic() - self._written_at >= INTERVAL_S:

@@ -278,7 +278,7 @@ class AttachedRun:
         seconds apart, costs some microseconds, and does not read a tensor's value from its device.
         """
         if self._report is not None and self._ranks.rank_info.is_rank_zero:
-            self._report.say({"step": int(step), "loss": loss, "metrics": metrics or None}, samples=samples)
+            self._report.say({"step": int(step), "loss": loss, "metrics": metrics}, samples=samples)
 
     def order(self, dataset: Sized | int, *, batch_size: int, seed: int = 0, drop_last: bool = False) -> StepSampler:
         """Return the order of a data set's samples as a `batch_sampler`; `batch_size` counts the samples of one rank.
