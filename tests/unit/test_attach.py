@@ -329,6 +329,17 @@ def test_numbers_of_an_evaluation_stay_while_steps_report_others(managed: RunDir
     assert with_script_report(managed, Progress(attempt=0)).metrics == {"accuracy": 0.75, "lr": 0.1}
 
 
+def test_a_new_attempt_has_only_the_checkpoint_of_the_old_one(managed: RunDir) -> None:
+    run = attach()
+    run.report(7, loss=0.5, samples=8, accuracy=0.5)
+    save(run, 7)
+
+    new = with_script_report(managed, Progress(attempt=1, at=5.0))
+
+    at = with_script_report(managed, Progress(attempt=0)).last_checkpoint_at
+    assert new == Progress(attempt=1, at=5.0, last_checkpoint=7, last_checkpoint_at=at)
+
+
 def test_a_report_outside_of_ddp_hpc_writes_nothing(tmp_path: Path) -> None:
     attach().report(1, loss=0.5)
 

@@ -244,18 +244,17 @@ def failed_save(error: str) -> str:
     )
 
 
-REPORTED = ("step", "loss", "samples_per_s", "metrics", "last_checkpoint", "last_checkpoint_at", "at")
-"""The fields of `Progress` that a script may report by `attach`."""
+REPORTED = ("step", "loss", "samples_per_s", "metrics", "last_checkpoint", "last_checkpoint_at")
+"""The fields of `Progress` that a script may report by `attach`; the last two count in later attempts, too."""
 
 
 def write_report(run: RunDir, report: Mapping[str, Any]) -> None:
-    """Replace what a script says of itself, some of `REPORTED`; the process beside the script adds it to its progress."""
+    """Replace what a script says of itself, its attempt and some of `REPORTED`; the process beside the script adds it to its progress."""
     replace_text(run.script_report, json.dumps(report), durable=False)
 
 
 def with_script_report(run: RunDir, progress: Progress) -> Progress:
     """Return a script's progress with what the script says of itself, if it does."""
     record = read_json(run.script_report) or {}
-    found = {key: record[key] for key in REPORTED if record.get(key) is not None}
-    found["at"] = progress.at
-    return replace(progress, **found)
+    names = REPORTED if record.get("attempt") == progress.attempt else REPORTED[-2:]
+    return replace(progress, **{key: record[key] for key in names if record.get(key) is not None})

@@ -22,6 +22,7 @@ class ScriptReport:
     """Rank zero's report of a run."""
 
     run: RunDir
+    attempt: int
     _said: dict[str, Any] = field(default_factory=dict)
     _samples: float = 0.0
     _written_at: float = float("-inf")
@@ -47,13 +48,11 @@ class ScriptReport:
     def write(self) -> None:
         """Write the newest values."""
         self._is_pending = False
-        if not self._said:
-            return
         at = time.monotonic()
         if self._samples and at > self._samples_since:
             self._said["samples_per_s"] = self._samples / (at - self._samples_since)
         self._samples, self._samples_since, self._written_at = 0.0, at, at
-        record = {key: _number(value) for key, value in self._said.items()}
+        record = {"attempt": self.attempt, **_number(self._said)}
         with suppress(OSError):  # the file system does not answer now; the next report says the same and more
             write_report(self.run, record)
 

@@ -107,7 +107,7 @@ class AttachedRun:
         self._consensus = StopConsensus(self._ranks, flag, is_fenced=fenced)
         self._num_calls = 0
         self._is_stopping = False
-        self._report = ScriptReport(run=run) if self._is_managed else None
+        self._report = ScriptReport(run=run, attempt=self.attempt) if self._is_managed else None
         if self._report:
             atexit.register(self._report.write_last)
 
