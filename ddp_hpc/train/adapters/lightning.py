@@ -64,10 +64,12 @@ class AgreedStop(Callback):  # type: ignore[misc]  # Lightning is not installed 
         step = trainer.global_step
         if step == self._step:  # gradients are accumulated: there is nothing new to save
             return
+        # Not by `step % save_every`: with several optimizers, a batch counts as several steps.
+        is_due = self._save_every is not None and step // self._save_every > self._step // self._save_every
         self._step = step
         self._run.report(step, loss=outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
         stops = self._run.should_stop(step)
-        if stops or (self._save_every is not None and step % self._save_every == 0):
+        if stops or is_due:
             self._save(trainer)
         if stops:
             for logger in trainer.loggers:
