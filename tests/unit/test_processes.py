@@ -102,7 +102,7 @@ def test_looking_at_a_lock_does_not_take_it(tmp_path: Path) -> None:
 def test_exit_codes_of_the_dead_are_told_by_pid() -> None:
     script = """
 import os, signal, time
-from ddp_hpc.base.processes import reap
+from ddp_hpc.base.processes import reap_children
 
 def child(end):
     pid = os.fork()
@@ -114,11 +114,11 @@ def child(end):
 pids = [child(lambda: os._exit(3)), child(lambda: os.kill(os.getpid(), signal.SIGKILL)), child(lambda: None)]
 codes = {}
 while len(codes) < 2:
-    codes |= reap()
+    codes |= reap_children()
 os.kill(pids[2], signal.SIGKILL)
 while len(codes) < 3:
-    codes |= reap()
-print([codes[pid] for pid in pids], reap())
+    codes |= reap_children()
+print([codes[pid] for pid in pids], reap_children())
 """
 
     assert _output(script) == "[3, -9, -9] {}\n"
