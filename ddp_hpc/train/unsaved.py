@@ -10,18 +10,12 @@ import logging
 import os
 import pickle
 import random
-import re
 import sys
 import zlib
 from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from decimal import Decimal
-from enum import Enum
-from fractions import Fraction
-from pathlib import PurePath
 from types import BuiltinFunctionType, BuiltinMethodType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
@@ -31,7 +25,7 @@ import xxhash
 from torch import Tensor, nn
 
 from ddp_hpc.base.names import few
-from ddp_hpc.train.engine.value_copies import GENERATORS, MOST_VALUES, is_constant, state_of
+from ddp_hpc.train.engine.value_copies import GENERATORS, MOST_VALUES, WITHOUT_CONTENT, is_constant, state_of
 from ddp_hpc.train.recipe import OTHERS_CODE
 from ddp_hpc.train.state import digests
 from ddp_hpc.train.state.training_state import why_not_plain
@@ -43,8 +37,6 @@ _MOST_BYTES = 64 << 20
 """Of an array, or of a tensor on a CPU, of which all bytes are compared; of a larger array, one of so many, and of a larger tensor the count of its changes."""
 _MOST_BYTES_ON_GPU = 1 << 20
 _NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, np.generic)
-_WITHOUT_CONTENT = (Enum, torch.dtype, torch.device, slice, range, Decimal, Fraction, timedelta, PurePath, re.Pattern)
-"""Types of values that never change, but give place to others."""
 _RAW = (bytearray, array, ctypes.Array, ctypes._SimpleCData)  # noqa: SLF001  the latter two may be shared by processes
 _OF_PASS = hash("the result of a pass, as a loss takes from a layer")
 _FLAT = {*_NUMBERS_AND_TEXTS, type(None)}
@@ -184,7 +176,7 @@ class _Walk:
         """Return what tells a value from others that may take its place, wherever it is; None where that is its content alone."""
         if isinstance(value, _NUMBERS_AND_TEXTS):
             return type(value), value
-        if isinstance(value, _WITHOUT_CONTENT):
+        if isinstance(value, WITHOUT_CONTENT):
             return repr(value)
         if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
             return value.__module__, value.__qualname__, getattr(value, "__code__", None)

@@ -106,12 +106,8 @@ def speed_order(kind: str) -> int:
 
 def by_speed(interface: Interface) -> tuple[int, int, list[str | int]]:
     """Return a sort key: the fastest first, equal ones by name, `enp71s0` before `enp105s0`."""
-    parts = re.split(r"(\d+)", interface.name)
-    return (
-        speed_order(fabric(interface)),
-        -(interface.speed_mbps or 0),
-        [int(one) if one.isdecimal() else one for one in parts],
-    )
+    parts = [int(one) if one.isdecimal() else one for one in re.split(r"(\d+)", interface.name)]
+    return speed_order(fabric(interface)), -(interface.speed_mbps or 0), parts
 
 
 def usable_interfaces(interfaces: Iterable[Interface], preferred: Sequence[str] = ()) -> list[Interface]:

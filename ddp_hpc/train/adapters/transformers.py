@@ -46,9 +46,7 @@ class AgreedStop(TrainerCallback):  # type: ignore[misc]  # Transformers is not 
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         del args, state, others
-        if (
-            self._stops
-        ):  # the step has saved; `save_strategy="epoch"` and the like ask for more, though the epoch is not at its end
+        if self._stops:  # the step has saved; `save_strategy="epoch"` asks for more, though the epoch is not at its end
             control.should_save = control.should_evaluate = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:

@@ -179,25 +179,21 @@ _TYPES: dict[type, Keep] = {
 }
 """By its exact type: how a value is put back."""
 
+_TIMES = (dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone)
+WITHOUT_CONTENT = (
+    *(*_TIMES, Decimal, Fraction, UUID, range, slice, re.Pattern),
+    *(torch.dtype, torch.device, Enum, PurePath),
+)
+"""Types of values that never change, but may give place to others."""
 _CONSTANT = frozenset({
-    *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, object),
-    *(dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone, Decimal, Fraction, UUID),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.finfo, torch.iinfo),
-    *(types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, re.Pattern, np.ufunc),
+    *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), object),
+    *(torch.Size, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, *WITHOUT_CONTENT),
+    *(types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc),
     *(type(threading.Lock()), type(threading.RLock()), torch.jit.ScriptFunction),
 })  # fmt: skip
 """Types of values that need no keeping."""
-_ALSO_CONSTANT = (
-    type,
-    Enum,
-    types.ModuleType,
-    PurePath,
-    logging.Logger,
-    np.generic,
-    np.dtype,
-    dist.ProcessGroup,
-    torch.Stream,
-)
+_OF_LIBRARIES = (logging.Logger, np.generic, np.dtype, dist.ProcessGroup, torch.Stream)
+_ALSO_CONSTANT = (type, types.ModuleType, *_OF_LIBRARIES, *WITHOUT_CONTENT)
 """Their subclasses need none either."""
 _NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
 _NOT_THE_MODELS = ("ddp_hpc.train.", "torch._dynamo.", "torch._C", "torch.jit.", "torch.fx.")
