@@ -201,9 +201,8 @@ class Checkpointer:
         if before not in {None, self._restored}:  # with heartbeats, which the next collective would not hear
             self.group.side_store.get(self._key(before, "outcome"), on_heartbeat=self.on_progress)
         self._num_saves += 1
-        if self._watch is not None and (
-            is_final or self._num_saves.bit_count() == 1
-        ):  # a teacher may begin to follow late
+        is_looked_at = is_final or self._num_saves.bit_count() == 1  # a teacher may begin to follow late
+        if self._watch is not None and is_looked_at:
             unsaved.warn_of_changes(self._watch.changed(), "the training")
         with without_garbage_collection():
             kept = state.kept_of_optimizer()
