@@ -123,8 +123,18 @@ def test_a_server_that_starts_late_dies_and_comes_back_has_each_number_of_a_kill
     until(lambda: is_known(run, server))
     server.kill()
     goes_on(run)
-    until(lambda: newest_checkpoint(run) < newest_line(run))
-    live_processes(run)["worker"][0].kill()
+    worker = live_processes(run)["worker"][0]
+
+    def has_unsaved_steps() -> bool:
+        """Tell whether a logged step is in no checkpoint; if so, the worker is suspended, and cannot commit one meanwhile."""
+        worker.suspend()
+        if newest_checkpoint(run) < newest_line(run):
+            return True
+        worker.resume()
+        return False
+
+    until(has_unsaved_steps)
+    worker.kill()
     until(lambda: not processes.is_locked(run.lock))
     server.start()
 
