@@ -33,9 +33,9 @@ from ddp_hpc.train.state.training_state import why_not_plain
 log = logging.getLogger(__name__)
 
 _MOST_NAMED = 3
-_MOST_BYTES = 64 << 20
-"""Of an array, or of a tensor on a CPU, of which all bytes are compared; of a larger array, one of so many, and of a larger tensor the count of its changes."""
-_MOST_BYTES_ON_GPU = 1 << 20
+_LARGE_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
+"""All bytes are compared of a value that is not large, and of large ones on a CPU up to so many in all, since data may be larger than the
+memory. Of any other tensor, the count of its changes is compared; any other array is passed over."""
 _NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, np.generic)
 _RAW = (bytearray, array, ctypes.Array, ctypes._SimpleCData)  # noqa: SLF001  the latter two may be shared by processes
 _OF_PASS = hash("the result of a pass, as a loss takes from a layer")
@@ -103,18 +103,13 @@ class Watch:
 
 def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     """Return which of `unsaved` has changed. What an object made since has in it does not count: a file may be opened late."""
-    nothing = hash(())
-    places = [*dict.fromkeys([*now, *before])]
-    parents = [place.rpartition(".") for place in places]
-    is_known = [
-        place in before or (parent in before and name != "__class__")
-        for place, (parent, _, name) in zip(places, parents, strict=True)
-    ]
-    return [
-        place
-        for place, known in zip(places, is_known, strict=True)
-        if known and now.get(place, nothing) not in (nothing, _OF_PASS, before.get(place, nothing))
-    ]
+    nothing, found = hash(()), []
+    for place, number in now.items():
+        parent, _, name = place.rpartition(".")
+        is_known = place in before or (parent in before and name != "__class__")
+        if is_known and number not in (nothing, _OF_PASS, before.get(place, nothing)):
+            found.append(place)
+    return found
 
 
 def warn_of_changes(places: Sequence[str], what: str = "the first step") -> None:
@@ -151,6 +146,7 @@ class _Walk:
         self._memory = {_memory(one) for one in saved}
         self._optimizers = {id(optimizer)} - {id(None)}
         self._seen: dict[int, object] = {id(one): one for one in _GLOBAL_GENERATORS}
+        self._bytes_left = _MOST_BYTES
         self.names: dict[int, str] = {}
         """Of the layers, which may be in lists besides."""
 
@@ -180,20 +176,25 @@ class _Walk:
             return repr(value)
         if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
             return value.__module__, value.__qualname__, getattr(value, "__code__", None)
-        return (
-            None if _is_librarys(type(value).__module__) else self.names.get(id(value))
-        )  # with its place, what is new in it would count
+        # With the place of a library's layer, what is new in it would count.
+        return None if _is_librarys(type(value).__module__) else self.names.get(id(value))
+
+    def _may_read(self, num_bytes: int) -> bool:
+        if num_bytes > max(_LARGE_BYTES, self._bytes_left):
+            return False
+        self._bytes_left -= num_bytes if num_bytes > _LARGE_BYTES else 0
+        return True
 
     def _leaf(self, value: Any) -> int | None:  # noqa: PLR0911  one for each kind
         """Return a number that changes with what is in the value; None where it has none, or a checkpoint holds it."""
         if _is_flat(value):
             return hash((type(value), tuple(value)))
         if isinstance(value, Tensor):
-            return hash(value.requires_grad) if _memory(value) in self._memory else _of_tensor(value)
+            return hash(value.requires_grad) if _memory(value) in self._memory else self._of_tensor(value)
         if type(value) is np.ndarray and not value.dtype.hasobject:
-            return xxhash.xxh3_64_intdigest(value.ravel("K")[:: 1 + value.nbytes // _MOST_BYTES].tobytes())
+            return xxhash.xxh3_64_intdigest(value.tobytes()) if self._may_read(value.nbytes) else None
         if isinstance(value, _RAW):
-            return zlib.crc32(bytes(value))
+            return xxhash.xxh3_64_intdigest(bytes(value)) if self._may_read(memoryview(value).nbytes) else None
         if isinstance(value, GENERATORS):
             state = state_of(value)  # pickled, a tensor has other bytes each time
             return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
@@ -205,6 +206,23 @@ class _Walk:
             if isinstance(value, io.IOBase) and value.readable() and not value.writable():
                 return os.lseek(value.fileno(), 0, os.SEEK_CUR)
         return None
+
+    def _of_tensor(self, value: Tensor) -> int | None:
+        if value.layout == torch.sparse_coo:
+            return hash((self._of_tensor(value._indices()), self._of_tensor(value._values())))  # noqa: SLF001
+        if why_not_plain(value) or value.grad_fn is not None:
+            return None if value.grad_fn is None else _OF_PASS
+        extent = (
+            value.storage_offset()
+            + 1
+            + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        )
+        if value.numel() and value.untyped_storage().nbytes() < extent * value.element_size():
+            return None  # somebody has freed its memory
+        is_read = self._may_read(value.nbytes) if value.is_cpu else value.nbytes <= _LARGE_BYTES
+        if not (is_read or value.is_inference()):
+            return hash((value._version, value.data_ptr()))  # noqa: SLF001  # no copy of a large tensor
+        return hash((value.dtype, tuple(value.shape), *digests.digests_of_tensors({"": value.detach()}).values()))
 
     def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: PLR0911  one for each kind
         """Yield what is in a value, with `.name` of an attribute, the name of a place elsewhere, or nothing where it has the value's place."""
@@ -304,23 +322,6 @@ def _names(code: CodeType) -> Iterator[str]:
     for one in code.co_consts:
         if isinstance(one, CodeType):
             yield from _names(one)
-
-
-def _of_tensor(value: Tensor) -> int | None:
-    if value.layout == torch.sparse_coo:
-        return hash((_of_tensor(value._indices()), _of_tensor(value._values())))  # noqa: SLF001
-    if why_not_plain(value) or value.grad_fn is not None:
-        return None if value.grad_fn is None else _OF_PASS
-    extent = (
-        value.storage_offset()
-        + 1
-        + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    )
-    if value.numel() and value.untyped_storage().nbytes() < extent * value.element_size():
-        return None  # somebody has freed its memory
-    if value.nbytes > (_MOST_BYTES if value.is_cpu else _MOST_BYTES_ON_GPU) and not value.is_inference():
-        return hash((value._version, value.data_ptr()))  # noqa: SLF001  # no copy of a large tensor
-    return hash((value.dtype, tuple(value.shape), *digests.digests_of_tensors({"": value.detach()}).values()))
 
 
 def _memory(value: Tensor) -> tuple[int, int]:

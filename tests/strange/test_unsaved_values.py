@@ -481,20 +481,37 @@ def test_a_teacher_that_begins_as_its_student_is_named_at_the_first_save(
     assert caplog.text.count("the training changes `model.teacher.weight`, which") == 1
 
 
-def test_what_begins_to_change_after_the_first_save_is_named_at_the_second_or_fourth(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("begins", "every_steps", "last"),
+    [(9, 4, 16), (10, 2, 13)],
+    ids=["before the fourth save", "before the last save"],
+)
+def test_what_begins_to_change_after_the_first_save_is_named(
+    begins: int, every_steps: int, last: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def count(model: Any, _rows: Tensor) -> None:
         model.calls += 1  # a checkpoint has it
-        model.seen += int(model.calls > 9)
+        model.seen += int(model.calls > begins)
 
     model = Keeps(count, seen=0)
     model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
     recipe = Recipe(model=model, train_data=Rows(), loss=nn.CrossEntropyLoss())
 
-    trained(tmp_path / "run", recipe, train__max_steps=16, checkpoint__every_steps=4)
+    trained(tmp_path / "run", recipe, train__max_steps=last, checkpoint__every_steps=every_steps)
 
     assert caplog.text.count("the training changes `model.seen`") == 1
+
+
+def test_data_larger_than_the_memory_are_not_read_and_other_changes_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    rows = Rows()
+    rows.values = np.broadcast_to(np.zeros(1), (1 << 40,))  # type: ignore[assignment]  # 8 TiB, as a mapped file may have
+    shards: Any = [np.zeros(5 << 20), multiprocessing.Array("d", 5 << 20)]  # 40 MiB each
+
+    with unsaved.log_unsaved_changes(rows=rows, one=shards[0], other=shards[1]):
+        rows.count += 1
+        shards[0][7] = shards[1][7] = 1
+
+    assert "the first step changes `rows.count`, `one`, which no checkpoint holds" in caplog.text
 
 
 def test_what_a_module_keeps_that_a_forward_itself_imports_is_named(
@@ -557,22 +574,6 @@ def test_what_a_loss_takes_from_a_layer_and_what_extra_state_saves_is_not_named(
     trained(tmp_path / "run", recipe, train__max_steps=8, checkpoint__every_steps=2)
 
     assert "which no checkpoint holds" not in caplog.text
-
-
-def test_what_begins_to_change_shortly_before_the_last_save_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def count(model: Any, _rows: Tensor) -> None:
-        model.calls += 1  # a checkpoint has it
-        model.seen += int(model.calls > 10)
-
-    model = Keeps(count, seen=0)
-    model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-    recipe = Recipe(model=model, train_data=Rows(), loss=nn.CrossEntropyLoss())
-
-    trained(tmp_path / "run", recipe, train__max_steps=13, checkpoint__every_steps=2)
-
-    assert caplog.text.count("the training changes `model.seen`") == 1
 
 
 class Reader:
