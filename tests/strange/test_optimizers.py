@@ -312,6 +312,8 @@ class Refused(Keeping):
             self.counts[value] = 1
         elif "`state['all']`" in self.wrong:
             self.state["all"] = {"calls": 1}  # type: ignore[index]  # PyTorch saves it, too
+        elif "tensor of shape" in self.wrong:
+            self.state[torch.zeros(3, 2)] = {"calls": 1}
         elif "closure" in self.wrong:
             raise AssertionError("requires closure, but it was not provided")
         return value.grad
@@ -334,6 +336,7 @@ def _trained(case: Case, folder: Path) -> None:
         "or their order (`add_param_group`, say), so no run could resume",
         "The optimizer has `counts` of type dict",
         "The optimizer has `state['all']`",
+        "The optimizer keeps state of a tensor of shape (3, 2) that is not, or no longer, a parameter of the model",
         "Refused asks for a `closure`",
     ],
 )

@@ -94,6 +94,11 @@ def kept_by_optimizer(model: nn.Module, optimizer: Optimizer, made: Attributes) 
     named, found = dict(model.named_parameters()), KeptByOptimizer()
     ids = {*map(id, named.values())}
     outside = [key for key in dict[Any, Any](optimizer.state) if id(key) not in ids]
+    if strays := [one for one in outside if isinstance(one, Tensor)]:
+        raise ConfigError(
+            f"The optimizer keeps state of a tensor of shape {tuple(strays[0].shape)} that is not, or no longer, a parameter of the model, so no "
+            "checkpoint would hold it. Let the model keep the parameters that it has when the recipe is built, and the optimizer keep state of these alone."
+        )
     if outside or optimizer.state is not optimizer.state:  # a property that makes it anew
         place = f"state[{outside[0]!r}]" if outside and isinstance(outside[0], str) else "state"
         raise _unsavable_error(place, optimizer.state)
