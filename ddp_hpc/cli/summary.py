@@ -35,7 +35,7 @@ def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> N
     if status.mended:
         print(f"note: {status.mended}", file=sys.stderr)
     if status.save_error:
-        print(f"note: the newest checkpoint could not be written: {status.save_error}", file=sys.stderr)
+        print(f"note: the newest save failed: {status.save_error}", file=sys.stderr)
     print("\n".join([headline(status), f"run   {status.path}", *next_steps(status, word=word, again=again)]))
 
 

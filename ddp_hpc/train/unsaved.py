@@ -133,7 +133,7 @@ def unsaved(roots: Mapping[str, object], *, saved: Iterable[Tensor] = (), optimi
         for place, root in roots.items():
             walk.visit(root, place)
     except Exception as error:  # noqa: BLE001  a user's object may raise anything where it is looked at
-        log.info("what the code changes and no checkpoint holds is not looked for: %s: %s", type(error).__name__, error)
+        log.info("ddp-hpc cannot check for values that no checkpoint holds: %s: %s", type(error).__name__, error)
         return {}
     return {place: _OF_PASS if _OF_PASS in leaves else hash(tuple(leaves)) for place, leaves in walk.found.items()}
 

@@ -382,8 +382,7 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
     """Return why a job is pending; or what Slurm says about a job that has written nothing."""
     if queue_status.is_waiting:
         is_short_of_nodes = queue_status.reason.strip("(").startswith("ReqNodeNotAvail")
-        allow = f"`ddp-hpc requeue {queue_status.job_id} --now` allows as many of them as it needs"
-        excludes = f"; the job excludes nodes on which the run failed: {allow}"
+        excludes = f"; the job excludes nodes on which the run failed; to allow those that it needs: `ddp-hpc requeue {queue_status.job_id} --now`"
         has_excluded = is_short_of_nodes and any(attempt.failed_nodes for attempt in seen.attempts)
         return states.explain_reason(queue_status.reason) + (excludes if has_excluded else "")
     if queue_status.state is None:

@@ -384,9 +384,9 @@ BAD = replace(EXACT, fault="usr2", verdict="differs")
         (
             [EXACT, MISSED],
             False,
-            "comes back from every fault that certify tried. Not tried, so nothing is known of them: kill-after-save. To have them tried, let the script train on for longer after its last save, or save fewer files at a time.",
+            "comes back from every fault that certify tried. Not tried, so nothing is known of them: kill-after-save. To try them, let the script train for longer after its last save, or save fewer files at a time.",
         ),
-        ([BAD, MISSED], False, "does not come back as it should from usr2. The files of its runs: runs/c. Not tried"),
+        ([BAD, MISSED], False, "does not resume correctly after usr2. The files of its runs: runs/c. Not tried"),
         (
             [MISSED],
             False,

@@ -284,7 +284,7 @@ def test_a_run_that_only_began_anew_is_told_from_one_that_resumed() -> None:
     )
 
     assert (begun.verdict, resumed.verdict) == ("exact", "exact")
-    assert begun.notes == ["the fault came before the first save, so the script only began anew"]
+    assert begun.notes == ["the fault came before the first save, so no resume was tested"]
     assert resumed.notes == []
 
 

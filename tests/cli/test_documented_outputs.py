@@ -55,7 +55,7 @@ def test_the_error_of_an_unknown_key(folder: Path, capsys: pytest.CaptureFixture
     ("page", "words"),
     [
         ("survival.md", "no rank made progress for "),
-        ("survival.md", "others wait in number "),
+        ("survival.md", "others wait in collective "),
         (
             "recipes.md",
             "note: each rank's worker starts as a new process and imports its modules itself, which is slower, because ",

@@ -132,9 +132,7 @@ def test_the_first_of_the_saves_that_fail_in_a_row_is_told_at_once() -> None:
         "warning",
         "warning",
     ]
-    assert lines[1].startswith(
-        "warning: the newest checkpoint could not be written: rank 0: OSError: [Errno 28] No space"
-    )
+    assert lines[1].startswith("warning: the newest save failed: rank 0: OSError: [Errno 28] No space")
 
 
 def test_the_screen_shows_each_line_of_a_reason_that_has_several() -> None:

@@ -401,5 +401,5 @@ def test_on_a_full_disk_a_job_is_cancelled_all_the_same_and_what_is_not_written_
     assert code == 1
     assert (slurm / "cancelled-17").is_dir()
     said = capsys.readouterr().err
-    assert said.startswith("error: Job 17 of wanted was cancelled, but that the user did so could not be written to ")
+    assert said.startswith("error: Job 17 of wanted was cancelled, but ddp-hpc could not record that in ")
     assert "File too large" in said

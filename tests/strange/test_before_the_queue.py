@@ -103,7 +103,7 @@ if grep -q qos=hihg "$script"; then echo 'sbatch: error: Invalid qos specificati
 [ $1 = --test-only ] || echo 7
 """
 """Knows the quality `hihg` not; takes everything else."""
-UNCHECKED = "note: not checked before the queue: "
+UNCHECKED = "note: only the job can check this: "
 MISTAKES = {
     "a wrong module": ("run.yaml recipe.target=nett:build", "No module named 'nett'. Did you mean 'net'?"),
     "a wrong function": ("run.yaml recipe.target=net:biuld", "no function 'biuld'. Did you mean 'build'?"),
@@ -388,7 +388,7 @@ def test_a_script_that_saves_beside_itself_among_the_runs_is_told_where_its_file
     assert main(["render", "name=yolo", f"script.progress={pattern}", "--", "python", "train.py"]) == 0
 
     said = capsys.readouterr()
-    assert ("names files among the runs" in f"{said.out}{said.err}") is is_told
+    assert ("inside `runs_dir`" in f"{said.out}{said.err}") is is_told
     assert (tmp_path / pattern.partition("/*")[0].removesuffix("/last.pt")).is_dir()
 
 

@@ -513,7 +513,7 @@ def _refused_on_two_ranks(group: Group, folder: Path) -> list[str]:
 
 def test_what_ranks_cannot_do_together_is_refused_in_plain_words(tmp_path: Path) -> None:
     for uneven, of_rank, *rare in in_group(2, partial(_refused_on_two_ranks, folder=tmp_path), tmp_path / "ours"):
-        assert "some ranks have 2 batches of `eval_data` and some 1: the last would wait for ever" in uneven
+        assert "some ranks have 2 batches of `eval_data` and some 1: those with more would wait for ever" in uneven
         assert (
             "`Recipe.train_data` has 8 samples on rank 0, but 7 on another rank. Give each rank all samples" in of_rank
         )

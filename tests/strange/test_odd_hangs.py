@@ -148,7 +148,7 @@ def test_five_hundred_ranks_are_compared_at_once_and_the_one_that_is_late_is_nam
     found = compare(records, 512)
 
     assert (found.kind, list(found.ranks)) == ("behind", [late])
-    assert "others wait in number 91" in found.how
+    assert "others wait in collective 91" in found.how
 
 
 def test_ranks_that_launch_ahead_without_waiting_are_not_mixed_up() -> None:

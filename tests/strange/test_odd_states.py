@@ -341,7 +341,7 @@ def test_older_checkpoints_stay_where_the_newest_does_not_read_back(
 
     assert checkpoint_names.committed_steps(run) == [1, 2]
     assert results[0][2] is None
-    assert "does not read back, so older checkpoints are kept" in str(results[1][2])
+    assert "cannot be read back, so older checkpoints are kept" in str(results[1][2])
 
 
 def _damaged(*_: object) -> None:

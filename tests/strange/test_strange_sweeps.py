@@ -395,7 +395,7 @@ def test_on_a_full_disk_all_points_of_a_sweep_are_cancelled_and_what_is_not_writ
     assert code == 1
     assert [process.wait(30) for process in sleepers] == [-signal.SIGKILL] * 2
     said = capsys.readouterr().err
-    assert "grid was cancelled, but not all of it could be written down" in said
+    assert "grid was cancelled, but ddp-hpc could not record that for all points" in said
     assert "sweep.jsonl: File too large." in said
     for lock_fd in locks:
         assert lock_fd is not None

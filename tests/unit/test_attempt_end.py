@@ -131,9 +131,7 @@ def test_a_rank_that_the_stop_ended_first_is_named_as_why_another_lost_its_conne
     conclude(one.context, attempt, CRASHED)
 
     assert one.last.cause == "stop asked"
-    assert one.last.reason.startswith(
-        "rank 1 on node1 lost its connection to a rank that the stop had ended before it; submit"
-    )
+    assert one.last.reason.startswith("rank 1 on node1 lost its connection to a rank that stopped earlier; submit")
 
 
 def test_a_rank_that_finished_alone_is_named_where_the_others_lost_their_connections(supervised: Make) -> None:

@@ -60,7 +60,7 @@ OTHER_GROUP = launched(1, done=False, group="7")
 @pytest.mark.parametrize(
     ("records", "kind", "ranks", "said"),
     [
-        pytest.param([rank(0, BEFORE, OPEN), rank(1, BEFORE, frames=LOADS)], "behind", [1], "is in /home/u/data.py:30 in load: it has launched 3 collectives of group 0 (default_pg), and others wait in number 4, all_reduce of 4 Float elements", id="loads"),
+        pytest.param([rank(0, BEFORE, OPEN), rank(1, BEFORE, frames=LOADS)], "behind", [1], "is in /home/u/data.py:30 in load: it has launched 3 collectives of group 0 (default_pg), and others wait in collective 4, all_reduce of 4 Float elements", id="loads"),
         pytest.param([rank(0, OPEN), rank(1, BEFORE, stacks=None)], "behind", [1], "holds Python's interpreter (GIL)", id="gil"),
         pytest.param([rank(0, OPEN), rank(1, flight_record=None, stacks=None, answers=False, state="stopped")], "behind", [1], "is stopped (SIGSTOP)", id="stopped"),
         pytest.param([rank(0, OPEN), rank(1, flight_record=None, stacks=None, answers=False, state="in the kernel (nfs_wait)")], "behind", [1], "waits in the kernel (nfs_wait), as for a file system", id="kernel"),

@@ -69,4 +69,4 @@ def test_what_lies_elsewhere_is_named_if_the_user_may_edit_it(project: Path) -> 
     request = SubmitRequest(resolved=Resolved(spec_of(), {}), import_paths=[project], environ=environ)
     assert job_import_paths(request) == [request.run.snapshot]
     [_, note] = freeze_code(request, request.run)
-    assert note.startswith(f"note: the job imports code of {tools} as it is then")
+    assert note.startswith(f"note: the copy does not hold {tools} (PYTHONPATH")

@@ -41,7 +41,7 @@ def test_the_kernels_count_of_this_cgroup_is_read(
 @pytest.mark.parametrize(
     ("files", "whose"),
     [
-        ({f"{STEP}/memory.events.local": "oom 1\noom_kill 0\n"}, "of its cgroup, by the limit"),
+        ({f"{STEP}/memory.events.local": "oom 1\noom_kill 0\n"}, "of the job or of the container, up to its limit"),
         ({}, "of the machine"),
         ({"memory.events.local": "oom 0\n"}, "not known which"),  # a container, whose root has a limit as any cgroup
         ({f"{STEP}/user/task_0/memory.events": "oom_kill 0\n"}, "$"),

@@ -391,4 +391,4 @@ def test_whoever_waits_is_told_of_the_first_failed_save_in_a_row(
 
     told = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[3].split(";")[0] for line in told] == ["full", "quota"]
-    assert all(line.startswith(f"warning: {run.name}: the newest checkpoint could not be written: ") for line in told)
+    assert all(line.startswith(f"warning: {run.name}: the newest save failed: ") for line in told)

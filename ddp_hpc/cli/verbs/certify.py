@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the seed of the random moments; certify prints it, so that you can repeat them",
     )
-    add_patience(parser, 60.0, "a run that prints, writes and computes nothing for this long hangs")
+    add_patience(parser, 60.0, "a run hangs if it prints, writes and computes nothing for so long")
     parser.add_argument(
         "--may-change",
         action="append",
@@ -168,7 +168,7 @@ def _closing_sentences(certificate: Certificate) -> str:
     bad = ", ".join(one.fault for one in tried if not one.is_good)
     untried = [one for one in certificate.findings if not one.was_tried]
     if bad:
-        said = f"The script does not come back as it should from {bad}. The files of its runs: {certificate.folder}."
+        said = f"The script does not resume correctly after {bad}. The files of its runs: {certificate.folder}."
     elif tried:
         unsure = ", but whether to the same result is not known: two undisturbed runs differ"
         said = f"The script comes back from every fault that certify tried{unsure if certificate.is_deterministic is False else ''}."
@@ -179,8 +179,8 @@ def _closing_sentences(certificate: Certificate) -> str:
     if untried:
         said += f" Not tried, so nothing is known of them: {', '.join(one.fault for one in untried)}."
     if any(one.verdict == "untouched" for one in untried):
-        said += " To have them tried, let the script train on for longer after its last save, or save fewer files at a time."
-        said += " Until then, the exit code is not 0."
+        said += " To try them, let the script train for longer after its last save, or save fewer files at a time."
+        said += " While any is not tried, the exit code is not 0."
     elif untried and not tried:
         said += " Try other faults (`--faults`), or a longer training with more saves."
     return said

@@ -28,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "key", metavar="KEY", nargs="?", default="", help="print only this key (`train.lr`) or section (`train`)"
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--all", action="store_true", help="print all keys, not those of every day alone")
-    how.add_argument("--json", action="store_true", help="print a JSON list, without KEY of all keys")
+    how.add_argument("--all", action="store_true", help="print all keys, not only the common ones")
+    how.add_argument("--json", action="store_true", help="print a JSON list; without KEY, of all keys")
     how.add_argument(
-        "--markdown", action="store_true", help="print the tables of docs/configuration.md, without KEY of all keys"
+        "--markdown", action="store_true", help="print the tables of docs/configuration.md; without KEY, of all keys"
     )
 
 

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attempt",
         type=int,
         metavar="K",
-        help="explain start number K of the workers; default: the newest, or while that runs the one before, if it failed",
+        help="explain attempt K; default: the newest, but if that still runs and the one before failed, the one before",
     )
     add_flag(parser, "--json", "print JSON instead of text")
 

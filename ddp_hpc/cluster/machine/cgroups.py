@@ -78,7 +78,7 @@ def ran_out_since(before: MemoryKills | None, cgroups: Sequence[Path] | None = N
     if before is None or now is None or now.num <= before.num:
         return ""
     if now.num_at_limits > before.num_at_limits:
-        return "of its cgroup, by the limit of the job or of the container"
+        return "of the job or of the container, up to its limit,"
     return "of the machine" if now.sees_limits else "of its cgroup or of the machine (it is not known which)"
 
 

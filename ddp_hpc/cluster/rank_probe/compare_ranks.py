@@ -183,7 +183,7 @@ class _Collectives:
         newest, how = self.ranks[behind[0]].newest, _say_doing(self.by_rank[behind[0]])
         for awaited in (one for several in self.waiting.values() for one in several):
             if newest.get(awaited.group, 0) < awaited.number:
-                how += f": it has launched {newest.get(awaited.group, 0)} collectives of {_group(awaited)}, and others wait in number {awaited.number}, {awaited.words}"
+                how += f": it has launched {newest.get(awaited.group, 0)} collectives of {_group(awaited)}, and others wait in collective {awaited.number}, {awaited.words}"
                 break
         if len(behind) > 1:
             more = ", ".join(map(str, behind[1:_MOST_NAMED])) + (" and more" if len(behind) > _MOST_NAMED else "")

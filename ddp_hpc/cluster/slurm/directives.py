@@ -103,6 +103,6 @@ def _refuse_two_gpu_options(spec: LaunchSpec) -> None:
     for flag, value in _extra(spec) if resources.num_gpus and option != "none" else ():
         if _GPU_FLAG.fullmatch(flag) or (_GRES_FLAG.fullmatch(flag) and _GPUS_IN_GRES.search(str(value))):
             raise ConfigError(
-                f"`slurm.extra.{flag.replace('-', '_')}` asks for GPUs, and `resources.gpus_per_node` does so by `--{option}`. Remove the "
-                "first, or set `slurm.gpu_option=none`, which leaves the request to it."
+                f"`slurm.extra.{flag.replace('-', '_')}` asks for GPUs, but `resources.gpus_per_node` asks too, by `--{option}`. Remove the "
+                "first; or set `slurm.gpu_option=none` to keep only the first."
             )

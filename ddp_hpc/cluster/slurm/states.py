@@ -139,7 +139,7 @@ _REASONS: dict[str, str] = {
     "associationjoblimit": "as many jobs of this job's account run as the account allows; this job starts when one of them ends",
     "associationresourcelimit": "jobs of this job's account use all the resources that the account may use; this job starts when some of them end",
     "associationtimelimit": "the job's account has used all the time that it was granted; submit with another `slurm.account`, or ask your cluster's support",
-    "badconstraints": "no node that the job may use has everything that it asks for, so the job will not start; if it excludes nodes on which the run failed, `ddp-hpc requeue RUN --now` lets them in; else cancel it, and ask for less (`ddp-hpc config resources` lists the keys)",
+    "badconstraints": "no node that the job may use has all that the job asks for, so it will not start; if it excludes nodes on which the run failed, allow them: `ddp-hpc requeue RUN --now`; else cancel it, and ask for less (`ddp-hpc config resources` lists the keys)",
     "constraints": "the nodes that match the job's constraints are in use or down; this job starts when enough are free",
     "reqnodenotavail": _NODE_MISSING,
     "nodedown": _NODE_MISSING,

@@ -142,8 +142,8 @@ def _words(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str
     if cause in _OF_WORKERS and failure is not None:
         if failure.is_secondary and cause == Cause.STOP_ASKED and failure.of_script:
             return (
-                f"rank {failure.rank} on {failure.host} lost its connection to a rank that the stop had ended before it; submit the run "
-                "again to go on from what its script saved before that. A script that saves when it is stopped has to agree on a step"
+                f"rank {failure.rank} on {failure.host} lost its connection to a rank that stopped earlier; submit the run again: it goes on "
+                "from the script's last save. If the script saves when it is stopped, have all ranks stop after the same step"
             )
         if failure.is_secondary:
             return (

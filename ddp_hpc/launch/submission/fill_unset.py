@@ -213,7 +213,7 @@ def _too_few(needed: int, there: Sequence[Gpu], visible: str | None, *, is_kept:
     on_gpus = f"`resources.gpus_per_node={len(there)}`, or " if there else ""
     return (
         f"The run {asks} {plural(needed, 'GPU')} (`resources.gpus_per_node`), but this machine shows {plural(len(there), 'GPU')} ({VISIBLE} is {shown}). "
-        f"Set {on_gpus}`resources.gpus_per_node=0` to train on CPUs, or have {VISIBLE} name more GPUs (`env.{VISIBLE}` in a run's own configuration wins)."
+        f"Set {on_gpus}`resources.gpus_per_node=0` to train on CPUs, or list more GPUs in {VISIBLE} (the run's `env.{VISIBLE}`, if set, is used instead)."
     )
 
 

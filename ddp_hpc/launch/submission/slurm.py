@@ -105,9 +105,7 @@ def check(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
 def check_dry(request: SubmitRequest, script: str, points: Sequence[RunSpec] = ()) -> list[str]:
     """Check the same, and ask Slurm whether it would take the script, which is in no file yet; return notes."""
     if not client.is_here(request.environ):
-        unasked = (
-            "note: not checked before the queue: this host has no Slurm, so nobody was asked whether it takes the job"
-        )
+        unasked = "note: this host has no Slurm, so ddp-hpc could not check whether the cluster accepts the job"
         return [*check(request, points), unasked]
     capacity.refuse_private(request.run.path)
     with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
@@ -118,7 +116,7 @@ def check_dry(request: SubmitRequest, script: str, points: Sequence[RunSpec] = (
         try:
             return [*notes, *questions.notes(request.spec, request.run)]
         except SlurmUnavailableError as error:
-            return [*notes, f"note: not checked before the queue: whether Slurm takes the job: {error}"]
+            return [*notes, f"note: ddp-hpc could not ask Slurm whether it accepts the job: {error}"]
 
 
 def _note_on_own_job(environ: Mapping[str, str]) -> Iterator[str]:
@@ -277,8 +275,8 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
             make_directories(folder)  # its link leads the files to where the pattern has them
             if folder.is_relative_to(run.path.parent.resolve()):  # of which a copy shows nothing: it would hold itself
                 note = (
-                    f"note: `script.progress` names files among the runs, in {folder}. If the script finds that place by its own file (`__file__`), "
-                    "they land in the copy of the code instead, where nothing sees them: have it save elsewhere, or set another `runs_dir`."
+                    f"note: `script.progress` names files in {folder}, inside `runs_dir`. If the script makes that path from `__file__`, it saves into "
+                    "the job's copy of the code, where ddp-hpc does not find them: have it save elsewhere, or set another `runs_dir`."
                 )
                 notes.append(note)
     snapshot = take_snapshot(
@@ -380,8 +378,8 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         unwritten = error
     if unwritten is not None:
         raise DdpHpcError(
-            f"Job {job.job_id} of {run.name} was cancelled, but that the user did so could not be written to {unwritten.filename or run.path}: "
-            f"{unwritten.strerror}. `ddp-hpc status` may show another reason for its end. Free some space there before you submit it again."
+            f"Job {job.job_id} of {run.name} was cancelled, but ddp-hpc could not record that in {unwritten.filename or run.path}: "
+            f"{unwritten.strerror}. `ddp-hpc status` may show another reason for its end. Make that path writable, then submit the run again."
         ) from unwritten
     from ddp_hpc.watch.status import effect_of_resubmitting  # late: only this command needs it
 

@@ -151,8 +151,8 @@ def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[str]) -> Iterat
         )
     if outside:
         yield (
-            f"note: the job imports code of {few(outside, _NUM_NAMED)} as it is then, because the copy does not hold it (PYTHONPATH, or "
-            "packages that are installed editable)."
+            f"note: the copy does not hold {few(outside, _NUM_NAMED)} (PYTHONPATH, or packages that are installed editable), so each job "
+            "imports that code as it is when the job starts."
         )
 
 

@@ -160,8 +160,8 @@ def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir)
             raise first
         what = f"{first.filename}: {first.strerror}." if isinstance(first, OSError) else str(first)
         raise DdpHpcError(
-            f"{sweep_dir.name} was cancelled, but not all of it could be written down, so points that have not begun may still start. {what} "
-            f"Free some space there, and give the command again: ddp-hpc sweep cancel {sweep_dir.word}"
+            f"{sweep_dir.name} was cancelled, but ddp-hpc could not record that for all points, so some may still start. {what} "
+            f"Make that path writable, and give the command again: ddp-hpc sweep cancel {sweep_dir.word}"
         ) from first
 
 

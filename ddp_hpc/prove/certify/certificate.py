@@ -255,9 +255,9 @@ class Certification:
         if trial.written_outside:
             written = min(trial.written_outside)
             raise ConfigError(
-                f"The script wrote {written}, which is outside of its working directory, so certify has ended it: the runs would "
-                "overwrite each other's results, and yours. Give it a relative path for its output, below the working directory and not "
-                "below a link to a directory elsewhere. If it is a cache, or another program has written there: `--may-change "
+                f"The script wrote {written}, which is outside of its working directory, so certify has ended the script: its runs would "
+                "overwrite each other's results, and yours. Have it write to a relative path below the working directory, through no link "
+                "to a directory elsewhere. If that file is a cache, or another program wrote it, add `--may-change "
                 f"{Path(written).parent}`."
             )
         own = {trial.work_dir, trial.runs_dir, *(self.folder / name for name in self.names)}

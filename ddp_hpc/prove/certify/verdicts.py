@@ -155,7 +155,7 @@ def _notes(finding: FaultResult, evidence: TrialEvidence) -> Iterator[str]:
             "Set all seeds and `torch.use_deterministic_algorithms(True)` for the certification, and call it again"
         )
     if finding.verdict == "exact" and not evidence.injected.present:
-        yield "the fault came before the first save, so the script only began anew"
+        yield "the fault came before the first save, so no resume was tested"
     if finding.verdict == "comes back" and not evidence.is_measured:
         yield "the script does not print at which step it continues, so the amount of repeated work is not known"
     if evidence.has_finished and not evidence.compared:

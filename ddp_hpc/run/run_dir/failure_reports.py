@@ -187,7 +187,7 @@ def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
 def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_out: str = "") -> None:
     """Write that a signal ended a worker."""
     by_kernel = (
-        f"memory ran out, {memory_ran_out}, and the kernel killed a process there: use fewer workers or loader processes; on Slurm, `resources.mem_gb` asks for more"
+        f"the memory {memory_ran_out} ran out, and the kernel killed a process: use fewer workers or loader processes; on Slurm, `resources.mem_gb` asks for more"
         if memory_ran_out
         else "the kernel does that when memory runs out; on Slurm, `resources.mem_gb` asks for more"
     )

@@ -239,8 +239,8 @@ def read_progress(run: RunDir) -> Progress | None:
 def failed_save(error: str) -> str:
     """Return what a save that has failed means for its run, which trains on."""
     return (
-        f"the newest checkpoint could not be written: {error}; the training goes on, each save tries again, and the run ends if that "
-        "lasts (`checkpoint.max_failing_s`)"
+        f"the newest save failed: {error}; the training goes on, each save tries again, and the run ends if all saves of "
+        "`checkpoint.max_failing_s` seconds fail"
     )
 
 

@@ -192,8 +192,8 @@ class CheckpointSpec(
     max_interval_s: int = 3600
     """With `every_steps=auto`: save at least once in so many seconds of training, however seldom the run fails."""
     max_failing_s: int | None = 3600
-    """End the run when saves have failed for so many seconds, without one between them that succeeded: it would lose what it trains
-    on. One more save is tried first. Unset: train on."""
+    """End the run when all saves of so many seconds have failed, as further training would not be saved either. One more save is tried
+    first. Unset: never end it for this."""
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: int = 0

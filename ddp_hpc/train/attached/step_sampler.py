@@ -60,9 +60,9 @@ class StepSampler(Sampler[list[int]]):
         position = self.order.position_after(self._origin, step - self._origin.step)
         if self._next != self._origin and self._next.epoch - position.epoch not in {0, 1}:
             raise ConfigError(
-                f"The state of step {step} is of epoch {position.epoch}, but the order has begun {self._next.epoch} epochs, so a resumed "
-                "run would get other samples. Begin the loader once for each epoch, counted from 0, train whole epochs, and take a "
-                "first look from another `run.order`."
+                f"The state of step {step} is of epoch {position.epoch}, but the loader has started {self._next.epoch} epochs, so a resumed "
+                "run would get other samples. Iterate over it once for each epoch, counted from 0, to its end; to inspect samples, "
+                "make another `run.order`."
             )
         return asdict(position)
 

@@ -102,7 +102,7 @@ class Evaluator:
         if _num_collectives(self._group.device) != before and most != fewest:
             raise ConfigError(
                 "The evaluation calls collectives (`torch.distributed`) in the model, the loss or a metric, but some ranks have "
-                f"{most} batches of `eval_data` and some {fewest}: the last would wait for ever. Choose `eval.batch_size` and the number of samples so "
+                f"{most} batches of `eval_data` and some {fewest}: those with more would wait for ever. Choose `eval.batch_size` and the number of samples so "
                 "that all ranks have equally many batches, or call no collectives in evaluation (`if torch.is_grad_enabled()`)."
             )
         self._held_out.is_wanted = True

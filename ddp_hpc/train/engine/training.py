@@ -117,8 +117,8 @@ class Training:
                 now["num_samples"],
                 before["num_samples"],
                 position.step,
-                f"Epoch {position.epoch + 1} had begun: the rest of it comes from another order, in which some samples come a second time "
-                "and others not at all. To take each once, set the data back, and let it grow between two epochs."
+                f"Epoch {position.epoch + 1} had begun: its rest comes from a new order, in which some samples come a second time "
+                "and others not at all. To use each once, restore the old data, and change it only between epochs."
                 if position.samples_in_epoch
                 else "You need do nothing if you meant this.",
             )

@@ -29,7 +29,7 @@ _NO_MEAN = (
     'see "A loss with weights" in docs/recipes.md. If it compares samples with each other, keep these settings as they are.'
 )
 _NO_SUM = (
-    "`Recipe.loss` returns a `WeightedLoss`, but not of a sum and its weight: it gives %s for %d samples together, and these add up to %s in %d parts. "
+    "`Recipe.loss` returns a `WeightedLoss` that is not a sum with its weight: it gives %s for %d samples in one call, but %s in all if they come in %d calls. "
     f'{_ADVICE}Return the sum over the samples (`reduction="sum"`), and what to divide it by.'
 )
 

@@ -351,7 +351,7 @@ class Checkpointer:
         try:
             checkpoint_store.check_headers(checkpoint_names.checkpoint_path(self.run, step), on_progress)
         except (CorruptCheckpointError, UnreadableError) as error:
-            return f"it is written, but does not read back, so older checkpoints are kept: {error}"
+            return f"its files are written, but cannot be read back, so older checkpoints are kept: {error}"
         return None
 
     def _prune(self) -> None:

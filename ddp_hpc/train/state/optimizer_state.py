@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,19 +89,23 @@ def _unsavable_error(place: str, value: Any) -> ConfigError:
     )
 
 
+def _outside_error(keys: Sequence[Any], state: Any) -> ConfigError:
+    for key in keys:
+        if isinstance(key, Tensor):
+            return ConfigError(
+                f"The optimizer keeps state of a tensor of shape {tuple(key.shape)} that is not, or no longer, a parameter of the model, so no "
+                "checkpoint would hold it. Let the model keep the parameters that it has when the recipe is built, and the optimizer keep state of these."
+            )
+    return _unsavable_error(f"state[{keys[0]!r}]" if keys and isinstance(keys[0], str) else "state", state)
+
+
 def kept_by_optimizer(model: nn.Module, optimizer: Optimizer, made: Attributes) -> KeptByOptimizer:
     """Return what a checkpoint holds of the optimizer; `made`: its attributes before any step."""
     named, found = dict(model.named_parameters()), KeptByOptimizer()
     ids = {*map(id, named.values())}
     outside = [key for key in dict[Any, Any](optimizer.state) if id(key) not in ids]
-    if strays := [one for one in outside if isinstance(one, Tensor)]:
-        raise ConfigError(
-            f"The optimizer keeps state of a tensor of shape {tuple(strays[0].shape)} that is not, or no longer, a parameter of the model, so no "
-            "checkpoint would hold it. Let the model keep the parameters that it has when the recipe is built, and the optimizer keep state of these alone."
-        )
     if outside or optimizer.state is not optimizer.state:  # a property that makes it anew
-        place = f"state[{outside[0]!r}]" if outside and isinstance(outside[0], str) else "state"
-        raise _unsavable_error(place, optimizer.state)
+        raise _outside_error(outside[:1], optimizer.state)
     group_of = _groups(optimizer)
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -162,9 +166,7 @@ def restored(
     """
     refuse_other_optimizer(type(optimizer).__name__, content)
     if "odd" in content:
-        raise _unfit_error(
-            "optimizer was saved by a ddp_hpc that kept more of optimizers than this one does", "version"
-        )
+        raise _unfit_error("optimizer has state that this version of ddp_hpc cannot load", "version of ddp_hpc")
     named, group_of = dict(model.named_parameters()), _groups(optimizer)
     state, into = defaultdict[Tensor, dict[str, Any]](dict), dict[str, Tensor]()
     for place, value in {**below("optimizer/", saved), **content["plain"]}.items():

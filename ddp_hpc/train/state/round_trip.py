@@ -58,8 +58,8 @@ def check_loading(state: TrainingState) -> None:
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise ConfigError(
-            f"The weight {lost[0]!r}{more} is trained, but does not come back when `Recipe.model` loads what its `state_dict` gives, so each resume "
-            "would change it. Have `state_dict` give it as it is and `load_state_dict` take it; or leave it untrained (`requires_grad_(False)`)."
+            f"The weight {lost[0]!r}{more} is trained, but does not come back: it has another value after `Recipe.model` loads its own `state_dict`, so each resume "
+            "would change it. Have `state_dict` return it unchanged and `load_state_dict` set it; or do not train it (`requires_grad_(False)`)."
         )
 
 
@@ -96,7 +96,7 @@ def _gradients_left(state: TrainingState) -> str:
         if grad is not None and not grad.is_sparse and bool(grad.any()):
             return (
                 f"The optimizer's `zero_grad` leaves the gradient of {names[parameter]!r}, to which the next step adds, but no checkpoint holds "
-                "gradients. Clear them there, and add up gradients with `train.micro_batch_size`, or in the optimizer's `state`."
+                "gradients. Have it clear all. To accumulate gradients, use `train.micro_batch_size`, or the optimizer's `state`."
             )
     return ""
 
@@ -141,6 +141,6 @@ def why_ranks_differ(reports: Iterable[Mapping[str, int]]) -> str:
     """Say what of `of_all_ranks` ranks do not have equal."""
     names = [f"`{name}`" for name in digests.differing_tensors([*reports])]
     return (
-        f"The ranks do not have the same {few(names, _MOST_NAMED)}, but a checkpoint holds one value for all. Make it equal on all ranks, or a buffer, or a tensor that "
-        "`get_extra_state` returns: that is saved for each rank."
+        f"The ranks do not have the same {few(names, _MOST_NAMED)}, but a checkpoint holds one value for all. Make it equal on all ranks, or make it a buffer, or "
+        "return it from `get_extra_state`, which is saved for each rank."
     )

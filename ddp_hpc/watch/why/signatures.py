@@ -140,7 +140,7 @@ REGISTRY: Mapping[str, FailureClass] = {
     ),
     "socket-path": FailureClass(
         title="a path is too long for a Unix socket",
-        means="Processes of one node, such as those of a DataLoader, meet at a socket in the directory for temporary files; its path may have 107 bytes.",
+        means="Processes of one node, such as those of a DataLoader, meet at a socket in the directory for temporary files; its path is limited to 107 bytes.",
         to_do="Set `env.TMPDIR=/tmp`, or another short path on the node's disk, and submit the run again; a script that sets TMPDIR itself needs the same.",
         patterns=[_on_any_exception("AF_UNIX path too long")],
     ),
@@ -287,8 +287,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         title="the ranks do not have equal weights",
         means="All ranks of a training by DDP have the same weights, to the bit. Where they do not, a processor or its memory was wrong, or the "
         "code does not do the same on each rank.",
-        to_do="If a rank is named, the run was started again, on another node if there was one: report the named node "
-        "to the site's administrators. Where the same difference came twice, see docs/integrity.md for what to look for in the code.",
+        to_do="The run starts again, without the nodes of the named ranks if it can: report these nodes to the site's "
+        "administrators. If the run ended because the same difference came twice, look for it in the code: docs/integrity.md.",
         patterns=[_on_exception(r"(?:RanksDifferError: )?the ranks differ after step \d+")],
     ),
     "import": FailureClass(

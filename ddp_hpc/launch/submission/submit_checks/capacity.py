@@ -133,8 +133,8 @@ class Questions:
             if not may_wait(answer.refusal, spec, cluster):
                 raise ConfigError(explain(answer.refusal, spec, cluster))
             notes.append(
-                "note: Slurm cannot start the job on the nodes that take jobs now. If nodes are down or drained, the job waits for them; "
-                "if the cluster has no such nodes, sbatch refuses it."
+                "note: Slurm cannot start the job on the nodes that take jobs now. If it could with nodes that are down or drained, "
+                "the job waits for them; else sbatch refuses the job."
             )
         progress = read_progress(run)
         return [*notes, *_misfits(spec, self.config(), partitions, progress.save_s if progress else None)]
@@ -145,7 +145,7 @@ def notes_on_setup(spec: RunSpec) -> Iterator[str]:
     for named in (match[1] for line in spec.slurm.setup if (match := _SOURCED.match(line))):
         if not Path(os.path.expanduser(named)).exists():  # noqa: PTH111  a Path raises an error for `~nobody`
             yield (
-                f"note: not checked before the queue: `slurm.setup` reads {named}, which this host does not have; where a node does not have it "
+                f"note: only the job can check this: `slurm.setup` reads {named}, which this host does not have; where a node does not have it "
                 "either, the job ends at once. Correct the path, or make the file."
             )
 

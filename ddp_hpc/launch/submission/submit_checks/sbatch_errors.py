@@ -157,16 +157,16 @@ _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
         f"`slurm.constraint` is {spec.slurm.constraint!r}, but no node has that. Name features that `sinfo -o '%N %f'` lists."
     ),
     r"invalid node name": lambda spec, _: (
-        f"`slurm.nodelist` is {spec.slurm.nodelist!r} and `slurm.exclude` {spec.slurm.exclude!r}. Name nodes that `sinfo -N` lists."
+        f"Slurm does not know all nodes of `slurm.nodelist` ({spec.slurm.nodelist!r}) and `slurm.exclude` ({spec.slurm.exclude!r}). Name nodes that `sinfo -N` lists."
     ),
     r"dependency": lambda spec, _: (
-        f"The job is to wait for `{spec.slurm.dependency}` (`slurm.dependency`, `--after`). Name jobs that `squeue` lists."
+        f"Slurm cannot let the job wait for `{spec.slurm.dependency}` (`slurm.dependency`, `--after`). Name jobs that `squeue` lists."
     ),
     r"reservation": lambda spec, _: (
-        f"`slurm.extra.reservation` is {spec.slurm.extra.get('reservation')!r}. Name one that `scontrol show reservation` lists for you."
+        f"Slurm does not give the job `slurm.extra.reservation={spec.slurm.extra.get('reservation')}`. Name one that `scontrol show reservation` lists for you."
     ),
     r"(unrecognized|invalid|ambiguous) option": lambda spec, _: (
-        f"`slurm.extra` has {', '.join(spec.slurm.extra)}. Name options that `sbatch --help` lists."
+        f"sbatch does not know one of the options in `slurm.extra`: {', '.join(spec.slurm.extra)}. Name options that `sbatch --help` lists."
     ),
     r"generic resource": _gpus,
     r"node configuration is not available|node count|more processors|memory (specification|required)|nodes? .*not available": _size,

@@ -53,7 +53,7 @@ def check_users_part(specs: Sequence[RunSpec], import_paths: Sequence[Path], env
         refused, unchecked = "", [str(error)]
     if refused:
         raise ConfigError(refused)
-    notes = [f"note: not checked before the queue: {' '.join(text.split())}" for text in unchecked]
+    notes = [f"note: only the job can check this: {' '.join(text.split())}" for text in unchecked]
     return [*notes, *_note_on_hydra(spec.script.command, code)]
 
 
