@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import USER, Cluster
+from tests.slurm.lab import cgroups
 
 
 def submit(cluster: Cluster, folder: Path, script: str, *options: str) -> str:
@@ -96,6 +97,13 @@ def test_the_database_tells_what_became_of_a_job(cluster: Cluster, shared_dir: P
 @pytest.mark.long
 def test_a_node_without_power_is_gone_and_comes_back(cluster: Cluster, shared_dir: Path) -> None:
     process = cluster.popen("sleep", "100", node="node3")
+    if cgroups.usable():
+        step = "/sys/fs/cgroup/freezer/step"
+        freeze = f"mkdir {step}; echo $$ > {step}/cgroup.procs; echo FROZEN > {step}/freezer.state; sleep 100"
+        cluster.popen("bash", "-c", freeze, node="node3", user="root")
+        cluster.wait_for(
+            lambda: "FROZEN" in cluster.run("cat", f"{step}/freezer.state", node="node3", check=False).stdout, 60
+        )
 
     cluster.kill("node3")
 

@@ -39,6 +39,13 @@ def _inherit_cpuset(folder: Path) -> None:
         (folder / name).write_text(read(folder.parent / name) or "0")
 
 
+def thaw(prefix: str, node: str) -> None:
+    """Let a node's frozen processes go on: Slurm freezes a step before it kills it, and what is frozen does not die."""
+    for path in (TOP / "freezer" / f"{prefix}-lab" / node).rglob("freezer.state"):
+        with contextlib.suppress(OSError):  # Slurm has removed it
+            path.write_text("THAWED")
+
+
 def remove(prefix: str) -> None:
     for controller in CONTROLLERS:
         lab = TOP / controller / f"{prefix}-lab"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+from tests.slurm.lab import cgroups
 from tests.slurm.lab.settings import Lab
 from tests.slurm.lab.tools import PATH, LabError, attempt, is_alive, read, start_of, wait_for
 
@@ -53,7 +54,12 @@ def kill(lab: Lab, node: str) -> None:
     if pid:
         start = start_of(pid)
         os.kill(pid, signal.SIGKILL)
-        wait_for(f"{node} to die", lambda: not is_alive(pid, start), 15, pause_s=0.01)
+
+        def is_dead() -> bool:
+            cgroups.thaw(lab.prefix, node)
+            return not is_alive(pid, start)
+
+        wait_for(f"{node} to die", is_dead, 15, pause_s=0.01)
     lab.record(node).unlink(missing_ok=True)
 
 
