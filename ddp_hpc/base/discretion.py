@@ -53,9 +53,9 @@ _SECRETS = tuple(
         r"(?P<before>://[^\s/:@]*:)[^\s/@]+(?=@)",
         rf"(?P<before>(?:{_NAMES})[\"']?\s*=\s*[\"']?)[^\s\"'&,;)]+",
         rf"(?P<before>[\"'][\w.-]*(?:{_NAMES})[\"']\s*:\s*[\"'])[^\"']+",
-        r"(?P<before>[?&](?:key|sig|signature|code)=)[^\s\"'&]+",
+        r"(?P<before>[?&](?:key|sig|signature|code)=|//hooks\.slack\.com/services/)[^\s\"'&]+",
         r"(?P<before>\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}",
-        r"(?P<before>\b)(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|AKIA)[\w-]{12,}",
+        r"(?P<before>\b)(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA)[\w-]{12,}",
     )
 )
 """Passwords in addresses, values of names such as `token`, and tokens that are known by how they begin."""

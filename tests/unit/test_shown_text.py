@@ -19,6 +19,8 @@ from ddp_hpc.watch.why.lines import clean
         ('{"api_key": "abc", "name": "x"}', '{"api_key": "***", "name": "x"}'),
         ("WANDB_API_KEY=0123abcd python", "WANDB_API_KEY=*** python"),
         ("token hf_abcdefghijklmnop is wrong", "token *** is wrong"),
+        ("xoxb-1234-abcdefghijkl is wrong", "*** is wrong"),
+        ("to https://hooks.slack.com/services/T0/B0/xyz.", "to https://hooks.slack.com/services/***"),
     ],
 )
 def test_what_looks_like_a_secret_is_masked(text: str, shown: str) -> None:

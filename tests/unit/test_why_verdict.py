@@ -549,6 +549,8 @@ def test_a_traceback_that_a_program_survived_is_caught() -> None:
         ('[rank1]:   File "a.py", line 1', '  File "a.py", line 1'),
         ("[rank12]:[E321 x.cpp:1] oops", "[E321 x.cpp:1] oops"),
         ("[default3]:KeyError: 1", "KeyError: 1"),
+        ("[1,3]<stderr>:KeyError: 1", "KeyError: 1"),
+        ("[prterun-n1-77,3]<stderr>: KeyError: 1", "KeyError: 1"),
         ("2: Traceback (most recent call last):", "Traceback (most recent call last):"),
         ("a\x00b\x07c", "abc"),
         ("[0] is an item", "[0] is an item"),

@@ -179,8 +179,7 @@ def _closing_sentences(certificate: Certificate) -> str:
     if untried:
         said += f" Not tried, so nothing is known of them: {', '.join(one.fault for one in untried)}."
     if any(one.verdict == "untouched" for one in untried):
-        said += " To try them, let the script train for longer after its last save, or save fewer files at a time."
-        said += " While any is not tried, the exit code is not 0."
+        said += " To try them, let the script train for longer after its last save, or save fewer files at a time. While any is not tried, the exit code is not 0."
     elif untried and not tried:
         said += " Try other faults (`--faults`), or a longer training with more saves."
     return said
