@@ -14,8 +14,8 @@ import sys
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import BuiltinFunctionType, BuiltinMethodType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
@@ -38,24 +38,32 @@ _LARGE_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 memory. Of any other tensor, the count of its changes is compared; any other array is passed over."""
 _NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, np.generic)
 _RAW = (bytearray, array, ctypes.Array, ctypes._SimpleCData)  # noqa: SLF001  the latter two may be shared by processes
-_OF_PASS = hash("the result of a pass, as a loss takes from a layer")
+_OF_PASS = hash("a result of a pass, as a loss takes from a layer")
+_KEPT_FROM_PASS = hash(
+    "a larger one, which the next pass reads if it has the place of a tensor, as a recurrent state does"
+)
 _FLAT = {*_NUMBERS_AND_TEXTS, type(None)}
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _CACHED = type(functools.cache(id))
+_CONTENTS: tuple[tuple[Any, Callable[[Any], Hashable]], ...] = (
+    (dict, lambda one: {*map(type, dict.keys(one))} <= _FLAT and tuple(dict.keys(one))),  # the order of its keys
+    (_CACHED, lambda one: one.cache_info().currsize),
+    (GeneratorType, lambda one: one.gi_frame and one.gi_frame.f_lasti),
+    (itertools.count, repr),
+    ((np.random.BitGenerator, np.random.SeedSequence), lambda one: repr(one.state)),
+)
 _WRAPPERS = (MethodType, BuiltinMethodType, staticmethod, classmethod, property, functools.partial)
 _RECORD = ("tqdm.", "rich.", "torchmetrics.", "torcheval.")
 """Modules whose objects say how a training goes; they decide nothing of it."""
+_GLOBAL_HOOKS = [
+    one
+    for module in (sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"])
+    for key, one in vars(module).items()
+    if key.startswith("_global_") and isinstance(one, dict)
+]
 _GLOBAL_GENERATORS = (torch.default_generator, random.getstate.__self__, np.random.mtrand._rand)  # type: ignore[attr-defined]  # noqa: SLF001
-
-
-@contextmanager
-def log_unsaved_changes(**roots: object) -> Iterator[None]:
-    """Log what changes meanwhile."""
-    before = unsaved(roots)
-    yield
-    warn_of_changes(changed(before, unsaved(roots)))
 
 
 class Watch:
@@ -63,7 +71,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, optimizer: object, **functions: object) -> None:
         self._model, self._optimizer = model, optimizer
-        self._roots = {"model": model, "optimizer": optimizer, **functions}
+        self._roots = {"model": model, "optimizer": optimizer, **functions, "global_hooks": _GLOBAL_HOOKS}
         self._before, self._shapes = self._now(), self._shapes_of_buffers()
         self._named_before = set[str]()
 
@@ -84,7 +92,9 @@ class Watch:
         """Return the places of what has changed, each once."""
         now = self._now()
         found = [place for place in changed(self._before, now) if place not in self._named_before]
-        self._named_before.update(found, (place for place, number in now.items() if number == _OF_PASS))
+        self._named_before.update(
+            found, (place for place, number in now.items() if number in (_OF_PASS, _KEPT_FROM_PASS))
+        )
         self._before = {**now, **self._before}
         return found
 
@@ -106,8 +116,9 @@ def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     nothing, found = hash(()), []
     for place, number in now.items():
         parent, _, name = place.rpartition(".")
+        old = before.get(place, nothing)
         is_known = place in before or (parent in before and name != "__class__")
-        if is_known and number not in (nothing, _OF_PASS, before.get(place, nothing)):
+        if (old != nothing if number == _KEPT_FROM_PASS else is_known) and number not in (nothing, _OF_PASS, old):
             found.append(place)
     return found
 
@@ -118,7 +129,8 @@ def warn_of_changes(places: Sequence[str], what: str = "the first step") -> None
         log.warning(
             "%s changes %s, which no checkpoint holds: a resumed run begins with what the recipe gives it, and may not give the "
             "bits of an undisturbed one. You need do nothing if it is a cache whose content follows from the input alone; else make it a buffer "
-            "of the model that its `state_dict` has (not `persistent=False`), or let it follow from the sample's index and the global generators.",
+            "of the model that its `state_dict` has (not `persistent=False`), keep an optimizer's in its `state[weight]`, or let it follow from the "
+            "sample's index and the global generators.",
             what,
             few([f"`{place}`" for place in places], _MOST_NAMED),
         )
@@ -135,7 +147,11 @@ def unsaved(roots: Mapping[str, object], *, saved: Iterable[Tensor] = (), optimi
     except Exception as error:  # noqa: BLE001  a user's object may raise anything where it is looked at
         log.info("ddp-hpc cannot check for values that no checkpoint holds: %s: %s", type(error).__name__, error)
         return {}
-    return {place: _OF_PASS if _OF_PASS in leaves else hash(tuple(leaves)) for place, leaves in walk.found.items()}
+    marks = (_KEPT_FROM_PASS, _OF_PASS)
+    return {
+        place: next((one for one in marks if one in leaves), hash(tuple(leaves)))
+        for place, leaves in walk.found.items()
+    }
 
 
 class _Walk:
@@ -190,28 +206,31 @@ class _Walk:
         if _is_flat(value):
             return hash((type(value), tuple(value)))
         if isinstance(value, Tensor):
-            return hash(value.requires_grad) if _memory(value) in self._memory else self._of_tensor(value)
-        if type(value) is np.ndarray and not value.dtype.hasobject:
+            return None if _memory(value) in self._memory else self._of_tensor(value)
+        if isinstance(value, np.ndarray) and not (isinstance(value, np.memmap) or value.dtype.hasobject):
             return xxhash.xxh3_64_intdigest(value.tobytes()) if self._may_read(value.nbytes) else None
         if isinstance(value, _RAW):
             return xxhash.xxh3_64_intdigest(bytes(value)) if self._may_read(memoryview(value).nbytes) else None
         if isinstance(value, GENERATORS):
             state = state_of(value)  # pickled, a tensor has other bytes each time
             return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
-        if isinstance(value, (_CACHED, itertools.count)):
-            return hash(value.cache_info().currsize if isinstance(value, _CACHED) else repr(value))
-        if isinstance(value, GeneratorType):
-            return value.gi_frame.f_lasti if value.gi_frame else -1
+        for kinds, content_of in _CONTENTS:
+            if isinstance(value, kinds):
+                return hash(content_of(value))
         with suppress(OSError, ValueError):  # it is closed, or lies in another file
             if isinstance(value, io.IOBase) and value.readable() and not value.writable():
                 return os.lseek(value.fileno(), 0, os.SEEK_CUR)
         return None
 
     def _of_tensor(self, value: Tensor) -> int | None:
-        if value.layout == torch.sparse_coo:
-            return hash((self._of_tensor(value._indices()), self._of_tensor(value._values())))  # noqa: SLF001
-        if why_not_plain(value) or value.grad_fn is not None:
-            return None if value.grad_fn is None else _OF_PASS
+        if value.grad_fn is not None:
+            return _KEPT_FROM_PASS if value.numel() > 1 else _OF_PASS
+        if why_not_plain(value):
+            file, is_sparse = io.BytesIO(), str(value.layout).startswith("torch.sparse")
+            with suppress(Exception):  # it has no content, or nobody can save it
+                if self._may_read(value._nnz() * (value.element_size() + 16) if is_sparse else value.nbytes):  # noqa: SLF001
+                    torch.save(value.detach(), file)
+            return xxhash.xxh3_64_intdigest(file.getvalue())
         extent = (
             value.storage_offset()
             + 1
@@ -291,7 +310,8 @@ def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", len(one)) for key, one in hooks.items())
         yield ".forward", getattr(value.forward, "__qualname__", "")
     if isinstance(value, nn.Parameter):
-        yield from ((f".{key}", len(getattr(value, key) or ())) for key in _HOOKS if hasattr(value, key))
+        yield from ((f".{key}", [*(getattr(value, key) or {}).values()]) for key in _HOOKS if hasattr(value, key))
+        yield ".requires_grad", value.requires_grad
     if not is_librarys:
         yield ".__class__", type(value)
 

@@ -48,12 +48,6 @@ class AttemptTime:
     """The newest step that no later attempt repeats; `first_step` where all are repeated."""
     seconds: Mapping[str, float]
     """Kind -> seconds."""
-    stall_s: float
-    """How long the loop waited for saves, also in what was lost."""
-    num_saves: int
-    num_steps: int
-    steps_s: float
-    """How long these steps and saves took: what came after them, such as a hang, is not part of it."""
     num_nodes: int
     num_gpus: int
 
@@ -217,7 +211,6 @@ def _time_of(  # noqa: PLR0913  what the loop over the attempts knows
     until = None if begin is None else ended_at
     if begin is not None and not is_whole:
         until = max(begin.at, _at([(step, at) for at, step in steps], kept))
-    phases = [mark for mark in points.marks if mark.kind == "phases"]
     return AttemptTime(
         attempt=one,
         queued_at=queued_at,
@@ -229,10 +222,6 @@ def _time_of(  # noqa: PLR0913  what the loop over the attempts knows
         reached_step=reached,
         kept_step=kept,
         seconds={},
-        stall_s=points.stalls[-1][1] if points.stalls else 0.0,
-        num_saves=sum(mark.kind == "save" for mark in points.marks),
-        num_steps=phases[-1].num_steps or 0 if phases else 0,
-        steps_s=0.0 if begin is None or not phases else max(0.0, phases[-1].at - begin.at),
         num_nodes=len(one.nodes) or 1,
         num_gpus=0 if begin is None else begin.num_gpus or 0,
     )

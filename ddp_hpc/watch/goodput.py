@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ddp_hpc.run.checkpoints.save_interval import SaveCosts, SaveInterval
+from ddp_hpc.run.checkpoints.save_interval import SaveInterval
 from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import KINDS, AttemptTime
 
@@ -60,33 +60,6 @@ def newest_interval(marks: Sequence[Mark], times: Sequence[AttemptTime]) -> Save
         return msgspec.convert(values, SaveInterval, strict=False)  # whole numbers are noted as floats
     except msgspec.ValidationError:
         return None
-
-
-def fixed_interval(times: Sequence[AttemptTime], every_steps: int | None) -> SaveInterval | None:
-    """Return what saves after each `every_steps` cost; None without the measurements: a save, a step and a start are needed.
-
-    One failure is assumed where none was seen: the next may come now.
-    """
-    saves, steps = sum(one.num_saves for one in times), sum(one.num_steps for one in times)
-    starts = sorted(one.seconds["starting"] for one in times if one.trained_from is not None)
-    trained_s = sum(one.steps_s for one in times)
-    stall_s, running_s = sum(one.stall_s for one in times), sum(one.length_s for one in times)
-    if not (every_steps and running_s > 0 and saves and steps and starts and stall_s > 0 and trained_s > stall_s):
-        return None
-    num_failures, seconds = sum(one.is_failure for one in times), every_steps * (trained_s - stall_s) / steps
-    costs = SaveCosts(
-        stall_s=stall_s / saves,
-        restart_s=starts[len(starts) // 2],
-        between_failures_s=running_s / max(1, num_failures),
-    )
-    return SaveInterval(
-        every_steps=every_steps,
-        seconds=seconds,
-        costs=costs,
-        num_failures=num_failures,
-        expected_cost=costs.share(seconds),
-        measured_cost=measured_cost(times),
-    )
 
 
 def measured_cost(times: Sequence[AttemptTime]) -> float | None:

@@ -11,7 +11,8 @@ import itertools
 import multiprocessing
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from torch.utils.data import Dataset
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train import unsaved
+from ddp_hpc.train.engine.optimizer import _warn_of_own_rates
 from ddp_hpc.train.recipe import Recipe
 from tests.strange.one_process import trained
 
@@ -66,6 +68,13 @@ class Keeps(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         self.keep(self, rows)
         return self.linear(rows)  # type: ignore[no-any-return]  # a Tensor
+
+
+@contextmanager
+def changes_logged(**roots: object) -> Iterator[None]:
+    watch = unsaved.Watch(nn.Module(), None, **roots)
+    yield
+    unsaved.warn_of_changes(watch.changed(), "a batch")
 
 
 def _set(name: str, value: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], object]:
@@ -142,6 +151,20 @@ def _count_in(model: Any, _rows: Tensor) -> None:
     model.counts = (model.counts + torch.eye(3).to_sparse()).coalesce()
 
 
+_HOOKS = "model.linear.weight._backward_hooks"
+
+
+def _counting(register: Callable[[Keeps, Any], object]) -> Keeps:
+    model, seen = Keeps(lambda *_: None), 0
+
+    def hook(*_: Any) -> None:
+        nonlocal seen
+        seen += 1
+
+    register(model, hook)
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], Keeps], str]] = {
     "counter": (lambda: Keeps(_set("n", lambda model, _: model.n + 1), n=0), "model.n"),
     "flag": (lambda: Keeps(_set("is_ready", lambda *_: True), is_ready=False), "model.is_ready"),
@@ -163,7 +186,10 @@ MODELS: dict[str, tuple[Callable[[], Keeps], str]] = {
     "global": (lambda: Keeps(_count_globally), f"{__name__}._SEEN"),
     "iterator": (lambda: Keeps(lambda model, _: next(model.c), c=itertools.count()), "model.c"),
     "mode": (lambda: Keeps(lambda model, _: model.linear.eval()), "model.linear.training"),
-    "frozen weight": (lambda: Keeps(lambda model, _: model.linear.bias.requires_grad_(False)), "model.linear.bias"),
+    "frozen weight": (
+        lambda: Keeps(lambda model, _: model.linear.bias.requires_grad_(False)),
+        "model.linear.bias.requires_grad",
+    ),
     "method of a layer": (
         lambda: Keeps(lambda model, _: setattr(model.linear, "forward", _constant)),
         "model.linear.forward",
@@ -183,10 +209,36 @@ MODELS: dict[str, tuple[Callable[[], Keeps], str]] = {
         lambda: Keeps(lambda model, _: model.linear.weight.register_hook(lambda gradient: gradient)),
         "model.linear.weight._backward_hooks",
     ),
+    "count of a weight's hook": (
+        lambda: _counting(lambda m, hook: m.linear.weight.register_hook(hook)),
+        f"{_HOOKS}.seen",
+    ),
+    "order of a dict": (
+        lambda: Keeps(lambda model, _: model.used.update(a=model.used.pop("a")), used={"a": 1, "b": 1}),
+        "model.used",
+    ),
+    "bits of NumPy": (lambda: Keeps(lambda model, _: model.g.random_raw(), g=np.random.PCG64(0)), "model.g"),
+    "seeds of NumPy": (lambda: Keeps(lambda model, _: model.g.spawn(1), g=np.random.SeedSequence(0)), "model.g"),
+    "masked array": (lambda: Keeps(_write, memory=np.ma.masked_array(np.zeros(9))), "model.memory"),
+    "graph in CSR": (
+        lambda: Keeps(lambda model, _: model.graph.values().mul_(2), graph=torch.eye(3).to_sparse_csr()),
+        "model.graph",
+    ),
+    "tensor of ragged rows": (
+        lambda: Keeps(_set("rows", lambda model, _: model.rows * 2), rows=torch.nested.nested_tensor([torch.ones(2)])),
+        "model.rows",
+    ),
+    "recurrent state that is detached when it is read": (
+        lambda: Keeps(
+            _set("hidden", lambda model, rows: model.linear(rows) + model.hidden.detach()), hidden=torch.zeros(4, 2)
+        ),
+        "model.hidden",
+    ),
     "dict of a base class": (lambda: Keeps(lambda *_: Derived.known.update(seen=1), of=Derived()), "Base.known"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", MODELS)
 def test_state_of_a_model_that_is_no_buffer_is_named(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -198,6 +250,31 @@ def test_state_of_a_model_that_is_no_buffer_is_named(
     assert f"the first step changes `{place}`, which no checkpoint holds" in caplog.text
 
 
+def test_the_count_of_a_hook_of_all_layers_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    handles: list[Any] = []
+    register = torch.nn.modules.module.register_module_forward_hook
+    model = _counting(lambda _, hook: handles.append(register(hook)))
+
+    trained(tmp_path / "run", Recipe(model=model, train_data=Rows(), loss=nn.CrossEntropyLoss()), train__max_steps=2)
+    handles[0].remove()
+
+    assert "`global_hooks.seen`, which no checkpoint holds" in caplog.text
+
+
+def test_what_the_evaluation_data_keep_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = Rows(lambda rows, _: setattr(rows, "count", rows.count + 1))
+    recipe = Recipe(model=nn.Linear(3, 2), train_data=Rows(), eval_data=data, loss=nn.CrossEntropyLoss())
+
+    trained(tmp_path / "run", recipe, train__max_steps=4, eval__batch_size=4)
+
+    assert "a batch changes `eval_data.count`, which no checkpoint holds" in caplog.text
+
+
+def _count_late(rows: Rows, _index: int) -> None:
+    rows.file = rows.file or Tally()
+    rows.file.add()
+
+
 DATA: dict[str, tuple[Callable[[Rows, int], object], str]] = {
     "counter": (lambda rows, _: setattr(rows, "count", rows.count + 1), "train_data.count"),
     "cache": (lambda rows, index: rows.known.setdefault(index, torch.randn(2)), "train_data.known"),
@@ -205,6 +282,7 @@ DATA: dict[str, tuple[Callable[[Rows, int], object], str]] = {
     "generator object": (lambda rows, _: next(rows.source["object"]), "train_data.source"),
     "iterator": (lambda rows, _: next(rows.source["list"]), "train_data.source"),
     "cycle": (lambda rows, _: next(rows.source["cycle"]), "train_data.source"),
+    "what the first sample makes": (_count_late, "train_data.file.seen"),
 }
 
 
@@ -219,7 +297,7 @@ def test_state_of_a_data_set_is_named_by_whichever_process_loads(
     trained(tmp_path / "run", recipe, train__max_steps=2, data__num_workers=num_workers)
 
     told = caplog.text + capfd.readouterr().err
-    assert num_workers or f"the first step changes `{place}`, which no checkpoint holds" in told
+    assert num_workers or f"a batch changes `{place}`, which no checkpoint holds" in told
 
 
 def test_the_line_at_which_a_data_set_reads_its_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -234,7 +312,7 @@ def test_the_line_at_which_a_data_set_reads_its_file_is_named(tmp_path: Path, ca
             train__max_steps=2,
         )
 
-    assert "the first step changes `train_data.file`, which no checkpoint holds" in caplog.text
+    assert "a batch changes `train_data.file`, which no checkpoint holds" in caplog.text
 
 
 def _without_bias(made: torch.optim.Optimizer) -> None:
@@ -302,11 +380,47 @@ def test_a_scheduler_in_a_hook_and_a_count_of_the_optimizers_class_are_named(
         made.register_step_post_hook(lambda *_: schedule.step())
         return made
 
+    _warn_of_own_rates.cache_clear()
     recipe = Recipe(model=nn.Linear(3, 2), train_data=Rows(), loss=nn.CrossEntropyLoss(), optimizer=optimizer)
-    trained(tmp_path / "run", recipe, train__max_steps=2)
+    trained(tmp_path / "run", recipe, train__max_steps=4)
 
+    assert caplog.text.count("The code of the recipe sets a learning rate") == 1
     assert "Counts.calls`" in caplog.text or "more, which" in caplog.text
     assert "`optimizer._optimizer_step_post_hooks.schedule." in caplog.text
+
+
+def test_rates_of_groups_that_the_recipe_has_made_are_no_rates_that_its_code_sets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def optimizer(model: nn.Linear, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [model.weight], "lr": lr / 3}, {"params": [model.bias], "lr": 0.0}], lr)
+
+    _warn_of_own_rates.cache_clear()
+    recipe = Recipe(model=nn.Linear(3, 2), train_data=Rows(), loss=nn.CrossEntropyLoss(), optimizer=optimizer)  # type: ignore[arg-type]  # of this model
+    trained(tmp_path / "run", recipe, train__max_steps=6, train__lr=0.3, checkpoint__every_steps=2)
+
+    assert "The code of the recipe" not in caplog.text
+
+
+def test_a_later_attempt_is_not_refused_what_an_earlier_one_was_let_train(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def measure(model: Any, _rows: Tensor) -> None:
+        model.calls += 1  # a checkpoint has it
+        if model.calls == 4:
+            model.importance = model.importance + 1
+
+    def recipe() -> Recipe:
+        model = Keeps(measure)
+        model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        model.register_buffer("importance", torch.zeros(3), persistent=False)
+        return Recipe(model=model, train_data=Rows(), loss=nn.CrossEntropyLoss())
+
+    trained(tmp_path / "run", recipe(), train__max_steps=3)
+    later = trained(tmp_path / "run", recipe(), train__max_steps=5)
+
+    assert later.state.position.step == 5
+    assert "changes `model.importance`, which no checkpoint holds" in caplog.text
 
 
 def test_what_the_closure_of_a_loss_counts_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -338,7 +452,7 @@ def test_what_is_saved_constant_opened_late_or_a_global_generator_is_not_named(
         tmp_path / "run", Recipe(model=model, train_data=Rows(draws), loss=nn.CrossEntropyLoss()), train__max_steps=2
     )
 
-    assert "the first step changes" not in caplog.text
+    assert "which no checkpoint holds" not in caplog.text
 
 
 LIBRARY = """
@@ -392,7 +506,7 @@ def test_caches_and_flags_that_a_library_fills_are_not_named_but_its_counters_an
     library: Callable[[str], ModuleType], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     of = library("layers_of_a_library")
-    assert "the first step changes" not in _trained_and_told(of.Layer(), tmp_path / "1", caplog)
+    assert "which no checkpoint holds" not in _trained_and_told(of.Layer(), tmp_path / "1", caplog)
     assert "the first step changes `model.n`, which" in _trained_and_told(of.Counts(), tmp_path / "2", caplog)
     assert "the first step changes `model.memory`, which" in _trained_and_told(of.Remembers(), tmp_path / "3", caplog)
 
@@ -410,7 +524,7 @@ def test_metrics_and_progress_bars_and_a_generator_that_draws_nothing_are_not_na
         model.accuracy(rows)
         model.bar.update(model.task, advance=1)
 
-    assert "the first step changes" not in _trained_and_told(Keeps(measure, **kept), tmp_path, caplog)
+    assert "which no checkpoint holds" not in _trained_and_told(Keeps(measure, **kept), tmp_path, caplog)
 
 
 def test_a_large_tensor_is_not_named_for_the_trial_of_the_model_but_for_its_change(
@@ -507,11 +621,11 @@ def test_data_larger_than_the_memory_are_not_read_and_other_changes_are_named(ca
     rows.values = np.broadcast_to(np.zeros(1), (1 << 40,))  # type: ignore[assignment]  # 8 TiB, as a mapped file may have
     shards: Any = [np.zeros(5 << 20), multiprocessing.Array("d", 5 << 20)]  # 40 MiB each
 
-    with unsaved.log_unsaved_changes(rows=rows, one=shards[0], other=shards[1]):
+    with changes_logged(rows=rows, one=shards[0], other=shards[1]):
         rows.count += 1
         shards[0][7] = shards[1][7] = 1
 
-    assert "the first step changes `rows.count`, `one`, which no checkpoint holds" in caplog.text
+    assert "a batch changes `rows.count`, `one`, which no checkpoint holds" in caplog.text
 
 
 def test_what_a_module_keeps_that_a_forward_itself_imports_is_named(
@@ -591,7 +705,7 @@ class Last(nn.Module):
 def test_numbers_that_processes_share_and_functions_with_a_cache_are_compared(caplog: pytest.LogCaptureFixture) -> None:
     shared, cached = multiprocessing.Value("i", 0), functools.cache(abs)
 
-    with unsaved.log_unsaved_changes(shared=shared, cached=cached):
+    with changes_logged(shared=shared, cached=cached):
         shared.value += 1
         cached(-1)
 

@@ -124,13 +124,6 @@ class SaveInterval:
     measured_cost: float | None = None
     """Which share they have taken."""
 
-    @property
-    def best(self) -> tuple[int, float]:
-        """After how many steps a save costs least, and that cost as a share of the time."""
-        step_s = self.seconds / self.every_steps
-        steps = max(1, round(best_interval_s(self.costs.stall_s, self.costs.between_failures_s) / step_s))
-        return steps, self.costs.share(steps * step_s)
-
     def as_numbers(self) -> dict[str, float]:
         """Return all numbers in one mapping, as a run's timeline notes them."""
         values = {**asdict(self), **asdict(self.costs)}

@@ -231,8 +231,9 @@ def update_weights(t: Training) -> None:
     """Set the learning rate, clip, step the optimizer, drop the gradients; then update the moving average."""
     t.phases.enter("optimizer")
     optimizer, scaler = t.state.optimizer, t.state.scaler
-    factor = lr_factor(t.spec.lr_schedule, t.state.position.step, t.total_steps)
-    set_rates(optimizer, t.base_lrs, factor)
+    step = t.state.position.step
+    factor, last = (lr_factor(t.spec.lr_schedule, one, t.total_steps) for one in (step, max(0, step - 1)))
+    set_rates(optimizer, t.base_lrs, factor, last if t.phases.num_steps else None)
     if t.spec.train.grad_clip_norm is not None:
         # Unscale first, else the limit would apply to gradients that are multiplied by the loss scale:
         # https://pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -55,17 +56,29 @@ def closure_error(optimizer: torch.optim.Optimizer) -> ConfigError:
     )
 
 
-def set_rates(optimizer: torch.optim.Optimizer, base_lrs: Sequence[float | None], factor: float) -> None:
-    """Set the learning rate of each group; one without a rate (`lr=None`) keeps its own."""
+def set_rates(
+    optimizer: torch.optim.Optimizer, base_lrs: Sequence[float | None], factor: float, last_factor: float | None = None
+) -> None:
+    """Set the learning rate of each group; one without a rate (`lr=None`) keeps its own. Warn once of one that is not as `last_factor` set it."""
     if len(optimizer.param_groups) != len(base_lrs):
         raise ConfigError(
             f"The optimizer had {len(base_lrs)} parameter groups before the first step, but has {len(optimizer.param_groups)} now (`add_param_group`). No "
             "checkpoint of it could be resumed, because a resumed run begins with the groups of the recipe. Give the optimizer all groups when the "
-            "recipe makes it, and freeze weights by a rate of 0 or by `weight.grad = None` in its step."
+            "recipe makes it, and freeze weights by `weight.grad = None` in its step."
         )
     for options, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
         if base_lr is not None:
+            if last_factor is not None and isinstance(options["lr"], float) and options["lr"] != base_lr * last_factor:
+                _warn_of_own_rates()
             options["lr"] = base_lr * factor
+
+
+@functools.cache
+def _warn_of_own_rates() -> None:
+    log.warning(
+        "The code of the recipe sets a learning rate (`lr` of a group), as a scheduler of PyTorch does, but ddp-hpc sets each before every step, so "
+        "that has no effect. Use `train.lr_schedule`, and give each group its rate when the recipe makes the optimizer; remove the scheduler."
+    )
 
 
 def lr_factor(schedule: LrScheduleSpec, step: int, total_steps: int) -> float:

@@ -130,7 +130,10 @@ class Checkpointer:
         if self._is_checked_again:
             return
         changed = [] if self._watch is None else self._watch.changed()
-        lost = "" if self._watch is None else self._watch.why_refused(changed)
+        is_first = (
+            state.position.step == 1
+        )  # of the run: a later attempt goes on from what an earlier one was let train
+        lost = self._watch.why_refused(changed) if self._watch is not None and is_first else ""
         self.check_again(state, why=round_trip.why_not_restored(state) or lost)
         self._compare_between_ranks(state)
         unsaved.warn_of_changes(changed)

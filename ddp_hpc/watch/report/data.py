@@ -30,7 +30,7 @@ class RunData:
     times: Sequence[AttemptTime]
     goodput: Goodput
     saves: SaveInterval | None
-    """How often it saves, and what that costs."""
+    """With `checkpoint.every_steps=auto`: how often it saves, and what that costs."""
     series: Series
     marks: Sequence[Mark]
     looks: Sequence[Look]

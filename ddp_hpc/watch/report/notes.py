@@ -55,17 +55,12 @@ def _about_saves(run: RunData) -> tuple[str, str] | None:
     """Compare what saves cost with what failures cost: there are never too many saves and too few at once."""
     saves, saving, lost = run.saves, run.share_of("saving"), run.share_of("lost")
     is_auto = run.values.get("checkpoint.every_steps") == "auto"
-    if saves is not None and not is_auto and run.goodput.num_failures:
-        now, (every_steps, best) = saves.expected_cost, saves.best
-        if now - best >= 0.01:
-            text = f"With checkpoint.every_steps={saves.every_steps}, saves, repeated steps and restarts are expected to take {now:.1%} of the time; with {every_steps}, {best:.1%}."
-            return text, f"checkpoint.every_steps={every_steps}"
     chosen_s = math.nan if saves is None else saves.seconds
     if saving >= 0.05 and saving > lost:
         is_seldom = chosen_s >= 0.95 * run.number("checkpoint.max_interval_s")
         limit = ", although the run saves as seldom as checkpoint.max_interval_s allows" if is_auto else ""
         text = f"Training waits for saves {saving:.0%} of the time{limit}. With fewer saves it waits less, but a failure loses more steps."
-        key = f"a larger checkpoint.{'max_interval_s' if is_auto else 'every_steps'}"
+        key = "a larger checkpoint.max_interval_s" if is_auto else "checkpoint.every_steps=auto, or a larger number"
         return (text, key) if is_seldom or not is_auto else None
     repeated = run.goodput.steps_repeated
     if lost < 0.10 or not repeated:
@@ -73,7 +68,7 @@ def _about_saves(run: RunData) -> tuple[str, str] | None:
     is_often = chosen_s <= 1.05 * run.number("checkpoint.min_interval_s")
     limit = ", although the run saves as often as checkpoint.min_interval_s allows" if is_auto else ""
     text = f"{lost:.0%} of the nodes' time was lost: {repeated} steps were trained that no checkpoint kept{limit}."
-    key = f"a smaller checkpoint.{'min_interval_s' if is_auto else 'every_steps'}"
+    key = "a smaller checkpoint.min_interval_s" if is_auto else "checkpoint.every_steps=auto, or a smaller number"
     return (text, key) if is_often or not is_auto else None
 
 

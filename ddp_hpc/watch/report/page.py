@@ -157,14 +157,8 @@ def _checkpoint(one: CheckpointInfo) -> dict[str, str]:
 
 
 def _cost(run: RunData) -> str:
-    """Say what checkpoints cost; and, unless the run itself chooses how often it saves, when they would cost least."""
-    every, saves, best = run.values.get("checkpoint.every_steps"), run.saves, ""
-    if saves is None:
-        return ""
-    if every != "auto":
-        steps, cost = saves.best
-        best = f" The cost should be least with a save every {steps:,} steps (Young 1974, Daly 2006): {cost:.1%}."
-    return f"`checkpoint.every_steps={every}` saves {saves.sentence()}.{best}"
+    """Say what checkpoints cost a run that itself chooses how often it saves."""
+    return "" if run.saves is None else f"`checkpoint.every_steps=auto` saves {run.saves.sentence()}."
 
 
 def _environment(run: RunData) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from ddp_hpc.run.run_dir.timeline import Look, Mark, read_alarms, read_looks, re
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare_runs import config_values
-from ddp_hpc.watch.goodput import fixed_interval, goodput_of, newest_interval
+from ddp_hpc.watch.goodput import goodput_of, newest_interval
 from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.series import Series, finite_points, read_series
 from ddp_hpc.watch.status import read_status
@@ -56,8 +56,6 @@ def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingPro
     numbers = [one.attempt for one in ledger.attempts]
     values = config_values(run)
     secrets = secret_values(values, environ)
-    every = values.get("checkpoint.every_steps")
-    every_steps = every if isinstance(every, int) else None
     series = read("The metrics", partial(read_series, run), Series())
     looks: list[Look] = read("The comparison of the ranks", partial(read_looks, run), [])
     is_script = bool(values.get("script.command")) or status.saves is not None
@@ -67,7 +65,7 @@ def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingPro
         status=status,
         times=times,
         goodput=goodput_of(times),
-        saves=newest_interval(marks, times) if every == "auto" else fixed_interval(times, every_steps),
+        saves=newest_interval(marks, times) if values.get("checkpoint.every_steps") == "auto" else None,
         series=series,
         marks=marks,
         looks=looks,
