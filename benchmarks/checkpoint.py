@@ -113,7 +113,7 @@ class Workbench:
         """Save as the loop does, and wait until it is committed."""
         self._clean()
         self._run.path.mkdir()
-        ownership.claim(self._run, 0)
+        ownership.claim_run(self._run, 0)
         if is_pruning:
             self._save()
             os.sync()

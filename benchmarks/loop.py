@@ -220,7 +220,7 @@ def _duties_at_intervals(training: Training, step: int) -> int:
     if step >= training.stop_consensus.next_step:
         training.losses.check()
         assert not training.stop_consensus.agree_to_stop(step)
-        training.recorder.progress(training.state.position)
+        training.recorder.record_progress(training.state.position)
     return our_loop.next_due(training, step)
 
 
@@ -294,7 +294,7 @@ def _prepared(without: Sequence[str] = ()) -> Iterator[Training]:
 def _training(run: RunDir, without: Sequence[str] = ()) -> Training:
     run.path.mkdir(parents=True, exist_ok=True)
     run.config.touch()
-    ownership.claim(run, 0)
+    ownership.claim_run(run, 0)
     spec = RunSpec(
         name="run",
         runs_dir=str(run.path.parent),

@@ -133,7 +133,7 @@ class Workbench:
             run = self._run(world_size)
             run.path.mkdir()
             run.config.touch()
-            ownership.claim(run, 0)
+            ownership.claim_run(run, 0)
             ranks = in_group(world_size, partial(save, run_path=run.path), self._folder / "answers")
             self._at_save[world_size] = max(one[MEMORY] for one in ranks)
 

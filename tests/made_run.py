@@ -106,7 +106,7 @@ def add_log(run: RunDir, text: str, *, attempt: int = 0, rank: int = 0) -> Path:
 
 def add_checkpoint(run: RunDir, step: int, **metrics: float) -> Path:
     """Commit a checkpoint of one tensor, four bytes that hold the step, by an attempt that then ends."""
-    ownership.claim(run, 0)
+    ownership.claim_run(run, 0)
     uncommitted = checkpoint_store.uncommitted_path(run, step, 0)
     uncommitted.mkdir()
     body = step.to_bytes(4, "little")
@@ -114,6 +114,6 @@ def add_checkpoint(run: RunDir, step: int, **metrics: float) -> Path:
     file = uncommitted / checkpoint_store.shard_name(0, 1)
     shard = checkpoint_store.write_shard(file, [header, body], size=len(header) + len(body))
     manifest = Manifest(step=step, world_size=1, shards=(shard,), state={"step": step}, metrics=metrics)
-    path = checkpoint_store.commit(run, uncommitted, manifest)
-    ownership.release(run, 0)
+    path = checkpoint_store.commit_checkpoint(run, uncommitted, manifest)
+    ownership.release_claim(run, 0)
     return path

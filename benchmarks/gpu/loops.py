@@ -188,7 +188,7 @@ class OurLoop:
         run = RunDir(path)
         path.mkdir(parents=True)
         run.config.write_text(f"name: {path.name}\n")
-        ownership.claim(run, 0)
+        ownership.claim_run(run, 0)
         self.run = run
         self.training = assemble_training(
             self.spec, case.recipe(), run, group, attempt=0, stop=StopFlag(run.stop_request)

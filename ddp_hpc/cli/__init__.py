@@ -15,7 +15,7 @@ from ddp_hpc import __version__
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED
 from ddp_hpc.base.names import did_you_mean
-from ddp_hpc.cli.seldom_gc import collect_seldom
+from ddp_hpc.cli.seldom_gc import collect_garbage_seldom
 from ddp_hpc.cli.terminal import drop_output, guarded_terminal, open_closed_streams
 
 GROUPS = {
@@ -62,20 +62,20 @@ GROUPS = {
 """Group -> verb -> what it does, as `--help` shows them; each verb is a module of `verbs`, imported when the user calls it."""
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
-_NEGATIVE = re.compile(r"-\.?\d")
-OF_SCRIPTS = frozenset({"certify", "join", "render", "submit"})
+_NEGATIVE_NUMBER = re.compile(r"-\.?\d")
+SCRIPT_VERBS = frozenset({"certify", "join", "render", "submit"})
 """Verbs that take the command of a script after `--`, as `args.command`."""
 _DASHED_SETTING = re.compile(r"--(?P<key>[a-z_][\w.-]*)=")
-INTERRUPTED = 130
-BROKEN_PIPE = 141
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+INTERRUPTED_CODE = 130
+BROKEN_PIPE_CODE = 141
+_NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code. Without `argv`, run the command in `sys.argv`."""
     if argv is None:
         open_closed_streams()
-    with nullcontext() if argv is not None else collect_seldom(), guarded_terminal():
+    with nullcontext() if argv is not None else collect_garbage_seldom(), guarded_terminal():
         return _main(sys.argv[1:] if argv is None else list(argv))
 
 
@@ -87,12 +87,12 @@ def _main(words: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_CODE
     except BrokenPipeError:  # the reader closed the pipe
         drop_output()
-        return BROKEN_PIPE
+        return BROKEN_PIPE_CODE
     except OSError as error:
-        explained = _explained(error)
+        explained = _system_error_message(error)
         if explained is None:
             raise  # it concerns no file of the user's, so it is an error in ddp-hpc
         print(f"error: {explained}", file=sys.stderr)
@@ -100,7 +100,7 @@ def _main(words: list[str]) -> int:
     return code
 
 
-def _explained(error: OSError) -> str | None:
+def _system_error_message(error: OSError) -> str | None:
     """Return the message for an error of the system; None where it concerns nothing of the user's."""
     if isinstance(error, PermissionError) and error.filename is not None and (owner := _other_owner(error.filename)):
         return (
@@ -109,8 +109,8 @@ def _explained(error: OSError) -> str | None:
         )
     if error.filename is not None:
         return f"{error.filename} cannot be used: {error.strerror}. Check the path, its permissions, and the free space there."
-    if error.errno in _NO_ROOM:  # write(2) knows no name
-        return _on_no_room(error)
+    if error.errno in _NO_ROOM_ERRNOS:  # write(2) knows no name
+        return _no_room_message(error)
     if isinstance(error, FileNotFoundError):
         try:
             os.getcwd()  # noqa: PTH109  `Path.cwd` is the same
@@ -131,7 +131,7 @@ def _other_owner(filename: str | bytes) -> str | None:
     return None
 
 
-def _on_no_room(error: OSError) -> str:
+def _no_room_message(error: OSError) -> str:
     """Return what to tell where something could not be written; drop the output if it was that."""
     try:
         print(flush=True)  # a flush alone has nothing to write where the output is not buffered
@@ -157,25 +157,25 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
     verb = importlib.import_module(f"ddp_hpc.cli.verbs.{name}")
     parser = argparse.ArgumentParser(prog=f"ddp-hpc {name}", description=verb.__doc__, allow_abbrev=False)
     verb.add_arguments(parser)
-    number = rest.index("--") if name in OF_SCRIPTS and "--" in rest else None
+    number = rest.index("--") if name in SCRIPT_VERBS and "--" in rest else None
     parser.set_defaults(command=None if number is None else rest[number + 1 :])
     rest = rest[:number]
-    words = [_without_dashes(word) for word in rest]
+    words = [_undashed_setting(word) for word in rest]
     # In Python 3.11, `parse_intermixed_args` makes the text of the usage first, which takes as long as all other parsing.
-    parse = parser.parse_intermixed_args if _are_mixed(words) else parser.parse_args
+    parse = parser.parse_intermixed_args if _has_mixed_options(words) else parser.parse_args
     code: int = verb.run(parse(words), environment)
     return code
 
 
-def _are_mixed(words: Sequence[str]) -> bool:
+def _has_mixed_options(words: Sequence[str]) -> bool:
     """Return whether options stand between other words, where some words may be the values of options."""
-    if any(word in {"-", "--"} or " " in word or _NEGATIVE.match(word) for word in words):
+    if any(word in {"-", "--"} or " " in word or _NEGATIVE_NUMBER.match(word) for word in words):
         return True  # words that begin with a dash and may be no options
     others = [number for number, word in enumerate(words) if not word.startswith("-")]
     return others != list(range(others[0], others[-1] + 1)) if others else False
 
 
-def _without_dashes(word: str) -> str:
+def _undashed_setting(word: str) -> str:
     """Return `train.lr=0.1` for `--train.lr=0.1`, and anything else as it is."""
     match = _DASHED_SETTING.match(word)
     if match is None:

@@ -10,7 +10,7 @@ from typing import Any
 from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cli.formatting import DASH, duration
 from ddp_hpc.run.checkpoints.save_interval import SaveInterval
-from ddp_hpc.run.run_dir.machine_use import MachineUse, in_words, merged, newest_uses, read_uses, record_of
+from ddp_hpc.run.run_dir.machine_use import MachineUse, merge_uses, newest_uses, read_uses, use_texts, uses_as_json
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import read_marks
 from ddp_hpc.watch.attempt_times import KINDS, read_times
@@ -18,12 +18,12 @@ from ddp_hpc.watch.goodput import Goodput, goodput_of, newest_interval
 from ddp_hpc.watch.status import RunStatus
 
 
-def details_of(run: RunDir, status: RunStatus, *, now: float) -> tuple[dict[str, Any], dict[str, str]]:
+def status_details(run: RunDir, status: RunStatus, *, now: float) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the details as keys of `status --json`, and as rows of text, without those whose records are not readable now."""
     goodput, interval = node_time(run, status, now=now)
     traces: list[Path] = ask_once(run.profile, lambda: sorted(run.profile.glob("*.trace.json.gz")), unknown=[])
     profiles = [str(path) for path in traces]
-    machines, machine_words = _machines(run, status, now)
+    machines, machine_words = _machine_use(run, status, now)
     record = {
         "goodput": None if goodput is None else asdict(goodput),
         "save_interval": None if interval is None else asdict(interval),
@@ -51,19 +51,19 @@ def node_time(run: RunDir, status: RunStatus, *, now: float) -> tuple[Goodput | 
     return ask_once(run.timeline, read, unknown=unknown)
 
 
-def _machines(run: RunDir, status: RunStatus, now: float) -> tuple[Mapping[str, Any] | None, str]:
+def _machine_use(run: RunDir, status: RunStatus, now: float) -> tuple[Mapping[str, Any] | None, str]:
     """Return how busy the machines of the newest attempt are, as JSON and as text; None where nothing was measured."""
     attempt = status.attempt
     if attempt is None:
         return None, ""
     read = newest_uses if status.is_alive else read_uses
     uses: Sequence[MachineUse] = ask_once(run.attempt_logs(attempt), lambda: read(run, attempt), unknown=[])
-    use = merged(uses)
+    use = merge_uses(uses)
     if use is None:
         return None, ""
     ago, long = duration(max(0.0, now - use.at)), duration(use.seconds)
     when = f"{ago} ago" if status.is_alive else f"the mean of the last {long} of the newest attempt"
-    return record_of(uses), f"{'; '.join(in_words(use))}, {when}"
+    return uses_as_json(uses), f"{'; '.join(use_texts(use))}, {when}"
 
 
 def goodput_line(goodput: Goodput | None) -> str:
@@ -73,22 +73,22 @@ def goodput_line(goodput: Goodput | None) -> str:
     spent = goodput.node_hours
     running = goodput.running_h
     if goodput.goodput is None:
-        return f"queued {in_hours(spent['queued'])}" if spent["queued"] else ""
+        return f"queued {hours_text(spent['queued'])}" if spent["queued"] else ""
     parts = ", ".join(f"{kind} {spent[kind] / running:.0%}" for kind in KINDS[1:] if spent[kind] > 0)
-    gpus = f"; {in_hours(goodput.gpu_hours)} of GPUs" if goodput.gpu_hours else ""
-    queued = f"; queued {in_hours(spent['queued'])}" if spent["queued"] else ""
-    return f"{in_hours(running)}: {parts}{gpus}{queued}"
+    gpus = f"; {hours_text(goodput.gpu_hours)} of GPUs" if goodput.gpu_hours else ""
+    queued = f"; queued {hours_text(spent['queued'])}" if spent["queued"] else ""
+    return f"{hours_text(running)}: {parts}{gpus}{queued}"
 
 
-def in_hours(value: float) -> str:
+def hours_text(value: float) -> str:
     """Return `3 s`, `0.03 h`, or `120 h`."""
     if value < 0.01:
         return duration(3600 * value)
     return f"{value:.3g} h" if value < 100 else f"{value:.0f} h"
 
 
-def columns(goodput: Goodput | None) -> tuple[str, str]:
+def goodput_columns(goodput: Goodput | None) -> tuple[str, str]:
     """Return the hours of nodes, and the share that was training that counts; dashes where that is not known."""
     if goodput is None or goodput.goodput is None:
         return DASH, DASH
-    return in_hours(goodput.running_h), f"{goodput.goodput:.0%}"
+    return hours_text(goodput.running_h), f"{goodput.goodput:.0%}"

@@ -19,7 +19,7 @@ from ddp_hpc.watch.status import RunStatus
 LINE_INTERVAL_S = 2.0
 
 
-def show(run: RunDir, attempt: int, out: TextIO, *, ask: Ask) -> None:
+def show_run(run: RunDir, attempt: int, out: TextIO, *, ask: Ask) -> None:
     """Show how the run goes until it is over, or its job will never start: a screen on a terminal, lines elsewhere."""
 
     def ask_or_end(job_id: str, submitted_at: float) -> QueueStatus:
@@ -28,21 +28,21 @@ def show(run: RunDir, attempt: int, out: TextIO, *, ask: Ask) -> None:
             require_start(run, job_id, found.reason)
         return found
 
-    _show(run, follow(run, attempt, clock=time.time, pause=await_news, ask=ask_or_end), out, is_kept=False)
+    _show_looks(run, follow(run, attempt, clock=time.time, pause=await_news, ask=ask_or_end), out, is_kept=False)
 
 
 def show_status_live(run: RunDir, out: TextIO, *, ask: Ask) -> None:
     """Show in the same way how the run goes from now on, until the user has seen enough."""
     looks = follow(run, None, clock=time.time, pause=await_news, ask=ask)
     with suppress(KeyboardInterrupt):
-        _show(run, looks, out, is_kept=True)
+        _show_looks(run, looks, out, is_kept=True)
 
 
-def _show(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bool) -> None:
+def _show_looks(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bool) -> None:
     if out.isatty():
-        from ddp_hpc.cli.live import draw  # late: for eyes only
+        from ddp_hpc.cli.live import draw_screens  # late: for eyes only
 
-        if draw(run, looks, out, is_kept=is_kept):
+        if draw_screens(run, looks, out, is_kept=is_kept):
             return
     show_lines(looks, out, clock=time.monotonic)
 

@@ -58,18 +58,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def as_json(value: Any) -> str:
     """Return JSON that every parser reads: NaN and infinity become null."""
-    return json.dumps(_mapped(value, lambda _: None), indent=1, allow_nan=False)
+    return json.dumps(_replace_odd_floats(value, lambda _: None), indent=1, allow_nan=False)
 
 
-def spelled(value: Any) -> Any:
+def spell_odd_floats(value: Any) -> Any:
     """Return the value with `nan`, `inf` and `-inf` as text."""
-    return _mapped(value, str)
+    return _replace_odd_floats(value, str)
 
 
-def _mapped(value: Any, odd: Callable[[float], Any]) -> Any:
+def _replace_odd_floats(value: Any, odd: Callable[[float], Any]) -> Any:
     """Return the value with `odd` of each float that JSON does not know."""
     if isinstance(value, float):
         return value if math.isfinite(value) else odd(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(item, odd) for key, item in value.items()}
-    return [_mapped(item, odd) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _replace_odd_floats(item, odd) for key, item in value.items()}
+    return [_replace_odd_floats(item, odd) for item in value] if isinstance(value, (list, tuple)) else value

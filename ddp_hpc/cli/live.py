@@ -12,9 +12,9 @@ from rich.text import Text
 
 from ddp_hpc.base.discretion import visible
 from ddp_hpc.base.patience import ask_once
-from ddp_hpc.cli.details import details_of
+from ddp_hpc.cli.details import status_details
 from ddp_hpc.cli.status_text import as_text, evaluation_line
-from ddp_hpc.cli.terminal import unguarded
+from ddp_hpc.cli.terminal import unguarded_stream
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.report.series import ChartPoint, finite_points, read_losses
@@ -24,16 +24,16 @@ from ddp_hpc.watch.status import RunStatus
 LEVELS, PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"
 _WIDTH = 40
 """Characters of the bar and of the line of losses."""
-_READ_SHARE = 20
+_REREAD_FACTOR = 20
 """Rows that need many files are read again after this many times as long as that took, or a second."""
 
 
-def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bool) -> bool:
+def draw_screens(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bool) -> bool:
     """Draw one screen in the place of the last one, below a script's lines and evaluations; return False if the terminal cannot draw.
 
     `is_kept`: leave the last screen on the terminal.
     """
-    console = Console(file=unguarded(out), force_terminal=True, color_system=None)
+    console = Console(file=unguarded_stream(out), force_terminal=True, color_system=None)
     if console.is_dumb_terminal:
         return False
     rows: Mapping[str, str] = {}
@@ -43,21 +43,21 @@ def draw(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_kept: bo
     with Live(console=console, auto_refresh=False, transient=not is_kept, redirect_stdout=False) as live:
         for look in looks:
             for line in (*look.printed, *map(evaluation_line, look.evaluations)):
-                console.print(_text(line), soft_wrap=True)
+                console.print(_plain_text(line), soft_wrap=True)
             now = time.time()
             if now >= next_read or not look.status.is_alive:
-                _, rows = details_of(run, look.status, now=now)
+                _, rows = status_details(run, look.status, now=now)
                 losses = ask_once(run.metrics, lambda: read_losses(run, num_bins=_WIDTH).loss, unknown=())
-                next_read = now + max(1.0, _READ_SHARE * (time.time() - now))
+                next_read = now + max(1.0, _REREAD_FACTOR * (time.time() - now))
             width, height = console.size
             # One column stays free, as some terminals begin a new line there, and one line for the shell.
             drawn = screen(look.status, rows, sparkline(finite_points(losses), _WIDTH, levels), now=now, word=run.word)
             shown = [visible(line)[: max(1, width - 1)] for line in drawn[: max(1, height - 1)]]
-            live.update(_text("\n".join(shown)), refresh=True)
+            live.update(_plain_text("\n".join(shown)), refresh=True)
     return True
 
 
-def _text(words: str) -> Text:
+def _plain_text(words: str) -> Text:
     """Return text that rich prints unchanged: without markup, and with control characters escaped."""
     return Text("\n".join(map(visible, words.split("\n"))), no_wrap=True, overflow="ignore")
 

@@ -16,15 +16,15 @@ from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK
 from ddp_hpc.cluster.rendezvous.worker_env import OURS, Fact
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
-from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.launcher import STEP_COMMANDS, agent_argv, agents_step_argv
+from ddp_hpc.job.node.cpus import share_node_cpus
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
-_IN_JOB = Endpoint("ADDRESS", 0)
+_ENDPOINT_IN_JOB = Endpoint("ADDRESS", 0)
 """Stands for a value that only the job can determine."""
 
 
@@ -56,15 +56,15 @@ class LaunchPlan:
         return "".join(f"# {' '.join(line.splitlines())}\n" for line in lines)
 
 
-def launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Path]) -> LaunchPlan:
+def make_launch_plan(request: SubmitRequest, backend: str, import_paths: Sequence[Path]) -> LaunchPlan:
     """Return what a run of the back end of that name would start, made by the code that starts it.
 
     `import_paths`: where the run would import the user's code from.
     """
-    start = _STARTS.get(backend)
+    start = _PLANNERS.get(backend)
     if start is None:
         raise ConfigError(
-            f"`--explain` can describe runs on {' and '.join(_STARTS)}, but this run would start on {backend}. Leave out `--explain`."
+            f"`--explain` can describe runs on {' and '.join(_PLANNERS)}, but this run would start on {backend}. Leave out `--explain`."
         )
     run, spec, environment = request.run, request.spec, request.environ
     resources = spec.resources
@@ -110,27 +110,27 @@ def _container_command(
     return containers.command_wrapper(inside, runtime, spec.container.python)
 
 
-_Start = tuple[dict[str, str], dict[str, Fact], bool]
+_StartPlan = tuple[dict[str, str], dict[str, Fact], bool]
 """Purpose -> command; the variables that network and CPUs decide; whether workers inherit those of the shell that submits."""
 
 
-def _start_here(context: JobContext, spec: RunSpec) -> _Start:
+def _plan_local(context: JobContext, spec: RunSpec) -> _StartPlan:
     resources = spec.resources
     address = Fact(value=LOOPBACK, source=OURS, rule="the run uses this machine only")
-    computing = share_here({}, resources.local_world_size, resources.cpus_per_worker).threads
+    computing = share_node_cpus({}, resources.local_world_size, resources.cpus_per_worker).threads
     port = Fact(rule="ddp-hpc takes a free port when the workers start")
     interface = this_host().interface_towards(LOOPBACK)
     facts = {**worker_env.endpoint(address, port), **worker_env.node_variables(interface, computing)}
     return {"the workers": shlex.join(agent_argv(context))}, facts, True
 
 
-def _start_on_slurm(context: JobContext, spec: RunSpec) -> _Start:
+def _plan_slurm(context: JobContext, spec: RunSpec) -> _StartPlan:
     workers, cpus = spec.resources.local_world_size, spec.resources.cpus_per_worker
     if spec.launcher == "agent":
-        step = shlex.join(step_of_agents(context))
+        step = shlex.join(agents_step_argv(context))
     else:
-        step = shlex.join(STEPS[spec.launcher](context, 0, _IN_JOB))
-        step = step.replace(str(_IN_JOB), "ADDRESS PORT").replace("ADDRESS:0", "ADDRESS:PORT")
+        step = shlex.join(STEP_COMMANDS[spec.launcher](context, 0, _ENDPOINT_IN_JOB))
+        step = step.replace(str(_ENDPOINT_IN_JOB), "ADDRESS PORT").replace("ADDRESS:0", "ADDRESS:PORT")
     probe = shlex.join([*probe_argv(context.world.num_nodes), "..."])
     address = Fact(rule="the job chooses the network when it has its nodes")
     interface = Fact(rule="each node takes its own interface on the network that leads to rank zero")
@@ -142,5 +142,5 @@ def _start_on_slurm(context: JobContext, spec: RunSpec) -> _Start:
     return {"a probe of each node's networks": probe, "the workers": step}, facts, is_inherited
 
 
-_STARTS: Mapping[str, Callable[[JobContext, RunSpec], _Start]] = {"local": _start_here, "slurm": _start_on_slurm}
+_PLANNERS: Mapping[str, Callable[[JobContext, RunSpec], _StartPlan]] = {"local": _plan_local, "slurm": _plan_slurm}
 """By back end."""

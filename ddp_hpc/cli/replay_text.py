@@ -16,9 +16,9 @@ from ddp_hpc.prove.replay.replaying import ReplayReport
 _MOST_LETTERS = 100
 """Of an option, or of the ids of a batch."""
 
-_CAUSES = "Possible causes: the run's code, data or environment has changed since, the training is not deterministic, it keeps state that no checkpoint holds, or a rank of the run computed something wrong."
+_POSSIBLE_CAUSES = "Possible causes: the run's code, data or environment has changed since, the training is not deterministic, it keeps state that no checkpoint holds, or a rank of the run computed something wrong."
 
-_OTHER_WORLD = "The replay had another number of ranks or another device than the run, where dropout and batch normalisation give other losses, so this proves nothing. Repeat it without `--world`, on a machine like the run's."
+_OTHER_WORLD_HINT = "The replay had another number of ranks or another device than the run, where dropout and batch normalisation give other losses, so this proves nothing. Repeat it without `--world`, on a machine like the run's."
 
 
 def replay_text(report: ReplayReport) -> str:
@@ -29,7 +29,7 @@ def replay_text(report: ReplayReport) -> str:
     kept = [f"kept in {report.directory}"] if report.directory else []
     if report.verdict == "different":
         assert report.first is not None  # noqa: S101  else nothing differs
-        causes = _OTHER_WORLD if report.tolerance else _CAUSES
+        causes = _OTHER_WORLD_HINT if report.tolerance else _POSSIBLE_CAUSES
         said = f"DIFFERENT: {steps} differ from the run's from step {report.first.step} on: {report.first}\n{causes}"
     elif report.verdict == "not compared":
         said = f"NOT COMPARED: {steps} were computed again, but the run has no record of them to compare with: no logged loss (`log.every_steps`) and no checkpoint lies in them."
@@ -108,6 +108,6 @@ def audit_text(report: AuditReport) -> str:
     ]
     share = f"{len(report.segments)} of {report.num_segments} segments computed again, --seed {report.seed}"
     result = f"{report.verdict}: {report.num_steps} of {report.last_step} steps come out the same ({share})"
-    causes = [_CAUSES] if any(one.verdict == "different" for one in report.segments) else []
+    causes = [_POSSIBLE_CAUSES] if any(one.verdict == "different" for one in report.segments) else []
     notes = [f"note: {note}" for note in report.notes]
     return "\n".join([*notes, table(("STEPS", "COME OUT", ""), rows), result, *causes])

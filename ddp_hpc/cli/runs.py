@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_hpc.run.run_dir.paths import DEFAULT_RUNS_DIR, RunDir, holds_sweep, is_folder, settings_dirs
+from ddp_hpc.run.run_dir.paths import DEFAULT_RUNS_DIR, RunDir, is_folder, is_sweep_dir, settings_dirs
 
 if TYPE_CHECKING:
     from ddp_hpc.watch.queue import Ask, QueueStatus
@@ -19,16 +19,16 @@ ENVIRONMENT_PREFIX = "DDP_HPC_"
 """Of every variable that settings, or a profile of them, come from."""
 
 
-def add_run(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+def add_run_argument(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Declare RUN and `--runs-dir`."""
     told = "a run's name, its directory, its Slurm job id, or SWEEP/POINT" + (
         "; default: the newest run" if optional else ""
     )
     parser.add_argument("run", metavar="RUN", nargs="?" if optional else None, help=told)
-    add_runs_dir(parser)
+    add_runs_dir_option(parser)
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare CONFIG, KEY=VALUE, `--site` and `--runs-dir`, before the command of a script."""
     parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
     parser.add_argument(
@@ -37,17 +37,17 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="the configuration file (YAML), or a run; not needed for a script",
     )
-    add_settings(parser, "set a key; it overrides the file's value")
+    add_setting_arguments(parser, "set a key; it overrides the file's value")
 
 
-def add_settings(parser: argparse.ArgumentParser, told: str) -> None:
+def add_setting_arguments(parser: argparse.ArgumentParser, told: str) -> None:
     """Declare KEY=VALUE, `--site` and `--runs-dir`."""
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help=told)
-    add_site(parser)
-    add_runs_dir(parser)
+    add_site_option(parser)
+    add_runs_dir_option(parser)
 
 
-def add_runs_dir(parser: argparse.ArgumentParser) -> None:
+def add_runs_dir_option(parser: argparse.ArgumentParser) -> None:
     """Declare `--runs-dir`."""
     parser.add_argument(
         "--runs-dir",
@@ -57,7 +57,7 @@ def add_runs_dir(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_site(parser: argparse.ArgumentParser) -> None:
+def add_site_option(parser: argparse.ArgumentParser) -> None:
     """Declare `--site`."""
     parser.add_argument(
         "--site",
@@ -66,7 +66,7 @@ def add_site(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_patience(parser: argparse.ArgumentParser, seconds: float, told: str) -> None:
+def add_patience_option(parser: argparse.ArgumentParser, seconds: float, told: str) -> None:
     """Declare `--patience`."""
     told = f"{told} (default: {seconds:g})"
     parser.add_argument("--patience", type=float, default=seconds, metavar="SECONDS", help=told)
@@ -77,7 +77,7 @@ def add_flag(parser: argparse.ArgumentParser, name: str, told: str) -> None:
     parser.add_argument(name, action="store_true", help=told)
 
 
-def count(text: str) -> int:
+def positive_int(text: str) -> int:
     """Return a whole number from 1 on."""
     number = int(text)
     if number < 1:
@@ -85,7 +85,7 @@ def count(text: str) -> int:
     return number
 
 
-def share(text: str) -> float:
+def nonnegative_float(text: str) -> float:
     """Return a finite number from 0 on."""
     number = float(text)
     if not (math.isfinite(number) and number >= 0):
@@ -101,21 +101,21 @@ def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunD
     return find_run(args.run, runs_dir) if args.run else newest_run(runs_dir)
 
 
-def own_run(args: argparse.Namespace, environment: Mapping[str, str], name: str | None = None) -> RunDir:
+def chosen_own_run(args: argparse.Namespace, environment: Mapping[str, str], name: str | None = None) -> RunDir:
     """Return the run that `name`, or RUN, names, for a verb that runs its code or ends its processes; another user's is refused."""
-    from ddp_hpc.run.run_dir.write_permissions import refuse_strangers  # late: the verbs that look need none of it
+    from ddp_hpc.run.run_dir.write_permissions import refuse_strangers_dir  # late: the verbs that look need none of it
     from ddp_hpc.watch.find import find_run
 
     run = find_run(name or args.run, chosen_runs_dir(args.runs_dir, environment))
-    refuse_strangers(run.path)
+    refuse_strangers_dir(run.path)
     return run
 
 
 def runs_dir_setting(option: Path | None) -> list[str]:
     """Return `--runs-dir` as a setting; the shell has filled in its variables."""
-    from ddp_hpc.run.config.fill_paths import literal  # late: the spec's classes take 30 ms to make
+    from ddp_hpc.run.config.fill_paths import escape_dollars  # late: the spec's classes take 30 ms to make
 
-    return [] if option is None else [f"runs_dir={literal(option)}"]
+    return [] if option is None else [f"runs_dir={escape_dollars(option)}"]
 
 
 def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path:
@@ -141,11 +141,11 @@ def slurm_asker(environment: Mapping[str, str]) -> Ask:
     return ask
 
 
-def word_for(run: RunDir, environment: Mapping[str, str]) -> str:
+def typed_word(run: RunDir, environment: Mapping[str, str]) -> str:
     """Return what to type for a run: its name or `SWEEP/POINT` where that is enough, else its directory."""
     try:
         name = os.path.relpath(run.path, chosen_runs_dir(None, environment))
-        is_point = name == os.path.join(run.path.parent.name, run.name) and holds_sweep(run.path.parent)  # noqa: PTH118
+        is_point = name == os.path.join(run.path.parent.name, run.name) and is_sweep_dir(run.path.parent)  # noqa: PTH118
         return name if name == run.name or is_point else run.word
     except FileNotFoundError:  # the working directory was deleted
         return run.word

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collect_seldom() -> Iterator[None]:
+def collect_garbage_seldom() -> Iterator[None]:
     """Search for garbage seldom, and not at the end: for a process that runs one command in the `with` block, and then ends."""
     # Modules, functions and classes are no garbage. By default, Python searches for some whenever 700 more objects exist,
     # and once more at its end: a tenth of a short command.

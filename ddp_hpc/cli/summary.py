@@ -6,7 +6,7 @@ import sys
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.cli.formatting import number, numbers
-from ddp_hpc.cli.status_text import knows_steps, saved, steps
+from ddp_hpc.cli.status_text import knows_steps, last_save_text, steps_text
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, first_failure
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.failed_worker_log import last_lines, log_of
@@ -15,7 +15,7 @@ from ddp_hpc.watch.status import RunStatus
 EXIT_CODES = {"finished": exit_codes.FINISHED, "stopped": exit_codes.STOPPED, "refused": exit_codes.REFUSED}
 """State of a run that has ended -> exit code; every other state counts as a failure."""
 
-NUM_LINES = 15
+NUM_LOG_LINES = 15
 
 
 def exit_code(status: RunStatus) -> int:
@@ -27,7 +27,7 @@ def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> N
     """Print the summary. `word` names the run on the command line; `again` is the command that submits it again."""
     failure = first_failure(run, status.attempt) if status.state == "failed" and status.attempt is not None else None
     if failure is not None and not failure.is_plain:  # else the reason says all
-        print(cause(run, failure), file=sys.stderr)
+        print(cause_text(run, failure), file=sys.stderr)
         if status.why_last:
             print(f"why the run ended: {status.why_last}", file=sys.stderr)
     elif status.reason:
@@ -45,9 +45,9 @@ def headline(status: RunStatus) -> str:
     evaluation = f"evaluation: {numbers(status.metrics)}" if status.metrics else ""
     if status.saves is None:
         state = "stopped after it wrote a checkpoint" if status.state == "stopped" else status.state
-        return "; ".join(filter(None, [f"{status.run} {state}: step {steps(status)}", loss, evaluation]))
-    step = f"step {steps(status)}" if knows_steps(status) else ""
-    newest = f"last saved {age}" if (age := saved(status)) else ""
+        return "; ".join(filter(None, [f"{status.run} {state}: step {steps_text(status)}", loss, evaluation]))
+    step = f"step {steps_text(status)}" if knows_steps(status) else ""
+    newest = f"last saved {age}" if (age := last_save_text(status)) else ""
     return "; ".join(filter(None, [f"{status.run} {status.state}", step, loss, evaluation, newest]))
 
 
@@ -70,7 +70,7 @@ def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
     return [f"{purpose:<5} {command}" for purpose, command in steps_.items()]
 
 
-def cause(run: RunDir, failure: WorkerFailure) -> str:
+def cause_text(run: RunDir, failure: WorkerFailure) -> str:
     """Return which process failed first, its error, and the last lines of its log."""
     who = "ddp-hpc's agent process" if failure.rank < 0 else f"rank {failure.rank}"
     where = "" if failure.of_script else f", at step {failure.step}"
@@ -81,5 +81,5 @@ def cause(run: RunDir, failure: WorkerFailure) -> str:
     ]
     log = log_of(run, failure)
     if log is not None:
-        told += [f"the last lines of {log}:", *(f"  {line}" for line in last_lines(log, NUM_LINES))]
+        told += [f"the last lines of {log}:", *(f"  {line}" for line in last_lines(log, NUM_LOG_LINES))]
     return "\n".join(told)

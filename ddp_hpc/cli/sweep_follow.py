@@ -10,12 +10,12 @@ from typing import TextIO
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.names import plural
-from ddp_hpc.cli import INTERRUPTED
+from ddp_hpc.cli import INTERRUPTED_CODE
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.launch.sweep.point_states import PointState, SweepLook, follow
+from ddp_hpc.launch.sweep.point_states import PointState, SweepLook, follow_points
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
-_BEGUN = frozenset({"starting", "running", "stopping"})
+_BEGUN_STATES = frozenset({"starting", "running", "stopping"})
 
 
 def follow_sweep(  # noqa: PLR0913  a sweep, and how its user wants to see it
@@ -36,11 +36,11 @@ def follow_sweep(  # noqa: PLR0913  a sweep, and how its user wants to see it
     with ExitStack() as until_end:
         stop = None
         if here:
-            from ddp_hpc.launch.sweep.run_points import running  # late: a sweep on Slurm needs none
+            from ddp_hpc.launch.sweep.run_points import run_here  # late: a sweep on Slurm needs none
 
-            stop = until_end.enter_context(running(sweep_dir, here, environment))
+            stop = until_end.enter_context(run_here(sweep_dir, here, environment))
         try:
-            last = show(follow(sweep_dir, environment), out, is_quiet=is_quiet)
+            last = show_points(follow_points(sweep_dir, environment), out, is_quiet=is_quiet)
         except KeyboardInterrupt:
             told = (
                 f" continues without this command. Follow it again: ddp-hpc sweep follow {word}; cancel it: ddp-hpc sweep cancel {word}"
@@ -50,7 +50,7 @@ def follow_sweep(  # noqa: PLR0913  a sweep, and how its user wants to see it
             print(f"\n{sweep_dir.name}{told}", file=sys.stderr)
             if stop is not None:
                 stop()
-            return INTERRUPTED
+            return INTERRUPTED_CODE
     counts = _counts(last.states.values())
     if is_json:
         print(as_json({"sweep": sweep_dir.name, "points": len(last.sweep.points), "states": counts}))
@@ -63,7 +63,7 @@ def follow_sweep(  # noqa: PLR0913  a sweep, and how its user wants to see it
     return exit_codes.FINISHED if set(counts) == {"finished"} else exit_codes.FAILED
 
 
-def show(looks: Iterable[SweepLook], out: TextIO, *, is_quiet: bool) -> SweepLook:
+def show_points(looks: Iterable[SweepLook], out: TextIO, *, is_quiet: bool) -> SweepLook:
     """Print a line for each point whose state changes, and then the counts; return the last look."""
     before: SweepLook | None = None
     for look in looks:
@@ -88,7 +88,7 @@ def _event(old: PointState | None, new: PointState) -> str:
         return f"{new.word}{reason}"
     if new.word == "waiting" and new.attempt is not None:
         return f"requeued{reason}"
-    if new.word not in _BEGUN or (old.word in _BEGUN and old.attempt == new.attempt):
+    if new.word not in _BEGUN_STATES or (old.word in _BEGUN_STATES and old.attempt == new.attempt):
         return ""
     return f"begun again, attempt {new.attempt}" if new.attempt else "begun"
 

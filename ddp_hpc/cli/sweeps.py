@@ -12,19 +12,19 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import plural
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_flag, count, word_for
+from ddp_hpc.cli.runs import add_flag, positive_int, typed_word
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.backend import Backend
     from ddp_hpc.launch.submission.request import SubmitRequest
-    from ddp_hpc.launch.sweep.manage_sweep import Started
+    from ddp_hpc.launch.sweep.manage_sweep import SweepStart
     from ddp_hpc.launch.sweep.points import Point
     from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
 _MOST_SHOWN = 20
 
 
-def add_sweep(parser: argparse.ArgumentParser) -> None:
+def add_sweep_options(parser: argparse.ArgumentParser) -> None:
     """Declare what makes a submission a sweep."""
     parser.add_argument(
         "--sweep",
@@ -41,18 +41,18 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--points", type=Path, metavar="FILE", help="submit a run for each item of this file, a YAML list of settings"
     )
-    add_limits(parser)
+    add_limit_options(parser)
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
+def add_limit_options(parser: argparse.ArgumentParser) -> None:
     """Declare how many points may run at once, or fail."""
-    parser.add_argument("--at-most", type=count, metavar="N", help="run at most N points of the sweep at once")
+    parser.add_argument("--at-most", type=positive_int, metavar="N", help="run at most N points of the sweep at once")
     parser.add_argument(
-        "--stop-after-failures", type=count, metavar="N", help="start no other point once N points have failed"
+        "--stop-after-failures", type=positive_int, metavar="N", help="start no other point once N points have failed"
     )
 
 
-def asked_points(args: argparse.Namespace) -> list[Point] | None:
+def requested_points(args: argparse.Namespace) -> list[Point] | None:
     """Return the points of the sweep that the command line asks for; None where it asks for one run."""
     if not args.sweep and args.points is None:
         alone = {"--zip": args.zip, "--at-most": args.at_most, "--stop-after-failures": args.stop_after_failures}
@@ -63,10 +63,10 @@ def asked_points(args: argparse.Namespace) -> list[Point] | None:
         raise ConfigError(
             f"`{flag}` is for one run, but `--sweep` and `--points` submit several. Leave it out; `ddp-hpc list NAME` shows the points."
         )
-    from ddp_hpc.launch.sweep.points import parse_axis, points_of, read_points  # late: most submissions are of one run
+    from ddp_hpc.launch.sweep.points import make_points, parse_axis, read_points  # late: most are of one run
 
     listed = [] if args.points is None else read_points(args.points)
-    return points_of([parse_axis(word) for word in args.sweep], listed, is_zipped=args.zip)
+    return make_points([parse_axis(word) for word in args.sweep], listed, is_zipped=args.zip)
 
 
 def start_sweep(
@@ -90,26 +90,26 @@ def start_sweep(
     try:
         started = submit_sweep(base, sweep, backend)
     except KeyboardInterrupt:
-        print(f"\n{_interrupted(sweep_dir, environment)}", file=sys.stderr)
+        print(f"\n{_interrupted_message(sweep_dir, environment)}", file=sys.stderr)
         raise
-    code = report(started, environment, is_json=is_json, is_followed=stays is not None)
+    code = print_jobs(started, environment, is_json=is_json, is_followed=stays is not None)
     if stays is None and not started.runs_here:
         return code
     from ddp_hpc.cli.sweep_follow import follow_sweep
 
-    word, here = word_for(sweep_dir, environment), started.numbers if started.runs_here else ()
+    word, here = typed_word(sweep_dir, environment), started.numbers if started.runs_here else ()
     return follow_sweep(sweep_dir, environment, word=word, here=here, is_json=is_json, is_quiet=stays == "wait")
 
 
-def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
+def _interrupted_message(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
     """Return what a submission that the user has interrupted has left, and how to go on."""
     from ddp_hpc.launch.sweep.sweep_dir import read_sweep
-    from ddp_hpc.run.run_dir.paths import holds_sweep
+    from ddp_hpc.run.run_dir.paths import is_sweep_dir
 
     name = sweep_dir.name
-    if not holds_sweep(sweep_dir.path):
+    if not is_sweep_dir(sweep_dir.path):
         return f"{name}: nothing was submitted"
-    sweep, word = read_sweep(sweep_dir), word_for(sweep_dir, environment)
+    sweep, word = read_sweep(sweep_dir), typed_word(sweep_dir, environment)
     parts = [f"job {array.job_id} ({plural(len(array.numbers), 'point')}) submitted" for array in sweep.arrays]
     if sweep.unanswered is not None:
         parts.append(f"{plural(len(sweep.unanswered_numbers), 'point')} may have been submitted")
@@ -140,7 +140,7 @@ def dry_run_of_sweep(base: SubmitRequest, points: Sequence[Point], backend: Back
     return f"{script or ''}# would start {len(points)} points in {base.spec.path}{after}:\n{shown}{more}"
 
 
-def report(started: Started, environment: Mapping[str, str], *, is_json: bool, is_followed: bool = False) -> int:
+def print_jobs(started: SweepStart, environment: Mapping[str, str], *, is_json: bool, is_followed: bool = False) -> int:
     """Print what became of the points; return 0, also where Slurm's limit leaves some, and 1 where it has accepted none.
 
     `is_followed`: this command goes on, and JSON is left to its end.
@@ -151,7 +151,7 @@ def report(started: Started, environment: Mapping[str, str], *, is_json: bool, i
         print(as_json({**record, "jobs": started.jobs, "not_submitted": started.num_left}))
         return code
     print(
-        "\n".join(_describe(started, word_for(started.sweep_dir, environment))),
+        "\n".join(_started_lines(started, typed_word(started.sweep_dir, environment))),
         file=sys.stderr if is_json else sys.stdout,
         flush=True,
     )
@@ -160,7 +160,7 @@ def report(started: Started, environment: Mapping[str, str], *, is_json: bool, i
     return code
 
 
-def _describe(started: Started, word: str) -> list[str]:
+def _started_lines(started: SweepStart, word: str) -> list[str]:
     name = started.sweep_dir.name
     if not started.numbers:
         return [f"{name}: no point is left to start"]

@@ -12,27 +12,27 @@ from ddp_hpc.cli import VERBS
 from ddp_hpc.cli.runs import chosen_runs_dir
 from ddp_hpc.watch.find import list_runs
 
-_PLAIN = re.compile(r"[\w.,:=/@%+-]*")
+_UNQUOTED_WORD = re.compile(r"[\w.,:=/@%+-]*")
 _TAKE_SETTINGS = frozenset({"submit", "render", "drill", "container"})
 
 
-def candidates(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+def completions(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Return what the last word may become; none where it may be a file.
 
     Words are those after `ddp-hpc`. bash takes the `=` of a setting for a word of its own, zsh and fish do not.
     """
     *before, word = words or [""]
     if not before:
-        return _beginning(word, VERBS)
+        return _words_beginning(word, VERBS)
     if before[0] not in VERBS:
         return []
     if word == "=" or before[-1] == "=":
         key = before[-1] if word == "=" else before[-2]
-        return _beginning(word.removeprefix("="), _values(key.removeprefix("--")))
-    return _beginning(word, _that_fit(before, word, environment))
+        return _words_beginning(word.removeprefix("="), _values_of_key(key.removeprefix("--")))
+    return _words_beginning(word, _fitting_words(before, word, environment))
 
 
-def _that_fit(before: Sequence[str], word: str, environment: Mapping[str, str]) -> Iterable[str]:
+def _fitting_words(before: Sequence[str], word: str, environment: Mapping[str, str]) -> Iterable[str]:
     """Return all words that can stand in the place of `word`; the caller keeps those that begin with it."""
     parser = argparse.ArgumentParser()
     importlib.import_module(f"ddp_hpc.cli.verbs.{before[0]}").add_arguments(parser)
@@ -40,20 +40,20 @@ def _that_fit(before: Sequence[str], word: str, environment: Mapping[str, str]) 
     key, equals, _ = word.partition("=")
     asked = next((action for action in actions if before[-1] in action.option_strings and action.nargs != 0), None)
     if equals:
-        return [f"{key}={value}" for value in _values(key.removeprefix("--"))]
+        return [f"{key}={value}" for value in _values_of_key(key.removeprefix("--"))]
     if asked is not None:
         return map(str, asked.choices or ())
     if word.startswith("-"):
         return [option for action in actions for option in action.option_strings]
-    return _positional(before, word, actions, environment)
+    return _positional_words(before, word, actions, environment)
 
 
-def _beginning(word: str, found: Iterable[str]) -> list[str]:
+def _words_beginning(word: str, found: Iterable[str]) -> list[str]:
     # Nothing that a shell would run: whoever may write to the directory of runs chooses their names.
-    return [one for one in found if one.startswith(word) and _PLAIN.fullmatch(one)]
+    return [one for one in found if one.startswith(word) and _UNQUOTED_WORD.fullmatch(one)]
 
 
-def _positional(
+def _positional_words(
     before: Sequence[str], word: str, actions: Sequence[argparse.Action], environment: Mapping[str, str]
 ) -> Iterable[str]:
     places = [action for action in actions if not action.option_strings]
@@ -62,20 +62,20 @@ def _positional(
         runs_dir, sweep = chosen_runs_dir(None, environment), word[: word.rfind("/") + 1]
         named += [f"{sweep}{run.name}" for run in list_runs(runs_dir / sweep)]
     if before[0] == "config":
-        named += _keys()
+        named += _config_keys()
     is_file = not word and not any(one.endswith((".yaml", ".yml")) for one in before)
     if before[0] in _TAKE_SETTINGS and not is_file:
-        named += [f"{key}=" for key in _keys()]
+        named += [f"{key}=" for key in _config_keys()]
     return named
 
 
-def _keys() -> list[str]:
+def _config_keys() -> list[str]:
     from ddp_hpc.run.config.keys import all_keys  # late: the spec's classes take 30 ms to make
 
     return list(all_keys())
 
 
-def _values(name: str) -> list[str]:
+def _values_of_key(name: str) -> list[str]:
     from ddp_hpc.base.field_types import without_none
     from ddp_hpc.run.config.keys import key_of
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from ddp_hpc.base.discretion import visible
 
 
-class Terminal(io.TextIOWrapper):
+class GuardedTerminal(io.TextIOWrapper):
     """A stream to a terminal that escapes control characters."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -32,14 +32,14 @@ def guarded_terminal() -> Iterator[None]:
     What a stream's encoding does not know is written as `\u4e16`, rather than ending the command.
     """
     before = sys.stdout, sys.stderr
-    guarded = [_guarded(stream) for stream in before]
+    guarded = [_guard(stream) for stream in before]
     sys.stdout, sys.stderr = guarded
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
         for stream in guarded:
-            if isinstance(stream, Terminal):
+            if isinstance(stream, GuardedTerminal):
                 stream.detach()  # which flushes; else it would close the terminal with itself
 
 
@@ -62,17 +62,17 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _guarded(stream: TextIO | None) -> Any:
+def _guard(stream: TextIO | None) -> Any:
     if stream is not None and stream.isatty() and hasattr(stream, "buffer"):
         stream.flush()
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # the live screen draws on it as it is
-        return Terminal(stream)
+        return GuardedTerminal(stream)
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")
     return stream
 
 
-def unguarded(out: TextIO) -> TextIO:
+def unguarded_stream(out: TextIO) -> TextIO:
     """Return the unguarded terminal, for a caller that escapes control characters itself."""
-    return out.stream if isinstance(out, Terminal) else out
+    return out.stream if isinstance(out, GuardedTerminal) else out

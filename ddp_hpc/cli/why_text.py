@@ -19,15 +19,15 @@ _INDENT = " " * 10
 _WRAPPER = TextWrapper(
     110, initial_indent=_INDENT, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
 )
-_LONGEST = 300
-_THEN = {
+_LONGEST_QUOTE = 300
+_NEXT_TEXTS = {
     Next.NOTHING: "the run ended with this attempt",
     Next.IN_PLACE: "ddp-hpc started another attempt on the same nodes",
     Next.REQUEUE: "ddp-hpc put the job back into the queue",
     Next.SUCCESSOR: "ddp-hpc submitted a job that follows",
     Next.SLURM: "Slurm put the job back into the queue",
 }
-_BASIS = {"record": "from the run's records", "log": "from a text in a log", "none": "nothing proves it"}
+_BASIS_TEXTS = {"record": "from the run's records", "log": "from a text in a log", "none": "nothing proves it"}
 
 _ROLES: Mapping[Role, str] = {"root": "root", "cascade": "cascade", "confirmation": "confirms", "either": "perhaps"}
 """What a piece of evidence is -> the word before it; `--json` has the first."""
@@ -60,30 +60,30 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
             f"attempts that failed: {', '.join(failed)}; `ddp-hpc why {word} --attempt {failed[-1]}`" if failed else "",
         )
         return
-    about = verdict.about
-    yield "why", f"{about.title}  [{verdict.failure}; {_BASIS[verdict.basis]}]"
-    yield "root", verdict.root or "no rank is known to have failed first"
-    yield "detail", verdict.detail[:_LONGEST]
+    about = verdict.failure_class
+    yield "why", f"{about.title}  [{verdict.failure}; {_BASIS_TEXTS[verdict.basis]}]"
+    yield "root", verdict.root_text or "no rank is known to have failed first"
+    yield "detail", verdict.detail[:_LONGEST_QUOTE]
     yield "in short", verdict.in_short
     yield "at", verdict.place
-    yield "concerns", _entity(attempt, verdict)
-    yield "alike", _alike(ledger, attempt)
+    yield "concerns", _sample_or_file(attempt, verdict)
+    yield "alike", _similar_attempts(ledger, attempt)
     yield "evidence", "\n".join(f"{_ROLES[one.role]} ({_where(run, one)}): {_quoted(one)}" for one in verdict.evidence)
     others = {"lost the connection to a peer": verdict.num_cascades, "failed in the same way": verdict.num_alike}
     yield "others", "; ".join(f"{plural(count, 'other rank')} {what}" for what, count in others.items() if count)
     yield "means", about.means
     yield "to do", to_do(run, attempt, verdict, word=word)
     ended = f"{REGISTRY[verdict.end].title}; " if verdict.end else ""
-    then = ended + _THEN[attempt.next] if attempt.end else ""
+    then = ended + _NEXT_TEXTS[attempt.next] if attempt.end else ""
     yield "then", f"{then}: {attempt.why_last}" if attempt.why_last else then
 
 
-def _entity(attempt: Attempt, verdict: Verdict) -> str:
+def _sample_or_file(attempt: Attempt, verdict: Verdict) -> str:
     """Return the sample or file; of a run that one has ended, the ledger's."""
     return attempt.root.entity if attempt.why_last and attempt.root.entity else verdict.entity
 
 
-def _alike(ledger: Ledger, attempt: Attempt) -> str:
+def _similar_attempts(ledger: Ledger, attempt: Attempt) -> str:
     """Return which other attempts failed in the same way, at the same sample or file."""
     about = (attempt.root.fingerprint, attempt.root.entity)
     others = [
@@ -98,14 +98,14 @@ def _alike(ledger: Ledger, attempt: Attempt) -> str:
 
 def _where(run: RunDir, evidence: EvidenceLine) -> str:
     rank = "" if evidence.rank is None else f"rank {evidence.rank}, "
-    return rank + (place_of(run, evidence) or "record")
+    return rank + (evidence_place(run, evidence) or "record")
 
 
 def _quoted(evidence: EvidenceLine) -> str:
-    return evidence.text[:_LONGEST].strip()
+    return evidence.text[:_LONGEST_QUOTE].strip()
 
 
-def place_of(run: RunDir, evidence: EvidenceLine) -> str:
+def evidence_place(run: RunDir, evidence: EvidenceLine) -> str:
     """Return the file and the line of a piece of evidence: `logs/attempt-0/rank-1.log:57`."""
     if evidence.line is None:
         return ""
@@ -117,7 +117,7 @@ def place_of(run: RunDir, evidence: EvidenceLine) -> str:
 
 def as_record(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> dict[str, Any]:
     """Return what `why --json` prints."""
-    about = verdict.about if verdict.failure else None
+    about = verdict.failure_class if verdict.failure else None
     return {
         "run": run.name,
         "attempt": attempt.attempt,
@@ -131,13 +131,13 @@ def as_record(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> 
         "detail": verdict.detail,
         "in_short": verdict.in_short or None,
         "place": verdict.place or None,
-        "entity": _entity(attempt, verdict) or None,
+        "entity": _sample_or_file(attempt, verdict) or None,
         "fingerprint": attempt.root.fingerprint or verdict.fingerprint or None,
         "num_cascades": verdict.num_cascades,
         "num_alike": verdict.num_alike,
         "to_do": to_do(run, attempt, verdict, word=word) if about else None,
         "evidence": [
-            {"role": one.role, "rank": one.rank, "place": place_of(run, one) or None, "text": one.text}
+            {"role": one.role, "rank": one.rank, "place": evidence_place(run, one) or None, "text": one.text}
             for one in verdict.evidence
         ],
     }

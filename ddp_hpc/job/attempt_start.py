@@ -23,7 +23,7 @@ from ddp_hpc.run.run_dir.records import (
 from ddp_hpc.run.workload.protocol import Workload
 
 
-def begin(run: RunDir, workload: Workload, job: SlurmJob | None, *, image: str = "") -> int:
+def begin_attempt(run: RunDir, workload: Workload, job: SlurmJob | None, *, image: str = "") -> int:
     """Claim the run for another attempt, and write its start into the ledger; return its number.
 
     Raises:
@@ -32,7 +32,7 @@ def begin(run: RunDir, workload: Workload, job: SlurmJob | None, *, image: str =
     ledger = Ledger.read(run)
     refuse_older_start(run, ledger, job)
     attempt = ownership.next_attempt(run, ledger)
-    for name in ownership.claim(run, attempt):
+    for name in ownership.claim_run(run, attempt):
         sys.stderr.write(
             f"note: removed {name}, an unfinished checkpoint that killed workers left; committed ones are not affected\n"
         )
@@ -44,7 +44,7 @@ def begin(run: RunDir, workload: Workload, job: SlurmJob | None, *, image: str =
     if job is None:
         record_start(run, attempt=attempt, job_id=str(os.getpid()), first_step=first_step, image=image)
         return attempt
-    queued, facts = read_queued_job(run), job.facts()
+    queued, facts = read_queued_job(run), job.ledger_fields()
     if queued is not None and (queued.job_id, queued.attempt) == (job.job_id, attempt):
         facts["queued_at"] = queued.at
     record_start(run, attempt=attempt, job_id=job.job_id, first_step=first_step, image=image, **facts)
@@ -70,12 +70,12 @@ def refuse_older_start(run: RunDir, ledger: Ledger, job: SlurmJob | None) -> Non
 def begin_without_workers(run: RunDir, job: SlurmJob | None) -> int:
     """Write the start of an attempt that only records why no workers are started; return its number."""
     attempt = ownership.next_attempt(run)
-    job_id, facts = (job.job_id, job.facts()) if job else (str(os.getpid()), {})
+    job_id, facts = (job.job_id, job.ledger_fields()) if job else (str(os.getpid()), {})
     record_start(run, attempt=attempt, job_id=job_id, **facts)
     return attempt
 
 
-def note_unbegun(run: RunDir, job: SlurmJob | None, cause: Cause, reason: str, exit_code: int) -> None:
+def record_unbegun_attempt(run: RunDir, job: SlurmJob | None, cause: Cause, reason: str, exit_code: int) -> None:
     """Write the start and the end of an attempt that started no workers."""
     end = End(ending=TABLE[cause].ending, exit_code=exit_code, reason=reason, cause=cause)
     record_end(run, begin_without_workers(run, job), end)

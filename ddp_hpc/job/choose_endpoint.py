@@ -27,26 +27,26 @@ MOST_PORTS = 20
 """How many ports to try; if all are in use, something else is wrong."""
 
 
-def endpoints(
+def endpoints_to_try(
     allocation: Allocation, *, attempt: int, environ: Mapping[str, str], preferred: Sequence[str] = ()
 ) -> Iterator[Endpoint]:
     """Yield endpoints, the best first; the user's own MASTER_ADDR and MASTER_PORT win, then `preferred` interfaces."""
-    address, why = address_of(allocation, environ=environ, preferred=preferred)
-    for port in _ports(allocation, attempt, environ.get("MASTER_PORT")):
+    address, why = rank0_addr(allocation, environ=environ, preferred=preferred)
+    for port in _candidate_ports(allocation, attempt, environ.get("MASTER_PORT")):
         if not allocation.is_on_first_node or is_free(address, port):
             sys.stderr.write(f"ranks meet at {address} port {port}: {why}\n")
             yield Endpoint(address, port, why)
 
 
-def address_of(allocation: Allocation, *, environ: Mapping[str, str], preferred: Sequence[str] = ()) -> tuple[str, str]:
-    """Return the address of rank zero's node at which the ranks meet, and why it is this one; raise as `endpoints` does."""
+def rank0_addr(allocation: Allocation, *, environ: Mapping[str, str], preferred: Sequence[str] = ()) -> tuple[str, str]:
+    """Return the address of rank zero's node at which the ranks meet, and why it is this one; raise as `endpoints_to_try` does."""
     host, given = this_host(), environ.get("MASTER_ADDR")
     if not given:
-        found = find_address(allocation, host, preferred=preferred, ask=partial(_ask_all, allocation, environ))
+        found = find_address(allocation, host, preferred=preferred, ask=partial(_ask_interfaces, allocation, environ))
         refused = "; ".join(f"not {name}: {reason}" for name, reason in found.refused.items())
         return str(found.value), f"{found.rule}{refused and f' ({refused})'}"
     is_one_node = len(allocation.node_names) == 1
-    address = host.numeric(given, may_be_loopback=is_one_node)
+    address = host.numeric_address(given, may_be_loopback=is_one_node)
     if address is None or (ipaddress.ip_address(address).is_loopback and not is_one_node):
         raise ConfigError(
             f"MASTER_ADDR is {given!r} in the environment, but this node resolves it to no address that other nodes can "
@@ -55,7 +55,7 @@ def address_of(allocation: Allocation, *, environ: Mapping[str, str], preferred:
     return address, "from MASTER_ADDR in the environment"
 
 
-def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[int]:
+def _candidate_ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[int]:
     """Return the ports to try: the user's own, or those that belong to the job's number, others for each attempt."""
     if not given:
         return islice(candidate_ports(allocation.job_id, attempt), MOST_PORTS)
@@ -66,7 +66,7 @@ def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[
     return iter([int(given)])
 
 
-def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str, Sequence[Interface]]:
+def _ask_interfaces(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str, Sequence[Interface]]:
     """Return the interfaces of every node that answers; log which do not, as the choice is made without them."""
     command = [sys.executable, "-m", "ddp_hpc.cluster.rendezvous.interfaces"]
     answers = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=PROBE_TIMEOUT_S)

@@ -22,9 +22,9 @@ from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 
-STUCK_S = 60.0
+KILL_PATIENCE_S = 60.0
 """How long to wait for processes that were killed."""
-GOOD_WHILE_S = 600.0
+DEATHS_RESET_S = 600.0
 """After a supervisor that ran for so long, deaths are counted from one again."""
 
 
@@ -54,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.REFUSED
     options = [str(run.path), "--guarded", f"--lock-fd={lock_fd}", f"--since={since}"]
     options += [f"--import-path={path}" for path in arguments.import_path]
-    return _guard(run, options, since=since, lock_fd=lock_fd)
+    return _run_supervisors(run, options, since=since, lock_fd=lock_fd)
 
 
-def _guard(run: RunDir, options: Sequence[str], *, since: int, lock_fd: int) -> int:
+def _run_supervisors(run: RunDir, options: Sequence[str], *, since: int, lock_fd: int) -> int:
     """Start supervisors until one decides, or too many have died in a row."""
     num_deaths, is_stop_asked, after = 0, False, 0
     while True:
@@ -70,20 +70,20 @@ def _guard(run: RunDir, options: Sequence[str], *, since: int, lock_fd: int) -> 
         is_stop_asked = _kill_leftovers() or is_stop_asked
         if _is_cancelled(run, since):
             return exit_codes.FAILED
-        num_deaths = 1 if time.monotonic() - began > GOOD_WHILE_S else num_deaths + 1
+        num_deaths = 1 if time.monotonic() - began > DEATHS_RESET_S else num_deaths + 1
         if num_deaths > len(exit_codes.GUARD_PAUSES_S):
             reason = f"ddp-hpc's supervisor process {exit_codes.describe_end(after)}, {num_deaths} times in a row"
             sys.stderr.write(f"error: {reason}, so ddp-hpc does not start it again. Submit {run.name} again.\n")
-            _write_down(run, since, reason)
+            _record_last_end(run, since, reason)
             return exit_codes.FAILED
         pause_s = exit_codes.GUARD_PAUSES_S[num_deaths - 1]
         sys.stderr.write(
             f"note: ddp-hpc's supervisor process {exit_codes.describe_end(after)}; it starts again in {pause_s} s\n"
         )
-        is_stop_asked = _pause(pause_s) or is_stop_asked
+        is_stop_asked = _is_signalled_within(pause_s) or is_stop_asked
 
 
-def _write_down(run: RunDir, since: int, reason: str) -> None:
+def _record_last_end(run: RunDir, since: int, reason: str) -> None:
     """Record in the ledger that no supervisor goes on, if the newest attempt is of this guardian, from `since` on."""
     try:
         newest = Ledger.read(run).newest
@@ -173,8 +173,8 @@ def _kill_leftovers() -> bool:
         )
         return False
     # A process in uninterruptible sleep, waiting for a device or an NFS server, does not die of SIGKILL before that answers
-    # (state D, proc_pid_stat(5)). So the wait for it ends after STUCK_S.
-    deadline, is_stop_asked = time.monotonic() + STUCK_S, False
+    # (state D, proc_pid_stat(5)). So the wait for it ends after KILL_PATIENCE_S.
+    deadline, is_stop_asked = time.monotonic() + KILL_PATIENCE_S, False
     while left := psutil.Process().children(recursive=True):
         processes.kill(process.pid for process in left)
         is_stop_asked = processes.await_signal(0.1) in processes.STOP_SIGNALS or is_stop_asked
@@ -182,13 +182,13 @@ def _kill_leftovers() -> bool:
         if time.monotonic() > deadline:
             numbers = ", ".join(str(process.pid) for process in left)
             sys.stderr.write(
-                f"note: processes {numbers} still exist {STUCK_S:.0f} s after SIGKILL; the run continues without them\n"
+                f"note: processes {numbers} still exist {KILL_PATIENCE_S:.0f} s after SIGKILL; the run continues without them\n"
             )
             break
     return is_stop_asked
 
 
-def _pause(seconds: float) -> bool:
+def _is_signalled_within(seconds: float) -> bool:
     """Wait for some seconds, or until a stop signal comes; return whether one came."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:

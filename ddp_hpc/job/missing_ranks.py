@@ -10,26 +10,26 @@ from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.names import few
 from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO
 from ddp_hpc.job.ending import network_probe
-from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
+from ddp_hpc.job.ending.best_effort import best_effort, best_effort_diagnosis
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.run.run_dir.joined_ranks import read_missing, started_ranks, write_missing
 from ddp_hpc.run.run_dir.network import NetworkFindings, write_network
 from ddp_hpc.run.run_dir.records import read_progress
 
-WAIT_S = 30.0
+NAMED_AFTER_S = 30.0
 """How long the first rank may wait for the others before they are named."""
-LISTING_S = 75.0
+ABSENT_AFTER_S = 75.0
 """How long until a rank that has no log is taken for absent, unless rank zero misses it, too.
 
 A directory as this node sees it may be a minute old (nfs(5), "acdirmax", https://man7.org/linux/man-pages/man5/nfs.5.html)."""
 _MOST_NAMED = 8
 
-WATCHED_S = 660.0
+WATCH_S = 660.0
 """How long to look: longer than the ranks wait for each other."""
 
 
 @dataclass(kw_only=True)
-class Joining:
+class JoiningRanks:
     """The ranks of one attempt while they meet."""
 
     context: JobContext
@@ -42,23 +42,23 @@ class Joining:
     """Whether looking has failed: it would fail each second again."""
     _said: tuple[int, ...] | None = None
 
-    def look(self, now: float) -> None:
+    def name_missing(self, now: float) -> None:
         """Look who is missing; name them in the job's log, once for each set of ranks."""
         if self._has_failed:
             return
         self._has_failed = True
-        with diagnosis("which ranks have joined"):
-            self._look(now)
+        with best_effort_diagnosis("which ranks have joined"):
+            self._name_missing(now)
             self._has_failed = False
 
-    def _look(self, now: float) -> None:
-        if self.context.world.world_size < 2 or (self._began is not None and now - self._began > WATCHED_S):
+    def _name_missing(self, now: float) -> None:
+        if self.context.world.world_size < 2 or (self._began is not None and now - self._began > WATCH_S):
             return
-        listed = self._absent(now)
-        if listed is None or self._began is None or now - self._began < WAIT_S or self._may_train():
+        listed = self._absent_ranks(now)
+        if listed is None or self._began is None or now - self._began < NAMED_AFTER_S or self._may_train():
             return
         record = read_missing(self.context.run, self.attempt)
-        is_listing_fresh = now - self._began >= LISTING_S
+        is_listing_fresh = now - self._began >= ABSENT_AFTER_S
         absent = [rank for rank in listed if is_listing_fresh or (record and rank in record.ranks)]
         if absent and 0 in absent:  # rank zero, which would write the record, is not there
             with best_effort():
@@ -68,13 +68,13 @@ class Joining:
         if (record is None and not absent) or missing == self._said:
             return
         is_first, self._said = self._said is None, missing
-        sys.stderr.write(f"note: {self._words(missing, absent)}\n")
+        sys.stderr.write(f"note: {self._missing_text(missing, absent)}\n")
         if is_first and len(self.context.nodes) > 1 and self.met_at:
-            findings = network_probe.probe(self.context.nodes, self.met_at)
+            findings = network_probe.probe_network(self.context.nodes, self.met_at)
             with best_effort():
                 write_network(self.context.run, self.attempt, findings)
             nodes = list(dict.fromkeys(node for rank in missing if (node := self.context.node_of(rank)) is not None))
-            sys.stderr.write(f"note: {reached(findings, nodes, self.context.nodes[0])}\n")
+            sys.stderr.write(f"note: {reach_text(findings, nodes, self.context.nodes[0])}\n")
 
     def _may_train(self) -> bool:
         """Tell whether a recipe's rank zero may report its steps: then all have joined. A script's reports that it was started."""
@@ -84,7 +84,7 @@ class Joining:
             return True
         return progress is not None and progress.attempt == self.attempt and progress.saves is None
 
-    def _absent(self, now: float) -> list[int] | None:
+    def _absent_ranks(self, now: float) -> list[int] | None:
         """Return the ranks that have no log, None where that is not known; note when the first one was there."""
         if self._have_all_started:
             return []
@@ -97,8 +97,8 @@ class Joining:
         self._have_all_started = not absent
         return absent
 
-    def _words(self, missing: Sequence[int], absent: Sequence[int]) -> str:
-        began = f"the first rank has waited for {WAIT_S:.0f} s or more"
+    def _missing_text(self, missing: Sequence[int], absent: Sequence[int]) -> str:
+        began = f"the first rank has waited for {NAMED_AFTER_S:.0f} s or more"
         if not missing:
             return f"{began}: all ranks have reached rank zero, but they have not all connected to each other"
         named = []
@@ -109,7 +109,7 @@ class Joining:
         return f"{began} for {few(named, _MOST_NAMED)}; all ranks wait until they have joined"
 
 
-def reached(findings: NetworkFindings, nodes: Sequence[str], zero: str) -> str:
+def reach_text(findings: NetworkFindings, nodes: Sequence[str], zero: str) -> str:
     """Say whether these nodes reach rank zero's, as a probe found, and what else it found."""
     if findings.is_faulty or findings.problem or not findings.num_pairs:
         return findings.words

@@ -13,7 +13,7 @@ from ddp_hpc.base.patience import ask_once
 from ddp_hpc.base.processes import STOP_SIGNALS
 from ddp_hpc.run.requeue import reserve_s
 
-ASK_S = 300.0
+ASK_INTERVAL_S = 300.0
 """How long after one question when the job ends the next one comes."""
 LOOK_S = 5.0
 """The longest time between two looks."""
@@ -53,7 +53,7 @@ class Monitor:
     _has_asked: bool = False
     _asked_end_at: float | None = None
 
-    def look(self, number: int | None, now: float) -> Literal["", "stop", "end"]:
+    def next_action(self, number: int | None, now: float) -> Literal["", "stop", "end"]:
         """Return what to do with the workers now; `number` is the signal that came, if one did."""
         had_time = not self.is_out_of_time
         self.is_out_of_time = self.is_out_of_time or self._has_run_out(now)
@@ -65,7 +65,7 @@ class Monitor:
             return "stop"
         if self.is_out_of_time and had_time:
             return "stop"
-        if self._silence(now) > self.hang_timeout_s + SILENCE_LAG_S and not self.is_unresponsive:
+        if self._silent_s(now) > self.hang_timeout_s + SILENCE_LAG_S and not self.is_unresponsive:
             self.is_unresponsive = True
             return "end"
         return "stop" if self._has_missed_signal() else ""
@@ -79,7 +79,7 @@ class Monitor:
         moment = self._kill_time() if self.is_out_of_time else self._stop_time()
         return LOOK_S if self.is_cut_short else max(0.0, min(LOOK_S, moment - now))
 
-    def ends_within(self, seconds: float, now: float) -> bool:
+    def is_stopping_within(self, seconds: float, now: float) -> bool:
         """Tell whether the workers are asked to stop within this time, or have been."""
         return self.is_signalled or self.is_out_of_time or now + seconds >= self._stop_time()
 
@@ -87,7 +87,7 @@ class Monitor:
         """Tell whether it is time to stop; ask now and then when the job ends, and in any case before it is time."""
         if self._asked_end_at is None:
             self._asked_end_at = now
-        if now >= self._stop_time() or now - self._asked_end_at >= ASK_S:
+        if now >= self._stop_time() or now - self._asked_end_at >= ASK_INTERVAL_S:
             self._asked_end_at, known_end = now, self.ends_at
             self.ends_at = self.ask_end() or known_end
             if self.ends_at is not None and self.ends_at != known_end:
@@ -112,7 +112,7 @@ class Monitor:
         self.is_signalled = self.ask_preempted()
         return self.is_signalled
 
-    def _silence(self, now: float) -> float:
+    def _silent_s(self, now: float) -> float:
         """Return how long no worker has written anything, without the time in which this process was suspended.
 
         A file may have a modification time in the future: until then the workers may be silent (`Watchdog.allow`).

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         command = subprocess.Popen(argv, stdin=subprocess.DEVNULL, preexec_fn=processes.unblock_signals)  # noqa: PLW1509  there are no threads here
     except OSError as error:
-        return _failed(f"{argv[0]!r} cannot be started: {error.strerror}. Correct the key")
+        return _print_failure(f"{argv[0]!r} cannot be started: {error.strerror}. Correct the key")
     try:
         code = command.wait(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -34,11 +34,11 @@ def main(argv: Sequence[str]) -> int:
             import psutil  # late: few commands take so long
 
             processes.kill(child.pid for child in psutil.Process(os.getpid()).children(recursive=True))
-        return _failed(f"{argv[0]!r} did not end within {TIMEOUT_S:g} s, so it was killed")
-    return _failed(f"{argv[0]!r} exited with code {code}") if code else 0
+        return _print_failure(f"{argv[0]!r} did not end within {TIMEOUT_S:g} s, so it was killed")
+    return _print_failure(f"{argv[0]!r} exited with code {code}") if code else 0
 
 
-def _failed(how: str) -> int:
+def _print_failure(how: str) -> int:
     sys.stderr.write(f"note: `notify.command`: {how}; the run is not affected\n")
     return 1
 

@@ -35,19 +35,19 @@ class Notifier:
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _seen: set[tuple[str, int]] = field(default_factory=set)
 
-    def begun(self, attempt: int) -> None:
+    def notify_start(self, attempt: int) -> None:
         """Note the start of an attempt: the first of the user's submission is the run's start."""
         run, is_in_job = self.context.run, self.context.allocation is not None
         queued, before = read_queued_job(run), Ledger.read(run).newest_before(attempt)
         if is_in_job or before is None or not before.next:  # else it goes on after a supervisor that died
-            self._tell("start", attempt, number=queued.since if is_in_job and queued else attempt)
+            self._start_command("start", attempt, number=queued.since if is_in_job and queued else attempt)
 
-    def silent(self, attempt: int, silence_s: float) -> None:
+    def notify_silence(self, attempt: int, silence_s: float) -> None:
         """Note that no worker has made progress for some time."""
         reason = (
             f"no worker has made progress for {silence_s:.0f} s; after `restart.hang_timeout_s`, ddp-hpc restarts them"
         )
-        self._tell("no_progress", attempt, reason=reason)
+        self._start_command("no_progress", attempt, reason=reason)
 
     def notify_failed_save(self, attempt: int) -> None:
         """Note the first save of an attempt that fails."""
@@ -55,33 +55,33 @@ class Notifier:
             return
         progress = known_record(self.context.run.progress, Progress, may_have_nan=True)
         if progress is not None and progress.attempt == attempt and progress.save_error:
-            self._tell("save_failed", attempt, reason=failed_save(progress.save_error))
+            self._start_command("save_failed", attempt, reason=failed_save(progress.save_error))
 
-    def ended(self, conclusion: Conclusion) -> None:
+    def notify_end(self, conclusion: Conclusion) -> None:
         """Note the end of an attempt. One that was stopped and goes on does not count."""
         number, end = conclusion.attempt, conclusion.end
         if end.ending == Ending.FENCED:
             return  # a newer start of the run says what becomes of it
         if end.ending not in _ENDED_WELL:
-            self._tell("failure", number, state=end.ending, reason=end.reason, follows=end.next)
+            self._start_command("failure", number, state=end.ending, reason=end.reason, follows=end.next)
         elif not end.next:
-            self._tell("end", number, state=end.ending, reason=end.reason)
+            self._start_command("end", number, state=end.ending, reason=end.reason)
 
-    def leave(self, *, goes_on: bool) -> None:
+    def wait_for_commands(self, *, goes_on: bool) -> None:
         """Wait for the commands that still run, before this process ends or gives its job back."""
         deadline = time.monotonic() + (PATIENCE_S if goes_on else TIMEOUT_S + _SLACK_S)
         for process in self._running:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(deadline - time.monotonic(), 0.0))
 
-    def _tell(self, event: NotifyEvent, attempt: int, *, number: int | None = None, **more: str) -> None:
+    def _start_command(self, event: NotifyEvent, attempt: int, *, number: int | None = None, **more: str) -> None:
         """Start the command, once for each event and number: that of the attempt, or another one."""
         number = attempt if number is None else number
         if not self._is_wanted(event, number):
             return
         self._seen.add((event, number))
         try:
-            if not self._record(event, number):
+            if not self._record_first(event, number):
                 return
             environ = {**self.context.environ, **self._variables(event, attempt, **more)}
             self._running.append(
@@ -99,7 +99,7 @@ class Notifier:
         spec = self.context.spec.notify
         return bool(spec.command) and event in spec.on and (event, number) not in self._seen
 
-    def _record(self, event: str, number: int) -> bool:
+    def _record_first(self, event: str, number: int) -> bool:
         """Write down that the command is started for an event; return False where it was before, also in an earlier job."""
         # First the record, then the command: it is never started twice, and not at all if this process dies in between.
         file = self.context.run.notified

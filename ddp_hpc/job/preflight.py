@@ -28,9 +28,9 @@ from ddp_hpc.cluster.node_checks.facts import facts_of
 from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
 from ddp_hpc.cluster.slurm.steps import beside_argv
-from ddp_hpc.job.choose_endpoint import address_of
+from ddp_hpc.job.choose_endpoint import rank0_addr
 from ddp_hpc.job.ending import network_probe
-from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
+from ddp_hpc.job.ending.best_effort import best_effort, best_effort_diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import ask_nodes
 from ddp_hpc.run.run_dir.ledger import Ledger
@@ -42,7 +42,7 @@ ANSWER_S, UNPACK_S = 30.0, 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class NodesQuestion:
     """What is checked, and how commands run on the nodes."""
 
     allocation: Allocation
@@ -60,7 +60,7 @@ class Question:
     asked: NodeNeeds = field(default_factory=NodeNeeds)
 
 
-def examine(question: Question) -> Preflight:
+def examine_nodes(question: NodesQuestion) -> Preflight:
     """Ask each node once, probe the network between those that answered, and judge."""
     nodes, began, at = question.allocation.node_names, time.monotonic(), time.time()
     make_directories(question.folder)
@@ -77,10 +77,10 @@ def examine(question: Question) -> Preflight:
     facts = {node: found for node in nodes if (found := facts_of(answered.by_node.get(node))) is not None}
     network: NetworkFindings | None = None
     if len(facts) > 1 and not processes.is_stop_pending():
-        with diagnosis("the network between the nodes"):
+        with best_effort_diagnosis("the network between the nodes"):
             allocation = replace(question.allocation, node_names=tuple(facts))
-            address, _ = address_of(allocation, environ=question.environ, preferred=question.interfaces)
-            network = network_probe.probe(allocation.node_names, address, measures=True)
+            address, _ = rank0_addr(allocation, environ=question.environ, preferred=question.interfaces)
+            network = network_probe.probe_network(allocation.node_names, address, measures=True)
     answers = NodeAnswers(
         nodes=nodes,
         facts=facts,
@@ -102,12 +102,12 @@ def check_new_nodes(context: JobContext, attempt: int) -> Outcome | None:
     if not spec.preflight.enabled or allocation is None:
         return None
     found: Preflight | None = None
-    with diagnosis("the nodes before the workers start"):
+    with best_effort_diagnosis("the nodes before the workers start"):
         ledger = Ledger.read(context.run)
         begun, before = ledger.attempt(attempt), ledger.newest_before(attempt)
         # Only in the first attempt of this start of the job, the nodes are new to the run.
         if not (begun and before and (begun.job_id, begun.restart) == (before.job_id, before.restart)):
-            found = examine(_question(context, attempt, allocation))
+            found = examine_nodes(_make_question(context, attempt, allocation))
     if found is None or processes.is_stop_pending():
         return None  # what a check that was cut short found is no reason; the workers' start takes the signal
     with best_effort():
@@ -118,15 +118,15 @@ def check_new_nodes(context: JobContext, attempt: int) -> Outcome | None:
     sys.stderr.write(
         f"note: {len(found.nodes)} nodes were checked in {found.seconds:.0f} s; failures: {len(found.failures)}\n"
     )
-    return outcome_of(found, spec.preflight.on_fail, nodelist=spec.slurm.nodelist or "")
+    return outcome_of_findings(found, spec.preflight.on_fail, nodelist=spec.slurm.nodelist or "")
 
 
-def _question(context: JobContext, attempt: int, allocation: Allocation) -> Question:
+def _make_question(context: JobContext, attempt: int, allocation: Allocation) -> NodesQuestion:
     spec, world, workload, wrapper = context.spec, context.world, context.workload, context.wrapper
     inputs = [str(path) for path in workload.input_paths(Path.cwd())]
     binds = [bind.partition(":")[0] for bind in spec.container.binds]
     step = beside_argv(spec, world, cpus_per_worker=workload.cpus_per_worker)
-    return Question(
+    return NodesQuestion(
         allocation=allocation,
         folder=context.run.preflight_files(attempt),
         environ={**context.environ, **wrapper.environ},
@@ -143,7 +143,7 @@ def _question(context: JobContext, attempt: int, allocation: Allocation) -> Ques
     )
 
 
-def outcome_of(found: Preflight, on_fail: str, *, nodelist: str = "") -> Outcome | None:
+def outcome_of_findings(found: Preflight, on_fail: str, *, nodelist: str = "") -> Outcome | None:
     """Return how an attempt ends of what was found; None where its workers may start."""
     if not found.failures or on_fail == "warn":
         return None
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 "This process is in no Slurm job, so it has no nodes to check. Run `ddp-hpc doctor --nodes`."
             )
-        question = Question(
+        question = NodesQuestion(
             allocation=allocation,
             folder=arguments.folder,
             environ=os.environ,
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             interfaces=arguments.interface,
             asked=NodeNeeds(gpus_per_node=arguments.gpus_per_node),
         )
-        found = examine(question)
+        found = examine_nodes(question)
     except (DdpHpcError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return exit_codes.FAILED

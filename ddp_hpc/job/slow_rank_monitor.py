@@ -15,13 +15,13 @@ from ddp_hpc.cluster.slow_ranks.judge import SlowRankVerdict, judge
 from ddp_hpc.cluster.slow_ranks.summary import Summary, read_summary, remove_summaries
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
-from ddp_hpc.run.run_dir.timeline import Alarm, Look, encode, record
+from ddp_hpc.run.run_dir.timeline import Alarm, RanksLook, as_line, record_alarms
 
 POLL_S = 1.0
 """How often to look whether rank zero has reported again."""
 CLOSE_S = 2.0
 """How long the end of an attempt waits for the last line and the removal of the reports."""
-SHARE = 0.005
+NOTED_SHARE = 0.005
 """The time between two noted comparisons grows with the attempt, to this share of its age: the lines of a week are about 1,500."""
 
 
@@ -61,7 +61,7 @@ class SlowRankMonitor:
         if self._thread is not None:
             self._thread.join(CLOSE_S)  # longer where the file system does not answer
 
-    def look(self) -> list[Alarm]:
+    def judge_reports(self) -> list[Alarm]:
         """Judge what all ranks have reported of one look, once they have; return what has changed.
 
         Raises:
@@ -78,16 +78,16 @@ class SlowRankMonitor:
                 return []  # the ranks after it write later, and all of them are needed
             self._reports.append(one)
         reports, self._is_judged, self._reports = self._reports, True, []
-        verdict, now, step = judge(reports), self.clock(), self._step()
-        self._note(verdict, now=now, step=step)
-        return self._alarms.look(verdict, now=now, step=step)
+        verdict, now, step = judge(reports), self.clock(), self._newest_step()
+        self._record_look(verdict, now=now, step=step)
+        return self._alarms.update(verdict, now=now, step=step)
 
-    def _note(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> None:
+    def _record_look(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> None:
         """Add a comparison to the run directory, if the ranks could be compared and there is none that is nearly as new."""
-        if not verdict.lost_s or (self._noted_at and now - self._noted_at < SHARE * (now - self._began_at)):
+        if not verdict.lost_s or (self._noted_at and now - self._noted_at < NOTED_SHARE * (now - self._began_at)):
             return
         self._noted_at = now
-        look = Look(
+        look = RanksLook(
             attempt=self.attempt,
             at=now,
             step=step,
@@ -95,27 +95,27 @@ class SlowRankMonitor:
             lost_s={rank: round(lost_s, 5) for rank, lost_s in verdict.lost_s.items()},
         )
         with suppress(OSError), open_private(self.run.waits, "ab") as file:  # the next comparison tries again
-            file.write(b"\n" + encode(look))
+            file.write(b"\n" + as_line(look))
 
     def _run(self) -> None:
         while not self._closing.wait(POLL_S):
             with suppress(OSError):
-                self._say(self.look())
+                self._log_alarms(self.judge_reports())
         with suppress(OSError):
-            self._say(self._alarms.end(now=self.clock(), step=self._step()), is_over=True)
+            self._log_alarms(self._alarms.end_all(now=self.clock(), step=self._newest_step()), is_over=True)
         with suppress(OSError):
             remove_summaries(self.run, self.attempt)
 
-    def _say(self, changed: list[Alarm], *, is_over: bool = False) -> None:
+    def _log_alarms(self, changed: list[Alarm], *, is_over: bool = False) -> None:
         for alarm in changed:
             if alarm.ended_at is None:
                 sys.stderr.write(f"warning: {alarm.sentence()}\n")
             elif not is_over:
                 sys.stderr.write(f"note: rank {alarm.rank} on {alarm.node} is as fast as the others again\n")
         with suppress(OSError):  # the line in the log stays
-            record(self.run, changed)
+            record_alarms(self.run, changed)
 
-    def _step(self) -> int | None:
+    def _newest_step(self) -> int | None:
         progress = read_progress(self.run)
         if progress is None or progress.attempt != self.attempt:
             return None

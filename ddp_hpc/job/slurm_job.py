@@ -22,9 +22,9 @@ from ddp_hpc.run.spec.launch import LaunchSpec
 T = TypeVar("T")
 SLURM_PAUSE_S = 2.0
 """How long to wait before the next try to reach Slurm."""
-END_S = 10.0
+END_ANSWER_S = 10.0
 """How long to wait for the answer when the job ends: signals to the job wait meanwhile."""
-OLD_S = 24 * 3600.0
+OTHER_JOB_AFTER_S = 24 * 3600.0
 """A job that ended so long before the run's first attempt is another one: job ids start again after MaxJobId
 (slurm.conf(5))."""
 
@@ -41,29 +41,29 @@ class SlurmJob:
         """`ARRAY_TASK` for a task of an array: the plain number of one task is that of the whole array, too."""
         return self.allocation.scontrol_id
 
-    def now(self, *, timeout_s: float = client.TIMEOUT_S) -> JobRecord | None:
+    def query_record(self, *, timeout_s: float = client.TIMEOUT_S) -> JobRecord | None:
         """Return what Slurm knows of the job now, if it answers."""
         try:
             return client.job(self.job_id, self.environ, timeout_s=timeout_s)
         except (ConfigError, SlurmUnavailableError):
             return None
 
-    def is_back(self) -> bool:
+    def is_requeued(self) -> bool:
         """Tell whether Slurm has put the job back into the queue since this start of it; raise as `client.job` does."""
         job = client.job(self.job_id, self.environ)
         return job is not None and (job.restarts or 0) > self.allocation.restart_count
 
     def ends_at(self) -> float | None:
         """Return when Slurm says that the job ends, without a limit one year ahead; its time limit may have changed since it began."""
-        job = self.now(timeout_s=END_S)
+        job = self.query_record(timeout_s=END_ANSWER_S)
         return None if job is None else job.ends_at
 
     def is_preempted(self) -> bool:
         """Ask whether Slurm is preempting the job."""
-        job = self.now()
+        job = self.query_record()
         return job is not None and job.preempted_at is not None
 
-    def facts(self) -> dict[str, Any]:
+    def ledger_fields(self) -> dict[str, Any]:
         """Return what the ledger records of it, by fields of `Attempt`; older versions of Slurm set no SLURM_JOB_END_TIME and have to be asked."""
         allocation = self.allocation
         return {
@@ -99,7 +99,7 @@ class SlurmJob:
         starts = [
             start
             for start in client.accounting([attempt.job_id], self.environ)
-            if start.ends_at is None or start.ends_at > first - OLD_S  # an older job had the same number
+            if start.ends_at is None or start.ends_at > first - OTHER_JOB_AFTER_S  # an older job had the same number
         ]
         state = starts[attempt.restart].state if len(starts) > attempt.restart else ""
         return state if states.has_ended(state) or states.parse_state(state) == "requeued" else ""
@@ -109,7 +109,7 @@ class SlurmJob:
         found = client.node_states(self.environ, self.allocation.node_names if nodes is None else nodes)
         return [node for node, state in found.items() if is_lost(state)]
 
-    def without_needed(self, suspects: Sequence[str], spec: LaunchSpec, script: Path) -> tuple[str, ...]:
+    def suspects_to_exclude(self, suspects: Sequence[str], spec: LaunchSpec, script: Path) -> tuple[str, ...]:
         """Return the suspects that a job of this spec should not get; log those that it may use, as too few others are left."""
         partition = self.allocation.partition
         excluded, note = nodes_to_exclude(suspects, spec, self.environ, script=script, partition=partition)
@@ -135,8 +135,8 @@ class SlurmJob:
     def submit_next(self, script: Path, excluded: str, spec: LaunchSpec) -> str:
         """Submit a job that starts after this one, in the same place; return its id."""
         options = [f"--dependency=afterany:{self.job_id}", *([f"--exclude={excluded}"] if excluded else [])]
-        job = self.now()
-        place = [] if job is None else _other_place(job, spec)
+        job = self.query_record()
+        place = [] if job is None else _changed_sbatch_options(job, spec)
         try:
             return client.submit(script, self.environ, [*options, *place])
         except SlurmRefusalError:  # such as of a time limit that an administrator alone may give
@@ -144,7 +144,7 @@ class SlurmJob:
                 raise
             return client.submit(script, self.environ, options)
 
-    def exclude(self, nodes: str) -> None:
+    def exclude_nodes(self, nodes: str) -> None:
         """Set the nodes that the next start of the job does not get; raise as `client.update` does."""
         client.update(self.allocation.scontrol_id, self.environ, ExcNodeList=nodes)
 
@@ -170,7 +170,7 @@ def await_slurm(
             time.sleep(SLURM_PAUSE_S)  # a stop signal is blocked and stays pending; the next attempt receives it
 
 
-def _other_place(job: JobRecord, spec: LaunchSpec) -> list[str]:
+def _changed_sbatch_options(job: JobRecord, spec: LaunchSpec) -> list[str]:
     """Return the options that the job was given on the command line of sbatch, or since then, in the place of its script's."""
     asked, now = spec.slurm, {"partition": job.partition, "account": job.account, "qos": job.qos}
     changed = [

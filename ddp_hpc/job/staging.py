@@ -58,7 +58,7 @@ def stage(spec: LaunchSpec, run: RunDir, allocation: Allocation | None, environ:
         source = staged_source(spec)
         if spec.stage.dir is None or source is None or allocation is None:
             return None
-        folder = _folder(spec.stage.dir, run, allocation, environ)
+        folder = _staging_folder(spec.stage.dir, run, allocation, environ)
     except ConfigError as error:
         sys.stderr.write(
             f"warning: nothing can be copied to the nodes' disks: {error} The nodes read from the shared file system instead.\n"
@@ -94,7 +94,7 @@ def unstage(staged: Staged | None, allocation: Allocation | None, environ: Mappi
     ask_nodes(command, allocation.node_names, environ=environ, timeout_s=_REMOVE_TIMEOUT_S)
 
 
-def _folder(asked: str, run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> Path:
+def _staging_folder(asked: str, run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> Path:
     """Return a folder that only this start of this job uses; `$NAME` is a variable of the job's environment."""
     try:
         place = Path(Template(asked).substitute(environ))
@@ -115,7 +115,7 @@ def _folder(asked: str, run: RunDir, allocation: Allocation, environ: Mapping[st
     return place / f"ddp_hpc-{allocation.job_id}-{allocation.restart_count}-{which}"
 
 
-def wrapper_of(
+def job_command_wrapper(
     spec: LaunchSpec, run: RunDir, paths: HostPaths, environ: Mapping[str, str], *, is_for_slurm: bool = True
 ) -> CommandWrapper:
     """Return how this job's commands are run on its nodes, where nothing is staged."""
@@ -137,7 +137,7 @@ def wrapper_of(
     runtime = find_runtime(spec, environ)
     sys.stderr.write(f"the workers run in the image {inside.image}, started by {runtime}\n")
     image = identity_of(inside.image)
-    if warning := Ledger.read(run).other_image(image):
+    if warning := Ledger.read(run).image_warning(image):
         sys.stderr.write(f"note: {warning}\n")
     return replace(command_wrapper(inside, runtime, spec.container.python), image=image)
 

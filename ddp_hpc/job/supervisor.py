@@ -39,18 +39,18 @@ from ddp_hpc.job.ending.evidence import has_trained
 from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
 from ddp_hpc.job.job_context import JobContext, Outcome, read_context
 from ddp_hpc.job.node.cpus import take_back_cpus
-from ddp_hpc.job.node.python_environ import IMPORT_PATH
+from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME
 from ddp_hpc.job.notify import Notifier
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.job.staging import stage, unstage, with_staged_paths, wrapper_of
-from ddp_hpc.job.workers import workers_of
-from ddp_hpc.run.config.resolve import dropped_from
+from ddp_hpc.job.staging import job_command_wrapper, stage, unstage, with_staged_paths
+from ddp_hpc.job.workers import make_workers
+from ddp_hpc.run.config.resolve import removed_key_notes
 from ddp_hpc.run.requeue import CONTINUATIONS
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger, Next
-from ddp_hpc.run.run_dir.machine_use import in_words, merged, read_uses
+from ddp_hpc.run.run_dir.machine_use import merge_uses, read_uses, use_texts
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import QueuedJob, is_done, read_queued_job, read_stop_request, since_submission
+from ddp_hpc.run.run_dir.records import QueuedJob, attempts_of_submission, is_done, read_queued_job, read_stop_request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +92,7 @@ def _main(arguments: argparse.Namespace) -> int:
                 run.console.chmod(private_mode(run.console))  # Slurm has made it by the umask
             allocation = read_allocation(os.environ)
             job = SlurmJob(allocation=allocation, environ=os.environ) if allocation else None
-        return _work(arguments, run, job)
+        return _run_job(arguments, run, job)
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         if error.exit_code == exit_codes.FAILED:
@@ -113,24 +113,24 @@ _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, err
 """Errors of a file system that last until a person repairs them."""
 
 
-def _work(arguments: argparse.Namespace, run: RunDir, job: SlurmJob | None) -> int:
+def _run_job(arguments: argparse.Namespace, run: RunDir, job: SlurmJob | None) -> int:
     """Acquire the run, and run its attempts."""
     if arguments.after is not None and job is not None:
         attempt_start.refuse_older_start(run, Ledger.read(run), job)  # the steps of the job would be the newer start's
         takeover.end_leftover_steps(run, job)
-    lock_fds = _lock(run, job) if arguments.lock_fd is None else [arguments.lock_fd]
+    lock_fds = _lock_run(run, job) if arguments.lock_fd is None else [arguments.lock_fd]
     if arguments.after is not None:
-        code = takeover.take_over(run, job, how=exit_codes.describe_end(arguments.after), since=arguments.since)
+        code = takeover.take_over_attempt(run, job, how=exit_codes.describe_end(arguments.after), since=arguments.since)
         if code is not None:
             return code
     queued = read_queued_job(run)
-    attempts = since_submission(Ledger.read(run), queued)
-    decision = _user_decision(run, job, queued, is_back=bool(attempts))
+    attempts = attempts_of_submission(Ledger.read(run), queued)
+    decision = _why_user_ended(run, job, queued, is_back=bool(attempts))
     if arguments.after is None or decision is not None:  # a stop request to the supervisor that died holds for this one
         run.stop_request.unlink(missing_ok=True)
     if decision is not None:
         reason = f"{ENDED_BY_USER[decision]} while the job waited in the queue"
-        attempt_start.note_unbegun(run, job, decision, reason, exit_codes.STOPPED)
+        attempt_start.record_unbegun_attempt(run, job, decision, reason, exit_codes.STOPPED)
         sys.stderr.write(f"ended: {reason}\n")
         return exit_codes.STOPPED
     context: JobContext | None = None
@@ -142,23 +142,23 @@ def _work(arguments: argparse.Namespace, run: RunDir, job: SlurmJob | None) -> i
             import_paths=[Path(path) for path in arguments.import_path],
             inputs=[*context.workload.input_paths(here)],
         )
-        wrapper = wrapper_of(context.spec, run, paths, os.environ, is_for_slurm=context.is_for_slurm)
+        wrapper = job_command_wrapper(context.spec, run, paths, os.environ, is_for_slurm=context.is_for_slurm)
     except ConfigError as error:
         if context is not None and job is not None and has_trained(attempts):
             return _requeue_for_other_nodes(context, error)
-        attempt_start.note_unbegun(run, job, Cause.REFUSED, str(error), exit_codes.REFUSED)
+        attempt_start.record_unbegun_attempt(run, job, Cause.REFUSED, str(error), exit_codes.REFUSED)
         raise
     os.environ.update(wrapper.environ)  # for whatever starts there: no command line may show values
-    return _supervise(replace(context, wrapper=wrapper), lock_fds)
+    return _run_attempts(replace(context, wrapper=wrapper), lock_fds)
 
 
-def _supervise(context: JobContext, lock_fds: Sequence[int]) -> int:
+def _run_attempts(context: JobContext, lock_fds: Sequence[int]) -> int:
     """Run attempts while the next one is to begin on the same nodes."""
     run, job = context.run, context.job
     if job is not None:
-        stale_attempts.close_stale(run, context.workload, job)
-        if why := stale_attempts.why_not_again(context, job):
-            attempt_start.note_unbegun(run, job, Cause.NODE_FAILED, why, exit_codes.FAILED)
+        stale_attempts.close_stale_attempt(run, context.workload, job)
+        if why := stale_attempts.why_no_attempt(context, job):
+            attempt_start.record_unbegun_attempt(run, job, Cause.NODE_FAILED, why, exit_codes.FAILED)
             sys.stderr.write(f"ended: {why}\n")
             return exit_codes.FAILED
     if is_done(run, context.workload.goal):
@@ -166,7 +166,7 @@ def _supervise(context: JobContext, lock_fds: Sequence[int]) -> int:
         return exit_codes.FINISHED
     staged = stage(context.spec, run, context.allocation, context.environ)
     inside = with_staged_paths(context.wrapper, staged, context.environ)
-    workers = workers_of(replace(context, wrapper=inside), lock_fds)
+    workers = make_workers(replace(context, wrapper=inside), lock_fds)
     notifier = Notifier(context=context)
     try:
         while (conclusion := run_attempt(context, workers, notifier)).end.next == Next.IN_PLACE:
@@ -176,12 +176,12 @@ def _supervise(context: JobContext, lock_fds: Sequence[int]) -> int:
     finally:
         workers.close()
         unstage(staged, context.allocation, context.environ)
-    notifier.leave(goes_on=bool(conclusion.end.next))
-    last_resort.leave_in_any_case(context, conclusion)
+    notifier.wait_for_commands(goes_on=bool(conclusion.end.next))
+    last_resort.requeue_in_any_case(context, conclusion)
     if not conclusion.end.next:  # a job that goes on is ended by Slurm at any moment from here
         with suppress(OSError):  # it is for readers only
-            if use := merged(read_uses(run, conclusion.attempt)):
-                words = "; ".join(in_words(use))
+            if use := merge_uses(read_uses(run, conclusion.attempt)):
+                words = "; ".join(use_texts(use))
                 sys.stderr.write(f"note: machine use of the attempt, on average (memory: at most): {words}\n")
     return conclusion.end.exit_code
 
@@ -194,7 +194,7 @@ def _record_own_failure(run: RunDir, job: SlurmJob | None, reason: str, *, is_gu
         if newest is None or newest.ending is not None or newest.pid != os.getpid():
             attempt_start.begin_without_workers(run, job)
             ledger = Ledger.read(run)
-        end = takeover.write_down_death(run, ledger, job, reason, may_go_on=is_guarded)
+        end = takeover.record_death(run, ledger, job, reason, may_go_on=is_guarded)
     except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
         last_resort.print_error(error)
         return exit_codes.UNDECIDED
@@ -210,14 +210,14 @@ def _clean_environ(import_path: Sequence[str], *, is_for_slurm: bool) -> None:
         del os.environ[name]
     os.environ.update(users)
     if import_path:
-        os.environ[IMPORT_PATH] = os.pathsep.join(import_path)
+        os.environ[IMPORT_PATH_NAME] = os.pathsep.join(import_path)
 
 
 def _context(run: RunDir, job: SlurmJob | None, *, is_for_slurm: bool) -> JobContext:
     """Read what the run asks for; set the variables for every process that is started here, without those of an outer job."""
     context = read_context(run, job)
     spec, workload = context.spec, context.workload
-    sys.stderr.writelines(f"{note}\n" for note in dropped_from(run.config))
+    sys.stderr.writelines(f"{note}\n" for note in removed_key_notes(run.config))
     if libraries := nccl_debug_variables(spec.debug.nccl, run.nccl_logs):
         make_directories(run.nccl_logs)
         sys.stderr.write(f"NCCL logs into {run.nccl_logs}, because `debug.nccl` is {spec.debug.nccl}\n")
@@ -255,7 +255,7 @@ def _set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _lock(run: RunDir, job: SlurmJob | None) -> list[int]:
+def _lock_run(run: RunDir, job: SlurmJob | None) -> list[int]:
     """Lock the run; return the file descriptors that child processes have to inherit.
 
     An earlier start of the same job may still hold the lock, on a node that Slurm cannot reach. Then this start goes on
@@ -264,7 +264,7 @@ def _lock(run: RunDir, job: SlurmJob | None) -> list[int]:
     # The run is locked until the last process that inherits the descriptor has exited, whichever is killed first.
     lock_fd = processes.take_lock(run.lock, patience_s=ownership.LOCK_PATIENCE_S)
     newest = Ledger.read(run).newest
-    if newest is not None and job is not None and stale_attempts.is_anothers(newest, job):
+    if newest is not None and job is not None and stale_attempts.is_used_by_other_job(newest, job):
         raise ConfigError(ownership.busy_message(run, f"job {newest.job_id}"))
     if lock_fd is not None:
         return [lock_fd]
@@ -277,7 +277,7 @@ def _lock(run: RunDir, job: SlurmJob | None) -> list[int]:
     return []
 
 
-def _user_decision(run: RunDir, job: SlurmJob | None, queued: QueuedJob | None, *, is_back: bool) -> Cause | None:
+def _why_user_ended(run: RunDir, job: SlurmJob | None, queued: QueuedJob | None, *, is_back: bool) -> Cause | None:
     """Return whether the user cancelled or stopped the run while its job was in the queue again.
 
     Slurm may requeue a job that is cancelled at the same moment. A request from before the user's newest submission is not
@@ -292,12 +292,12 @@ def _user_decision(run: RunDir, job: SlurmJob | None, queued: QueuedJob | None, 
 
 def _requeue_for_other_nodes(context: JobContext, error: ConfigError) -> int:
     """Requeue the job to get other nodes: this node lacks something that earlier attempts had, such as a mount."""
-    attempt = attempt_start.begin(context.run, context.workload, context.job)
+    attempt = attempt_start.begin_attempt(context.run, context.workload, context.job)
     reason = f"{socket.gethostname()}: {error}"
     node = context.nodes[:1]  # the supervisor's node
     outcome = Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node)
     conclusion = last_resort.conclude_in_any_case(context, attempt, outcome)
-    last_resort.leave_in_any_case(context, conclusion)
+    last_resort.requeue_in_any_case(context, conclusion)
     return conclusion.end.exit_code
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
+from ddp_hpc.job.launcher import STEP_COMMANDS, agent_argv, agents_step_argv
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Endpoint
@@ -71,7 +71,7 @@ class Workers(ABC):
         """End all processes, and close all connections."""
 
 
-class ByAgents(Workers):
+class AgentWorkers(Workers):
     """Workers that an agent on each node forks, and forks again for the next attempt."""
 
     def __init__(self, argv: Sequence[str], *, num_nodes: int, **more: Any) -> None:
@@ -111,12 +111,12 @@ class ByAgents(Workers):
             if report.get("attempt") == self._attempt:
                 self._codes[int(report["node_rank"])] = int(report["code"])
         if len(self._codes) == self._num_nodes:
-            return self._joint()
+            return self._joint_code()
         if is_over:
             self.step_code = self._step.code
             silent_code = _code_of_silent(self._step.code, is_ours=self._deadline is not None)
             self._disconnect()
-            return self._joint(silent_code)
+            return self._joint_code(silent_code)
         if any(code not in exit_codes.GOOD for code in self._codes.values()):
             self.end()
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -142,7 +142,7 @@ class ByAgents(Workers):
             self._step.line.close()
         self._step = None
 
-    def _joint(self, silent_code: int = exit_codes.FAILED) -> int:
+    def _joint_code(self, silent_code: int = exit_codes.FAILED) -> int:
         """Return what the nodes' codes mean together, with `silent_code` for those that reported nothing."""
         codes = [self._codes.get(rank, silent_code) for rank in range(self._num_nodes)]
         return exit_codes.combined_exit_code(codes, rank_zero=codes[0])
@@ -152,7 +152,7 @@ class _Step:
     """A job step, or an agent on this machine."""
 
     def __init__(self, argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False) -> None:
-        self._process = subprocesses.start(argv, lock_fds, on_line=on_line)
+        self._process = subprocesses.start_command(argv, lock_fds, on_line=on_line)
         self._is_terminated = False
 
     @property
@@ -199,7 +199,7 @@ class _AgentsStep(_Step):
         stdout.close()
 
 
-class ByTasks(Workers):
+class TaskWorkers(Workers):
     """Workers that srun or torchrun start, as a step of its own for each attempt."""
 
     def __init__(self, run: RunDir, argv_of: Callable[[int, Endpoint], Sequence[str]], **more: Any) -> None:
@@ -237,7 +237,7 @@ class ByTasks(Workers):
             return None
         self.step_code = code
         silent_code = _code_of_silent(code, is_ours=self._deadline is not None)
-        return _joint_code(self._run, self._attempt, code, silent_code=silent_code)
+        return _code_of_step(self._run, self._attempt, code, silent_code=silent_code)
 
     def close(self) -> None:
         """End the step where it still runs."""
@@ -251,7 +251,7 @@ def _code_of_silent(code: int | None, *, is_ours: bool) -> int:
     return exit_codes.STOPPED_EARLY if code in _KILLED_BY_STOP_SIGNAL and not is_ours else exit_codes.FAILED
 
 
-def _joint_code(run: RunDir, attempt: int, code: int, *, silent_code: int) -> int:
+def _code_of_step(run: RunDir, attempt: int, code: int, *, silent_code: int) -> int:
     """Return what a step's end means: what rank zero recorded, or else what the first error report says."""
     rank_zero_code = take_rank_zero_exit(run, attempt)
     if rank_zero_code is not None and code == exit_codes.FINISHED:
@@ -264,9 +264,9 @@ def _joint_code(run: RunDir, attempt: int, code: int, *, silent_code: int) -> in
     return exit_codes.combined_exit_code([others], rank_zero=others if rank_zero_code is None else rank_zero_code)
 
 
-def workers_of(context: JobContext, lock_fds: Sequence[int]) -> Workers:
+def make_workers(context: JobContext, lock_fds: Sequence[int]) -> Workers:
     """Return what starts the workers of this launcher."""
-    if context.is_for_slurm and context.spec.launcher in STEPS:
-        return ByTasks(context.run, partial(STEPS[context.spec.launcher], context), lock_fds=lock_fds)
-    argv = step_of_agents(context) if context.is_for_slurm else agent_argv(context)
-    return ByAgents(argv, num_nodes=context.world.num_nodes, lock_fds=lock_fds)
+    if context.is_for_slurm and context.spec.launcher in STEP_COMMANDS:
+        return TaskWorkers(context.run, partial(STEP_COMMANDS[context.spec.launcher], context), lock_fds=lock_fds)
+    argv = agents_step_argv(context) if context.is_for_slurm else agent_argv(context)
+    return AgentWorkers(argv, num_nodes=context.world.num_nodes, lock_fds=lock_fds)

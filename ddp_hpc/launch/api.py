@@ -20,9 +20,9 @@ from typing import Any
 from ddp_hpc.base.errors import WorkerError
 from ddp_hpc.launch.submission.backend import AUTO, backend_of, choose_backend, load_backend
 from ddp_hpc.launch.submission.fill_unset import fill_unset
-from ddp_hpc.launch.submission.removal import put_aside
+from ddp_hpc.launch.submission.removal import rename_aside
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.run.config.resolve import Resolved, flat, resolve
+from ddp_hpc.run.config.resolve import Resolved, flat_spec, resolve
 from ddp_hpc.run.config.sources import DEFAULT
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
@@ -30,7 +30,7 @@ from ddp_hpc.watch.logs import LogSelection, read_lines
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, State, read_status
 
-_SOURCE = "Python"
+_SETTINGS_SOURCE = "Python"
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def submit(
     """
     paths = [Path.cwd()] if import_paths is None else list(import_paths)
     backend = choose_backend(cluster, os.environ)
-    sources = {key: DEFAULT.source if value is None else _SOURCE for key, value in flat(spec).items()}
+    sources = {key: DEFAULT.source if value is None else _SETTINGS_SOURCE for key, value in flat_spec(spec).items()}
     resolved = fill_unset(Resolved(spec, sources), os.environ, is_for_slurm=backend.HAS_QUEUE, is_fresh=fresh)
     request = SubmitRequest(resolved=resolved, import_paths=paths, environ=os.environ)
-    with put_aside(request.run, os.environ) if fresh else nullcontext():
+    with rename_aside(request.run, os.environ) if fresh else nullcontext():
         submission = backend.submit(request)
     return Job(submission.run, submission.backend, submission.attempt, submission.job_id)

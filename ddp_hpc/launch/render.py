@@ -49,7 +49,7 @@ def render(
         "spec": spec,
     }
     # Path.expanduser raises an error for `~nobody`.
-    template = own_template(TEMPLATE) if users is None else Path(os.path.expanduser(users))  # noqa: PTH111
+    template = packaged_template(TEMPLATE) if users is None else Path(os.path.expanduser(users))  # noqa: PTH111
     return render_template(template, spec, options, values)
 
 
@@ -66,7 +66,7 @@ def render_template(path: Path, spec: RunSpec, options: Mapping[str, str | None]
         **more,
     }
     try:
-        text: str = _environment().from_string(path.read_text(encoding="utf-8")).render(values)
+        text: str = _jinja_environment().from_string(path.read_text(encoding="utf-8")).render(values)
     except (OSError, TemplateError, TypeError, ValueError) as error:  # unreadable, invalid, wrong types, not UTF-8
         line = getattr(error, "lineno", None)
         where = f"{path}, line {line}" if line else str(path)
@@ -76,14 +76,14 @@ def render_template(path: Path, spec: RunSpec, options: Mapping[str, str | None]
     return text
 
 
-def own_template(name: str) -> Path:
+def packaged_template(name: str) -> Path:
     """Return one of our templates: beside the package in a checkout, inside it once installed."""
     package = Path(__file__).parents[1]
     installed, checkout = package / "sbatch_templates" / name, package.parent / "sbatch_templates" / name
     return installed if installed.exists() else checkout
 
 
-def _environment() -> Any:
+def _jinja_environment() -> Any:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(

@@ -14,7 +14,7 @@ SLURMS_SLOP_S = 60.0
 """How much earlier than asked Slurm may send the signal of `--signal` (sbatch(1))."""
 _SAVES_A_LEAD = 2
 """How many saves have to fit: one that has just begun is finished first."""
-_STOP_S = 5.0
+_EXIT_S = 5.0
 """For the ranks to agree on a step, and the processes to exit."""
 
 _RESERVE_S = 15.0
@@ -80,9 +80,9 @@ class Situation:
     without_progress: str = "ended without a new checkpoint"
     """What those failures have in common, as a text."""
     fails_again: str = ""
-    """The sample of which this attempt failed as the one before it (`fails_again`)."""
+    """The sample of which this attempt failed as the one before it (`repeated_sample`)."""
     differs_as: int | None = None
-    """The earlier attempt in which the ranks differed after the same step in the same way (`blame.same_again`)."""
+    """The earlier attempt in which the ranks differed after the same step in the same way (`blame.earlier_same_difference`)."""
     is_on_slurm: bool = True
     is_supervised: bool = False
     """Whether a supervisor is there to start another attempt without Slurm."""
@@ -121,7 +121,7 @@ class Decision:
         )
 
 
-def decide(situation: Situation, policy: RestartSpec) -> Decision:
+def decide_next(situation: Situation, policy: RestartSpec) -> Decision:
     """Return what follows an attempt."""
     row = TABLE[situation.cause]
     ending = Ending.STOPPED if situation.is_committed and row.next == Next.REQUEUE else row.ending
@@ -184,7 +184,7 @@ def reserve_s(lead_s: float) -> float:
 
 def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float | None) -> str | None:
     """Return why `slurm.signal_lead_s` is too short to save, or leaves no time to train; None where it is right."""
-    needed_s = 0.0 if save_s is None else _SAVES_A_LEAD * save_s + _STOP_S
+    needed_s = 0.0 if save_s is None else _SAVES_A_LEAD * save_s + _EXIT_S
     if save_s is not None and lead_s - reserve_s(lead_s) < needed_s:
         least = int(needed_s + min(_RESERVE_S, needed_s / 2)) + 1
         return (
@@ -235,7 +235,7 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
     return count
 
 
-def fails_again(attempts: Sequence[Attempt], root: Root, newest_step: int) -> str:
+def repeated_sample(attempts: Sequence[Attempt], root: Root, newest_step: int) -> str:
     """Return the sample of which the newest attempt failed as the one before it; empty where that is not proved.
 
     Both failures have to be proved to last, of one fingerprint, one entity and one version of it; the newest attempt has to

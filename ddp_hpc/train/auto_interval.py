@@ -18,7 +18,7 @@ from ddp_hpc.run.checkpoints.save_interval import (
     SaveCosts,
     SaveInterval,
     between_failures_s,
-    choose,
+    choose_interval,
     is_worth_changing,
 )
 from ddp_hpc.run.spec import CheckpointSpec
@@ -61,7 +61,7 @@ class AutoInterval:
         self._writes = deque(self.past.writes_s, maxlen=_NEWEST_SAVES)
 
     @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
+    def measure_stall(self, step: int) -> Iterator[None]:
         """Measure how long training waits for the save after `step`."""
         self.wait_for_device()  # what the device still has to compute is no part of the save
         began = self.clock()
@@ -75,7 +75,7 @@ class AutoInterval:
         if self._chosen is not None and not self._chosen.is_measured:
             self.choose(step)  # the attempt may fail before the next exchange, and the next one needs what was measured
 
-    def written(self, seconds: float | None) -> None:
+    def note_written(self, seconds: float | None) -> None:
         """Take note that a save was committed, or has failed (None); the checkpoint writer's thread calls this."""
         self._num_written += 1
         if seconds is not None:
@@ -92,7 +92,7 @@ class AutoInterval:
             return 0 if chosen is None else chosen.every_steps
         costs = self._costs()
         is_measured = bool(self._stalls)
-        best_s, why = choose(costs, self.keys, is_measured=is_measured)
+        best_s, why = choose_interval(costs, self.keys, is_measured=is_measured)
         every = max(1, round(best_s / step_s))
         if chosen is None or is_worth_changing(chosen.every_steps, every) or is_measured > chosen.is_measured:
             self._chosen = chosen = SaveInterval(
@@ -101,10 +101,10 @@ class AutoInterval:
                 costs=costs,
                 is_measured=is_measured,
                 num_failures=self.past.num_failures,
-                expected_cost=costs.share(every * step_s),
+                expected_cost=costs.cost_share(every * step_s),
             )
             self.note(step, chosen.as_numbers())
-            log.info("the run saves %s: %s", chosen.often(), chosen.reason(why))
+            log.info("the run saves %s: %s", chosen.interval_text(), chosen.reason_text(why))
         kept_s = chosen.every_steps * step_s
         if why != "written":  # which wins over the limits
             kept_s = min(max(kept_s, self.keys.min_interval_s), self.keys.max_interval_s)

@@ -27,8 +27,8 @@ from ddp_hpc.run.run_dir.differences import (
     NOT_FINITE,
     Difference,
     Sample,
-    by_repetition,
-    by_vote,
+    judge_by_repetition,
+    judge_by_vote,
     read_differences,
     write_difference,
 )
@@ -97,11 +97,11 @@ class Replicas:
         compared, left_out = training_state.tensors_to_compare(state)
         self._note_left_out(left_out)
         mine = digests.digests_of_tensors(compared)
-        found = self.group.digests_of_all(digests.combined_digest(mine))
+        found = self.group.gather_digests(digests.combined_digest(mine))
         if len(set(found)) > 1:
             self._end(step, found, mine, state)
         if self.group.rank_info.is_rank_zero:
-            self._agreed(step, found[0], state)
+            self._agreed_ranks(step, found[0], state)
 
     def _read_open(self) -> None:
         """Find the steps after which an earlier attempt's ranks differed, the same on all ranks: they are compared again."""
@@ -125,7 +125,7 @@ class Replicas:
         if len(new) > _MOST_NAMED:
             log.warning("%d more tensors are not compared between the ranks", len(new) - _MOST_NAMED)
 
-    def _agreed(self, step: int, digest: str, state: TrainingState) -> None:
+    def _agreed_ranks(self, step: int, digest: str, state: TrainingState) -> None:
         """Record the digest, and who was wrong where earlier attempts' ranks differed after this step."""
         world_size = self.group.rank_info.world_size
         with self._errors_logged():
@@ -140,10 +140,10 @@ class Replicas:
         different = not_comparable(
             self.run, one, attempt=attempt, world_size=group.rank_info.world_size, processor=processor_of(group.device)
         )
-        concluded = by_repetition(one, attempt, digest, values, not_comparable=different)
+        concluded = judge_by_repetition(one, attempt, digest, values, not_comparable=different)
         write_difference(self.run, concluded)
         log.warning(
-            "attempt %d ended because %s: %s. The training continues.", one.attempt, concluded.what, concluded.who
+            "attempt %d ended because %s: %s. The training continues.", one.attempt, concluded.finding, concluded.blame
         )
 
     # --- a difference ---
@@ -162,7 +162,7 @@ class Replicas:
             for name in self.group.broadcast_through_store(f"replicas/{step}/sampled", sampled)
         ]
         text = self._explain(step, found, reports, names, samples) if self.group.rank_info.is_rank_zero else None
-        raise RanksDifferError(self.group.last_word(f"replicas/{step}/message", text))
+        raise RanksDifferError(self.group.broadcast_last_word(f"replicas/{step}/message", text))
 
     def _sample(self, name: str, tensor: Tensor) -> Sample:
         """Return the first elements of a tensor that are not equal on all ranks; on rank zero, with the values of all."""
@@ -178,7 +178,7 @@ class Replicas:
             if len(places) >= _MOST_PLACES:
                 break
         places = places[:_MOST_PLACES]
-        values = self.group.gathered_by_rank_zero(_floats(flat, places))
+        values = self.group.gather_on_rank_zero(_floats(flat, places))
         return Sample(tensor=name, places=tuple(places), values=tuple(map(tuple, values)))
 
     def _explain(
@@ -192,7 +192,7 @@ class Replicas:
         """Record the difference, and return the message of all ranks."""
         tensors = tuple(names[:_MOST_NAMED]) or ("the names of the tensors",)
         unlike = _mismatch_of_kinds(names, reports)
-        newest = by_vote(
+        newest = judge_by_vote(
             self._difference(
                 step, found, reports, tensors=tensors, num_tensors=len(names), samples=tuple(samples), unlike=unlike
             )
@@ -204,7 +204,7 @@ class Replicas:
     def _reports(self, **own: Any) -> list[dict[str, Any]]:
         """Return on rank zero what each rank has, and where it computes."""
         here = {"host": host_name(), "processor": processor_of(self.group.device)}
-        return self.group.gathered_by_rank_zero({**here, **own})
+        return self.group.gather_on_rank_zero({**here, **own})
 
     def _difference(
         self, step: int, digests: Iterable[str], reports: Sequence[dict[str, Any]], **more: Any
@@ -253,13 +253,13 @@ class Replicas:
             before = [
                 one for one in read_differences(self.run) if one.of_loss and one.step > newest and not one.odd_ranks
             ]
-            answer = [f", first {now.where_not_finite}", "" if before else message_on_difference(self.run, now)]
+            answer = [f", first {now.not_finite_ranks_text}", "" if before else message_on_difference(self.run, now)]
             if not before:
                 with suppress(OSError):  # then no later attempt can tell who was wrong
                     write_difference(self.run, now)
         first, message = self.group.broadcast_through_store("lone-losses", answer)
         if message:
-            raise RanksDifferError(self.group.last_word("lone-losses/end", message))
+            raise RanksDifferError(self.group.broadcast_last_word("lone-losses/end", message))
         return str(first)
 
     @contextmanager
@@ -280,7 +280,7 @@ def message_on_difference(run: RunDir, difference: Difference) -> str:
     goes_on = (
         f"goes on from step {steps[-1]}, its newest checkpoint" if steps else "starts over, as it has no checkpoint"
     )
-    return f"{difference.what}; {difference.who}. This step is not saved: the run {goes_on}. See docs/integrity.md"
+    return f"{difference.finding}; {difference.blame}. This step is not saved: the run {goes_on}. See docs/integrity.md"
 
 
 def _mismatch_of_kinds(names: Sequence[str], reports: Sequence[dict[str, Any]]) -> str:

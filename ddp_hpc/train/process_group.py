@@ -148,7 +148,7 @@ class Group:
             return value
         return json.loads(self.store.get(key, on_heartbeat=on_heartbeat))
 
-    def gathered_by_rank_zero(self, own: Any) -> list[Any]:
+    def gather_on_rank_zero(self, own: Any) -> list[Any]:
         """Return what all ranks pass as JSON, by rank, on rank zero; nothing on the others."""
         text = json.dumps(own).encode()
         length = torch.tensor([len(text)])
@@ -159,13 +159,13 @@ class Group:
         dist.gather(padded, into or None)
         return [json.loads(one.numpy().tobytes()) for one in into]
 
-    def digests_of_all(self, own: str) -> list[str]:
+    def gather_digests(self, own: str) -> list[str]:
         """Return the digest of each rank, by rank: 16 hex digits, which are exchanged as a signed number of 64 bits."""
         slots = torch.zeros(self.rank_info.world_size, dtype=torch.int64)
         slots[self.rank_info.rank] = int.from_bytes(bytes.fromhex(own), "big", signed=True)
         return [number.to_bytes(8, "big", signed=True).hex() for number in self.sum(slots).tolist()]
 
-    def last_word(self, key: str, text: str | None) -> str:
+    def broadcast_last_word(self, key: str, text: str | None) -> str:
         """Return rank zero's text on every rank, when all have it: rank zero serves the store, so it must not leave before."""
         received = str(self.broadcast_through_store(key, text))
         self.sum(torch.zeros(1))
@@ -207,7 +207,7 @@ class Group:
         """Return the key that this rank sets when it arrives, and sends heartbeats for until then."""
         return key if self.rank_info.is_rank_zero else f"{key}/{self.rank_info.rank}"
 
-    def let_all_read(self, key: str, *, store: SealedStore | None = None) -> None:
+    def wait_until_all_read(self, key: str, *, store: SealedStore | None = None) -> None:
         """Call this on every rank that has read rank zero's last message. Rank zero waits for the others, and exits next."""
         # Rank zero's process serves the store: a rank that had not yet read the message would find no store.
         store = store or self.store

@@ -55,30 +55,30 @@ class SavePlan:
         return NO_STEP if self.every is None else (step // self.every + 1) * self.every
 
     @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
+    def count_from_save(self, step: int) -> Iterator[None]:
         """Count from this save, and measure how long training waits for it; the next one is due once rank zero has announced that.
 
         What it announced before may have been for this save only, such as an early one after a failure.
         """
         self._saved_step = step
         self._announced = NO_STEP
-        with nullcontext() if self._auto is None else self._auto.saving(step):
+        with nullcontext() if self._auto is None else self._auto.measure_stall(step):
             yield
         self.is_last_try = False
 
-    def to_announce(self, step: int) -> tuple[int, bool]:
+    def next_announcement(self, step: int) -> tuple[int, bool]:
         """Return what rank zero announces after `step`: how many steps lie between two saves, and whether a last try is due now."""
         since, most_s = self._failing_since, self.max_failing_s
         is_last_try = since is not None and most_s is not None and self.clock() - since >= most_s
         every = 0 if self._auto is None or is_last_try else self._auto.choose(step)
         return every or NO_STEP, is_last_try
 
-    def take_over(self, every: int, is_last_try: int) -> None:
+    def take_announced(self, every: int, is_last_try: int) -> None:
         """Take over what rank zero has announced."""
         self._announced, self.is_last_try = every, bool(is_last_try)
 
-    def written(self, seconds: float | None) -> None:
+    def note_written(self, seconds: float | None) -> None:
         """Take note that a save was committed in so many seconds, or has failed (None); the writer's thread calls this."""
         self._failing_since = None if seconds is not None else self._failing_since or self.clock()
         if self._auto is not None:
-            self._auto.written(seconds)
+            self._auto.note_written(seconds)

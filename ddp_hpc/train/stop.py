@@ -184,7 +184,7 @@ class StopConsensus:
         if is_rank_zero:
             vote += _FENCED_VOTE if self.is_fenced() else 0
             pause = self._steps_until_next(step)
-            news = (0, 0) if self.news is None else self.news.to_announce(step)
+            news = (0, 0) if self.news is None else self.news.next_announcement(step)
         # All that the ranks decide here comes from this one sum, so all decide the same: a rank that stopped alone would
         # leave the others waiting for it in the next step's all-reduce.
         began = time.monotonic()
@@ -197,7 +197,7 @@ class StopConsensus:
             )
         self.next_step = step + pause_sum
         if self.news is not None:
-            self.news.take_over(*announced)
+            self.news.take_announced(*announced)
         return bool(stop_votes > 0)
 
     def _steps_until_next(self, step: int) -> int:

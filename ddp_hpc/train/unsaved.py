@@ -72,10 +72,10 @@ class Watch:
     def __init__(self, model: nn.Module, optimizer: object, **functions: object) -> None:
         self._model, self._optimizer = model, optimizer
         self._roots = {"model": model, "optimizer": optimizer, **functions, "global_hooks": _GLOBAL_HOOKS}
-        self._before, self._shapes = self._now(), self._shapes_of_buffers()
+        self._before, self._shapes = self._numbers_now(), self._shapes_of_buffers()
         self._named_before = set[str]()
 
-    def _now(self) -> dict[str, int]:
+    def _numbers_now(self) -> dict[str, int]:
         saved = [one for one in self._model.state_dict().values() if isinstance(one, Tensor)]
         return unsaved(self._roots, saved=saved, optimizer=self._optimizer)
 
@@ -88,9 +88,9 @@ class Watch:
             if _is_users(type(module).__module__)
         }
 
-    def changed(self) -> list[str]:
+    def changed_places(self) -> list[str]:
         """Return the places of what has changed, each once."""
-        now = self._now()
+        now = self._numbers_now()
         found = [place for place in changed(self._before, now) if place not in self._named_before]
         self._named_before.update(
             found, (place for place, number in now.items() if number in (_OF_PASS, _KEPT_FROM_PASS))
@@ -170,21 +170,21 @@ class _Walk:
         waiting = [(root, root_place)]
         while waiting and len(self._seen) < MOST_VALUES:
             value, place = waiting.pop()
-            if (itself := self._itself(value)) is not None:
+            if (itself := self._identity(value)) is not None:
                 self.found.setdefault(place, []).append(hash(itself))
             if id(value) in self._seen:
                 continue
             self._seen[id(value)] = value  # which also keeps its id
             if not _is_librarys(type(value).__module__):
                 self.found.setdefault(place, [])
-            if (leaf := self._leaf(value)) is not None:
+            if (leaf := self._leaf_number(value)) is not None:
                 self.found.setdefault(place, []).append(leaf)
             if not _is_flat(value):
                 waiting += [
                     (part, name if name[:1] not in (".", "") else place + name) for name, part in self._parts(value)
                 ]
 
-    def _itself(self, value: Any) -> Hashable:
+    def _identity(self, value: Any) -> Hashable:
         """Return what tells a value from others that may take its place, wherever it is; None where that is its content alone."""
         if isinstance(value, _NUMBERS_AND_TEXTS):
             return type(value), value
@@ -201,12 +201,12 @@ class _Walk:
         self._bytes_left -= num_bytes if num_bytes > _LARGE_BYTES else 0
         return True
 
-    def _leaf(self, value: Any) -> int | None:  # noqa: PLR0911  one for each kind
+    def _leaf_number(self, value: Any) -> int | None:  # noqa: PLR0911  one for each kind
         """Return a number that changes with what is in the value; None where it has none, or a checkpoint holds it."""
         if _is_flat(value):
             return hash((type(value), tuple(value)))
         if isinstance(value, Tensor):
-            return None if _memory(value) in self._memory else self._of_tensor(value)
+            return None if _memory(value) in self._memory else self._tensor_number(value)
         if isinstance(value, np.ndarray) and not (isinstance(value, np.memmap) or value.dtype.hasobject):
             return xxhash.xxh3_64_intdigest(value.tobytes()) if self._may_read(value.nbytes) else None
         if isinstance(value, _RAW):
@@ -222,7 +222,7 @@ class _Walk:
                 return os.lseek(value.fileno(), 0, os.SEEK_CUR)
         return None
 
-    def _of_tensor(self, value: Tensor) -> int | None:
+    def _tensor_number(self, value: Tensor) -> int | None:
         if value.grad_fn is not None:
             return _KEPT_FROM_PASS if value.numel() > 1 else _OF_PASS
         if why_not_plain(value):

@@ -24,12 +24,12 @@ from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, U
 from ddp_hpc.cluster.slow_ranks.reporter import reporter_of
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.run.config.resolve import load_resolved
-from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, failure_of, is_lost_connection, write_failure
+from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, is_lost_connection, make_failure, write_failure
 from ddp_hpc.run.run_dir.joined_ranks import forget_missing, write_missing
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
 from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
-from ddp_hpc.run.run_dir.software_versions import capture, differences, newest_environment, write_environment
+from ddp_hpc.run.run_dir.software_versions import differences, environment_here, newest_environment, write_environment
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.missing_files import refuse_missing, why_missing_of_args
 from ddp_hpc.train import process_group
@@ -152,12 +152,12 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         rng.seed_everything("rank", spec.seed, 0, rank_info.rank)  # from here on, ranks draw different numbers
         # From here on, report when this rank launches its collectives, and how long its phases take.
         folder = environ.get(PROBE_FOLDER)
-        reporter_of(run, attempt, environ, folder, phases=training.phases.so_far, has_store=bool(folder)).start()
+        reporter_of(run, attempt, environ, folder, phases=training.phases.times_so_far, has_store=bool(folder)).start()
         code = _train_and_close(training, watchdog)
     except BaseException as raised:  # noqa: BLE001  whatever ends a worker is recorded
         step = training.state.position.step if training else 0
         error = explain_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
-        failure = failure_of(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
+        failure = make_failure(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
         is_lost = isinstance(error, RuntimeError) and is_lost_connection(failure.exception)
         _report(run, attempt, replace(failure, step=step, is_secondary=is_lost), training)
         if training:
@@ -230,7 +230,7 @@ def _join(  # noqa: PLR0913  a rank, and what it needs to join the others
 def _record_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -> None:
     """Record the software and hardware of this attempt; log what differs from the attempt before."""
     try:
-        here = capture(environ)
+        here = environment_here(environ)
         before = newest_environment(run, before=attempt)
         write_environment(run, attempt, here)
     except (ConfigError, OSError, ValueError) as error:  # a missing record must not end the training
@@ -274,5 +274,5 @@ def _report(run: RunDir, attempt: int, failure: WorkerFailure, training: Trainin
     log.error("%s", failure.exception if failure.is_plain else failure.traceback)
     write_failure(run.rank_error(attempt, failure.rank), failure)
     if training:
-        training.recorder.progress(training.state.position, now=True)
+        training.recorder.record_progress(training.state.position, now=True)
         training.recorder.close("failed")

@@ -7,27 +7,27 @@ from pathlib import Path
 
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import Awaited, When, read_awaited, read_queued_job
+from ddp_hpc.run.run_dir.records import AwaitedRun, EndCondition, read_awaited, read_queued_job
 
-_UNTIL: Mapping[When, str] = {"ok": "has finished", "notok": "has ended without finishing", "any": "has ended"}
+_UNTIL: Mapping[EndCondition, str] = {"ok": "has finished", "notok": "has ended without finishing", "any": "has ended"}
 """How a run has to end -> what the job waits for."""
 _HOW = {Ending.FINISHED: "has finished", Ending.CANCELLED: "was cancelled", Ending.STOPPED: "was stopped"}
 _MOST_LINKS = 100
 """Runs whose records name each other, as a user may have edited them, are not followed for ever."""
 
 
-def what_for(awaited: Sequence[Awaited]) -> str:
+def what_for(awaited: Sequence[AwaitedRun]) -> str:
     """Return what a job waits for: `the job waits until digits-train has finished`; empty where that is not known."""
     until = " and ".join(f"{Path(one.path).name} {_UNTIL[one.when]}" for one in awaited)
     return until and f"the job waits until {until}"
 
 
-def why_never_started(awaited: Sequence[Awaited], *, links: int = _MOST_LINKS) -> str:
+def why_never_started(awaited: Sequence[AwaitedRun], *, links: int = _MOST_LINKS) -> str:
     """Return which run has ended otherwise than a job had to wait for; empty where the records show none."""
     return next(filter(None, (_why(one, links) for one in awaited)), "")
 
 
-def _why(one: Awaited, links: int) -> str:
+def _why(one: AwaitedRun, links: int) -> str:
     run = RunDir(Path(one.path))
     of_job = [attempt for attempt in Ledger.read(run).attempts if attempt.job_id == one.job_id]
     if of_job:

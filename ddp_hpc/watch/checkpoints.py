@@ -36,8 +36,8 @@ def list_checkpoints(run: RunDir, *, verify: bool) -> list[CheckpointInfo]:
 def _info(run: RunDir, step: int, *, verify: bool) -> CheckpointInfo:
     path = checkpoint_names.checkpoint_path(run, step)
     try:
-        manifest = checkpoint_store.verify(path) if verify else checkpoint_store.read_manifest(path)
-        committed_at = (path / checkpoint_names.MANIFEST).stat().st_mtime
+        manifest = checkpoint_store.verify_checkpoint(path) if verify else checkpoint_store.read_manifest(path)
+        committed_at = (path / checkpoint_names.MANIFEST_NAME).stat().st_mtime
     except CorruptCheckpointError as error:
         problem = f"{error} ddp-hpc continues no run from this checkpoint."
         return CheckpointInfo(step=step, path=str(path), problem=problem)
@@ -70,7 +70,7 @@ def choose_step(run: RunDir, step: int | None) -> int:
 def digest(run: RunDir, step: int) -> str:
     """Return the digest of a checkpoint's whole training state."""
     with _with_advice(run):
-        return checkpoint_store.digest(checkpoint_names.checkpoint_path(run, step))
+        return checkpoint_store.checkpoint_digest(checkpoint_names.checkpoint_path(run, step))
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.config.keys import key_of, parse_text, unknown_key
-from ddp_hpc.run.config.resolve import flat, load_resolved
+from ddp_hpc.run.config.keys import key_of, parse_text, unknown_key_error
+from ddp_hpc.run.config.resolve import flat_spec, load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus, State
 
@@ -31,7 +31,7 @@ _COLUMNS: Mapping[str, Callable[[RunStatus], Any]] = {
 def config_values(run: RunDir) -> dict[str, Any]:
     """Return a run's configuration, key by key; empty if it cannot be read."""
     try:
-        return flat(load_resolved(run.config))
+        return flat_spec(load_resolved(run.config))
     except ConfigError:
         return {}
 
@@ -60,7 +60,7 @@ def _parse_filter(condition: str) -> Callable[[RunStatus], bool]:
         return lambda run: run.state == text
     key = key_of(name)
     if key is None:
-        raise unknown_key(name, f"--filter {condition}")
+        raise unknown_key_error(name, f"--filter {condition}")
     wanted = parse_text(key, text, f"--filter {condition}")
     return lambda run: name in values_of(run.path) and _plain(values_of(run.path)[name]) == _plain(wanted)
 

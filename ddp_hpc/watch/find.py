@@ -12,7 +12,7 @@ from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import RunNotFoundError
 from ddp_hpc.base.names import near_names
 from ddp_hpc.run.run_dir.ledger import Ledger
-from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, holds_sweep
+from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, is_sweep_dir
 from ddp_hpc.run.run_dir.records import read_queued_job
 
 _JOB = re.compile(r"\d+(_\d+)?")
@@ -79,7 +79,7 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
 def _point(text: str, runs_dir: Path) -> RunDir | None:
     """Return what `SWEEP/POINT` names, the point by its name or its number; None where there is no such sweep."""
     sweep, _, point = text.rstrip(os.sep).rpartition(os.sep)
-    path = next((one for one in (Path(sweep), runs_dir / sweep) if sweep and holds_sweep(one)), None)
+    path = next((one for one in (Path(sweep), runs_dir / sweep) if sweep and is_sweep_dir(one)), None)
     if path is None:
         return None
     names = [str(line.get("name")) for line in read_json_lines(path / SWEEP_LEDGER) if "point" in line]
@@ -96,7 +96,7 @@ def _point(text: str, runs_dir: Path) -> RunDir | None:
 
 
 def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
-    if any(holds_sweep(path) for path in (runs_dir / text, Path(text))):
+    if any(is_sweep_dir(path) for path in (runs_dir / text, Path(text))):
         return RunNotFoundError(
             f"{text!r} is a sweep of several runs. List them with `ddp-hpc list {text}`, and name one by its name or its number: `{text.rstrip(os.sep)}/0`. `ddp-hpc sweep` follows, "
             "continues or cancels all of them."

@@ -40,10 +40,10 @@ class LineReader:
 
     def new_lines(self, *, is_over: bool) -> Iterator[str]:
         """Yield them; wait while the file system does not answer."""
-        while some := await_answer(str(self.path), lambda: self._some(is_over=is_over)):
+        while some := await_answer(str(self.path), lambda: self._read_some(is_over=is_over)):
             yield from some
 
-    def _some(self, *, is_over: bool) -> list[str]:
+    def _read_some(self, *, is_over: bool) -> list[str]:
         lines, offset = [], self.offset
         with open_record(self.path) as stream, name_errors(self.path):
             if stream.seek(0, os.SEEK_END) < offset:  # somebody truncated the file

@@ -16,7 +16,7 @@ from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.poll_files import LastRead
-from ddp_hpc.run.run_dir.records import Awaited, Progress, QueuedJob, read_awaited, read_progress, read_queued_job
+from ddp_hpc.run.run_dir.records import AwaitedRun, Progress, QueuedJob, read_awaited, read_progress, read_queued_job
 from ddp_hpc.run.run_dir.timeline import Alarm, read_alarms
 from ddp_hpc.watch.awaited import what_for, why_never_started
 from ddp_hpc.watch.failed_worker_log import last_words
@@ -151,7 +151,7 @@ def read_status(run: RunDir, *, now: float, ask: Ask | None = None, files: LastR
         job_id, sent_at = seen.queued.job_id, seen.queued.at
         seen = replace(seen, queue_status=ask(job_id, sent_at))
         if not seen.has_begun:
-            awaited: list[Awaited] = ask_once(run.awaited, lambda: read_awaited(run, job_id), unknown=[])
+            awaited: list[AwaitedRun] = ask_once(run.awaited, lambda: read_awaited(run, job_id), unknown=[])
             why = ask_once(run.awaited, lambda: why_never_started(awaited), unknown="")
             is_over = seen.queue_status is not None and seen.queue_status.has_ended
             words = last_words(run, sent_at) if is_over else ""
@@ -206,7 +206,7 @@ def is_held_here(run: RunDir, newest: Attempt | None, host: str) -> bool | None:
         return None
     # Look for the process of another user's run. /proc may hide it (`hidepid`,
     # https://man7.org/linux/man-pages/man5/proc.5.html), so a process that is not found may be alive.
-    return True if newest is not None and newest.lives(host) else None
+    return True if newest is not None and newest.is_alive_on(host) else None
 
 
 def _is_ours(path: Path) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 import ddp_hpc
 from ddp_hpc.launch.submission import allocate
-from ddp_hpc.launch.submission.image_build import FILES
+from ddp_hpc.launch.submission.image_build import BUILD_FILES
 
 ROOT = Path(ddp_hpc.__file__).parents[1]
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_hpc").rglob("*.py"))
@@ -43,13 +43,13 @@ def test_the_wheel_holds_every_module_the_digits_and_the_job_script(wheel: zipfi
         "sbatch_templates/sweep.sbatch.j2",
         "sites/slingshot.yaml",
     }
-    data |= {f"image_files/{name}" for name in FILES}
+    data |= {f"image_files/{name}" for name in BUILD_FILES}
     assert {*MODULES, *(f"ddp_hpc/{name}" for name in data)} <= names
 
 
 def test_what_was_installed_finds_its_own_template(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
-    program = "from ddp_hpc.launch import render; sys.stdout.write(str(render.own_template(render.TEMPLATE)))"
+    program = "from ddp_hpc.launch import render; sys.stdout.write(str(render.packaged_template(render.TEMPLATE)))"
     argv = [sys.executable, "-c", f"import sys; {program}"]
 
     done = subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -131,7 +131,7 @@ def test_pip_keeps_the_pytorch_that_is_there(wheel: zipfile.ZipFile) -> None:
 
 def test_pip_takes_a_submitit_that_works(wheel: zipfile.ZipFile) -> None:
     (bounds,) = re.findall(r"^Requires-Dist: submitit(.*)$", metadata(wheel), flags=re.MULTILINE)
-    (advised,) = re.findall(r"'submitit([^']*)'", allocate._unfit("it is another one"))
+    (advised,) = re.findall(r"'submitit([^']*)'", allocate._unfit_message("it is another one"))
 
     assert set(bounds.split(",")) == set(advised.split(",")) != {""}
 

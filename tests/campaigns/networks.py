@@ -119,7 +119,7 @@ def as_text(
     return (
         "# Which nodes do not reach each other: the probe\n\n"
         f"{right} of {len(found)} right, the slowest after {slowest:.0f} s; of {len(healthy)} probes of the whole network, "
-        f"{sum(one.carries for one in healthy)} found nothing amiss, after {max(one.seconds for one in healthy):.0f} s at most. Four nodes as network "
+        f"{sum(one.carries_everywhere for one in healthy)} found nothing amiss, after {max(one.seconds for one in healthy):.0f} s at most. Four nodes as network "
         "namespaces of one machine of two cores, while other work ran; the order goes over a pipe, where a job has srun. "
         f"Commit {stamped['commit'][:12]}, {stamped['date']}, by `python -m tests.campaigns.networks`.\n\n"
         "| what was broken | where | named | right | seconds |\n| --- | --- | --- | --- | --- |\n"

@@ -96,7 +96,6 @@ def trained(every: str | int, *, path: Path, lives: list[float], steps: int) -> 
         **{f"{kind}_s": round(value, 1) for kind, value in seconds.items()},
         "goodput": round(seconds["training"] / sum(seconds.values()), 4),
         "steps_kept": newest_step(times),
-        "stall_s": round(sum(one.stall_s for one in times) / max(1, sum(one.num_saves for one in times)), 3),
         "chosen": [[int(one["every_steps"]), round(one["expected_cost"], 4)] for one in intervals],
         "digest": digest,
     }
@@ -122,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         digest = unbroken.finish("unbroken", f"train.max_steps={asked.steps}", "checkpoint.every_steps=null")
     mean_s = sum(lives) / len(lives)
     costs = SaveCosts(stall_s=SAVE_S, between_failures_s=mean_s)
-    predicted = 1 - costs.share(best_interval_s(SAVE_S, mean_s))
+    predicted = 1 - costs.cost_share(best_interval_s(SAVE_S, mean_s))
     result = {**stamp(), "lives_s": lives, "predicted": round(predicted, 4), "unbroken": digest, "rows": rows}
     known = json.loads(JSON.read_text(encoding="utf-8")) if JSON.exists() else {}
     both = {**known, "real": result}

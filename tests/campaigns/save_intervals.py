@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from ddp_hpc.cluster.slow_ranks.summary import Phases
-from ddp_hpc.run.checkpoints.past_saves import PastAttempt, summary
+from ddp_hpc.run.checkpoints.past_saves import PastAttempt, summarize_attempts
 from ddp_hpc.run.checkpoints.save_interval import SaveCosts, best_interval_s
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.auto_interval import AutoInterval
@@ -173,7 +173,7 @@ class Auto(Policy):
 
     def begin(self) -> None:
         case = self.world.case
-        past = summary(self.past, stalls_s=self.stalls, writes_s=self.writes)
+        past = summarize_attempts(self.past, stalls_s=self.stalls, writes_s=self.writes)
         self.since = self.steps = self.every = 0
         self.auto = AutoInterval(
             KEYS,
@@ -195,12 +195,12 @@ class Auto(Policy):
         return 0 < self.every <= self.since
 
     def save(self, stall_s: float) -> None:
-        with self.auto.saving(self.steps):
+        with self.auto.measure_stall(self.steps):
             super().save(stall_s)
         self.stalls.append(stall_s)
 
     def written(self, seconds: float) -> None:
-        self.auto.written(seconds)
+        self.auto.note_written(seconds)
         self.writes.append(seconds)
 
 
@@ -238,7 +238,7 @@ def rows(histories: int, pool: ProcessPoolExecutor) -> Iterator[dict[str, Any]]:
         began = time.monotonic()
         found = list(pool.map(partial(tried, case, shape), range(histories), chunksize=4))
         costs = case.costs()
-        predicted = 1 - costs.share(best_interval_s(costs.stall_s, costs.between_failures_s))
+        predicted = 1 - costs.cost_share(best_interval_s(costs.stall_s, costs.between_failures_s))
         yield {
             **asdict(case),
             "process": process,

@@ -25,7 +25,7 @@ from ddp_hpc.prove.certify.outside import texts_in_source
 from ddp_hpc.prove.certify.records import Save
 from ddp_hpc.prove.certify.saved_files import is_half_written, read, read_in
 from ddp_hpc.prove.certify.verdicts import FaultResult
-from ddp_hpc.run.spec.script import program_of
+from ddp_hpc.run.spec.script import parse_program
 from tests.certify.made_records import lines_of, undisturbed
 from tests.certify.planted import PLANTED
 
@@ -253,7 +253,7 @@ def test_a_file_of_no_save_that_a_kill_left_empty_is_told_of(tmp_path: Path) -> 
         (tmp_path / name).write_text(held)
         files.note("begun", tmp_path / name, lambda: True)
 
-    assert [*files.emptied()] == ["latest"]
+    assert [*files.empty_files()] == ["latest"]
 
 
 def test_a_state_that_is_moved_here_whole_was_begun() -> None:
@@ -292,7 +292,7 @@ def test_the_texts_of_a_script_and_of_what_it_imports_are_read(command: Sequence
     (tmp_path / "broken.py").write_text("def '/data/broken'\n")
     (tmp_path / "other.py").write_text("FOLDER = '/data/other'\n")
 
-    assert texts_in_source(program_of(command), tmp_path) == {"/data/in", "/data/out.pt"}
+    assert texts_in_source(parse_program(command), tmp_path) == {"/data/in", "/data/out.pt"}
 
 
 def test_each_planted_defect_changes_the_good_script() -> None:

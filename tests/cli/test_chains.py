@@ -72,7 +72,7 @@ def slurm(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.Monke
     has_jobs(slurm, "1?", "PENDING")
     monkeypatch.setenv("PATH", slurm.environ["PATH"])
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
     return slurm
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import VERBS, main
-from ddp_hpc.cli.tab_completion import candidates
+from ddp_hpc.cli.tab_completion import completions
 from tests.made_run import make_run
 
 
@@ -45,7 +45,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_words_are_completed_by_where_they_stand(words: list[str], found: list[str]) -> None:
-    assert candidates(words, {}) == found
+    assert completions(words, {}) == found
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.job.launcher import step_of_agents
+from ddp_hpc.job.launcher import agents_step_argv
 from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, SlurmSpec
@@ -35,7 +35,7 @@ def here(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("torch.sif", "a.sqsh"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     return tmp_path
 
@@ -69,7 +69,7 @@ def test_the_commands_are_those_of_the_code_that_starts_them(here: Path, capsys:
 
     shown = planned(capsys)["steps"]["the workers"]
 
-    assert shlex.split(shown) == step_of_agents(launch_of(spec, RunDir(here / "runs/run")))
+    assert shlex.split(shown) == agents_step_argv(launch_of(spec, RunDir(here / "runs/run")))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc import __version__
 from ddp_hpc.cli import GROUPS, VERBS, main
-from ddp_hpc.cli.verbs.config import EVERY_DAY
+from ddp_hpc.cli.verbs.config import EVERYDAY_KEYS
 from ddp_hpc.run.config.keys import all_keys
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import add_attempt, add_checkpoint, add_log, add_progress, make_run
@@ -293,8 +293,8 @@ def test_config_shows_the_thirty_keys_of_every_day_first_as_wide_as_the_terminal
 
     lines = answer(capsys, "config").splitlines()
 
-    assert {line.split()[0] for line in lines if " = " in line and line[0] != " "} == EVERY_DAY
-    assert len(EVERY_DAY) == 30
+    assert {line.split()[0] for line in lines if " = " in line and line[0] != " "} == EVERYDAY_KEYS
+    assert len(EVERYDAY_KEYS) == 30
     assert max(len(line) for line in lines if line.startswith(" ")) <= 60
     assert f"{len(all_keys()) - 30} more keys: `ddp-hpc config --all`, or `ddp-hpc config SECTION`" in "\n".join(lines)
 

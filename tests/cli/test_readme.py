@@ -15,7 +15,7 @@ import pytest
 
 from ddp_hpc.cli import VERBS
 from ddp_hpc.run.config.keys import all_keys, is_section, key_of
-from ddp_hpc.run.config.removed import REMOVED
+from ddp_hpc.run.config.removed import REMOVED_KEYS
 from tests.consoles import Shown, not_printed, shown_in
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def _options(verb: str) -> set[str]:
 def test_every_command_option_and_key_in_the_documentation_exists(path: Path) -> None:
     text = path.read_text()
     sections = "|".join({name.partition(".")[0] for name in all_keys() if "." in name})
-    gone = GONE | {*REMOVED} if path.name == "CHANGELOG.md" else set()
+    gone = GONE | {*REMOVED_KEYS} if path.name == "CHANGELOG.md" else set()
 
     for verb, words in re.findall(r"ddp-hpc ([a-z]+)((?: [^`\n#|&)]*)?)", text):
         if verb in gone:

@@ -12,9 +12,9 @@ import pytest
 from ddp_hpc.cli.details import goodput_line
 from ddp_hpc.cli.follow_run import LINE_INTERVAL_S, show_lines
 from ddp_hpc.cli.formatting import duration, number, size, table
-from ddp_hpc.cli.live import draw, screen
+from ddp_hpc.cli.live import draw_screens, screen
 from ddp_hpc.cli.status_text import as_text
-from ddp_hpc.cli.summary import cause, exit_code, headline, next_steps
+from ddp_hpc.cli.summary import cause_text, exit_code, headline, next_steps
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Alarm
 from ddp_hpc.watch.attempt_times import KINDS
@@ -156,7 +156,7 @@ def test_evaluations_stay_as_lines_above_the_screen(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(out, "isatty", lambda: True)
     looks = [FollowUpdate(status(), [EVALUATION]), FollowUpdate(status("finished"), [])]
 
-    draw(make_run(tmp_path), looks, out, is_kept=False)
+    draw_screens(make_run(tmp_path), looks, out, is_kept=False)
 
     assert "evaluation  step 20  loss 0.2500  accuracy 0.9833\n" in out.getvalue()
 
@@ -222,7 +222,7 @@ def test_the_cause_names_the_first_to_fail_and_ends_its_log(tmp_path: Path) -> N
     failure = add_failure(run, rank=3)
     add_log(run, "".join(f"line {count}\n" for count in range(100)), rank=3)
 
-    told = cause(run, failure).splitlines()
+    told = cause_text(run, failure).splitlines()
 
     assert told[0] == "rank 3 on node1 failed first, at step 7: ValueError: rank 3 is out of luck"
     assert told[1] == f"the last lines of {run.rank_log(0, 3)}:"

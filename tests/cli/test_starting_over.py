@@ -16,7 +16,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.errors import RunBusyError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import removal
-from ddp_hpc.launch.submission.removal import delete, put_aside
+from ddp_hpc.launch.submission.removal import delete_run, rename_aside
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
@@ -98,8 +98,8 @@ def test_a_run_that_somebody_may_work_on_is_left_alone(
     held = occupy(run)
 
     with pytest.raises(RunBusyError) as refused:
-        delete(run, NO_SLURM)
-    with pytest.raises(RunBusyError), put_aside(run, NO_SLURM):
+        delete_run(run, NO_SLURM)
+    with pytest.raises(RunBusyError), rename_aside(run, NO_SLURM):
         pass
 
     assert told in str(refused.value)
@@ -109,7 +109,7 @@ def test_a_run_that_somebody_may_work_on_is_left_alone(
 
 
 def test_what_is_put_aside_comes_back_where_no_new_run_is_made(run: RunDir) -> None:
-    with suppress(ValueError), put_aside(run, NO_SLURM):
+    with suppress(ValueError), rename_aside(run, NO_SLURM):
         assert not run.path.exists()
         raise ValueError
 
@@ -118,7 +118,7 @@ def test_what_is_put_aside_comes_back_where_no_new_run_is_made(run: RunDir) -> N
 
 def test_each_time_it_is_put_aside_under_a_name_of_its_own(run: RunDir) -> None:
     for count in (1, 2):
-        with put_aside(run, NO_SLURM) as aside:
+        with rename_aside(run, NO_SLURM) as aside:
             run.path.mkdir()
             run.config.touch()
         assert aside == run.path.with_name(f"demo.old-{count}")

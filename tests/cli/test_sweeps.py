@@ -17,16 +17,16 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.sweep.manage_sweep import continue_sweep, delete_sweep
-from ddp_hpc.launch.sweep.points import parse_axis, points_of
-from ddp_hpc.launch.sweep.run_points import run_points, running
+from ddp_hpc.launch.sweep.points import make_points, parse_axis
+from ddp_hpc.launch.sweep.run_points import run_here, run_points
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sweep,
     SweepDir,
+    append_record,
     failed_attempts,
     is_being_sent,
     make_sweep,
     read_sweep,
-    record,
     record_continued,
     sending_alone,
 )
@@ -163,7 +163,7 @@ def test_what_no_sweep_can_be_is_refused_before_anything_is_made(
 def made_sweep(sweep_dir: SweepDir) -> None:
     """Make a sweep of four points of which two have a run."""
     base = resolve(None, ["name=grid"], {}, command=["python", "train.py", "{number}"])
-    points = points_of([parse_axis("number=1,2"), parse_axis("train.lr=0.1,0.2")])
+    points = make_points([parse_axis("number=1,2"), parse_axis("train.lr=0.1,0.2")])
     make_sweep(Sweep(dir=sweep_dir, points=points, backend="local"), base)
     for point, accuracy, ending in ((points[1], 0.7, "finished"), (points[2], 0.9, "failed")):
         run = sweep_dir.run(point)
@@ -242,7 +242,7 @@ def test_of_two_commands_one_runs_the_points_of_a_sweep(sweep_dir: SweepDir) -> 
     with (
         sending_alone(sweep_dir, "busy"),
         pytest.raises(RunBusyError, match="Another command runs"),
-        running(sweep_dir, [0], {}),
+        run_here(sweep_dir, [0], {}),
     ):
         pass
     with sending_alone(sweep_dir, "busy"), pytest.raises(RunBusyError, match="submits or runs its points"):
@@ -268,7 +268,7 @@ def test_no_other_point_starts_on_this_machine_once_enough_have_failed_or_the_sw
 ) -> None:
     made_sweep(sweep_dir)
     if is_cancelled:
-        record(sweep_dir, cancelled=True)
+        append_record(sweep_dir, cancelled=True)
     else:
         record_continued(sweep_dir, is_cancelled=False, forgiven={}, limits={"stop_after_failures": 1})
 
@@ -285,7 +285,7 @@ def test_a_point_that_cannot_be_made_is_named_and_the_others_are_started(
 
     monkeypatch.setattr("ddp_hpc.launch.submission.run_dir_setup.make_run_dir", fail)
     base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
-    points = points_of([], [{"number": 1}, {"number": 2, "seed": "no number"}, {"number": 3}])
+    points = make_points([], [{"number": 1}, {"number": 2, "seed": "no number"}, {"number": 3}])
     make_sweep(Sweep(dir=sweep_dir, points=points, backend="local"), base)
 
     run_points(sweep_dir, [0, 1, 2], {}, threading.Event())

@@ -12,7 +12,7 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.processes import unblock_signals
 from ddp_hpc.run.config.resolve import load_resolved
-from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.failure_reports import report_failed_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.contract.counting_workload import counted
 
@@ -53,6 +53,6 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
                 replace_text(run.path / "count", str(counted(run) + 1), durable=False)
             time.sleep(PAUSE_S)
     except ValueError as error:
-        report(run.rank_error(attempt, rank), error, rank=rank, log=log)
+        report_failed_start(run.rank_error(attempt, rank), error, rank=rank, log=log)
         return exit_codes.FAILED
     return exit_codes.FINISHED

@@ -48,7 +48,7 @@ def _called(backend: Backend, function: str, words: Sequence[str], environ: Mapp
             found = backend.find_job(run, environ)
             return found and _as_dict(found)
         case "delete":
-            return removal.delete(run, environ)
+            return removal.delete_run(run, environ)
     return {"stop": backend.stop, "cancel": backend.cancel}[function](run, environ)
 
 

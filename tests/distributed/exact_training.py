@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
-from ddp_hpc.run.checkpoints.checkpoint_store import digest
+from ddp_hpc.run.checkpoints.checkpoint_store import checkpoint_digest
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
@@ -58,4 +58,4 @@ def finish(group: Group, path: Path, *, attempt: int = 0) -> dict[str, Any]:
     everything(training)
     run = RunDir(path)
     lines = run.metrics.read_text().splitlines() if group.rank_info.is_rank_zero else []
-    return {"digest": digest(checkpoint_path(run, LAST)), "metrics": lines}
+    return {"digest": checkpoint_digest(checkpoint_path(run, LAST)), "metrics": lines}

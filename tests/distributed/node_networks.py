@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.job.ending.network_probe import probe
+from ddp_hpc.job.ending.network_probe import probe_network
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from tests.distributed import stands_for_srun
 
@@ -39,7 +39,7 @@ class Nodes:
     def probe(self, *, unreached: Sequence[str] = (), ready_s: float = 30.0) -> NetworkFindings:
         """Probe as a supervisor does, over what stands for Slurm's network."""
         plan = {node: None if node in unreached else name for node, name in self.namespaces.items()}
-        return probe(
+        return probe_network(
             list(plan), TOWARD, step_argv=lambda nodes: step_argv({node: plan[node] for node in nodes}), ready_s=ready_s
         )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.run.checkpoints.checkpoint_store import shard_name, verify
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import shard_name, verify_checkpoint
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.whole_runs import Workplace, make_workplace
 
@@ -43,12 +43,12 @@ class Damage:
 
 
 DAMAGE: Mapping[int, Damage] = {
-    14: Damage(MANIFEST, flip, "manifest.json"),
+    14: Damage(MANIFEST_NAME, flip, "manifest.json"),
     12: Damage(shard_name(0, 2), flip, "shard-00000-of-00002.safetensors is damaged: it does not match its checksum"),
     10: Damage(shard_name(1, 2), lambda path: path.write_bytes(path.read_bytes()[:-1]), "were written"),
     8: Damage(shard_name(1, 2), lambda path: path.write_bytes(b""), "has 0 bytes"),
     6: Damage(shard_name(0, 2), Path.unlink, "shard-00000-of-00002.safetensors cannot be read"),
-    4: Damage(MANIFEST, Path.unlink, ""),
+    4: Damage(MANIFEST_NAME, Path.unlink, ""),
 }
 
 
@@ -94,7 +94,7 @@ def test_what_is_damaged_lies_aside_and_its_step_is_committed_anew(damaged: RunD
     path = checkpoint_path(damaged, step)
 
     assert path.with_name(f"{path.name}.corrupt-0").is_dir()
-    assert verify(path).made["attempt"] == 1
+    assert verify_checkpoint(path).made["attempt"] == 1
 
 
 def test_everything_that_is_committed_in_the_end_holds(workplace: Workplace, damaged: RunDir) -> None:

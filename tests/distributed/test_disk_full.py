@@ -294,11 +294,11 @@ def test_records_that_cannot_be_written_are_told_of_once_and_written_later(
 
     with no_room_beyond(0):
         for step in (1, 2):
-            journal.train(Position(step=step), loss=1.0, lr=0.1)
-            journal.progress(Position(step=step), now=True)
+            journal.record_training(Position(step=step), loss=1.0, lr=0.1)
+            journal.record_progress(Position(step=step), now=True)
     meanwhile = read_progress(run)
-    journal.train(Position(step=3), loss=1.0, lr=0.1)
-    journal.progress(Position(step=3), now=True)
+    journal.record_training(Position(step=3), loss=1.0, lr=0.1)
+    journal.record_progress(Position(step=3), now=True)
     journal.close()
 
     assert meanwhile is not None
@@ -317,12 +317,12 @@ def test_a_line_torn_by_a_full_disk_is_completed_later(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     journal = RunRecorder(run, RunSpec(name="torn"), alone(), PhaseTimes(), attempt=0, total_steps=4, order=ORDER)
     journal.open(Position())
-    journal.train(Position(step=1), loss=1.0, lr=0.1)
+    journal.record_training(Position(step=1), loss=1.0, lr=0.1)
 
     with no_room_beyond(run.metrics.stat().st_size + 10):
-        journal.train(Position(step=2), loss=1.0, lr=0.1)
+        journal.record_training(Position(step=2), loss=1.0, lr=0.1)
     torn = run.metrics.read_text(encoding="utf-8")
-    journal.train(Position(step=3), loss=1.0, lr=0.1)
+    journal.record_training(Position(step=3), loss=1.0, lr=0.1)
     journal.close()
 
     assert not torn.endswith("\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
-from ddp_hpc.run.checkpoints.checkpoint_store import digest, read_manifest, verify
+from ddp_hpc.run.checkpoints.checkpoint_store import checkpoint_digest, read_manifest, verify_checkpoint
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.exact_training import LAST, SAVED, finish
 from tests.distributed.processes import in_group
@@ -26,8 +26,8 @@ EXPECTED = json.loads((KEPT / "expected.json").read_text())
 def test_a_checkpoint_of_format_1_verifies_and_keeps_its_digest(written_by: int) -> None:
     path = KEPT / f"world-{written_by}"
 
-    assert verify(path).format == 1
-    assert digest(path) == EXPECTED[f"{written_by}"]["digest"]
+    assert verify_checkpoint(path).format == 1
+    assert checkpoint_digest(path) == EXPECTED[f"{written_by}"]["digest"]
 
 
 @pytest.mark.parametrize(("written_by", "world_size"), [(1, 1), (2, 2), (1, 2), (2, 1)])

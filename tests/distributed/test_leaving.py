@@ -19,7 +19,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.failure_reports import first_failure
 from ddp_hpc.run.run_dir.ledger import Ledger
-from ddp_hpc.run.run_dir.ownership import claim, claiming_attempts
+from ddp_hpc.run.run_dir.ownership import claim_run, claiming_attempts
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.watch.status import read_status
@@ -239,7 +239,7 @@ def test_every_option_trains_and_resumes_with_the_same_bits(resumed: dict[str, F
 def test_an_attempt_that_was_killed_before_it_wrote_into_the_ledger_blocks_nobody(workplace: Workplace) -> None:
     run = workplace.run("claimed")
     workplace.finish("claimed", "train.max_steps=2")
-    claim(run, 1)
+    claim_run(run, 1)
 
     workplace.finish("claimed", "train.max_steps=4")
 

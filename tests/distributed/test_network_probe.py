@@ -97,7 +97,7 @@ def test_nodes_of_two_racks_with_subnets_of_their_own_reach_each_other(nodes: No
 
     findings = nodes.probe()
 
-    assert (findings.carries, findings.num_pairs) == (True, 6), findings
+    assert (findings.carries_everywhere, findings.num_pairs) == (True, 6), findings
 
 
 def test_packets_that_are_lost_before_the_network_has_found_the_way_blame_no_node(nodes: Nodes) -> None:
@@ -106,7 +106,7 @@ def test_packets_that_are_lost_before_the_network_has_found_the_way_blame_no_nod
 
     findings = nodes.probe()
 
-    assert (findings.carries, findings.lossy) == (True, ()), findings
+    assert (findings.carries_everywhere, findings.lossy) == (True, ()), findings
 
 
 def test_a_probe_process_that_stands_still_blames_no_node(nodes: Nodes) -> None:

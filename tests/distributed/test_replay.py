@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.run.checkpoints import checkpoint_store
-from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME, checkpoint_path
 from ddp_hpc.run.checkpoints.shards import parse_header
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.planted import PLANTED, Planted, bisected, command, is_right, make_code, train
@@ -123,7 +123,7 @@ def forge(path: Path, name: str) -> None:
         parts = [bytes(header), bytes(content[len(header) :])]
         records[number] = checkpoint_store.write_shard(shard, parts, size=len(content))
     forged = checkpoint_store.Manifest(**{**vars(manifest), "shards": tuple(records)})
-    (path / MANIFEST).write_bytes(checkpoint_store.manifest_bytes(forged))
+    (path / MANIFEST_NAME).write_bytes(checkpoint_store.manifest_bytes(forged))
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 from ddp_hpc.base import patience
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NewerFormatError, StopAskedError, UnreadableError
 from ddp_hpc.run.checkpoints import checkpoint_store
-from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import ChunkReader, Manifest, shard_name
 from ddp_hpc.run.checkpoints.shards import RawTensor, TensorEntry, header_length, shard_header
 from ddp_hpc.run.run_dir import ownership
@@ -224,14 +224,19 @@ def restored_or_stopped(group: Group, run: RunDir) -> str:
     try:
         step = checkpointer.restore_newest(make_state(rank=rank_info.rank, world_size=rank_info.world_size), seed=SEED)
     except StopAskedError:
-        group.let_all_read("stopped")
+        group.wait_until_all_read("stopped")
         return "stopped"
     return f"restored step {step}"
 
 
 @pytest.mark.parametrize(
     ("file", "asked_by"),
-    [(MANIFEST, "SIGTERM"), (shard_name(0, 2), "SIGUSR2"), (shard_name(1, 2), "SIGTERM"), (shard_name(1, 2), "STOP")],
+    [
+        (MANIFEST_NAME, "SIGTERM"),
+        (shard_name(0, 2), "SIGUSR2"),
+        (shard_name(1, 2), "SIGTERM"),
+        (shard_name(1, 2), "STOP"),
+    ],
 )
 def test_a_stop_ends_the_wait_of_all_ranks_for_a_checkpoint_and_damages_nothing(
     file: str, asked_by: str, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -288,7 +293,7 @@ def write_by_hand(
         path = uncommitted / shard_name(number, len(shards))
         header = shard_header(placed)
         records.append(checkpoint_store.write_shard(path, [header, *body], size=len(header) + begin))
-    return checkpoint_store.commit(run, uncommitted, replace(manifest, step=step, shards=tuple(records)))
+    return checkpoint_store.commit_checkpoint(run, uncommitted, replace(manifest, step=step, shards=tuple(records)))
 
 
 def cut(name: str, tensor: torch.Tensor, *slices: slice) -> tuple[TensorEntry, torch.Tensor]:
@@ -325,14 +330,14 @@ def in_pieces(run: RunDir) -> tuple[list[list[tuple[TensorEntry, torch.Tensor]]]
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_tensor_in_pieces_is_put_together_by_their_offsets(world_size: int, run: RunDir, tmp_path: Path) -> None:
     shards, manifest = in_pieces(run)
-    expected = checkpoint_store.digest(checkpoint_path(run, NEWEST))
+    expected = checkpoint_store.checkpoint_digest(checkpoint_path(run, NEWEST))
     before = in_group(1, partial(restored, run=run), tmp_path / "whole")[0]
     shutil.rmtree(checkpoint_path(run, NEWEST))
     path = write_by_hand(run, NEWEST, shards, manifest)
 
     ranks = in_group(world_size, partial(restored, run=run), tmp_path / "ours")
 
-    assert checkpoint_store.digest(path) == expected
+    assert checkpoint_store.checkpoint_digest(path) == expected
     assert all((one["weights"], one["optimizer"]) == (before["weights"], before["optimizer"]) for one in ranks)
     checkpoint_store.export_weights(path, tmp_path / "weights.safetensors")
     with safe_open(tmp_path / "weights.safetensors", framework="pt") as file:
@@ -417,7 +422,7 @@ def test_every_tensor_says_its_global_shape_and_offset(pristine: RunDir) -> None
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused_and_left_alone(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_store, "FORMAT", 1)
+    monkeypatch.setattr(checkpoint_store, "FORMAT_VERSION", 1)
     (checkpointer,) = make_checkpointers(run)
 
     with pytest.raises(
@@ -426,7 +431,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_left_alone(run: RunDir, m
         checkpointer.restore_newest(make_state(), seed=SEED)
 
     assert committed_steps(run) == [OLDER, NEWEST]
-    assert (checkpoint_path(run, NEWEST) / MANIFEST).exists()
+    assert (checkpoint_path(run, NEWEST) / MANIFEST_NAME).exists()
     assert ownership.has_claim(run, 0)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
-from ddp_hpc.run.checkpoints.checkpoint_store import digest
+from ddp_hpc.run.checkpoints.checkpoint_store import checkpoint_digest
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import read_marks
 from ddp_hpc.train.engine.loop import train
@@ -67,4 +67,4 @@ def test_uneven_ranks_save_after_the_same_steps_and_end_with_the_same_bits(tmp_p
     assert len(steps) >= 2, steps
     assert [mark.step for mark in read_marks(runs["auto"]) if mark.kind == "save"] == list(steps)
     assert committed_steps(runs["fixed"]) == [LAST]
-    assert len({digest(checkpoint_path(run, LAST)) for run in runs.values()}) == 1
+    assert len({checkpoint_digest(checkpoint_path(run, LAST)) for run in runs.values()}) == 1

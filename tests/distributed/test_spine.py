@@ -22,8 +22,8 @@ SLURMS_OWN = {
     ("launch/submission/slurm.py", "submit"),
     ("launch/render.py", "render"),
     ("launch/submission/allocate.py", "allocate"),
-    ("job/choose_endpoint.py", "endpoints"),
-    ("job/launcher.py", "step_of_agents"),
+    ("job/choose_endpoint.py", "endpoints_to_try"),
+    ("job/launcher.py", "agents_step_argv"),
     ("job/ending/requeue_job.py", "carry_out_decision"),
 }
 """What a run on one machine does not pass."""

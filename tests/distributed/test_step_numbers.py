@@ -143,7 +143,7 @@ def counted(group: Group, folder: Path, tokens: Any) -> list[int | None]:
     if group.rank_info.is_rank_zero:
         run.path.mkdir()
         run.config.write_text("name: run\n")
-        ownership.claim(run, 0)
+        ownership.claim_run(run, 0)
     group.barrier_through_store("made")
     spec = RunSpec(
         name="run",

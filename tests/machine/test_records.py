@@ -14,11 +14,11 @@ from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.machine_use import (
     MachineUse,
     append_use,
-    in_words,
-    merged,
+    merge_uses,
     newest_uses,
     read_uses,
-    record_of,
+    use_texts,
+    uses_as_json,
 )
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import make_run
@@ -87,7 +87,7 @@ def test_the_lines_of_an_older_version_are_read_for_what_is_still_known(run: Run
 
     [found] = read_uses(run, 0)
 
-    assert in_words(found) == ["use of the CPUs is not known", "memory 2.0 of 8.0 GiB on n0"]
+    assert use_texts(found) == ["use of the CPUs is not known", "memory 2.0 of 8.0 GiB on n0"]
 
 
 def test_lines_of_others_do_no_harm(run: RunDir) -> None:
@@ -104,14 +104,14 @@ def test_lines_of_others_do_no_harm(run: RunDir) -> None:
 
 def test_nothing_was_measured_before_the_first_record(run: RunDir) -> None:
     assert read_uses(run, 0) == newest_uses(run, 7) == []
-    assert merged([]) is None
-    assert record_of([]) is None
+    assert merge_uses([]) is None
+    assert uses_as_json([]) is None
 
 
 def words_of(*uses: MachineUse) -> str:
-    found = merged(uses)
+    found = merge_uses(uses)
     assert found is not None
-    return "; ".join(in_words(found))
+    return "; ".join(use_texts(found))
 
 
 def test_all_nodes_together_are_means_by_time_and_the_memory_is_that_of_the_fullest() -> None:
@@ -122,7 +122,7 @@ def test_all_nodes_together_are_means_by_time_and_the_memory_is_that_of_the_full
     assert words_of(one, two) == (
         "GPUs 70% busy, 11.0 of 80.0 GiB of GPU memory; 4 CPUs a node 44% busy; memory 60.0 of 64.0 GiB on n1, nearly all"
     )
-    record = record_of([one, two])
+    record = uses_as_json([one, two])
     assert record is not None
     assert (record["seconds"], [node["node"] for node in record["nodes"]]) == (30.0, ["n0", "n1"])
 

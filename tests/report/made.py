@@ -15,7 +15,7 @@ from typing import Any
 from ddp_hpc.run.run_dir.joined_ranks import write_meeting
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
-from ddp_hpc.run.run_dir.timeline import Look, Mark, encode
+from ddp_hpc.run.run_dir.timeline import Mark, RanksLook, as_line
 
 BEGIN = 1_750_000_000.0
 """15 June 2025."""
@@ -47,14 +47,14 @@ class _Files:
 
     ledger: list[str] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    looks: list[Look] = field(default_factory=list)
+    looks: list[RanksLook] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     superseded: list[str] = field(default_factory=list)
 
     def write(self, run: RunDir) -> None:
         run.attempts.write_text("".join(self.ledger))
-        run.timeline.write_bytes(b"".join(map(encode, self.marks)))
-        run.waits.write_bytes(b"".join(map(encode, self.looks)))
+        run.timeline.write_bytes(b"".join(map(as_line, self.marks)))
+        run.waits.write_bytes(b"".join(map(as_line, self.looks)))
         run.metrics.write_text("".join(self.metrics))
         run.superseded_metrics.write_text("".join(self.superseded))
 
@@ -109,12 +109,12 @@ def _train(files: _Files, attempt: int, at: float, numbers: Sequence[int], sourc
             done, saves = step - first, step // every - first // every
             seconds = {name: one * done for name, one in PHASES.items()} | {"checkpoint": 0.5 * saves}
             files.marks.append(Mark(kind="phases", attempt=attempt, at=at, step=step, num_steps=done, phases=seconds))
-            look = Look(attempt=attempt, at=at, step=step, step_s=STEP_S, lost_s={})
+            look = RanksLook(attempt=attempt, at=at, step=step, step_s=STEP_S, lost_s={})
             files.looks.append(look_of(look, ranks, source))
     return at
 
 
-def look_of(look: Look, ranks: int, source: random.Random) -> Look:
+def look_of(look: RanksLook, ranks: int, source: random.Random) -> RanksLook:
     """Return a comparison with its values: rank 5 is slow from step 400 to 900."""
     is_slow = look.step is not None and 400 < look.step <= 900
     lost = {rank: source.gauss(0, 0.004) + (0.05 if rank == 5 and is_slow else 0.0) for rank in range(ranks)}

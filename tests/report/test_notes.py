@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.run.run_dir.machine_use import MachineUse
-from ddp_hpc.run.run_dir.timeline import Alarm, Mark, read_alarms, record
+from ddp_hpc.run.run_dir.timeline import Alarm, Mark, read_alarms, record_alarms
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.notes import MOST_NOTES, NOTHING, notes_of
@@ -115,7 +115,7 @@ def test_a_rank_that_was_named_as_slow_counts_by_the_mean_of_the_whole_run(tmp_p
     alarm = Alarm(
         attempt=0, rank=5, node="node00", lost_s=0.05, share=0.25, num_waiting=63, cause="", at=1.0, since_step=1
     )
-    record(run, [alarm])
+    record_alarms(run, [alarm])
 
     read = read_run(run, now=BEGIN)  # a quarter of a step, in 500 of 5,000 steps
     always = replace(read, looks=[replace(one, lost_s={5: 0.05}, step_s=0.25) for one in read.looks])
@@ -150,6 +150,6 @@ def test_an_odd_line_of_a_slow_rank_is_skipped(tmp_path: Path) -> None:
     run = large_run(tmp_path / "run")
     alarm = Alarm(attempt=0, rank=5, node="n", lost_s=0.05, share=0.2, num_waiting=63, cause="", at=1.0, since_step=1)
     run.slow_ranks.write_text("".join(line_of(**{**asdict(alarm), key: "y"}) for key in ("share", "at", "rank")))
-    record(run, [alarm])
+    record_alarms(run, [alarm])
 
     assert read_alarms(run) == [alarm]

@@ -69,7 +69,7 @@ def test_each_further_number_that_the_run_has_gets_a_chart(tmp_path: Path) -> No
 
     _, *charts = charts_of(read_series(run_with(tmp_path, "".join(lines))), {0: 0, 1: 4})
 
-    shown = [(chart.title, chart.about, len(chart.readings)) for chart in charts]
+    shown = [(chart.title, chart.description, len(chart.readings)) for chart in charts]
     assert shown == [
         ("Tokens", "tokens/s", 4),
         ("Gradient norm", "before clipping, y axis logarithmic", 5),

@@ -129,7 +129,7 @@ def test_a_key_with_many_values_has_few_labels_and_one_with_one_value_no_chart()
     many = key_chart("lr", "loss", [(2.0**-number, 3.0**number, "") for number in range(20)])
 
     assert many is not None
-    assert many.about == "y axis logarithmic"
+    assert many.description == "y axis logarithmic"
     assert [text for _, text in many.x.ticks] == ["1.9e-06", "6.1e-05", "0.001953", "0.0625"]
     assert [one.kind for one in many.lines] == ["points", "best"]
     assert key_chart("lr", "loss", [(0.1, 3.0, "a"), (0.1, 2.0, "c")]) is None

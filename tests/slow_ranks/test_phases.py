@@ -46,7 +46,7 @@ def test_the_loop_counts_its_steps_and_the_time_of_each_phase_where_it_passes(tm
     assert train(training)
     training.recorder.close()
 
-    found = training.phases.so_far()
+    found = training.phases.times_so_far()
     assert found.num_steps == 12
     assert found.seconds["forward"] == 120.0
     assert found.seconds["data"] == 4.0 * 12

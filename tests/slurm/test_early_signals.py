@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.job.node.torchrun_node import REPEAT_S
+from ddp_hpc.job.node.torchrun_node import STOP_REPEAT_S
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.faulty_runs import FAULTY, assert_unbroken, attempts, await_done, job_id
 from tests.slurm.runs import LoginNode, world
@@ -85,7 +85,7 @@ def test_workers_of_torchrun_are_not_told_before_they_can_listen(cluster: Cluste
     await_held_back(cluster, wait, "0", "1")
 
     cluster.run("scancel", "--signal=USR2", job_id(place, "early"))
-    time.sleep(3 * REPEAT_S)
+    time.sleep(3 * STOP_REPEAT_S)
     wait.unlink()
     await_done(place, "early")
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from ddp_hpc.cluster.slurm.queries import JobRecord, parse_job
-from ddp_hpc.launch.submission.release_hold import hastening
+from ddp_hpc.launch.submission.release_hold import changes_to_start
 from ddp_hpc.run.run_dir.records import QueuedJob
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import (
@@ -269,7 +269,7 @@ def test_a_requeued_job_that_is_hastened_at_once_begins_every_time(cluster: Clus
     job = partial(record_of, cluster, number)
 
     def is_hastened() -> bool:
-        change = hastening(queued, job(), time.time())
+        change = changes_to_start(queued, job(), time.time())
         # Slurm refuses it where the job began in between, by itself.
         words = [f"{name}={value}" for name, value in change.items()]
         return (

@@ -37,7 +37,7 @@ def prepared(folder: Path, recipe: Recipe, **keys: Any) -> Training:
     run.console.parent.mkdir(parents=True, exist_ok=True)
     run.config.write_text(f"name: {run.name}\n")
     attempt = ownership.next_attempt(run)
-    ownership.claim(run, attempt)
+    ownership.claim_run(run, attempt)
     rng.seed_everything("rank", spec.seed, 0, 0)
     return assemble_training(spec, recipe, run, alone(), attempt=attempt, stop=StopFlag(run.stop_request))
 

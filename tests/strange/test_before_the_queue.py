@@ -58,13 +58,13 @@ def test_a_python_that_nodes_do_not_share_is_refused(
     wanted = pytest.raises(ConfigError, match=rf"This Python uses {python}, but each node has a {told}")
 
     with wanted if told else nullcontext():
-        capacity.refuse_private(HOME_RUN, [Path("/usr/lib"), Path(python)])
+        capacity.refuse_private_place(HOME_RUN, [Path("/usr/lib"), Path(python)])
 
 
 def on_login_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a directory of a user's, on a host with commands of Slurm that accept everything."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)
     monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
     (folder / "bin").mkdir()
     for name in ("sbatch", "scontrol", "squeue", "srun"):
@@ -382,7 +382,7 @@ def test_a_script_that_saves_beside_itself_among_the_runs_is_told_where_its_file
     pattern: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)
     (tmp_path / "train.py").write_text("")
 
     assert main(["render", "name=yolo", f"script.progress={pattern}", "--", "python", "train.py"]) == 0
@@ -397,7 +397,7 @@ def test_without_a_snapshot_the_job_imports_the_code_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)
     (tmp_path / "net.py").write_text("def build(): ...")
     (tmp_path / "run.yaml").write_text("recipe: {target: 'net:build'}\n")
 

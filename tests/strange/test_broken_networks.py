@@ -34,9 +34,9 @@ def wrapped(nodes: Sequence[str], before: str) -> list[str]:
 def test_a_task_prolog_that_prints_json_and_half_a_line_is_passed_over() -> None:
     noise = """printf '{"ready": "a", "error": "no"}\\n[1, 2]\\n{"mark": "x"}\\nLoading modules ...'"""
 
-    findings = network_probe.probe(["a", "b"], "127.0.0.1", step_argv=lambda nodes: wrapped(nodes, noise))
+    findings = network_probe.probe_network(["a", "b"], "127.0.0.1", step_argv=lambda nodes: wrapped(nodes, noise))
 
-    assert findings.carries
+    assert findings.carries_everywhere
 
 
 def test_a_node_that_ends_after_it_has_answered_is_said_not_to_be_known() -> None:
@@ -46,17 +46,17 @@ def test_a_node_that_ends_after_it_has_answered_is_said_not_to_be_known() -> Non
         # Node c is killed about when the probe begins: before, amid or after it, it is never taken for cut off.
         return wrapped(nodes, dies)
 
-    findings = network_probe.probe(["a", "b", "c"], "127.0.0.1", step_argv=argv)
+    findings = network_probe.probe_network(["a", "b", "c"], "127.0.0.1", step_argv=argv)
 
     assert findings.bad_nodes == ()
-    assert findings.carries or findings.silent == ("c",)
+    assert findings.carries_everywhere or findings.silent == ("c",)
 
 
 @pytest.mark.long
 def test_a_node_that_never_answers_does_not_keep_the_others_from_being_probed() -> None:
     sleeps = 'case "$*" in *--name=b*) exec sleep 60 ;; esac'
 
-    findings = network_probe.probe(
+    findings = network_probe.probe_network(
         ["a", "b", "c"], "127.0.0.1", step_argv=lambda nodes: wrapped(nodes, sleeps), ready_s=6.0
     )
 
@@ -67,8 +67,10 @@ def test_the_network_may_have_ipv6_only() -> None:
     if not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
     with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
-        findings = network_probe.probe(["a", "b"], "::1", step_argv=lambda nodes: step_argv(dict.fromkeys(nodes, "")))
-        assert findings.carries, findings
+        findings = network_probe.probe_network(
+            ["a", "b"], "::1", step_argv=lambda nodes: step_argv(dict.fromkeys(nodes, ""))
+        )
+        assert findings.carries_everywhere, findings
         return
     pytest.skip("this machine has no IPv6 loopback")
 
@@ -107,7 +109,9 @@ def test_a_stop_signal_ends_a_probe_early_and_is_kept_for_the_supervisor() -> No
     try:
         # To this thread: other threads of the tests' process do not block it.
         threading.Timer(1.0, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2)).start()
-        network_probe.probe(["a", "b"], "127.0.0.1", step_argv=lambda nodes: wrapped(nodes, "sleep 60"), ready_s=50.0)
+        network_probe.probe_network(
+            ["a", "b"], "127.0.0.1", step_argv=lambda nodes: wrapped(nodes, "sleep 60"), ready_s=50.0
+        )
 
         assert processes.is_stop_pending()
         assert signal.sigtimedwait([signal.SIGUSR2], 10) is not None

@@ -12,7 +12,7 @@ from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds
 from ddp_hpc.cluster.node_checks.checks import findings_of
 from ddp_hpc.cluster.node_checks.facts import Disk, NodeFacts, Shared
 from ddp_hpc.cluster.node_checks.gather import gather
-from ddp_hpc.job.preflight import outcome_of
+from ddp_hpc.job.preflight import outcome_of_findings
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight
 from tests.unit.test_doctor import a_slurm, found_by
@@ -127,14 +127,14 @@ WARNED = Finding(check="driver", level="warn", found="", nodes=("n1",))
 def test_a_node_is_left_out_only_where_that_mends_all(
     findings: tuple[Finding, ...], on_fail: str, lost: tuple[str, ...], ends: bool
 ) -> None:
-    outcome = outcome_of(preflight(*findings), on_fail)
+    outcome = outcome_of_findings(preflight(*findings), on_fail)
 
     assert (outcome is not None and outcome.has_failed_preflight) == ends
     assert (() if outcome is None else outcome.lost_nodes) == lost
 
 
 def test_a_node_that_the_user_asked_for_is_not_left_out_but_ends_the_run() -> None:
-    outcome = outcome_of(preflight(NAMED), "exclude", nodelist="n[0-2]")
+    outcome = outcome_of_findings(preflight(NAMED), "exclude", nodelist="n[0-2]")
 
     assert outcome is not None
     assert (outcome.has_failed_preflight, outcome.lost_nodes) == (True, ())

@@ -19,7 +19,7 @@ from ddp_hpc.base import durable, patience, processes
 from ddp_hpc.base.durable import open_record, read_json_lines, record_bytes
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import local, slurm
-from ddp_hpc.launch.sweep.points import parse_axis, points_of
+from ddp_hpc.launch.sweep.points import make_points, parse_axis
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep
 from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
@@ -137,7 +137,7 @@ def test_of_several_runs_one_whose_record_cannot_be_read_keeps_no_other_from_bei
     first, second = (make_run(tmp_path / "runs", name) for name in ("first", "second"))
     write_queued_job(first, QueuedJob(job_id="7", attempt=0, at=1.0))
     monkeypatch.setattr(
-        "ddp_hpc.cli.verbs.cancel.own_run", lambda _, __, name: {"first": first, "second": second}[name]
+        "ddp_hpc.cli.verbs.cancel.chosen_own_run", lambda _, __, name: {"first": first, "second": second}[name]
     )
     make_unreadable(first.submission)
     monkeypatch.setattr(processes, "is_locked", lambda path: path == second.lock and sleeper.poll() is None)
@@ -172,7 +172,7 @@ def sweep_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepDir:
     monkeypatch.chdir(tmp_path)
     made = SweepDir(tmp_path / "runs" / "grid")
     base = resolve(None, ["name=grid"], {}, command=["python", "train.py"])
-    make_sweep(Sweep(dir=made, points=points_of([parse_axis("seed=0..1")]), backend="local"), base)
+    make_sweep(Sweep(dir=made, points=make_points([parse_axis("seed=0..1")]), backend="local"), base)
     return made
 
 

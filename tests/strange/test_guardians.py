@@ -86,7 +86,7 @@ def test_a_guardian_that_gives_up_says_so_in_the_ledger(tmp_path: Path, next_: N
         end = End(ending=Ending.FAILED, exit_code=1, reason="killed", cause=Cause.SUPERVISOR_DIED, next=next_)
         record_end(run, 0, end)
 
-    guardian._write_down(run, 0, "the supervisor was killed by signal 9, 6 times in a row")
+    guardian._record_last_end(run, 0, "the supervisor was killed by signal 9, 6 times in a row")
 
     found = local.wait(run, 0, os.environ)
     assert (found.ending, found.cause, found.next) == ("failed", "supervisor died", "")
@@ -98,7 +98,7 @@ def test_a_guardian_that_gives_up_says_nothing_of_attempts_before_its_own(tmp_pa
     run = make_run(tmp_path)
     add_attempt(run, ending=None)
 
-    guardian._write_down(run, 1, "the supervisor was killed by signal 9, 6 times in a row")
+    guardian._record_last_end(run, 1, "the supervisor was killed by signal 9, 6 times in a row")
 
     assert Ledger.read(run).attempts[0].ending is None
 

@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
-from ddp_hpc.cli.tab_completion import candidates
+from ddp_hpc.cli.tab_completion import completions
 from ddp_hpc.run.config.sources import read_mapping
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rendezvous_token
@@ -32,7 +32,7 @@ def test_the_tab_key_offers_no_name_that_a_shell_would_run(
     make_run(Path("runs"), name)
     make_run(Path("runs"), "digits-2.b_c")
 
-    assert candidates(["status", "dig"], {}) == ["digits-2.b_c"]
+    assert completions(["status", "dig"], {}) == ["digits-2.b_c"]
 
 
 def test_a_name_with_a_line_break_is_one_row_of_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

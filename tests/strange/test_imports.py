@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.job.ending import node_probe
-from ddp_hpc.job.node.python_environ import IMPORT_PATH
+from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.workload.table import workload_of
 from tests.distributed.whole_runs import Workplace, make_workplace
@@ -89,8 +89,14 @@ def test_a_node_is_asked_to_import_the_users_own_recipe(tmp_path: Path) -> None:
 
     answers = [
         subprocess.run(
-            [sys.executable, "-c", node_probe._CODE, str(run.path), workload_of(load_resolved(run.config)).worker],
-            env={**os.environ, IMPORT_PATH: path},
+            [
+                sys.executable,
+                "-c",
+                node_probe._PROBE_CODE,
+                str(run.path),
+                workload_of(load_resolved(run.config)).worker,
+            ],
+            env={**os.environ, IMPORT_PATH_NAME: path},
             cwd=run.path,
             capture_output=True,
             text=True,
@@ -99,4 +105,4 @@ def test_a_node_is_asked_to_import_the_users_own_recipe(tmp_path: Path) -> None:
         for path in (str(tmp_path), "")
     ]
 
-    assert [node_probe._CAN in answer for answer in answers] == [True, False]
+    assert [node_probe._CAN_START in answer for answer in answers] == [True, False]

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.cli.plan import launch_plan
+from ddp_hpc.cli.plan import make_launch_plan
 from ddp_hpc.job.ending import attempt_end
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.job.wire.endpoint import Endpoint
-from ddp_hpc.job.workers import ByTasks
+from ddp_hpc.job.workers import TaskWorkers
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.run.config.resolve import Resolved, load_resolved
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger
@@ -38,7 +38,7 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
     supervisor = psutil.Process(Ledger.read(run).attempts[0].pid)
     agents = supervisor.children()
     request = SubmitRequest(resolved=Resolved(load_resolved(run.config), {}), import_paths=[tmp_path], environ={})
-    planned = launch_plan(request, "local", [tmp_path])
+    planned = make_launch_plan(request, "local", [tmp_path])
     assert agents[0].cmdline() == shlex.split(planned.steps["the workers"]), "`--explain` shows what is started"
 
     for process in [*agents, *(below for agent in agents for below in agent.children(recursive=True))]:
@@ -70,12 +70,12 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
     ],
 )
 def test_an_end_without_a_record_is_told_by_what_is_known_of_it(step_code: int | None, told: str) -> None:
-    assert told in attempt_end._message(Cause.WORKER_CRASHED, Outcome(code=1, step_code=step_code), None)
+    assert told in attempt_end._shortened_reason(Cause.WORKER_CRASHED, Outcome(code=1, step_code=step_code), None)
 
 
 def test_a_step_that_was_killed_leaves_its_signal(tmp_path: Path) -> None:
     kill_self = [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"]
-    workers = ByTasks(make_run(tmp_path), lambda *_: kill_self, lock_fds=[])
+    workers = TaskWorkers(make_run(tmp_path), lambda *_: kill_self, lock_fds=[])
     workers.begin(0, Endpoint("10.0.0.1", 29500))
 
     deadline = time.monotonic() + 60

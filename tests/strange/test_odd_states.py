@@ -185,7 +185,7 @@ def save_and_restore(group: Group, path: Path, name: str) -> tuple[dict[str, Any
     rank, world_size = group.rank_info.rank, group.rank_info.world_size
     run = make_run(path) if rank == 0 else None
     if run is not None:
-        ownership.claim(run, 0)
+        ownership.claim_run(run, 0)
     run_path = group.broadcast_through_store("run", None if run is None else str(run.path))
 
     run = RunDir(Path(run_path))
@@ -249,7 +249,7 @@ def save_and_restore_each_ranks(group: Group, path: Path) -> bool:
     run_path = group.broadcast_through_store("run", str(make_run(path).path) if rank == 0 else None)
     run = RunDir(Path(run_path))
     if rank == 0:
-        ownership.claim(run, 0)
+        ownership.claim_run(run, 0)
     group.barrier_through_store("claimed", silence_s=60)
     torch.manual_seed(rank)
     state = made_state(Ignored(), rank, world_size, is_trained=False)
@@ -291,7 +291,7 @@ def trained_only(model: nn.Module) -> TrainingState:
 
 def test_a_model_that_saves_its_adapter_alone_keeps_its_base_as_made(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    ownership.claim(run, 0)
+    ownership.claim_run(run, 0)
     state, back = trained_only(Partial()), trained_only(Partial())
     checkpointer = Checkpointer(run, alone(), attempt=0, keep=CheckpointSpec())
     base = back.model.get_parameter("base.weight").clone()
@@ -327,7 +327,7 @@ def test_older_checkpoints_stay_where_the_newest_does_not_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path)
-    ownership.claim(run, 0)
+    ownership.claim_run(run, 0)
     state, results = trained_only(nn.Linear(2, 2)), list[tuple[int, float, str | None]]()
     checkpointer = Checkpointer(
         run, alone(), attempt=0, keep=CheckpointSpec(keep_last=1), on_result=lambda *one: results.append(one)

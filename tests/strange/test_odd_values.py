@@ -18,8 +18,15 @@ from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, Root, record_en
 from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault, write_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.preflight import Finding, Preflight
-from ddp_hpc.run.run_dir.records import Awaited, QueuedJob, ask_to_stop, write_awaited, write_queued_job, write_report
-from ddp_hpc.run.run_dir.timeline import Alarm, Look, Mark, encode, record
+from ddp_hpc.run.run_dir.records import (
+    AwaitedRun,
+    QueuedJob,
+    ask_to_stop,
+    write_awaited,
+    write_queued_job,
+    write_report,
+)
+from ddp_hpc.run.run_dir.timeline import Alarm, Mark, RanksLook, as_line, record_alarms
 from tests.made_run import add_failure, add_log, add_metrics, add_progress, make_run
 
 ODD: Sequence[Any] = (None, True, -1, 1.5, 10**400, "text", "", [], [1], {}, {"a": 1}, [[{}]], float("nan"))
@@ -43,7 +50,7 @@ def add_everything(run: RunDir) -> None:
     record_end(run, 0, end)
     record_start(run, attempt=1, job_id="7", first_step=10)
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=1.0, backend="local"))
-    write_awaited(run, "7", [Awaited(path=str(run.path), job_id="6")])
+    write_awaited(run, "7", [AwaitedRun(path=str(run.path), job_id="6")])
     add_progress(run, 1, metrics={"accuracy": 0.5}, save_bytes={"host": 1})
     add_metrics(
         run,
@@ -56,11 +63,11 @@ def add_everything(run: RunDir) -> None:
     marks += [
         Mark(kind="phases", attempt=0, at=5.0, step=3, num_steps=3, phases={"data": 0.5}, interval={"steps": 3.0})
     ]
-    run.timeline.write_bytes(b"".join(map(encode, marks)))
-    look = Look(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.1})
-    run.waits.write_bytes(encode(look))
+    run.timeline.write_bytes(b"".join(map(as_line, marks)))
+    look = RanksLook(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.1})
+    run.waits.write_bytes(as_line(look))
     numbers = {"lost_s": 0.1, "share": 0.5, "num_waiting": 1, "at": 3.0, "since_step": 2}
-    record(run, [Alarm(attempt=1, rank=1, node="node2", cause="a busy CPU", **numbers)])  # type: ignore[arg-type]
+    record_alarms(run, [Alarm(attempt=1, rank=1, node="node2", cause="a busy CPU", **numbers)])  # type: ignore[arg-type]
     add_failure(run, 0, signal=9)
     add_log(run, "Traceback (most recent call last):\nValueError: no\n")
     pair = PairFault(nodes=("node1", "node2"), fault="loss", loss=0.5)

@@ -82,8 +82,8 @@ def test_the_time_left_counts_evaluations_and_saves(tmp_path: Path) -> None:
     recorder.open(Position())
     for step in range(1, 6):
         clock.now += 1.0
-        recorder.progress(order.position_after(Position(), step), now=True)
-        with recorder.paused():
+        recorder.record_progress(order.position_after(Position(), step), now=True)
+        with recorder.exclude_from_rates():
             clock.now += 100.0
     recorder.close()
 

@@ -19,12 +19,12 @@ from ddp_hpc.base import patience
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.job.ending import takeover
 from ddp_hpc.job.monitor import Monitor
-from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.run.checkpoints.checkpoint_store import prune, shard_name, verify
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_store import prune_checkpoints, shard_name, verify_checkpoint
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end, record_start
-from ddp_hpc.run.run_dir.ownership import claim, claim_path, has_claim, is_fenced
+from ddp_hpc.run.run_dir.ownership import claim_path, claim_run, has_claim, is_fenced
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_stop_request
 from ddp_hpc.run.spec import CheckpointSpec, RunSpec
@@ -145,7 +145,7 @@ def test_a_run_that_is_asked_to_stop_before_its_first_step_takes_none_and_saves_
 
 
 @pytest.mark.usefixtures("_little_patience")
-@pytest.mark.parametrize("file", [shard_name(0, 1), MANIFEST])
+@pytest.mark.parametrize("file", [shard_name(0, 1), MANIFEST_NAME])
 def test_a_checkpoint_that_cannot_be_read_fails_the_attempt_and_is_not_set_aside(file: str, run: RunDir) -> None:
     path = checkpoint_path(run, STEPS[-1]) / file
     original = path.read_bytes()
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_cannot_be_read_fails_the_attempt_and_is_not_set_aside
 
 
 def test_what_cannot_be_read_for_a_while_is_read_then(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = checkpoint_path(run, STEPS[-1]) / MANIFEST
+    path = checkpoint_path(run, STEPS[-1]) / MANIFEST_NAME
     original = path.read_bytes()
     make_unreadable(path)
 
@@ -178,12 +178,12 @@ def test_a_file_is_missing_only_where_its_directory_says_so(run: RunDir) -> None
     path = checkpoint_path(run, STEPS[-1])
     (path / shard_name(0, 1)).unlink()
     with pytest.raises(CorruptCheckpointError, match="cannot be read"):
-        verify(path)
+        verify_checkpoint(path)
 
     shutil.rmtree(path)
 
     with pytest.raises(UnreadableError):
-        verify(path)
+        verify_checkpoint(path)
 
 
 def test_a_process_of_a_run_waits_for_its_configuration_and_refuses_nothing_meanwhile(
@@ -244,7 +244,7 @@ def test_a_run_directory_that_is_not_there_is_no_new_run(run: RunDir) -> None:
     with pytest.raises(UnreadableError, match="perhaps its file system is not mounted"):
         checkpointer.restore_newest(make_state(), seed=SEED)
     with pytest.raises(FileNotFoundError):
-        claim(run, 2)
+        claim_run(run, 2)
 
     assert not run.path.exists()
     assert away.exists()
@@ -292,7 +292,7 @@ def test_a_user_who_may_not_read_for_a_while_is_told_which_file_it_is(run: RunDi
             os.setgroups([])
             os.setegid(65534)
             os.seteuid(65534)
-            verify(path)
+            verify_checkpoint(path)
         except BaseException as error:  # noqa: BLE001  a forked child must never return into pytest
             os.write(write, f"{type(error).__name__}: {error}".encode())
         os._exit(0)
@@ -335,7 +335,7 @@ def test_a_supervisor_goes_on_where_the_first_sign_of_the_workers_cannot_be_look
         first_sign=UNKNOWABLE.rank_log(0, 0),
     )
 
-    assert monitor.look(None, 0.0) == ""
+    assert monitor.next_action(None, 0.0) == ""
 
 
 def test_a_supervisor_takes_what_the_records_say_of_checkpoints_that_cannot_be_listed(
@@ -385,7 +385,7 @@ def test_a_supervisors_death_is_judged_by_the_checkpoints_where_the_configuratio
     ledger = begin_thrice(run)
     make_unreadable(run.config)
 
-    end = takeover.write_down_death(run, ledger, None, "killed")
+    end = takeover.record_death(run, ledger, None, "killed")
 
     newest = Ledger.read(run).newest
     assert newest is not None
@@ -401,7 +401,7 @@ def test_a_supervisors_death_is_judged_by_the_configuration_though_that_cannot_b
     server = threading.Timer(0.3, lambda: kept.replace(run.config))
     server.start()
 
-    end = takeover.write_down_death(run, ledger, None, "killed")
+    end = takeover.record_death(run, ledger, None, "killed")
 
     server.join()
     assert end.next == ""
@@ -429,10 +429,10 @@ def test_metrics_of_steps_that_are_taken_again_are_kept_beside(run: RunDir) -> N
 
 def test_who_has_lost_the_claim_deletes_nothing(run: RunDir) -> None:
     """A stale rank zero that was suspended between its commit and its clearing up."""
-    claim(run, 1)
-    claim(run, 2)
+    claim_run(run, 1)
+    claim_run(run, 2)
 
-    deleted = prune(run, attempt=1, keep=CheckpointSpec(keep_last=1))
+    deleted = prune_checkpoints(run, attempt=1, keep=CheckpointSpec(keep_last=1))
 
     assert deleted == []
     assert committed_steps(run) == list(STEPS)

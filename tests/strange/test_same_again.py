@@ -18,12 +18,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ddp_hpc.base.durable import append_json_line
-from ddp_hpc.job.ending.attempt_end import conclude
+from ddp_hpc.job.ending.attempt_end import conclude_attempt
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.error_fingerprint import affected_by
-from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, failure_of, write_failure
+from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, make_failure, write_failure
 from ddp_hpc.run.run_dir.ledger import Ledger
-from ddp_hpc.train.data.loader import SampleError, SeededFetch, or_raise
+from ddp_hpc.train.data.loader import SampleError, SeededFetch, raise_if_error
 from ddp_hpc.train.data.sample_order import MicroBatch
 from tests.made_run import add_checkpoint, add_failure, make_run
 from tests.unit import conftest
@@ -45,7 +45,7 @@ def fails(one: Supervised, *reports: dict[str, Any]) -> None:
     attempt = one.begin()
     for rank, report in enumerate(reports):
         add_failure(one.run, attempt, rank=rank, at=1.0 + rank, **report)
-    conclude(one.context, attempt, CRASHED)
+    conclude_attempt(one.context, attempt, CRASHED)
 
 
 def test_the_same_sample_twice_ends_the_job(supervised: Make) -> None:
@@ -120,7 +120,7 @@ def test_a_file_system_that_does_not_show_checkpoints_ends_nothing_early(
 def test_a_checkpoint_that_another_attempt_has_committed_meanwhile_is_progress(supervised: Make) -> None:
     one = supervised()
     fails(one, POISONED)
-    ownership.release(one.run, 0)
+    ownership.release_claim(one.run, 0)
     add_checkpoint(one.run, 4)
 
     fails(one, POISONED)
@@ -185,8 +185,8 @@ def failure(read: Callable[[int], Any], *, index: int = 3, num: int = 8, in_proc
         DataLoader(fetch, batch_sampler=[[batch]], num_workers=int(in_process), collate_fn=lambda one: one)
     )
     with pytest.raises(SampleError) as info:
-        or_raise(next(loader))
-    return failure_of(info.value, rank=0, log=Path("rank-0.log"))
+        raise_if_error(next(loader))
+    return make_failure(info.value, rank=0, log=Path("rank-0.log"))
 
 
 class Stored:

@@ -18,7 +18,7 @@ import pytest
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.job.script.plan import plan_of
+from ddp_hpc.job.script.plan import make_script_plan
 from ddp_hpc.run.config.resolve import render_resolved, resolve
 from ddp_hpc.run.run_dir.failure_reports import first_failure
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -425,10 +425,10 @@ def test_a_directory_that_holds_no_script_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
 
     with pytest.raises(ConfigError, match=r"is a directory without a `__main__\.py`"):
-        plan_of(ScriptSpec(command=("python", "train")), None, {}, tmp_path)
+        make_script_plan(ScriptSpec(command=("python", "train")), None, {}, tmp_path)
 
     (tmp_path / "train" / "__main__.py").touch()
-    plan_of(ScriptSpec(command=("python", "train")), None, {}, tmp_path)
+    make_script_plan(ScriptSpec(command=("python", "train")), None, {}, tmp_path)
 
 
 @pytest.fixture
@@ -449,4 +449,4 @@ def of_another() -> Iterator[Path]:
 @pytest.mark.parametrize("start", ["fork", "exec"])
 def test_a_script_that_the_user_may_not_read_is_refused(start: Literal["fork", "exec"], of_another: Path) -> None:
     with pytest.raises(ConfigError, match=r"not allowed to read .*train\.py"):
-        plan_of(ScriptSpec(command=("python", "train.py"), start=start), None, {}, of_another.parent)
+        make_script_plan(ScriptSpec(command=("python", "train.py"), start=start), None, {}, of_another.parent)

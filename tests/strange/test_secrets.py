@@ -18,7 +18,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import CPUS_BEFORE, GIVEN, PROBE_FOLD
 from ddp_hpc.job.supervisor import _set_variables
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.software_versions import capture
+from ddp_hpc.run.run_dir.software_versions import environment_here
 
 HOSTILE = "s3cr3t $(id) `id` $HOME \"quoted\" 'too' \\n\nsecond line"
 RECIPE = """
@@ -162,4 +162,4 @@ def test_the_log_does_not_show_what_a_variable_was_either(
     told = capsys.readouterr().err
     assert "s3cr3t" not in told
     assert "OMP_PROC_BIND='close' is set by the key `env.OMP_PROC_BIND` (it was 'false')" in told
-    assert "TORCH_HUB_TOKEN" not in capture({"TORCH_HUB_TOKEN": "s3cr3t", "OMP_NUM_THREADS": "2"}).variables
+    assert "TORCH_HUB_TOKEN" not in environment_here({"TORCH_HUB_TOKEN": "s3cr3t", "OMP_NUM_THREADS": "2"}).variables

@@ -10,7 +10,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
-from ddp_hpc.job.choose_endpoint import endpoints
+from ddp_hpc.job.choose_endpoint import endpoints_to_try
 from tests.unit.made_network import batch
 
 PutSrun = Callable[[str], None]
@@ -45,7 +45,7 @@ def on_node(name: str) -> str:
 
 
 def first_place(of: Allocation) -> str:
-    return next(iter(endpoints(of, attempt=0, environ={**os.environ}))).address
+    return next(iter(endpoints_to_try(of, attempt=0, environ={**os.environ}))).address
 
 
 def test_greetings_of_the_nodes_are_no_answer(put_srun: PutSrun, capfd: pytest.CaptureFixture[str]) -> None:
@@ -87,9 +87,9 @@ def test_a_profile_that_exports_localhost_as_master_addr_is_right_for_one_node_a
     alone = read_allocation(batch("node1", "4"))
     assert alone is not None
 
-    assert next(iter(endpoints(alone, attempt=0, environ=environ))).address in {"127.0.0.1", "::1"}
+    assert next(iter(endpoints_to_try(alone, attempt=0, environ=environ))).address in {"127.0.0.1", "::1"}
     with pytest.raises(ConfigError, match="no address that other nodes can reach"):
-        next(iter(endpoints(allocation(), attempt=0, environ=environ)))
+        next(iter(endpoints_to_try(allocation(), attempt=0, environ=environ)))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces")

@@ -100,27 +100,27 @@ def test_a_record_of_another_pytorch_is_refused_and_odd_entries_are_left_out() -
 
 def test_reports_of_a_run_that_are_missing_torn_or_old_name_nobody_wrongly(tmp_path: Path) -> None:
     run, monitor = RunDir(tmp_path), SlowRankMonitor(run=RunDir(tmp_path), attempt=0, world_size=4)
-    assert monitor.look() == []
+    assert monitor.judge_reports() == []
     summaries: list[Summary] = Made(num_steps=120, delay=of_rank(3, 0.5 * STEP_S)).summaries()
     for one in summaries:
         write_summary(run, 0, one)
     run.launches(0, 1).write_bytes(run.launches(0, 1).read_bytes()[:100])
     write_summary(run, 0, msgspec.structs.replace(summaries[2], turn=3))
 
-    assert monitor.look() == []
+    assert monitor.judge_reports() == []
     # All have reported, and again. A look that has been judged does not count twice.
     for one in summaries:
         write_summary(run, 0, one)
-    assert monitor.look() == monitor.look() == []
+    assert monitor.judge_reports() == monitor.judge_reports() == []
     for one in summaries:
         write_summary(run, 0, msgspec.structs.replace(one, turn=8))
-    [alarm] = monitor.look()
+    [alarm] = monitor.judge_reports()
     assert (alarm.rank, alarm.num_waiting) == (3, 3)
     # Ranks that report no more are not as fast as the others.
     for turn in range(9, 14):
         for one in summaries[:3]:
             write_summary(run, 0, msgspec.structs.replace(one, turn=turn))
-        assert monitor.look() == []
+        assert monitor.judge_reports() == []
     monitor.close()
 
 

@@ -21,7 +21,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import local
 from ddp_hpc.launch.sweep.manage_sweep import continue_sweep
 from ddp_hpc.launch.sweep.point_configs import PointResolver
-from ddp_hpc.launch.sweep.points import parse_axis, points_of, read_points
+from ddp_hpc.launch.sweep.points import make_points, parse_axis, read_points
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, make_sweep, read_sweep, record_continued
 from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -53,7 +53,7 @@ def made_sweep(words: tuple[str, ...] = ("a=1..3",)) -> SweepDir:
     """Make a sweep whose first point has finished."""
     sweep_dir = SweepDir(Path("runs/grid").absolute())
     base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
-    points = points_of([parse_axis(word) for word in words])
+    points = make_points([parse_axis(word) for word in words])
     make_sweep(Sweep(dir=sweep_dir, points=points, backend="local"), base)
     run = sweep_dir.run(read_sweep(sweep_dir).points[0])
     run.path.mkdir()
@@ -84,9 +84,9 @@ def test_a_scripts_words_get_each_value_as_it_was_typed(values: list[str], capsy
 
 def test_what_stands_in_braces_in_a_value_is_not_replaced_again() -> None:
     base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
-    (point,) = points_of([], [{"a": HOSTILE}])
+    (point,) = make_points([], [{"a": HOSTILE}])
 
-    command = PointResolver(base, {}).resolved(point).spec.script.command
+    command = PointResolver(base, {}).resolve(point).spec.script.command
 
     assert command == ("python", "train.py", HOSTILE, '{"k": 1}', "{nothing}", f"--at={point.name}")
 
@@ -282,7 +282,7 @@ def test_a_point_whose_disk_does_not_answer_is_unknown_and_the_others_are_listed
 
 def test_a_text_with_control_characters_stays_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
-    points = points_of([], [{"a": "\x1b[2Jx\ny"}, {"a": "z"}])
+    points = make_points([], [{"a": "\x1b[2Jx\ny"}, {"a": "z"}])
     make_sweep(Sweep(dir=SweepDir(Path("runs/grid").absolute()), points=points, backend="local"), base)
 
     assert main(["list", "grid"]) == 0
@@ -309,7 +309,7 @@ def test_a_sweep_that_was_renamed_and_is_continued_from_elsewhere_makes_its_poin
     monkeypatch.chdir(tmp_path / "elsewhere")
 
     sweep = read_sweep(moved)
-    run = PointResolver(load_base(moved), {}).resolved(sweep.points[1]).spec.path
+    run = PointResolver(load_base(moved), {}).resolve(sweep.points[1]).spec.path
 
     assert run == moved.run(sweep.points[1]).path
     assert sweep.work_dir == tmp_path  # where the points' scripts are looked for
@@ -334,7 +334,7 @@ def test_a_value_that_may_be_a_secret_stands_in_no_name_no_output_and_no_error(
     assert "sk-secret" not in printed.out + printed.err
     assert "001-seed-1\n" in printed.out
     assert "env.API_TOKEN=(not shown)" in printed.err
-    (point,) = points_of([], [{"recipe.args.login": {"user": "ada", "password": "sk-secret"}}])
+    (point,) = make_points([], [{"recipe.args.login": {"user": "ada", "password": "sk-secret"}}])
     assert "sk-secret" not in str(point)
 
 

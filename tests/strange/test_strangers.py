@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ddp_hpc.base.errors import WorkerError
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
-from ddp_hpc.run.checkpoints.checkpoint_store import verify
-from ddp_hpc.run.run_dir.ownership import claim
+from ddp_hpc.run.checkpoints.checkpoint_store import verify_checkpoint
+from ddp_hpc.run.run_dir.ownership import claim_run
 from ddp_hpc.run.run_dir.records import read_rendezvous_token, write_rendezvous_token
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train import process_group
@@ -52,7 +52,7 @@ def disturb(port: int, is_over: threading.Event) -> None:
 
 def test_a_stranger_who_guesses_keys_fails_no_save_and_no_resume(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    claim(run, 0)
+    claim_run(run, 0)
 
     def train(group: Group) -> int | None:
         state = make_state(rank=group.rank_info.rank, world_size=2)
@@ -74,7 +74,7 @@ def test_a_stranger_who_guesses_keys_fails_no_save_and_no_resume(tmp_path: Path)
     steps = in_group(2, train, tmp_path / "ranks")
 
     assert steps == [1, 1]
-    assert verify(checkpoint_path(run, 1)).world_size == 2
+    assert verify_checkpoint(checkpoint_path(run, 1)).world_size == 2
 
 
 def test_a_text_with_another_seal_is_as_if_it_were_not_there() -> None:
@@ -170,4 +170,4 @@ def test_rank_zeros_main_thread_hears_that_another_rank_still_writes(tmp_path: P
     waiting.join()
 
     assert heard.is_set()
-    assert verify(checkpoint_path(run, 1)).world_size == 2
+    assert verify_checkpoint(checkpoint_path(run, 1)).world_size == 2

@@ -14,7 +14,7 @@ import pytest
 
 from ddp_hpc.base.discretion import visible
 from ddp_hpc.cli import main
-from ddp_hpc.cli.live import draw
+from ddp_hpc.cli.live import draw_screens
 from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.status import read_status
 from tests.made_run import add_attempt, add_failure, add_log, add_progress, make_run
@@ -96,7 +96,7 @@ def test_the_screen_is_drawn_and_text_in_it_commands_nothing(tmp_path: Path, mon
     monkeypatch.setattr(out, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
 
-    draw(run, [FollowUpdate(read_status(run, now=1001.0), [], [HOSTILE])], out, is_kept=True)
+    draw_screens(run, [FollowUpdate(read_status(run, now=1001.0), [], [HOSTILE])], out, is_kept=True)
 
     assert "\x1b[?25h" in out.getvalue()
     assert f"{SHOWN}\n" in out.getvalue()

@@ -11,7 +11,7 @@ from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
-from ddp_hpc.launch.sweep.chain import after_sweep
+from ddp_hpc.launch.sweep.chain import sweep_dependency
 from ddp_hpc.launch.sweep.manage_sweep import cancel_sweep, continue_sweep, delete_sweep
 from ddp_hpc.launch.sweep.sweep_dir import read_sweep
 from ddp_hpc.run.run_dir.ledger import End, Ending, record_end
@@ -33,7 +33,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
 
 
 def belongs_to(lab: Lab, cluster: str) -> None:
-    slurm._names.clear()
+    slurm._cluster_names.clear()
     lab.has(
         "scontrol",
         f'case "$*" in *config*) echo "MaxArraySize = 1001"; echo "ClusterName = {cluster}";; '
@@ -80,7 +80,7 @@ def test_a_run_that_has_ended_there_is_used_here_and_its_number_names_no_job_of_
 ) -> None:
     run = run_on_alpha(tmp_path / "runs")
     record_end(run, 0, End(ending=Ending.FINISHED, exit_code=0))
-    slurm._names.clear()
+    slurm._cluster_names.clear()
     lab.has(
         "scontrol",
         'case "$*" in *config*) echo "ClusterName = beta";; *) echo "JobId=7 JobName=x UserId=ada(1) JobState=RUNNING Reason=None Command=x";; esac',
@@ -129,7 +129,7 @@ def test_a_sweep_whose_arrays_wait_on_the_other_cluster_is_neither_sent_again_no
         lambda: continue_sweep(sweep_dir, lab.environ, limits={}),
         lambda: delete_sweep(sweep_dir, lab.environ),
         lambda: cancel_sweep(sweep_dir, lab.environ),
-        lambda: after_sweep(sweep_dir, "any", lab.environ),
+        lambda: sweep_dependency(sweep_dir, "any", lab.environ),
     ):
         with pytest.raises(ConfigError, match="grid was submitted as job 14 of the Slurm cluster alpha"):
             give()

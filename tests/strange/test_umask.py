@@ -81,7 +81,7 @@ def test_all_of_a_run_is_its_owners_alone_whatever_the_umask(here: Path) -> None
 def test_a_jobs_script_snapshot_and_submitits_folder_are_its_owners_alone(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)
     monkeypatch.setenv("PATH", f"{here}/bin:/usr/bin:/bin")
     (here / "bin").mkdir()
     answers = {"sbatch": 'echo "Submitted batch job 7"', "scontrol": "true", "sinfo": "true", "squeue": "true"}
@@ -224,7 +224,7 @@ def test_where_a_file_system_knows_no_modes_nothing_is_checked(tmp_path: Path, m
     run = make_run(tmp_path)
     run.path.chmod(0o777)
     everything_open = os.stat_result((0o40777, 0, 0, 0, os.geteuid(), 0, 0, 0, 0, 0))
-    monkeypatch.setattr(write_permissions, "_probe", lambda _: everything_open)
+    monkeypatch.setattr(write_permissions, "_stat_of_probe", lambda _: everything_open)
 
     make_run_dir(run, "name: digits\nseed: 1\n", is_new=False)
 

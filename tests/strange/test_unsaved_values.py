@@ -74,7 +74,7 @@ class Keeps(nn.Module):
 def changes_logged(**roots: object) -> Iterator[None]:
     watch = unsaved.Watch(nn.Module(), None, **roots)
     yield
-    unsaved.warn_of_changes(watch.changed(), "a batch")
+    unsaved.warn_of_changes(watch.changed_places(), "a batch")
 
 
 def _set(name: str, value: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], object]:

@@ -55,7 +55,7 @@ def reads_in(training: Training, steps: range) -> list[str]:
     """Train, and return what the host reads in `steps`, from the forward to the end of the update."""
     found: list[str] = []
     modes: list[Any] = []
-    inner = training.guard.keep
+    inner = training.guard.keep_values
 
     def begin(*_: Any) -> None:
         if training.state.position.step + 1 in steps and not modes:
@@ -69,7 +69,7 @@ def reads_in(training: Training, steps: range) -> list[str]:
         modes.clear()
 
     if training.guard.is_active:
-        training.guard.keep = lambda: (begin(), inner())[1]  # type: ignore[method-assign,func-returns-value]
+        training.guard.keep_values = lambda: (begin(), inner())[1]  # type: ignore[method-assign,func-returns-value]
     else:
         training.state.model.register_forward_pre_hook(begin)
     enter = training.phases.enter

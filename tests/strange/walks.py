@@ -88,7 +88,7 @@ def begin(case: Case, group: Group, path: Path, *, attempt: int = 0, stop_at: in
     if group.rank_info.is_rank_zero:
         path.mkdir(parents=True, exist_ok=True)
         run.config.touch()
-        ownership.claim(run, attempt)
+        ownership.claim_run(run, attempt)
     spec = case.spec(group.rank_info.world_size)
     torch.manual_seed(1)
     recipe = case.recipe()

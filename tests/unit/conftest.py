@@ -20,7 +20,7 @@ from tests.unit.made_job import NODES, Supervised
 @pytest.fixture(autouse=True)
 def _leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a supervisor leave once its job is back in the queue: there is no Slurm to start it too early."""
-    monkeypatch.setattr(requeue_job, "STAY_S", 0.0)
+    monkeypatch.setattr(requeue_job, "STAY_AFTER_REQUEUE_S", 0.0)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddp_hpc.base import exit_codes
-from ddp_hpc.job.ending.attempt_end import Conclusion, conclude
+from ddp_hpc.job.ending.attempt_end import Conclusion, conclude_attempt
 from ddp_hpc.job.ending.requeue_job import carry_out_decision
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.slurm_job import SlurmJob
@@ -48,7 +48,7 @@ class Supervised:
     def begin(self, *, restart: int = 0) -> int:
         """Begin one more attempt, as the supervisor does; return its number."""
         attempt = ownership.next_attempt(self.run)
-        ownership.claim(self.run, attempt)
+        ownership.claim_run(self.run, attempt)
         record_start(self.run, attempt=attempt, job_id="7", cluster="slurm", nodes=NODES, restart=restart)
         if read_queued_job(self.run) is None:
             write_queued_job(self.run, QueuedJob(job_id="7", attempt=attempt, at=0.0, since=attempt))
@@ -66,7 +66,7 @@ class Supervised:
 
     def conclude(self, attempt: int, outcome: Outcome) -> Conclusion:
         """End an attempt so, and do what follows, where the job ends with it."""
-        conclusion = conclude(self.context, attempt, outcome)
+        conclusion = conclude_attempt(self.context, attempt, outcome)
         if conclusion.end.next != Next.IN_PLACE:
             carry_out_decision(self.context, conclusion)
         return conclusion

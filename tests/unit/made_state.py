@@ -111,7 +111,7 @@ def make_checkpointers(
 ) -> list[Checkpointer]:
     """Return the checkpointers of all ranks of one attempt, which claims the run if it has not yet."""
     if attempt not in ownership.claiming_attempts(run):
-        ownership.claim(run, attempt)
+        ownership.claim_run(run, attempt)
     store = HashStore()
     return [
         Checkpointer(

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.run.run_dir.error_fingerprint import Affected, affected_by, is_of_content, is_of_decoder
+from ddp_hpc.run.run_dir.error_fingerprint import Affected, affected_by, is_content_error, is_decoder_error
 
 
 def caught(act: Callable[[], object]) -> BaseException:
@@ -84,7 +84,7 @@ def in_module(name: str, error: BaseException) -> Callable[[], object]:
     ids=map(str, count(1)),  # a function prints its address, which differs from process to process
 )
 def test_an_error_of_the_content_is_one(act: Callable[[], object]) -> None:
-    assert is_of_content(caught(act))
+    assert is_content_error(caught(act))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_an_error_of_the_content_is_one(act: Callable[[], object]) -> None:
     ids=map(str, count(1)),  # a function prints its address, which differs from process to process
 )  # fmt: skip
 def test_what_a_file_system_the_network_or_a_device_may_have_caused_is_none(act: Callable[[], object]) -> None:
-    assert not is_of_content(caught(act))
+    assert not is_content_error(caught(act))
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_pillows_errors_of_damaged_images_are_of_the_content(index: Path, kept: 
 
     error = caught(load)
 
-    assert is_of_decoder(error), error
+    assert is_decoder_error(error), error
 
 
 def test_a_file_that_has_changed_is_another_version(index: Path) -> None:
@@ -201,13 +201,13 @@ def test_a_file_that_was_just_written_may_still_be_written(index: Path) -> None:
     ids=str,
 )
 def test_an_error_that_no_decoder_has_raised_is_of_none(error: BaseException) -> None:
-    assert not is_of_decoder(caught(raises(error)))
+    assert not is_decoder_error(caught(raises(error)))
 
 
 def test_what_a_loader_process_has_passed_on_is_of_no_decoder_as_its_reasons_are_unknown() -> None:
     error = json.JSONDecodeError("Caught JSONDecodeError in DataLoader worker process 0.", "{", 0)
 
-    assert not is_of_decoder(caught(in_module("torch._utils", error)))
+    assert not is_decoder_error(caught(in_module("torch._utils", error)))
 
 
 def test_an_exception_in_a_circle_and_one_with_odd_attributes_are_read_to_their_end() -> None:
@@ -216,7 +216,7 @@ def test_an_exception_in_a_circle_and_one_with_odd_attributes_are_read_to_their_
     odd: Any = ValueError("c")
     odd.affected = "everything"
 
-    assert is_of_content(first)
+    assert is_content_error(first)
     assert affected_by(odd).entity == ""
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.job.workers import ByAgents
+from ddp_hpc.job.workers import AgentWorkers
 from ddp_hpc.prove.drill.injector import NodeProcess
 from ddp_hpc.run.run_dir.failure_reports import first_failure, read_failures
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -67,9 +67,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 @pytest.fixture
-def workers(run: RunDir, request: pytest.FixtureRequest) -> Iterator[ByAgents]:
+def workers(run: RunDir, request: pytest.FixtureRequest) -> Iterator[AgentWorkers]:
     words = ["--worker", "counting_worker", "--num-workers", str(NUM_WORKERS), *getattr(request, "param", [])]
-    made = ByAgents(
+    made = AgentWorkers(
         [sys.executable, "-m", "ddp_hpc.job.node.agent", str(run.path), *words],
         num_nodes=1,
         lock_fds=[],
@@ -105,7 +105,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def await_news(workers: ByAgents) -> int:
+def await_news(workers: AgentWorkers) -> int:
     deadline = time.monotonic() + PATIENCE_S
     while (code := workers.poll()) is None:
         assert time.monotonic() < deadline, "they should be over by now"
@@ -114,7 +114,7 @@ def await_news(workers: ByAgents) -> int:
 
 
 def test_every_signal_that_users_send_to_a_jobs_steps_asks_the_workers_to_stop_and_ends_no_agent(
-    run: RunDir, workers: ByAgents
+    run: RunDir, workers: AgentWorkers
 ) -> None:
     agents, codes = set(), []
 
@@ -130,7 +130,7 @@ def test_every_signal_that_users_send_to_a_jobs_steps_asks_the_workers_to_stop_a
 
 
 def test_after_a_worker_was_killed_the_same_agent_begins_again_and_imports_nothing_twice(
-    run: RunDir, workers: ByAgents
+    run: RunDir, workers: AgentWorkers
 ) -> None:
     workers.begin(0, None)
     first = pids(run, 0)
@@ -159,7 +159,7 @@ def test_after_a_worker_was_killed_the_same_agent_begins_again_and_imports_nothi
 
 
 def test_workers_that_must_not_be_forked_are_processes_that_import_everything_themselves(
-    run: RunDir, workers: ByAgents, capfd: pytest.CaptureFixture[str]
+    run: RunDir, workers: AgentWorkers, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (run.path.parent / "unforkable").touch()
     plan(run, 1, 99, 0)
@@ -196,7 +196,7 @@ def test_workers_that_must_not_be_forked_are_processes_that_import_everything_th
     ],
 )
 def test_an_agent_reports_what_its_workers_codes_mean_together(
-    codes: tuple[int, int], joint: int, run: RunDir, workers: ByAgents
+    codes: tuple[int, int], joint: int, run: RunDir, workers: AgentWorkers
 ) -> None:
     plan(run, 0, *codes)
 
@@ -205,7 +205,7 @@ def test_an_agent_reports_what_its_workers_codes_mean_together(
     assert await_news(workers) == joint
 
 
-def test_told_to_stop_an_agent_tells_its_workers(run: RunDir, workers: ByAgents) -> None:
+def test_told_to_stop_an_agent_tells_its_workers(run: RunDir, workers: AgentWorkers) -> None:
     workers.begin(0, None)
     pids(run, 0)
 
@@ -215,7 +215,7 @@ def test_told_to_stop_an_agent_tells_its_workers(run: RunDir, workers: ByAgents)
 
 
 def test_told_by_a_signal_between_two_attempts_an_agent_tells_the_workers_of_the_next(
-    run: RunDir, workers: ByAgents
+    run: RunDir, workers: AgentWorkers
 ) -> None:
     plan(run, 0, 1, 1)
     workers.begin(0, None)
@@ -232,7 +232,7 @@ def test_told_by_a_signal_between_two_attempts_an_agent_tells_the_workers_of_the
 
 
 def test_told_to_end_an_agent_ends_workers_that_do_not_leave_and_stays_for_the_next(
-    run: RunDir, workers: ByAgents
+    run: RunDir, workers: AgentWorkers
 ) -> None:
     workers.begin(0, None)
     first = pids(run, 0)
@@ -248,7 +248,7 @@ def test_told_to_end_an_agent_ends_workers_that_do_not_leave_and_stays_for_the_n
     assert read_failures(run, 0) == []  # whom the agent killed did not fail
 
 
-def test_when_the_line_is_closed_nobody_is_left(run: RunDir, workers: ByAgents) -> None:
+def test_when_the_line_is_closed_nobody_is_left(run: RunDir, workers: AgentWorkers) -> None:
     workers.begin(0, None)
     everybody = pids(run, 0)
     agent = psutil.Process(everybody[0]).ppid()
@@ -260,7 +260,7 @@ def test_when_the_line_is_closed_nobody_is_left(run: RunDir, workers: ByAgents) 
 
 @pytest.mark.parametrize(("text", "code"), [("", exit_codes.FAILED), ("input", exit_codes.REFUSED)])
 def test_a_worker_that_cannot_be_imported_fails_every_attempt_and_says_why_in_each(
-    text: str, code: int, run: RunDir, workers: ByAgents
+    text: str, code: int, run: RunDir, workers: AgentWorkers
 ) -> None:
     (run.path.parent / "broken").write_text(text)
     codes = []
@@ -312,7 +312,7 @@ def agent_process() -> psutil.Process:
 
 
 def test_a_worker_that_can_open_no_more_files_leaves_and_does_not_go_on_as_a_second_agent(
-    run: RunDir, workers: ByAgents
+    run: RunDir, workers: AgentWorkers
 ) -> None:
     (run.path.parent / "counting_worker.py").write_text(WORKER + NO_DESCRIPTORS)
     plan(run, 0, 0, 0)
@@ -325,7 +325,7 @@ def test_a_worker_that_can_open_no_more_files_leaves_and_does_not_go_on_as_a_sec
 
 
 def test_where_the_kernel_refuses_to_fork_a_worker_no_other_worker_is_left_and_the_report_names_the_limit(
-    run: RunDir, workers: ByAgents
+    run: RunDir, workers: AgentWorkers
 ) -> None:
     code = run.path.parent / "counting_worker.py"
     code.write_text(WORKER + FEW_PROCESSES)
@@ -340,7 +340,9 @@ def test_where_the_kernel_refuses_to_fork_a_worker_no_other_worker_is_left_and_t
     assert "`ulimit -u`" in failure.exception
 
 
-def test_a_worker_that_a_real_time_signal_ends_is_reported_and_the_agent_stays(run: RunDir, workers: ByAgents) -> None:
+def test_a_worker_that_a_real_time_signal_ends_is_reported_and_the_agent_stays(
+    run: RunDir, workers: AgentWorkers
+) -> None:
     workers.begin(0, None)
     os.kill(pids(run, 0)[1], 40)
 

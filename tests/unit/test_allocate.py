@@ -10,7 +10,7 @@ import pytest
 import submitit
 
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.launch.submission.allocate import HOOK, allocate
+from ddp_hpc.launch.submission.allocate import SUBMITIT_METHOD, allocate
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
@@ -55,7 +55,7 @@ def test_sbatch_gets_our_script_alone_and_submitit_keeps_a_handle_of_the_job(
 def test_a_submitit_without_the_method_that_we_override_sends_nothing(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(submitit.SlurmExecutor, HOOK)  # its base has an abstract one
+    monkeypatch.delattr(submitit.SlurmExecutor, SUBMITIT_METHOD)  # its base has an abstract one
 
     with pytest.raises(ConfigError, match=r"submitit \d\S*: submitit has no method `SlurmExecutor\._make_sub"):
         allocate(run, slurm.environ)

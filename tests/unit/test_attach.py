@@ -23,7 +23,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import attach_variables
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Ledger, record_start
-from ddp_hpc.run.run_dir.ownership import claim
+from ddp_hpc.run.run_dir.ownership import claim_run
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, ask_to_stop, read_progress, with_script_report, write_progress
 from ddp_hpc.run.spec import RunSpec, ScriptSpec
@@ -51,7 +51,7 @@ def managed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     run = RunDir(tmp_path / "runs" / "train")
     run.path.mkdir(parents=True)
     record_start(run, attempt=0, job_id="local-1")
-    claim(run, 0)
+    claim_run(run, 0)
     facts = attach_variables(run.path, attempt=0, stop_signal="USR1", stop_exit_code=42)
     for name, value in facts.items():
         monkeypatch.setenv(name, value)
@@ -172,7 +172,7 @@ def test_a_commit_of_nothing_is_refused_in_words(folder: str, expected: str) -> 
 def test_an_attempt_that_a_newer_one_has_replaced_commits_nothing(managed: RunDir) -> None:
     run = attach()
     save(run, 1)
-    claim(managed, 1)
+    claim_run(managed, 1)
 
     with pytest.raises(FencedError, match="newer attempt"):
         save(run, 2)
@@ -182,7 +182,7 @@ def test_an_attempt_that_a_newer_one_has_replaced_commits_nothing(managed: RunDi
 
 def test_an_attempt_that_a_newer_one_has_replaced_ends_with_the_code_for_it(managed: RunDir) -> None:
     run = attach()
-    claim(managed, 1)
+    claim_run(managed, 1)
 
     with pytest.raises(SystemExit) as end:
         run.should_stop(1)
@@ -198,8 +198,8 @@ def test_a_commit_counts_as_the_scripts_progress_and_tools_read_it(managed: RunD
     path = save(attach(), 7)
 
     assert (before, workload.progress(managed, ledger)) == (0, 7)
-    assert checkpoint_store.verify(path).step == 7
-    assert checkpoint_store.digest(path) == checkpoint_store.digest(path)
+    assert checkpoint_store.verify_checkpoint(path).step == 7
+    assert checkpoint_store.checkpoint_digest(path) == checkpoint_store.checkpoint_digest(path)
     with pytest.raises(ConfigError, match="holds files that a script wrote"):
         checkpoint_store.export_weights(path, Path("out.safetensors"))
 

@@ -51,15 +51,15 @@ def test_ranks_wait_for_rank_zero_as_long_as_it_reports_that_it_works(
             if is_reported:
                 zero.report_work()
             time.sleep(0.02)
-        zero.from_rank_zero(7)
+        zero.broadcast_from_rank_zero(7)
 
     reader = threading.Thread(target=reads_a_large_checkpoint)
     reader.start()
     if is_reported:
-        assert other.from_rank_zero(0) == 7
+        assert other.broadcast_from_rank_zero(0) == 7
     else:
         with pytest.raises(WorkerError):
-            other.from_rank_zero(0)
+            other.broadcast_from_rank_zero(0)
     reader.join()
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base import durable, exit_codes
-from ddp_hpc.job.ending.attempt_end import conclude
+from ddp_hpc.job.ending.attempt_end import conclude_attempt
 from ddp_hpc.job.ending.requeue_job import carry_out_decision
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.differences import Difference, by_vote, write_difference
+from ddp_hpc.run.run_dir.differences import Difference, judge_by_vote, write_difference
 from ddp_hpc.run.run_dir.ledger import Ledger, record_start
 from ddp_hpc.run.run_dir.records import ask_to_stop, write_remark
 from tests.made_run import add_checkpoint, add_failure
@@ -47,7 +47,7 @@ def test_an_exception_is_no_nodes_failure(supervised: Make) -> None:
     attempt = one.begin()
     add_failure(one.run, attempt, rank=1)
 
-    conclude(one.context, attempt, CRASHED)
+    conclude_attempt(one.context, attempt, CRASHED)
 
     assert (one.last.next, one.last.failed_nodes) == ("in place", ())
     assert "ValueError: rank 1 is out of luck" in one.last.reason
@@ -72,7 +72,7 @@ def test_a_node_is_blamed_by_the_fields_of_a_report_and_not_by_its_words(
     attempt = one.begin()
     add_failure(one.run, attempt, rank=1, **known)
 
-    conclude(one.context, attempt, CRASHED)
+    conclude_attempt(one.context, attempt, CRASHED)
 
     assert one.last.failed_nodes == (("node2",) if is_nodes else ())
     assert str(known["exception"]) in one.last.reason
@@ -82,7 +82,7 @@ def test_an_attempt_that_lost_the_run_leaves_the_word_to_the_newer_one(supervise
     one = supervised()
     older, newer = one.begin(), one.begin()
 
-    concluded = conclude(one.context, older, CRASHED)
+    concluded = conclude_attempt(one.context, older, CRASHED)
 
     first, second = Ledger.read(one.run).attempts
     assert (first.ending, first.cause) == ("fenced", None)
@@ -128,7 +128,7 @@ def test_a_rank_that_the_stop_ended_first_is_named_as_why_another_lost_its_conne
     ask_to_stop(one.run)
     add_failure(one.run, attempt, rank=1, exception="Connection closed by peer", is_secondary=True, of_script=True)
 
-    conclude(one.context, attempt, CRASHED)
+    conclude_attempt(one.context, attempt, CRASHED)
 
     assert one.last.cause == "stop asked"
     assert one.last.reason.startswith("rank 1 on node1 lost its connection to a rank that stopped earlier; submit")
@@ -143,7 +143,7 @@ def test_a_rank_that_finished_alone_is_named_where_the_others_lost_their_connect
         one.run, attempt, 0, "the script exited with code 0 after 2 s; its last line: Experiment already exists"
     )
 
-    conclude(one.context, attempt, CRASHED)
+    conclude_attempt(one.context, attempt, CRASHED)
 
     assert one.last.reason.startswith("rank 1 on node1 lost its connection to another rank")
     assert "the script exited with code 0 after 2 s; its last line: Experiment already exists" in one.last.reason
@@ -164,7 +164,7 @@ def test_input_that_has_been_good_before_is_its_nodes_failure(
     one = supervised()
     record_start(one.run, attempt=0, job_id="7", cluster="slurm", nodes=NODES)
     add_checkpoint(one.run, 4)  # by attempt 0
-    carry_out_decision(one.context, conclude(one.context, 0, STOPPED))
+    carry_out_decision(one.context, conclude_attempt(one.context, 0, STOPPED))
 
     refuses(one, rank=rank, host=host)
 
@@ -194,7 +194,7 @@ def test_an_end_is_decided_on_one_reading_of_each_record(supervised: Make, monke
     monkeypatch.setattr("ddp_hpc.run.run_dir.ledger.read_json_lines", lines)
     monkeypatch.setattr("ddp_hpc.base.record.record_bytes", file)
 
-    conclude(one.context, attempt, replace(CRASHED, avoided_nodes=("node2",)))
+    conclude_attempt(one.context, attempt, replace(CRASHED, avoided_nodes=("node2",)))
 
     assert sorted(name for name in reads if name != one.run.stop_request.name) == [
         "attempts.jsonl",
@@ -206,7 +206,7 @@ def test_an_end_is_decided_on_one_reading_of_each_record(supervised: Make, monke
 def differs(one: Supervised, attempt: int, digests: str, **more: Any) -> None:
     write_difference(
         one.run,
-        by_vote(
+        judge_by_vote(
             Difference(
                 attempt=attempt,
                 step=50,
@@ -231,7 +231,7 @@ def test_ranks_that_differ_start_again_in_place_until_it_is_known_which_was_wron
     differs(one, attempt, "ab")
     add_failure(one.run, attempt, exception="the ranks differ after step 50: ...", ranks_differ=True)
 
-    conclude(one.context, attempt, DIFFER)
+    conclude_attempt(one.context, attempt, DIFFER)
 
     assert (one.last.cause, one.last.next, one.last.failed_nodes) == ("ranks differ", "in place", ())
     assert one.last.reason == "the ranks differ after step 50: ..."
@@ -241,7 +241,7 @@ def test_a_node_that_the_next_attempt_proves_wrong_is_left_out_from_then_on(supe
     one = supervised()
     first = one.begin()
     differs(one, first, "ab")
-    conclude(one.context, first, DIFFER)
+    conclude_attempt(one.context, first, DIFFER)
     differs(one, first, "ab", odd_ranks=(1,), told_by="repetition", told_in=1)
 
     one.killed_on(rank=0)
@@ -255,7 +255,7 @@ def test_ranks_that_differ_again_in_the_same_way_end_the_run_and_blame_no_node(s
     one = supervised()
     for number in range(2):
         differs(one, number, "ab")
-        conclude(one.context, one.begin(), DIFFER)
+        conclude_attempt(one.context, one.begin(), DIFFER)
 
     assert (one.last.next, one.last.failed_nodes) == ("", ())
     assert one.last.why_last.startswith("in attempt 0, each rank had the same values after the same step")

@@ -49,10 +49,10 @@ class Training:
         return every
 
     def saves(self, stall_s: float, write_s: float | None = 0.0) -> None:
-        with self.auto.saving(self.step):
+        with self.auto.measure_stall(self.step):
             self.takes("checkpoint", stall_s)
         if write_s is not None:
-            self.auto.written(write_s)
+            self.auto.note_written(write_s)
 
 
 FAILS_OFTEN = Past(num_failures=8, trained_s=8 * 500.0, restart_s=3.0)
@@ -119,7 +119,7 @@ def test_a_save_is_not_due_while_the_last_is_being_written() -> None:
     every = [one.steps(10) for _ in range(200)]
 
     assert all(steps > 10 * (number + 1) for number, steps in enumerate(every) if number > 40)
-    one.auto.written(200.0)
+    one.auto.note_written(200.0)
     assert one.steps(1) == pytest.approx(4000, rel=0.3)
 
 
@@ -127,7 +127,7 @@ def test_a_save_that_failed_does_not_count_as_written() -> None:
     one = Training(past=FAILS_OFTEN)
     before = one.steps(30)
     one.saves(1.0, write_s=None)
-    one.auto.written(None)
+    one.auto.note_written(None)
 
     assert one.steps(1) == before
 
@@ -202,7 +202,7 @@ def test_a_change_is_logged_and_noted_once(caplog: pytest.LogCaptureFixture) -> 
 
 # --- the plan of all ranks ---
 
-NOT_YET = SavePlan("auto").to_announce(0)[0]
+NOT_YET = SavePlan("auto").next_announcement(0)[0]
 """What rank zero announces before it knows how long a step takes."""
 
 
@@ -218,7 +218,7 @@ def test_a_number_means_its_multiples(every: int | None, due: list[int]) -> None
 def test_the_next_step_is_the_first_that_is_due(every: int | None) -> None:
     plan = SavePlan(every)
     plan.begin(2)
-    plan.take_over(6, False)
+    plan.take_announced(6, False)
 
     for step in range(2, 8):
         due = [later for later in range(step + 1, 20) if plan.is_due(later)]
@@ -229,10 +229,10 @@ def test_an_announced_number_counts_from_the_newest_save_or_the_resume() -> None
     plan, saved = SavePlan("auto"), []
     plan.begin(7)
     for step in range(8, 40):
-        plan.take_over(NOT_YET if step < 10 else 5 if step < 20 else 10, False)
+        plan.take_announced(NOT_YET if step < 10 else 5 if step < 20 else 10, False)
         if plan.is_due(step):
             saved.append(step)
-            with plan.saving(step):
+            with plan.count_from_save(step):
                 pass
 
     assert saved == [12, 17, 27, 37]
@@ -242,10 +242,10 @@ def test_an_early_save_is_one_save_until_rank_zero_announces_again() -> None:
     plan, saved = SavePlan("auto"), []
     for step in range(1, 40):
         if step in (10, 20):
-            plan.take_over({10: 1, 20: 15}[step], False)
+            plan.take_announced({10: 1, 20: 15}[step], False)
         if plan.is_due(step):
             saved.append(step)
-            with plan.saving(step):
+            with plan.count_from_save(step):
                 pass
 
     assert saved == [10, 25]
@@ -257,13 +257,13 @@ def test_saves_that_fail_for_too_long_lead_to_a_last_try_on_all_ranks(every: int
     zero, other = (SavePlan(every, max_failing_s=60, clock=lambda: now[0]) for _ in range(2))
 
     def exchange(step: int) -> None:
-        told = zero.to_announce(step)
+        told = zero.next_announcement(step)
         for plan in (zero, other):
-            plan.take_over(*told)
+            plan.take_announced(*told)
 
-    zero.written(None)
+    zero.note_written(None)
     now[0] = 100.0
-    zero.written(None)  # the first one counts
+    zero.note_written(None)  # the first one counts
     exchange(5)
     assert not zero.is_due(5)
     now[0] = 110.0
@@ -272,9 +272,9 @@ def test_saves_that_fail_for_too_long_lead_to_a_last_try_on_all_ranks(every: int
     assert [plan.next_step(6) for plan in (zero, other)] == [7, 7]
     assert [(plan.is_due(7), plan.is_last_try) for plan in (zero, other)] == [(True, True)] * 2
     for plan in (zero, other):
-        with plan.saving(7):
+        with plan.count_from_save(7):
             assert plan.is_last_try
-    zero.written(0.1)
+    zero.note_written(0.1)
     exchange(9)
     assert [(plan.is_due(9), plan.is_last_try) for plan in (zero, other)] == [(False, False)] * 2
 
@@ -282,17 +282,17 @@ def test_saves_that_fail_for_too_long_lead_to_a_last_try_on_all_ranks(every: int
 def test_saves_may_fail_for_ever_where_no_time_is_set() -> None:
     now = [50.0]
     plan = SavePlan(4, clock=lambda: now[0])
-    plan.written(None)
+    plan.note_written(None)
     now[0] = 1e9
 
-    assert plan.to_announce(5) == (NOT_YET, False)
+    assert plan.next_announcement(5) == (NOT_YET, False)
 
 
 def test_a_number_that_is_smaller_than_what_has_passed_means_now() -> None:
     plan = SavePlan("auto")
-    plan.take_over(100, False)
+    plan.take_announced(100, False)
     assert not plan.is_due(50)
 
-    plan.take_over(10, False)
+    plan.take_announced(10, False)
 
     assert plan.is_due(50)

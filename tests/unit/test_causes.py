@@ -134,7 +134,7 @@ def test_who_cancels_a_job_that_is_being_preempted_is_told_by_accounting_alone(
 ) -> None:
     found = evidence(code, job=replace(ENDING, preempted_at=NOW - 3), accounted_as=accounted_as)
 
-    assert found.is_for_accounting
+    assert found.is_accounting_needed
     assert cause_of(found) == cause
 
 

@@ -10,8 +10,8 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.launch.sweep.chain import after_others, split_when
-from ddp_hpc.run.config.resolve import Resolved, flat, load_resolved
+from ddp_hpc.launch.sweep.chain import add_dependency, split_end_condition
+from ddp_hpc.run.config.resolve import Resolved, flat_spec, load_resolved
 from ddp_hpc.run.run_dir.ledger import End, Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_done
@@ -30,9 +30,9 @@ def ended(run: RunDir, ending: Ending) -> None:
 def wait_for(run: RunDir, when: str, *, is_single: bool = False, users: str | None = None) -> str | None:
     spec = RunSpec(name="next", runs_dir=str(run.path.parent), slurm=SlurmSpec(dependency=users))
     asked = SubmitRequest(
-        resolved=Resolved(spec, dict.fromkeys(flat(spec), "test")), import_paths=[], environ={"PATH": ""}
+        resolved=Resolved(spec, dict.fromkeys(flat_spec(spec), "test")), import_paths=[], environ={"PATH": ""}
     )
-    return after_others(asked, [f"{run.path}:{when}"], slurm, is_single=is_single).spec.slurm.dependency
+    return add_dependency(asked, [f"{run.path}:{when}"], slurm, is_single=is_single).spec.slurm.dependency
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def wait_for(run: RunDir, when: str, *, is_single: bool = False, users: str | No
     [("a", ("a", "ok")), ("a:notok", ("a", "notok")), ("a:any", ("a", "any")), ("/runs/b:c", ("/runs/b:c", "ok"))],
 )
 def test_a_run_is_named_with_how_it_has_to_end(text: str, expected: tuple[str, str]) -> None:
-    assert split_when(text) == expected
+    assert split_end_condition(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -22,23 +22,23 @@ from torch.distributed import HashStore
 from ddp_hpc.base.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.run.checkpoints import checkpoint_store, shards
-from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import (
     Manifest,
-    commit,
-    digest,
+    checkpoint_digest,
+    commit_checkpoint,
     export_weights,
-    prune,
+    prune_checkpoints,
     read_manifest,
     read_tensors,
-    set_aside,
+    set_checkpoint_aside,
     shard_name,
     uncommitted_path,
-    verify,
+    verify_checkpoint,
     write_shard,
 )
 from ddp_hpc.run.checkpoints.shards import TensorEntry, shard_header
-from ddp_hpc.run.run_dir.ownership import claim, remove_leftovers
+from ddp_hpc.run.run_dir.ownership import claim_run, remove_leftovers
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train import sealed_store
@@ -48,7 +48,7 @@ from tests.unit import made_state
 from tests.unit.made_state import SEED, Net, make_checkpointers, make_state, save, take_step
 
 OLDER, NEWEST = 2, 4
-FILES = [MANIFEST, shard_name(0, 2), shard_name(1, 2)]
+FILES = [MANIFEST_NAME, shard_name(0, 2), shard_name(1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +110,9 @@ DAMAGE: Mapping[str, Callable[[Path], object]] = {
 def is_loadable(path: Path) -> bool:
     """Tell whether any way of reading a checkpoint takes it for sound."""
     readers: list[Callable[[], object]] = [
-        lambda: verify(path),
+        lambda: verify_checkpoint(path),
         lambda: read_tensors(path, read_manifest(path)),
-        lambda: digest(path),
+        lambda: checkpoint_digest(path),
     ]
     sound = 0
     for read in readers:
@@ -128,7 +128,7 @@ def test_what_was_written_is_sound(pristine: RunDir) -> None:
     path = checkpoint_path(pristine, NEWEST)
 
     assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
-    assert verify(path).step == NEWEST
+    assert verify_checkpoint(path).step == NEWEST
     assert is_loadable(path)
 
 
@@ -214,10 +214,10 @@ def test_what_does_not_hold_is_set_aside_and_told(run: RunDir, caplog: pytest.Lo
 
 
 def test_setting_aside_never_overwrites(run: RunDir) -> None:
-    first = set_aside(checkpoint_path(run, NEWEST))
+    first = set_checkpoint_aside(checkpoint_path(run, NEWEST))
     shutil.copytree(first, checkpoint_path(run, NEWEST))
 
-    second = set_aside(checkpoint_path(run, NEWEST))
+    second = set_checkpoint_aside(checkpoint_path(run, NEWEST))
 
     assert (first.name, second.name) == ("step-00000004.corrupt-0", "step-00000004.corrupt-1")
 
@@ -226,18 +226,18 @@ def test_setting_aside_never_overwrites(run: RunDir) -> None:
 
 
 def test_a_directory_without_its_manifest_does_not_exist(run: RunDir) -> None:
-    (checkpoint_path(run, NEWEST) / MANIFEST).unlink()
+    (checkpoint_path(run, NEWEST) / MANIFEST_NAME).unlink()
 
     assert committed_steps(run) == [OLDER]
 
 
 def test_a_step_that_was_half_there_is_committed_again(run: RunDir) -> None:
-    (checkpoint_path(run, NEWEST) / MANIFEST).unlink()
+    (checkpoint_path(run, NEWEST) / MANIFEST_NAME).unlink()
 
     save(run, NEWEST, world_size=2, attempt=1)
 
     assert committed_steps(run) == [OLDER, NEWEST]
-    assert verify(checkpoint_path(run, NEWEST)).made["attempt"] == 1
+    assert verify_checkpoint(checkpoint_path(run, NEWEST)).made["attempt"] == 1
 
 
 STAGES: Mapping[str, Callable[[Path], object]] = {
@@ -273,7 +273,7 @@ def test_leftovers_never_block_the_next_writer(stage: str, attempt: int, run: Ru
 
     save(run, NEWEST + 1, world_size=2, attempt=attempt)
 
-    assert verify(checkpoint_path(run, NEWEST + 1)).step == NEWEST + 1
+    assert verify_checkpoint(checkpoint_path(run, NEWEST + 1)).step == NEWEST + 1
 
 
 def test_leftovers_are_told_by_name_and_nothing_else_is_touched(run: RunDir) -> None:
@@ -325,8 +325,8 @@ def test_the_newest_and_the_best_are_kept(
     for step, loss in enumerate(losses, start=1):
         add_checkpoint(run, step, **({} if loss is None else {"loss": loss}))
 
-    claim(run, 1)
-    doomed = prune(run, attempt=1, keep=CheckpointSpec(**keep))
+    claim_run(run, 1)
+    doomed = prune_checkpoints(run, attempt=1, keep=CheckpointSpec(**keep))
 
     assert committed_steps(run) == kept
     assert sorted([*kept, *doomed]) == list(range(1, len(losses) + 1))
@@ -337,10 +337,10 @@ def test_a_best_one_that_cannot_be_read_is_not_the_best(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for step in (1, 2, 3):
         add_checkpoint(run, step, loss=float(step))
-    flip(checkpoint_path(run, 1) / MANIFEST, 30)
+    flip(checkpoint_path(run, 1) / MANIFEST_NAME, 30)
 
-    claim(run, 1)
-    prune(run, attempt=1, keep=CheckpointSpec(keep_last=1, keep_best=1))
+    claim_run(run, 1)
+    prune_checkpoints(run, attempt=1, keep=CheckpointSpec(keep_last=1, keep_best=1))
 
     assert committed_steps(run) == [2, 3]
 
@@ -387,7 +387,7 @@ def digest_of(
         path = uncommitted / shard_name(rank, num_shards)
         shards.append(write_shard(path, [header, *mine.values()], size=len(header) + offset))
     plain = Manifest(step=3, world_size=num_shards, shards=tuple(shards), state=STATE)
-    return digest(commit(run, uncommitted, replace(plain, **manifest)))
+    return checkpoint_digest(commit_checkpoint(run, uncommitted, replace(plain, **manifest)))
 
 
 @pytest.mark.parametrize(
@@ -430,10 +430,10 @@ def test_equal_trainings_have_equal_digests(pristine: RunDir, tmp_path: Path) ->
     again = make_run(tmp_path)
     save(again, OLDER, NEWEST, world_size=2, attempt=5)
 
-    expected = digest(checkpoint_path(pristine, NEWEST))
+    expected = checkpoint_digest(checkpoint_path(pristine, NEWEST))
 
-    assert digest(checkpoint_path(again, NEWEST)) == expected
-    assert digest(checkpoint_path(again, OLDER)) != expected
+    assert checkpoint_digest(checkpoint_path(again, NEWEST)) == expected
+    assert checkpoint_digest(checkpoint_path(again, OLDER)) != expected
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
@@ -511,9 +511,11 @@ def test_an_export_that_fails_leaves_nothing_behind(pristine: RunDir, tmp_path: 
 def test_a_manifest_says_what_the_checkpoint_is(pristine: RunDir) -> None:
     manifest = read_manifest(checkpoint_path(pristine, NEWEST))
 
-    assert (manifest.step, manifest.world_size, manifest.format) == (NEWEST, 2, shards.FORMAT)
+    assert (manifest.step, manifest.world_size, manifest.format) == (NEWEST, 2, shards.FORMAT_VERSION)
     assert manifest.state["position"] == {"step": NEWEST, "epoch": 0, "samples_in_epoch": 5 * NEWEST}
-    assert json.loads((checkpoint_path(pristine, NEWEST) / MANIFEST).read_text())["content"]["made"]["attempt"] == 0
+    assert (
+        json.loads((checkpoint_path(pristine, NEWEST) / MANIFEST_NAME).read_text())["content"]["made"]["attempt"] == 0
+    )
 
 
 # --- writers that fail ------------------------------------------------------------------------------------------------
@@ -687,7 +689,7 @@ def test_what_the_training_does_next_does_not_reach_a_save_under_way(tmp_path: P
         take_step(state)
     checkpointer.wait()
 
-    assert digest(checkpoint_path(run, 1)) == digest(checkpoint_path(expected, 1))
+    assert checkpoint_digest(checkpoint_path(run, 1)) == checkpoint_digest(checkpoint_path(expected, 1))
 
 
 def test_the_order_of_ddps_buckets_is_kept_with_the_checkpoint_and_not_in_its_digest(tmp_path: Path) -> None:
@@ -698,6 +700,6 @@ def test_the_order_of_ddps_buckets_is_kept_with_the_checkpoint_and_not_in_its_di
         saved.gradient_order = order
         make_checkpointers(run)[0].save_and_wait(saved)
         make_checkpointers(run)[0].restore_newest(restored, seed=0)
-        digests.add(digest(checkpoint_path(run, 1)))
+        digests.add(checkpoint_digest(checkpoint_path(run, 1)))
         assert restored.gradient_order == order
     assert len(digests) == 1

@@ -10,12 +10,12 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.launch.submission import snapshot
 from ddp_hpc.launch.submission.snapshot import (
-    LIST,
+    LIST_NAME,
     Snapshot,
     notes_on_copy,
+    outputs_in_copy,
     path_in_snapshot,
     take_snapshot,
-    written_into,
 )
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.unit.made_repository import changed, git, names
@@ -175,15 +175,15 @@ def test_a_copy_is_as_new_as_the_submission_and_what_a_purge_has_taken_of_it_com
     taken = take(code, run)
     files = [path for path in taken.path.rglob("*") if path.is_file() and not path.is_symlink()]
     assert min(path.stat().st_mtime for path in files) > 1.0
-    before = {path: path.read_bytes() for path in files if path.name != LIST}
+    before = {path: path.read_bytes() for path in files if path.name != LIST_NAME}
     (taken.path / "written").touch()
-    for path in [*before, taken.path / LIST]:
+    for path in [*before, taken.path / LIST_NAME]:
         path.unlink()
 
     assert take(code, run).path == taken.path
 
     assert {path: path.read_bytes() for path in before} == before
-    assert (changed(taken.path), list(written_into(taken.path))) == ([], ["written"])
+    assert (changed(taken.path), list(outputs_in_copy(taken.path))) == ([], ["written"])
 
 
 def test_a_copy_that_fails_publishes_nothing(code: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_a_script_finds_what_git_ignores_beside_it_and_writes_there(code: Path, 
     assert (code / "package" / "out" / "checkpoint").exists()
     assert (copy / ".git").resolve() == code / ".git"  # by which `rootutils` and loggers know the project
     assert not (copy / "__pycache__").exists()
-    assert list(written_into(copy)) == []
+    assert list(outputs_in_copy(copy)) == []
 
 
 def test_what_came_or_went_since_is_shown_so_in_the_same_copy(code: Path, run: RunDir) -> None:
@@ -244,13 +244,13 @@ def test_what_a_job_wrote_into_its_copy_is_in_the_copy_of_edited_code_and_is_nam
     first = take(code, run)
     (first.path / "package" / "out").mkdir()
     (first.path / "package" / "out" / "ck.pt").write_text("epoch 1")
-    assert list(written_into(first.path)) == ["package/out"]
+    assert list(outputs_in_copy(first.path)) == ["package/out"]
     assert first.written == []
     for edit in range(2):
         (code / "gone.py").write_text(f"# {edit}")
         again = take(code, run)
         assert (again.path / "package" / "out" / "ck.pt").read_text() == "epoch 1"
-        assert again.written == list(written_into(again.path)) == ["package/out"]
+        assert again.written == list(outputs_in_copy(again.path)) == ["package/out"]
         [note] = notes_on_copy(again, run, [])
         assert "earlier jobs wrote package/out into the copy" in note
         assert "`snapshot.enabled=false`" in note

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.field_types import is_optional, without_none
 from ddp_hpc.run.config.keys import Key, all_keys
-from ddp_hpc.run.config.resolve import Resolved, changes, flat, load_resolved, render_resolved, resolve, resolve_key
+from ddp_hpc.run.config.resolve import (
+    Resolved,
+    changed_keys,
+    flat_spec,
+    load_resolved,
+    render_resolved,
+    resolve,
+    resolve_key,
+)
 from ddp_hpc.run.config.yaml_text import dump_value
 from ddp_hpc.run.spec import RunSpec
 
@@ -174,7 +182,7 @@ def test_a_file_whose_name_has_no_letter_that_a_runs_may_have_asks_for_a_name(tm
 def test_a_word_of_the_command_line_is_read_as_its_key_wants_it(
     override: str, key: str, value: Any, tmp_path: Path
 ) -> None:
-    found = flat(resolved(tmp_path, "", [override]).spec)[key]
+    found = flat_spec(resolved(tmp_path, "", [override]).spec)[key]
 
     assert found == value
     assert type(found) is type(value)
@@ -193,7 +201,7 @@ def test_a_word_of_the_command_line_is_read_as_its_key_wants_it(
 def test_a_variable_names_a_key_in_any_case(variable: str, key: str, tmp_path: Path) -> None:
     found = resolved(tmp_path, environment={variable: "5"})
 
-    assert flat(found.spec)[key] == 5
+    assert flat_spec(found.spec)[key] == 5
     assert found.sources[key] == f"environment {variable}"
 
 
@@ -313,14 +321,14 @@ def test_the_resolved_text_has_a_line_for_every_value_with_its_source(tmp_path: 
     assert ["lr:", "0.001", "#", "file", "run.yaml"] in lines
     assert ["size:", "[3,", "4]", "#", "command", "line"] in lines
     assert ["seed:", "0", "#", "default"] in lines
-    assert sum("#" in line for line in lines) == len(flat(found.spec))
+    assert sum("#" in line for line in lines) == len(flat_spec(found.spec))
 
 
 def test_changes_between_two_specs_are_told_key_by_key(tmp_path: Path) -> None:
     old = resolved(tmp_path, "recipe.args: {width: 3, depth: 1}").spec
     new = resolved(tmp_path, "recipe.args: {width: 3}\nseed: 7").spec
 
-    assert changes(old, new) == {"seed": "seed 0 -> 7", "recipe.args.depth": "recipe.args.depth 1 -> None"}
+    assert changed_keys(old, new) == {"seed": "seed 0 -> 7", "recipe.args.depth": "recipe.args.depth 1 -> None"}
 
 
 def test_the_first_key_of_an_open_section_is_one_change(tmp_path: Path) -> None:
@@ -328,10 +336,10 @@ def test_the_first_key_of_an_open_section_is_one_change(tmp_path: Path) -> None:
     full = resolved(tmp_path, "recipe.args: {head: {width: 3}}").spec
     none = resolved(tmp_path, "recipe.args: {}").spec
 
-    assert list(changes(empty, full).values()) == ["recipe.args.head.width None -> 3"]
-    assert list(changes(full, empty).values()) == ["recipe.args.head.width 3 -> None"]
-    assert list(changes(none, full).values()) == ["recipe.args.head.width None -> 3"]
-    assert list(changes(none, empty).values()) == ["recipe.args.head None -> {}"]
+    assert list(changed_keys(empty, full).values()) == ["recipe.args.head.width None -> 3"]
+    assert list(changed_keys(full, empty).values()) == ["recipe.args.head.width 3 -> None"]
+    assert list(changed_keys(none, full).values()) == ["recipe.args.head.width None -> 3"]
+    assert list(changed_keys(none, empty).values()) == ["recipe.args.head None -> {}"]
 
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -422,4 +430,4 @@ def test_what_is_rendered_is_read_back_as_the_same(
 
     assert after == before.spec
     assert repr(after) == repr(before.spec)  # 1 is no 1.0
-    assert set(before.sources) == set(flat(after))
+    assert set(before.sources) == set(flat_spec(after))

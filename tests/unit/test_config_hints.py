@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.config.foreign import FOREIGN
-from ddp_hpc.run.config.keys import all_keys, is_below_open_key, is_section, key_of, unknown_key
+from ddp_hpc.run.config.foreign import KEY_BY_OTHER_NAME
+from ddp_hpc.run.config.keys import all_keys, is_below_open_key, is_section, key_of, unknown_key_error
 from ddp_hpc.run.config.resolve import resolve
 
 
 def suggested(name: str) -> list[str]:
-    question = re.search(r"Did you mean (.*?)\?", str(unknown_key(name, "here")))
+    question = re.search(r"Did you mean (.*?)\?", str(unknown_key_error(name, "here")))
     return re.findall(r"`([^`]+)`", question[1]) if question else []
 
 
@@ -53,8 +53,8 @@ def test_the_key_that_was_meant_is_named(typed: str, meant: list[str]) -> None:
 
 
 def test_every_word_of_another_tool_leads_to_a_key_and_none_is_a_key_itself() -> None:
-    assert all(key in all_keys() and key_of(key) for key in FOREIGN.values())
-    assert not FOREIGN.keys() & all_keys().keys()
+    assert all(key in all_keys() and key_of(key) for key in KEY_BY_OTHER_NAME.values())
+    assert not KEY_BY_OTHER_NAME.keys() & all_keys().keys()
 
 
 def test_a_word_where_a_section_stands_is_told_the_key_below_it(tmp_path: Path) -> None:

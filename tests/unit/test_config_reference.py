@@ -9,13 +9,13 @@ import pytest
 import ddp_hpc
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.config.keys import all_keys
-from ddp_hpc.run.config.reference import as_markdown, reference, rows_of
+from ddp_hpc.run.config.reference import as_markdown, reference_rows, rows_of
 
 DOCUMENT = Path(ddp_hpc.__file__).parents[1] / "docs/configuration.md"
 
 
 def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
-    rows = reference()
+    rows = reference_rows()
 
     assert [row["key"] for row in rows] == list(all_keys())
     assert [row["key"] for row in rows if not all(row.values())] == []
@@ -57,4 +57,4 @@ def test_the_reference_in_docs_is_that_of_the_code() -> None:
     written, end, _ = rest.partition("<!-- keys: end -->")
 
     assert end
-    assert written == as_markdown(reference())
+    assert written == as_markdown(reference_rows())

@@ -23,10 +23,10 @@ from ddp_hpc.cluster.containers import (
     missing_sources,
     sif_architecture,
 )
-from ddp_hpc.job.launcher import STEPS, agent_argv, step_of_agents
-from ddp_hpc.job.staging import wrapper_of
+from ddp_hpc.job.launcher import STEP_COMMANDS, agent_argv, agents_step_argv
+from ddp_hpc.job.staging import job_command_wrapper
 from ddp_hpc.job.wire.endpoint import Endpoint
-from ddp_hpc.launch.submission.submit_checks.image import look_at_image
+from ddp_hpc.launch.submission.submit_checks.image import image_notes
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec
@@ -149,9 +149,9 @@ def test_a_runtime_that_is_for_elsewhere_is_refused_before_the_queue_and_in_the_
     one = spec(runtime=runtime, image="docker://torch:1")
 
     with pytest.raises(ConfigError, match=f"is {runtime}"):
-        list(look_at_image(one, RUN, [], {}, is_for_slurm=is_for_slurm))
+        list(image_notes(one, RUN, [], {}, is_for_slurm=is_for_slurm))
     with pytest.raises(ConfigError, match=f"is {runtime}"):
-        wrapper_of(one, RUN, paths_of(one), {}, is_for_slurm=is_for_slurm)
+        job_command_wrapper(one, RUN, paths_of(one), {}, is_for_slurm=is_for_slurm)
 
 
 def test_dockers_images_are_names_even_where_a_file_is_called_so(
@@ -183,7 +183,7 @@ def test_python_alone_goes_inside_and_srun_stays_outside(launcher: str) -> None:
     launch = launch_of(spec(), RUN, wrapper)
     endpoint = Endpoint("10.0.0.1", 29500)
 
-    argv = step_of_agents(launch) if launcher == "agent" else STEPS[launcher](launch, 0, endpoint)
+    argv = agents_step_argv(launch) if launcher == "agent" else STEP_COMMANDS[launcher](launch, 0, endpoint)
 
     at = argv.index("--of-the-runtime")
     assert argv[0] == "srun"
@@ -195,7 +195,7 @@ def test_without_an_image_everything_is_as_it_was() -> None:
     bare = RunSpec(name="net")
 
     assert container_setup(bare, RUN, paths_of(bare, WORK_DIR)) is None
-    assert wrapper_of(bare, RUN, paths_of(bare), {}) == containers.BARE
+    assert job_command_wrapper(bare, RUN, paths_of(bare), {}) == containers.BARE
     assert agent_argv(launch_of(bare, RUN))[0] == sys.executable
 
 
@@ -311,7 +311,7 @@ def test_a_path_that_pyxis_would_misread_is_refused(monkeypatch: pytest.MonkeyPa
 
 def looked(one: RunSpec, environ: dict[str, str] | None = None) -> list[str]:
     return list(
-        look_at_image(one, RUN, [Path(CODE)], {"PATH": "/usr/bin"} if environ is None else environ, is_for_slurm=True)
+        image_notes(one, RUN, [Path(CODE)], {"PATH": "/usr/bin"} if environ is None else environ, is_for_slurm=True)
     )
 
 
@@ -366,14 +366,14 @@ def test_a_resume_in_another_image_is_told_of(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "apptainer").touch(0o755)
     environ = {"PATH": str(tmp_path)}
     run, image = make_run(tmp_path), made_sif(tmp_path / "image.sif", number=1)
-    first = wrapper_of(spec(image=str(image)), run, HERE, environ)
+    first = job_command_wrapper(spec(image=str(image)), run, HERE, environ)
     record_start(run, attempt=0, job_id="7", image=first.image)
-    assert list(look_at_image(spec(image=str(image)), run, [], environ, is_for_slurm=True)) == []
+    assert list(image_notes(spec(image=str(image)), run, [], environ, is_for_slurm=True)) == []
 
     made_sif(image, number=2)
-    told = list(look_at_image(spec(image=str(image)), run, [], environ, is_for_slurm=True))
+    told = list(image_notes(spec(image=str(image)), run, [], environ, is_for_slurm=True))
     capsys.readouterr()
-    wrapper_of(spec(image=str(image)), run, HERE, environ)
+    job_command_wrapper(spec(image=str(image)), run, HERE, environ)
 
     assert "attempt 0 ran in another image (SIF 0" in told[0]
     assert told[0] in capsys.readouterr().err
@@ -391,7 +391,7 @@ def test_a_job_takes_the_runtime_that_is_there(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "singularity").touch(0o755)
     run = RunDir(tmp_path)
 
-    found = wrapper_of(spec(image=str(tmp_path)), run, HERE, {"PATH": str(tmp_path)})
+    found = job_command_wrapper(spec(image=str(tmp_path)), run, HERE, {"PATH": str(tmp_path)})
 
     assert found.prefix[0] == "singularity"
     assert f"the workers run in the image {tmp_path}, started by singularity" in capsys.readouterr().err
@@ -401,14 +401,14 @@ def test_a_job_without_the_runtime_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"needs apptainer or singularity, .* Load its module \(in a job, with `slurm.modules`\)"
     ):
-        wrapper_of(spec(image=str(tmp_path)), RunDir(tmp_path), HERE, {"PATH": str(tmp_path)})
+        job_command_wrapper(spec(image=str(tmp_path)), RunDir(tmp_path), HERE, {"PATH": str(tmp_path)})
 
 
 def test_a_node_that_does_not_see_the_image_or_a_path_says_which(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.sif, but there is no such file or directory on this node"):
-        wrapper_of(spec(image=str(tmp_path / "none.sif")), RunDir(tmp_path), HERE, {})
+        job_command_wrapper(spec(image=str(tmp_path / "none.sif")), RunDir(tmp_path), HERE, {})
     with pytest.raises(ConfigError, match=r"The container has to mount /no/such, but this node has no such path"):
-        wrapper_of(spec(image=str(tmp_path), binds=("/no/such",)), RunDir(tmp_path), HERE, {})
+        job_command_wrapper(spec(image=str(tmp_path), binds=("/no/such",)), RunDir(tmp_path), HERE, {})
 
 
 def test_what_is_missing_is_known_before_a_runtime_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cluster.slurm.allocation import granted_cpus
-from ddp_hpc.job.node.cpus import Cpu, gpu_numa_nodes, read_cpus, share_cpus, share_here
+from ddp_hpc.job.node.cpus import Cpu, gpu_numa_nodes, read_cpus, share_cpus, share_node_cpus
 from tests.unit.made_network import batch
 
 PutMachine = Callable[..., None]
@@ -287,4 +287,4 @@ def test_slurms_variables_tell_what_was_given(environ: Mapping[str, str], found:
 def test_in_a_job_that_was_given_one_cpu_one_thread_computes_on_this_machine_too() -> None:
     environ = batch("node1", "1", SLURM_CPUS_ON_NODE="1", SLURM_JOB_CPUS_PER_NODE="1")
 
-    assert share_here(environ, 1, None).threads.value == "1"
+    assert share_node_cpus(environ, 1, None).threads.value == "1"

@@ -361,7 +361,7 @@ def test_where_rank_zeros_node_does_not_answer_a_supervisor_says_that_it_decides
 def test_a_name_that_also_means_a_link_local_address_means_the_one_that_other_nodes_reach() -> None:
     where = replace(lab(2), resolve=lambda _: ["fe80::1%eth0", "10.77.0.11"])
 
-    assert where.numeric("node1", may_be_loopback=False) == "10.77.0.11"
+    assert where.numeric_address("node1", may_be_loopback=False) == "10.77.0.11"
 
 
 def test_this_host_answers() -> None:

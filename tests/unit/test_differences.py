@@ -13,9 +13,9 @@ from ddp_hpc.job.ending import blame
 from ddp_hpc.run.run_dir.differences import (
     Difference,
     Sample,
-    by_repetition,
-    by_vote,
-    is_same_again,
+    is_same_difference,
+    judge_by_repetition,
+    judge_by_vote,
     read_difference,
     read_differences,
     write_difference,
@@ -45,7 +45,7 @@ def difference(digests: str, *, attempt: int = 0, kinds: str = "", values: Any =
 
 def repeated(one: Difference, values: Any = (), *, digest: str = "-", **more: Any) -> Difference:
     """Return the difference as attempt 1 concludes on it."""
-    return by_repetition(one, 1, digest, {"model/w": values} if values else {}, **more)
+    return judge_by_repetition(one, 1, digest, {"model/w": values} if values else {}, **more)
 
 
 @pytest.mark.parametrize(
@@ -61,21 +61,21 @@ def repeated(one: Difference, values: Any = (), *, digest: str = "-", **more: An
     ],
 )
 def test_more_than_half_of_the_ranks_name_the_others(digests: str, odd: tuple[int, ...]) -> None:
-    told = by_vote(difference(digests))
+    told = judge_by_vote(difference(digests))
 
     assert (told.odd_ranks, told.told_by) == (odd, "vote" if odd else "")
 
 
 @pytest.mark.parametrize(("digests", "kinds"), [("aab", "xxy"), ("aabb", "xxyy"), ("aabc", "xxyz")])
 def test_ranks_that_differ_by_their_processors_are_not_blamed(digests: str, kinds: str) -> None:
-    told = by_vote(difference(digests, kinds=kinds))
+    told = judge_by_vote(difference(digests, kinds=kinds))
 
     assert told.odd_ranks == ()
-    assert "may round differently" in told.who
+    assert "may round differently" in told.blame
 
 
 def test_a_rank_that_differs_from_others_on_its_kind_of_processor_is_blamed() -> None:
-    assert by_vote(difference("aabaa", kinds="xxxyy")).odd_ranks == (2,)
+    assert judge_by_vote(difference("aabaa", kinds="xxxyy")).odd_ranks == (2,)
 
 
 @pytest.mark.parametrize(
@@ -132,39 +132,40 @@ def test_without_samples_nothing_is_decided() -> None:
 def test_a_rank_whose_digest_is_found_again_was_right_whatever_the_vote_said(
     digests: str, found: str, odd: tuple[int, ...], who: str
 ) -> None:
-    told = repeated(by_vote(difference(digests)), digest=found)
+    told = repeated(judge_by_vote(difference(digests)), digest=found)
 
     assert (told.odd_ranks, told.told_by, told.told_in, told.is_open) == (odd, "repetition", 1, False)
-    assert who in told.who
+    assert who in told.blame
 
 
 def test_values_clearly_near_those_of_the_fewer_ranks_overrule_the_vote() -> None:
-    voted = by_vote(difference("aab", values=(3.0, 3.0, 1.0)))
+    voted = judge_by_vote(difference("aab", values=(3.0, 3.0, 1.0)))
 
     assert voted.odd_ranks == (2,)
     assert repeated(voted, [1.0005]).odd_ranks == (0, 1)
 
 
 def test_a_vote_stands_where_the_repetition_does_not_tell() -> None:
-    voted = by_vote(difference("aab", values=(3.0, 3.0, 1.0)))
+    voted = judge_by_vote(difference("aab", values=(3.0, 3.0, 1.0)))
 
     told = repeated(voted, [1.5])
 
     assert (told.odd_ranks, told.told_by, told.told_in, told.is_open) == ((2,), "vote", 0, False)
     assert (
-        "2 of 3 ranks agree; attempt 1 computed the step again without a difference, but its values cannot" in told.who
+        "2 of 3 ranks agree; attempt 1 computed the step again without a difference, but its values cannot"
+        in told.blame
     )
 
 
 @pytest.mark.parametrize("digests", ["ab", "aab"])
 def test_an_attempt_that_computed_with_something_else_tells_nothing(digests: str) -> None:
-    one = by_vote(difference(digests, values=(1.0, 3.0, 3.0)[: len(digests)]))
+    one = judge_by_vote(difference(digests, values=(1.0, 3.0, 3.0)[: len(digests)]))
 
     told = repeated(one, [1.0], digest="b", not_comparable="attempt 0 had 3 ranks, it has 2")
 
     assert told.told_by == ("undecided" if digests == "ab" else "vote")
     assert not told.is_open
-    assert "attempt 0 had 3 ranks, it has 2" in told.who
+    assert "attempt 0 had 3 ranks, it has 2" in told.blame
 
 
 def test_ranks_that_differ_by_their_processors_are_not_compared_with_an_attempt_on_one_of_them() -> None:
@@ -174,7 +175,7 @@ def test_ranks_that_differ_by_their_processors_are_not_compared_with_an_attempt_
 
 def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    first, second = by_vote(difference("aab", values=(1.0, 1.0, float("inf")))), difference("ab", attempt=11)
+    first, second = judge_by_vote(difference("aab", values=(1.0, 1.0, float("inf")))), difference("ab", attempt=11)
     write_difference(run, second)
     write_difference(run, first)
 
@@ -233,34 +234,34 @@ def attempt(number: int, **more: Any) -> Attempt:
 def test_the_node_of_a_wrong_rank_is_that_of_its_place() -> None:
     two_each = difference("aaba", odd_ranks=(2,))
 
-    assert blame.nodes_of(two_each, ("node1", "node2")) == ("node2",)
-    assert blame.nodes_of(two_each, ()) == ()  # this machine
-    assert blame.nodes_of(None, ("node1",)) == ()
+    assert blame.odd_ranks_nodes(two_each, ("node1", "node2")) == ("node2",)
+    assert blame.odd_ranks_nodes(two_each, ()) == ()  # this machine
+    assert blame.odd_ranks_nodes(None, ("node1",)) == ()
 
 
 def test_a_repetition_corrects_the_ledger_of_the_earlier_attempt() -> None:
     told = difference("ab", odd_ranks=(1,), told_by="repetition", told_in=1)
     attempts = [attempt(0), changed(attempt(1), cause=Cause.FINISHED)]
 
-    assert blame.corrected(attempts, [told]) == [changed(attempts[0], failed_nodes=("node2",))]
-    assert blame.corrected(blame.corrected(attempts, [told]), [told]) == []
+    assert blame.corrected_attempts(attempts, [told]) == [changed(attempts[0], failed_nodes=("node2",))]
+    assert blame.corrected_attempts(blame.corrected_attempts(attempts, [told]), [told]) == []
 
 
 def test_the_node_of_a_rank_that_lost_a_vote_and_was_right_is_readmitted() -> None:
-    voted = by_vote(difference("abb"))
+    voted = judge_by_vote(difference("abb"))
     attempts = [attempt(0, nodes=voted.hosts, failed_nodes=("node1",))]
 
-    assert blame.corrected(attempts, [voted]) == []
+    assert blame.corrected_attempts(attempts, [voted]) == []
     found = repeated(voted, digest="a")
-    assert blame.corrected(attempts, [found]) == [changed(attempts[0], failed_nodes=("node2", "node3"))]
+    assert blame.corrected_attempts(attempts, [found]) == [changed(attempts[0], failed_nodes=("node2", "node3"))]
 
 
 def test_what_happens_twice_in_the_same_way_is_no_nodes_failure() -> None:
     attempts = [attempt(0, failed_nodes=("node1",)), attempt(1)]
-    twice = [by_vote(difference("baa")), by_vote(difference("baa", attempt=1))]
+    twice = [judge_by_vote(difference("baa")), judge_by_vote(difference("baa", attempt=1))]
 
-    assert is_same_again(*twice)
-    assert blame.same_again(twice, attempts, 1) == 0
-    assert blame.same_again(twice, attempts[1:], 1) is None  # before the user's newest submission
-    assert blame.corrected(attempts, twice) == [attempt(0)]
-    assert not is_same_again(twice[0], difference("bca", attempt=1))
+    assert is_same_difference(*twice)
+    assert blame.earlier_same_difference(twice, attempts, 1) == 0
+    assert blame.earlier_same_difference(twice, attempts[1:], 1) is None  # before the user's newest submission
+    assert blame.corrected_attempts(attempts, twice) == [attempt(0)]
+    assert not is_same_difference(twice[0], difference("bca", attempt=1))

@@ -191,7 +191,7 @@ def test_the_digest_of_all_depends_on_names_and_each_digest() -> None:
     # As the ranks exchange them, too.
     here = RankInfo(rank=0, local_rank=0, world_size=1, local_world_size=1, node_rank=0, master_addr="", master_port=0)
     alone = Group(here, torch.device("cpu"), *(SealedStore(torch.distributed.HashStore(), "") for _ in range(2)))
-    assert all(alone.digests_of_all(text) == [text] for text in [*texts, "8000000000000000", "ff" * 8])
+    assert all(alone.gather_digests(text) == [text] for text in [*texts, "8000000000000000", "ff" * 8])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

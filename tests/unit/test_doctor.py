@@ -342,7 +342,7 @@ def test_the_result_is_found_behind_a_greeting_without_a_line_break(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checked = Preflight(at=1.0, seconds=2.0, nodes=("n1",), findings=())
-    monkeypatch.setattr(preflight, "examine", lambda question: checked)
+    monkeypatch.setattr(preflight, "examine_nodes", lambda question: checked)
     monkeypatch.setattr("ddp_hpc.base.processes.die_with_parent", lambda parent: None)
     for name, value in {"JOB_ID": "1", "JOB_NODELIST": "n1", "TASKS_PER_NODE": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)

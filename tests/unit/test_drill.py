@@ -19,7 +19,7 @@ from ddp_hpc.prove.drill.injector import NodeProcess, processes_by_kind
 from ddp_hpc.prove.drill.scenario import check
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.timeline import Mark, encode
+from ddp_hpc.run.run_dir.timeline import Mark, as_line
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.samples import StepsTaken, read_steps_taken
 from tests.unit.fake_slurm import FakeSlurm
@@ -197,7 +197,7 @@ def test_a_run_that_chooses_its_interval_may_lose_by_the_one_that_was_in_force_a
     marks = [
         Mark(kind="interval", attempt=one, at=1.0, step=1, interval={"every_steps": steps}) for one, steps in chosen
     ]
-    run.timeline.write_bytes(b"".join(map(encode, marks)))
+    run.timeline.write_bytes(b"".join(map(as_line, marks)))
 
     assert scenario._every_steps(run, "auto", 1) == 216
     assert scenario._every_steps(run, "auto", 0) == 0

@@ -14,8 +14,8 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.software_versions import (
     Environment,
-    capture,
     differences,
+    environment_here,
     newest_environment,
     read_environment,
     write_environment,
@@ -34,7 +34,7 @@ USED = Environment(
 
 
 def test_this_python_is_told_as_it_tells_itself() -> None:
-    found = capture(
+    found = environment_here(
         {"LOADEDMODULES": "gcc/13:cuda/12.4", "NCCL_DEBUG": "INFO", "HOME": "/home/ada", "OMP_NUM_THREADS": "3"}
     )
 
@@ -53,14 +53,14 @@ def test_every_installed_package_is_found() -> None:
         for one in metadata.distributions()
     }
 
-    assert capture({}).packages == by_the_book
+    assert environment_here({}).packages == by_the_book
 
 
 def test_a_folder_that_cannot_be_read_is_passed_over_as_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend("/proc/1/root/nowhere")
     monkeypatch.syspath_prepend("/dev/null")
 
-    assert "numpy" in capture({}).packages
+    assert "numpy" in environment_here({}).packages
 
 
 def test_driver_and_gpus_are_the_kernels_word(tmp_path: Path) -> None:
@@ -70,13 +70,13 @@ def test_driver_and_gpus_are_the_kernels_word(tmp_path: Path) -> None:
     )
     (tmp_path / "driver/nvidia/gpus/0000:01:00.0/information").write_text("Model: \t\t NVIDIA H200\nIRQ: 4\n")
 
-    found = capture({}, proc=tmp_path)
+    found = environment_here({}, proc=tmp_path)
 
     assert (found.driver, found.gpus, found.cpu) == ("570.86.15", ("NVIDIA H200",), "")
 
 
 def test_what_each_worker_has_of_its_own_is_no_difference() -> None:
-    assert capture({"CUDA_VISIBLE_DEVICES": "3", "NCCL_SOCKET_IFNAME": "=ib0"}).variables == {}
+    assert environment_here({"CUDA_VISIBLE_DEVICES": "3", "NCCL_SOCKET_IFNAME": "=ib0"}).variables == {}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_capture_prints_what_a_run_used_and_what_is_not_so_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path)
-    write_environment(run, 3, replace(capture({}), torch="1.0", variables={}))
+    write_environment(run, 3, replace(environment_here({}), torch="1.0", variables={}))
 
     assert main(["env", "capture", str(run.path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job.ending.blame import root_of
-from ddp_hpc.run.requeue import Situation, decide, fails_again
+from ddp_hpc.job.ending.blame import root_failure
+from ddp_hpc.run.requeue import Situation, decide_next, repeated_sample
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next, Root
 from ddp_hpc.run.spec import RestartSpec
@@ -31,7 +31,7 @@ NEWEST = attempt(1, first_step=4, cause=None, last_step=None)
 
 @pytest.mark.parametrize("root", [POISONED, replace(POISONED, failed_step=4)])
 def test_the_same_proved_failure_twice_without_progress_is_named(root: Root) -> None:
-    assert fails_again([attempt(0, POISONED), NEWEST], root, 4) == root.entity
+    assert repeated_sample([attempt(0, POISONED), NEWEST], root, 4) == root.entity
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_the_same_proved_failure_twice_without_progress_is_named(root: Root) -> 
 def test_nothing_is_named_where_one_point_differs_or_is_not_known(
     why: str, before: Attempt, newest: Attempt, root: Root, step: int
 ) -> None:
-    assert fails_again([before, newest], root, step) == "", why
+    assert repeated_sample([before, newest], root, step) == "", why
 
 
 def test_the_first_attempt_of_a_submission_has_nothing_before_it() -> None:
-    assert fails_again([NEWEST], POISONED, 4) == fails_again([], POISONED, 4) == ""
+    assert repeated_sample([NEWEST], POISONED, 4) == repeated_sample([], POISONED, 4) == ""
 
 
 @pytest.mark.parametrize("cause", list(Cause))
@@ -73,19 +73,19 @@ def test_a_failure_that_is_named_ends_the_run_only_where_workers_crashed(cause: 
     known = Situation(cause=cause, num_without_progress=2)
     policy = RestartSpec(max_no_progress=100)
 
-    decision = decide(replace(known, fails_again="train_data[17]"), policy)
+    decision = decide_next(replace(known, fails_again="train_data[17]"), policy)
 
     if cause == Cause.WORKER_CRASHED:
         assert (decision.ending, decision.next) == (Ending.FAILED, Next.NOTHING)
         assert "`train_data[17]` ended two attempts in a row in the same way" in decision.why
     else:
-        assert decision == decide(known, policy)
+        assert decision == decide_next(known, policy)
 
 
 def test_a_job_that_slurm_has_requeued_goes_on_all_the_same() -> None:
     known = Situation(cause=Cause.WORKER_CRASHED, fails_again="train_data[17]", is_requeued_by_slurm=True)
 
-    assert decide(known, RestartSpec()).next == Next.SLURM
+    assert decide_next(known, RestartSpec()).next == Next.SLURM
 
 
 # --- the root of several reports ---------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ LOST: dict[str, Any] = {"exception": "RuntimeError: Connection closed by peer", 
 
 def root(*failures: WorkerFailure, cause: Cause = Cause.WORKER_CRASHED) -> Root:
     ordered = sorted(failures, key=lambda failure: (failure.is_secondary, failure.at))
-    return root_of(cause, ordered, hosts=["node0", "node1", "node2"])
+    return root_failure(cause, ordered, hosts=["node0", "node1", "node2"])
 
 
 def test_the_fingerprint_does_not_depend_on_the_rank_the_node_the_time_or_numbers() -> None:

@@ -14,10 +14,10 @@ from ddp_hpc.base.durable import read_json
 from ddp_hpc.base.errors import ConfigError, DivergedError
 from ddp_hpc.run.run_dir.failure_reports import (
     allowed_phase,
-    failure_of,
     first_failure,
+    is_hardware_error,
     is_lost_connection,
-    is_of_hardware,
+    make_failure,
     read_failures,
     report_killed,
     write_failure,
@@ -65,7 +65,7 @@ def test_a_report_of_an_older_or_newer_version_is_read(tmp_path: Path) -> None:
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    failure = failure_of(OSError("no such disk"), rank=2, log=run.rank_log(0, 2), phase="training")
+    failure = make_failure(OSError("no such disk"), rank=2, log=run.rank_log(0, 2), phase="training")
 
     write_failure(run.rank_error(0, 2), failure)
 
@@ -75,7 +75,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_report_that_the_disk_does_not_take_changes_no_exit_code(tmp_path: Path) -> None:
     (tmp_path / "errors").touch()  # where the directory should be
-    failure = failure_of(DivergedError("NaN"), rank=0, log=tmp_path / "log")
+    failure = make_failure(DivergedError("NaN"), rank=0, log=tmp_path / "log")
 
     write_failure(tmp_path / "errors" / "rank-0.json", failure)
 
@@ -84,7 +84,7 @@ def test_a_report_that_the_disk_does_not_take_changes_no_exit_code(tmp_path: Pat
 
 def test_invalid_input_and_divergence_are_said_without_a_type() -> None:
     refused, diverged = (
-        failure_of(error, rank=0, log=Path("log")) for error in (ConfigError("no GPU"), DivergedError("loss is nan"))
+        make_failure(error, rank=0, log=Path("log")) for error in (ConfigError("no GPU"), DivergedError("loss is nan"))
     )
 
     assert (refused.exception, refused.is_input_error, refused.is_diverged) == ("no GPU", True, False)
@@ -221,8 +221,8 @@ class AcceleratorError(RuntimeError):
     ],
 )
 def test_an_error_of_the_device_is_told_from_an_error_of_the_code(error: BaseException, *, is_hardware: bool) -> None:
-    assert is_of_hardware(error) is is_hardware
-    assert failure_of(error, rank=0, log=Path("log")).is_hardware is is_hardware
+    assert is_hardware_error(error) is is_hardware
+    assert make_failure(error, rank=0, log=Path("log")).is_hardware is is_hardware
 
 
 @pytest.mark.parametrize(("text", "phase"), [("building", "building"), ("", ""), ("a later version's word", "")])

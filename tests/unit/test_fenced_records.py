@@ -50,24 +50,24 @@ def logged(run: RunDir) -> list[int]:
 
 def begun(run: RunDir, attempt: int, step: int, *steps: int) -> RunRecorder:
     """Return the records of an attempt that has taken these steps since `step`."""
-    ownership.claim(run, attempt)
+    ownership.claim_run(run, attempt)
     records = recorder(run, attempt)
     records.open(Position(step=step))
     for number in steps:
-        records.train(Position(step=number), loss=1.0, lr=0.1)
+        records.record_training(Position(step=number), loss=1.0, lr=0.1)
     return records
 
 
 def test_who_wakes_up_as_he_opens_the_metrics_leaves_them_to_the_newer_attempt(run: RunDir) -> None:
     begun(run, 0, 0, 1, 2).close()
-    ownership.claim(run, 1)
+    ownership.claim_run(run, 1)
     woken = recorder(run, 1)
     newest = begun(run, 2, 2, 3, 4)
 
     woken.open(Position(step=1))
-    woken.train(Position(step=2), loss=2.0, lr=0.1)
-    woken.progress(Position(step=2), now=True)
-    newest.progress(Position(step=4), now=True)
+    woken.record_training(Position(step=2), loss=2.0, lr=0.1)
+    woken.record_progress(Position(step=2), now=True)
+    newest.record_progress(Position(step=4), now=True)
     woken.close()
     newest.close()
 
@@ -83,9 +83,9 @@ def test_who_wakes_up_amid_his_training_writes_into_no_file_of_the_newer_attempt
     woken = begun(run, 0, 0, 1, 2)
     newest = begun(run, 1, resumed_at, *range(resumed_at + 1, 5))
 
-    woken.train(Position(step=3), loss=2.0, lr=0.1)
-    woken.progress(Position(step=3), now=True)
-    newest.train(Position(step=5), loss=1.0, lr=0.1)
+    woken.record_training(Position(step=3), loss=2.0, lr=0.1)
+    woken.record_progress(Position(step=3), now=True)
+    newest.record_training(Position(step=5), loss=1.0, lr=0.1)
     woken.close()
     newest.close()
 
@@ -98,7 +98,7 @@ def test_who_wakes_up_amid_his_training_writes_into_no_file_of_the_newer_attempt
 def test_the_claim_of_a_finished_run_is_gone_and_an_older_attempt_still_changes_nothing(run: RunDir) -> None:
     add_attempt(run, 1)
     begun(run, 1, 0, 1).close()
-    ownership.release(run, 1)
+    ownership.release_claim(run, 1)
 
     with pytest.raises(FencedError, match="A newer attempt"):
         write_progress(run, Progress(attempt=0, step=7))
@@ -114,9 +114,9 @@ def elsewhere(*_: object, by_way_of: Path | None = None, **_more: object) -> Non
 
 def test_a_claim_that_was_deleted_by_hand_does_not_stop_the_records(run: RunDir) -> None:
     records = begun(run, 0, 0, 1)
-    ownership.release(run, 0)
+    ownership.release_claim(run, 0)
 
-    records.progress(Position(step=2), now=True)
+    records.record_progress(Position(step=2), now=True)
 
     records.close()
     progress = read_progress(run)
@@ -127,10 +127,10 @@ def test_a_claim_that_was_deleted_by_hand_does_not_stop_the_records(run: RunDir)
 def test_a_claim_on_another_file_system_still_keeps_fenced_attempts_away(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ownership.claim(run, 0)
+    ownership.claim_run(run, 0)
     monkeypatch.setattr(ownership, "replace_text", elsewhere)
     write_progress(run, Progress(attempt=0, step=1))  # raises nothing
-    ownership.claim(run, 1)
+    ownership.claim_run(run, 1)
 
     with pytest.raises(FencedError):
         write_progress(run, Progress(attempt=0, step=2))
@@ -139,7 +139,7 @@ def test_a_claim_on_another_file_system_still_keeps_fenced_attempts_away(
 def test_what_waits_is_written_before_the_manifest(run: RunDir) -> None:
     records = begun(run, 0, 0, 1)
     with no_room_beyond(0):
-        records.train(Position(step=2), loss=1.0, lr=0.1)
+        records.record_training(Position(step=2), loss=1.0, lr=0.1)
         with pytest.raises(OSError, match="File too large"):
             records.flush()
     before = logged(run)

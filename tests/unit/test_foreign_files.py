@@ -21,8 +21,8 @@ from ddp_hpc.run.checkpoints import checkpoint_store, foreign_files
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import CHUNK_BYTES
 from ddp_hpc.run.checkpoints.foreign_files import commit_files
-from ddp_hpc.run.checkpoints.shards import FORMAT
-from ddp_hpc.run.run_dir.ownership import claim
+from ddp_hpc.run.checkpoints.shards import FORMAT_VERSION
+from ddp_hpc.run.run_dir.ownership import claim_run
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.attached import run as attached_run
 from ddp_hpc.train.attached.run import AttachedRun
@@ -51,7 +51,7 @@ def claimed(tmp_path: Path) -> RunDir:
     """Return a run whose attempt 0 has its claim."""
     run = RunDir(tmp_path / "train")
     run.path.mkdir()
-    claim(run, 0)
+    claim_run(run, 0)
     return run
 
 
@@ -72,7 +72,7 @@ def test_a_script_that_saves_into_the_same_file_again_changes_no_committed_check
 
     latest = run.latest()
     assert latest is not None
-    assert checkpoint_store.verify(latest).step == 3
+    assert checkpoint_store.verify_checkpoint(latest).step == 3
     kept = {path.name: (path / "model.pt").read_text() for path in run.checkpoint_dir.iterdir()}
     assert kept == {f"step-0000000{step}": f"weights {step}" for step in (1, 2, 3)}
 
@@ -87,7 +87,10 @@ def test_a_copy_has_every_byte_at_any_depth(folder: Path, size: int) -> None:
 
     assert (committed / "a" / "b" / "optimizer.bin").read_bytes() == content
     assert (committed / "a" / "b" / "none").is_dir()
-    assert [shard.file for shard in checkpoint_store.verify(committed).shards] == ["a/b/optimizer.bin", "model.pt"]
+    assert [shard.file for shard in checkpoint_store.verify_checkpoint(committed).shards] == [
+        "a/b/optimizer.bin",
+        "model.pt",
+    ]
 
 
 def test_a_sparse_file_is_copied_with_its_holes_as_zeros(folder: Path) -> None:
@@ -182,7 +185,7 @@ def test_an_attempt_that_is_replaced_while_it_copies_commits_nothing(
     folder: Path, claimed: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def replaced(path: Path, target: Path) -> bool:
-        claim(claimed, 1)
+        claim_run(claimed, 1)
         return clone(path, target)
 
     clone = foreign_files._clone
@@ -257,14 +260,14 @@ def test_a_folder_that_was_committed_before_is_committed_again(folder: Path, kee
 
     again = run.commit(folder, step=2, keeps_folder=keeps_folder)
 
-    assert checkpoint_store.verify(again).step == 2
+    assert checkpoint_store.verify_checkpoint(again).step == 2
     assert run.commit(again, keeps_folder=keeps_folder) == again == run.latest()
 
 
 def test_a_manifest_of_a_newer_ddp_hpc_is_one_of_ours(folder: Path) -> None:
     run = attach()
     committed = run.commit(folder, step=1)
-    newer = replace(checkpoint_store.verify(committed), format=FORMAT + 1)
+    newer = replace(checkpoint_store.verify_checkpoint(committed), format=FORMAT_VERSION + 1)
     (committed / "manifest.json").write_bytes(checkpoint_store.manifest_bytes(newer))
 
     assert run.commit(committed, step=1) == run.latest()

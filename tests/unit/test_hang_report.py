@@ -12,7 +12,7 @@ import pytest
 
 from ddp_hpc.base import exit_codes
 from ddp_hpc.job.ending import network_probe
-from ddp_hpc.job.ending.attempt_end import conclude
+from ddp_hpc.job.ending.attempt_end import conclude_attempt
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang, write_hang_record
@@ -31,7 +31,7 @@ def test_a_job_that_was_suspended_begins_again_without_blame(supervised: Make) -
     attempt = one.begin()
     add_stacks(one.run, attempt, "stand_still")
 
-    concluded = conclude(one.context, attempt, replace(CRASHED, was_suspended=True))
+    concluded = conclude_attempt(one.context, attempt, replace(CRASHED, was_suspended=True))
 
     assert (concluded.end.cause, one.last.next, one.last.failed_nodes) == ("suspended", "in place", ())
     assert "suspended for longer than `restart.hang_timeout_s`" in one.last.reason
@@ -45,7 +45,7 @@ def test_a_recipe_that_is_never_built_is_named_and_blames_no_node(supervised: Ma
     if not is_built:
         one.run.allowance(attempt).write_text("building")
 
-    concluded = conclude(one.context, attempt, CRASHED)
+    concluded = conclude_attempt(one.context, attempt, CRASHED)
 
     assert concluded.end.cause == "hang"
     assert one.last.reason.startswith(
@@ -63,7 +63,7 @@ def test_stacks_that_a_script_dumps_itself_do_not_make_its_failure_a_hang(superv
     add_stacks(one.run, attempt, "wait_for_slow_data")  # `faulthandler.dump_traceback_later(repeat=True)`
     add_failure(one.run, attempt, rank=0, exception="KeyError: 7")
 
-    concluded = conclude(one.context, attempt, CRASHED)
+    concluded = conclude_attempt(one.context, attempt, CRASHED)
 
     assert (concluded.end.cause, one.last.failed_nodes) == ("worker crashed", ())
     assert "KeyError: 7" in one.last.reason
@@ -93,7 +93,7 @@ def test_a_node_that_no_other_reaches_is_left_out_at_once(supervised: Make) -> N
     add_stacks(one.run, attempt, "all_reduce")
     cut_off = replace(PROBED, bad_nodes=("node2",), pairs=(NOTHING_PASSES,))
 
-    concluded = conclude(one.context, attempt, replace(CRASHED, network=cut_off))
+    concluded = conclude_attempt(one.context, attempt, replace(CRASHED, network=cut_off))
 
     assert (concluded.end.cause, one.last.next, one.last.failed_nodes) == ("hang", "requeue", ("node2",))
     assert concluded.exclude == ("node2",)
@@ -108,7 +108,7 @@ def test_of_a_pair_that_does_not_carry_neither_node_is_blamed(supervised: Make) 
     attempt = one.begin()
     add_stacks(one.run, attempt, "all_reduce")
 
-    conclude(one.context, attempt, replace(CRASHED, network=replace(PROBED, pairs=(NOTHING_PASSES,))))
+    conclude_attempt(one.context, attempt, replace(CRASHED, network=replace(PROBED, pairs=(NOTHING_PASSES,))))
 
     assert (one.last.next, one.last.failed_nodes) == ("in place", ())
     assert (
@@ -122,7 +122,7 @@ def test_a_network_that_carries_is_said_to_and_changes_no_blame(supervised: Make
     attempt = one.begin()
     add_stacks(one.run, attempt, "build_recipe", rank=1)
 
-    conclude(one.context, attempt, replace(CRASHED, network=PROBED))
+    conclude_attempt(one.context, attempt, replace(CRASHED, network=PROBED))
 
     assert one.last.failed_nodes == ("node1",)  # the others wait for rank 0, which printed no stack
     assert "other ranks wait for rank 0" in one.last.reason
@@ -134,7 +134,7 @@ def test_a_rank_that_is_elsewhere_is_named_and_the_broken_network_beside_it(supe
     add_stacks(one.run, attempt, "read_a_file")
     add_failure(one.run, attempt, rank=1, host="node2", exception="Connection reset", is_secondary=True)
 
-    conclude(one.context, attempt, replace(CRASHED, network=replace(PROBED, pairs=(NOTHING_PASSES,))))
+    conclude_attempt(one.context, attempt, replace(CRASHED, network=replace(PROBED, pairs=(NOTHING_PASSES,))))
 
     waits = "other ranks wait for rank 0 on node1, which is in /x/y.py:7 in read_a_file"
     assert f"{waits}; besides, on the network of 10.2.0.1, no packet passes" in one.last.reason
@@ -149,7 +149,7 @@ def test_workers_that_lost_their_connections_are_explained_by_a_broken_network(s
         )
     cut_off = replace(PROBED, bad_nodes=("node2",), pairs=(NOTHING_PASSES,))
 
-    concluded = conclude(one.context, attempt, replace(CRASHED, network=cut_off))
+    concluded = conclude_attempt(one.context, attempt, replace(CRASHED, network=cut_off))
 
     assert (concluded.end.cause, one.last.next, one.last.failed_nodes) == ("worker crashed", "requeue", ("node2",))
     assert "; node2 does not reach the other nodes" in one.last.reason
@@ -208,12 +208,12 @@ def test_a_hang_has_one_task_on_each_node_probe_the_network_and_keeps_what_it_fo
     hung = Outcome(code=exit_codes.FAILED, is_unresponsive=True, met_at="127.0.0.1")
 
     outcome = network_probe.explain_by_network(one.context, attempt, hung)
-    conclude(one.context, attempt, outcome)
+    conclude_attempt(one.context, attempt, outcome)
 
     kept = read_network(one.run, attempt)
     assert kept == outcome.network
     assert kept is not None
-    assert kept.carries
+    assert kept.carries_everywhere
     assert "no stack is in its log; all 2 nodes that were probed reach each other" in one.last.reason
 
 
@@ -251,7 +251,7 @@ def test_the_reason_of_a_scripts_hang_is_what_the_collectives_of_all_ranks_show(
     for record in (rank(0, BEFORE, OPEN), second):
         write_hang_record(one.run, attempt, record)
 
-    conclude(one.context, attempt, Outcome(code=exit_codes.FAILED, is_unresponsive=True))
+    conclude_attempt(one.context, attempt, Outcome(code=exit_codes.FAILED, is_unresponsive=True))
 
     assert said in one.last.reason
     [failure] = read_failures(one.run, attempt)
@@ -282,7 +282,7 @@ def test_a_faulty_pair_hides_the_rank_that_hangs_only_on_one_of_its_nodes(
         add_stacks(one.run, attempt, "all_reduce", rank=number)
     faulty = replace(PROBED, num_nodes=4, num_pairs=6, pairs=(PairFault(nodes=pair, fault="large packets"),))
 
-    conclude(context, attempt, replace(CRASHED, network=faulty))
+    conclude_attempt(context, attempt, replace(CRASHED, network=faulty))
 
     assert one.last.failed_nodes == blamed
     assert ("other ranks wait for rank 3 on node4" in one.last.reason) is bool(blamed)
@@ -312,7 +312,7 @@ def test_where_ranks_of_several_nodes_are_behind_they_are_named_and_no_node_is_c
     for record in (rank(0, OPEN), rank(1, BEFORE, frames=LOADS), rank(2, BEFORE, frames=LOADS)):
         write_hang_record(one.run, attempt, record)
 
-    conclude(context, attempt, Outcome(code=exit_codes.FAILED, is_unresponsive=True))
+    conclude_attempt(context, attempt, Outcome(code=exit_codes.FAILED, is_unresponsive=True))
 
     assert "other ranks wait for rank 1 on node2" in one.last.reason
     assert "(so does rank 2)" in one.last.reason
@@ -325,7 +325,7 @@ def test_where_a_rank_may_wait_itself_no_rank_is_blamed(supervised: Make) -> Non
     for record in (rank(0, OPEN), rank(1, BEFORE, frames=OWN, line="request.wait()")):
         write_hang_record(one.run, attempt, record)
 
-    conclude(one.context, attempt, Outcome(code=exit_codes.FAILED, is_unresponsive=True))
+    conclude_attempt(one.context, attempt, Outcome(code=exit_codes.FAILED, is_unresponsive=True))
 
     assert "may wait for a rank themselves: rank 1 is in /home/u/pipe.py:7 in step" in one.last.reason
     assert one.last.failed_nodes == ()

@@ -13,7 +13,7 @@ import pytest
 
 import ddp_hpc
 from ddp_hpc.cli import main
-from ddp_hpc.launch.submission.image_build import FILES, argv_of, files_dir
+from ddp_hpc.launch.submission.image_build import BUILD_FILES, build_argv, files_dir
 from ddp_hpc.watch.diagnose.image_probe import NEEDED, USEFUL
 
 ROOT = Path(ddp_hpc.__file__).parents[1]
@@ -37,11 +37,11 @@ def instructions(name: str) -> list[str]:
 
 def test_both_copy_the_same_files_which_are_there() -> None:
     assert section("files") == instructions("COPY")
-    assert {line.split()[0] for line in section("files")} == set(FILES) - {
+    assert {line.split()[0] for line in section("files")} == set(BUILD_FILES) - {
         "containers/ddp_hpc.def",
         "containers/Dockerfile",
     }
-    assert all((ROOT / name).is_file() for name in FILES)
+    assert all((ROOT / name).is_file() for name in BUILD_FILES)
 
 
 def test_both_run_the_same_commands_and_the_same_test() -> None:
@@ -187,7 +187,7 @@ def test_a_missing_engine_is_an_error_that_names_it(
 
 
 def test_docker_builds_from_the_dockerfile_under_a_tag() -> None:
-    asked = argv_of("docker", "torch:1", ["BASE=debian:12"])
+    asked = build_argv("docker", "torch:1", ["BASE=debian:12"])
 
     assert asked == [
         *("docker", "build", "--build-arg", "BASE=debian:12"),

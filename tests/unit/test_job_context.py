@@ -10,7 +10,7 @@ import pytest
 
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.job_context import JobContext, given_world, why_job_misfits
-from ddp_hpc.job.launcher import step_of_agents
+from ddp_hpc.job.launcher import agents_step_argv
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.run.workload.table import workload_of
@@ -52,7 +52,7 @@ def test_ranks_fill_one_node_of_the_given_world_after_the_other(rank: int, node:
 def test_what_is_started_follows_the_given_world_and_not_the_spec() -> None:
     given = World(num_nodes=5, workers_per_node=2)
 
-    argv = step_of_agents(replace(launch_of(SPEC, RunDir(Path("/runs/net"))), world=given))
+    argv = agents_step_argv(replace(launch_of(SPEC, RunDir(Path("/runs/net"))), world=given))
 
     assert {"--nodes=5", "--ntasks=5", "--cpus-per-task=2"} <= set(argv)
     assert argv[argv.index("--num-workers") + 1] == "2"

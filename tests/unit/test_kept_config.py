@@ -10,7 +10,14 @@ import yaml
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.launch.submission.fill_unset import fill_unset
 from ddp_hpc.run.config.keys import key_of
-from ddp_hpc.run.config.resolve import Resolved, dropped_from, flat, load_resolved, render_resolved, resolve
+from ddp_hpc.run.config.resolve import (
+    Resolved,
+    flat_spec,
+    load_resolved,
+    removed_key_notes,
+    render_resolved,
+    resolve,
+)
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 
@@ -43,7 +50,7 @@ CONFLICTING = {"stage.archive"}
 
 
 def test_a_run_directory_of_version_0_1_0_holds_the_values_that_it_held_then() -> None:
-    values = flat(load_resolved(KEPT))
+    values = flat_spec(load_resolved(KEPT))
 
     written = yaml.safe_load(KEPT.read_text())
     for key, value in values.items():
@@ -73,7 +80,7 @@ def test_it_can_be_submitted_again_without_the_keys_that_are_gone_since(tmp_path
 
     again = resolve(run.config, [f"runs_dir={tmp_path}", "name=again"], NO_PROFILE).spec
 
-    gone = {line.split("`")[1] for line in dropped_from(run.config)}
+    gone = {line.split("`")[1] for line in removed_key_notes(run.config)}
     assert gone == {"log.tensorboard"}
     assert again.slurm.extra == {"switches": 1, "overcommit": True, **FLAGS}
 

@@ -25,7 +25,7 @@ def test_an_error_of_ours_amid_the_verdict_sends_the_job_back_all_the_same(
     one = supervised()
 
     conclusion = last_resort.conclude_in_any_case(one.context, one.begin(), CRASHED)
-    last_resort.leave_in_any_case(one.context, conclusion)
+    last_resort.requeue_in_any_case(one.context, conclusion)
 
     assert (one.last.cause, one.last.next) == ("unexplained", "requeue")
     assert one.last.reason == "ddp-hpc's own supervisor process failed: KeyError: 'odd' (traceback in the job's log)"
@@ -51,7 +51,7 @@ def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_writ
     one.run.attempts.mkdir()
 
     conclusion = last_resort.conclude_in_any_case(one.context, attempt, STOPPED)
-    last_resort.leave_in_any_case(one.context, conclusion)
+    last_resort.requeue_in_any_case(one.context, conclusion)
 
     assert "scontrol requeue 7" in one.slurm.orders("scontrol requeue")
     assert f"how attempt {attempt} ended" in capsys.readouterr().err
@@ -60,7 +60,7 @@ def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_writ
 def test_the_newest_checkpoint_is_known_though_the_ledger_cannot_be_read(supervised: Make) -> None:
     one = supervised()
     attempt = one.begin()
-    ownership.release(one.run, attempt)
+    ownership.release_claim(one.run, attempt)
     add_checkpoint(one.run, 4)
     one.run.attempts.unlink()
     one.run.attempts.mkdir()
@@ -90,7 +90,7 @@ def test_a_decision_with_fewer_facts_waits_no_second_time_for_checkpoints_that_c
 def test_a_job_that_goes_back_after_an_error_of_ours_is_left_no_sooner_than_any_other(
     supervised: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some versions of Slurm cannot start a job again in the second in which its supervisor ended (`requeue_job.STAY_S`)."""
+    """Some versions of Slurm cannot start a job again in the second in which its supervisor ended (`requeue_job.STAY_AFTER_REQUEUE_S`)."""
 
     def fail(context: object, conclusion: object) -> None:
         raise KeyError("odd")
@@ -98,10 +98,10 @@ def test_a_job_that_goes_back_after_an_error_of_ours_is_left_no_sooner_than_any_
     one = supervised()
     conclusion = last_resort.conclude_in_any_case(one.context, one.begin(), STOPPED)
     monkeypatch.setattr(requeue_job, "carry_out_decision", fail)
-    monkeypatch.setattr(requeue_job, "STAY_S", 0.3)
+    monkeypatch.setattr(requeue_job, "STAY_AFTER_REQUEUE_S", 0.3)
     began = time.monotonic()
 
-    last_resort.leave_in_any_case(one.context, conclusion)
+    last_resort.requeue_in_any_case(one.context, conclusion)
 
     assert one.slurm.orders("scontrol requeue") == ["scontrol requeue 7"]
     assert time.monotonic() - began >= 0.3

@@ -13,7 +13,7 @@ import pytest
 from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirm_findings, findings_of
 from ddp_hpc.cluster.rendezvous.links.probe import NUM_DATAGRAMS
 from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO, partners, rounds_of
-from ddp_hpc.job.ending.network_probe import probe
+from ddp_hpc.job.ending.network_probe import probe_network
 from ddp_hpc.run.run_dir.network import Fault, NetworkFindings, PairFault, read_network, write_network
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.distributed.node_networks import step_argv
@@ -122,7 +122,7 @@ def found(answers: dict[int, LinkAnswer], num_nodes: int = 4) -> NetworkFindings
 def test_a_network_that_carries_is_said_to_carry() -> None:
     findings = found(healthy(4))
 
-    assert (findings.carries, findings.is_faulty, findings.num_pairs) == (True, False, 6)
+    assert (findings.carries_everywhere, findings.is_faulty, findings.num_pairs) == (True, False, 6)
     assert findings.words == "all 4 nodes that were probed reach each other on the network of 10.2.0.1"
 
 
@@ -221,7 +221,7 @@ def test_what_is_wrong_with_a_link_follows_from_its_connections_and_datagrams(
     seen = [(one.fault, *one.nodes) for one in (*findings.pairs, *findings.lossy, *findings.unknown)]
     assert seen == ([] if expected is None else [expected])
     assert findings.is_faulty is (expected is not None and expected[0] not in ("little loss", "no answer"))
-    assert findings.carries is (expected is None or expected[0] == "little loss")
+    assert findings.carries_everywhere is (expected is None or expected[0] == "little loss")
 
 
 def test_datagrams_that_the_readers_own_kernel_dropped_are_not_held_against_the_network() -> None:
@@ -246,7 +246,12 @@ def test_a_node_whose_process_stands_still_is_not_blamed_and_its_links_are_not_k
 
     findings = found(answers)
 
-    assert (findings.is_faulty, findings.carries, len(findings.unknown), findings.num_pairs) == (False, False, 3, 3)
+    assert (findings.is_faulty, findings.carries_everywhere, len(findings.unknown), findings.num_pairs) == (
+        False,
+        False,
+        3,
+        3,
+    )
     assert findings.words.startswith(
         "3 pairs of nodes reach each other on the network of 10.2.0.1; nothing is known of"
     )
@@ -275,7 +280,7 @@ def test_only_a_node_that_two_probes_find_bad_is_bad() -> None:
         assert (confirm_findings(bad, again).bad_nodes, len(confirm_findings(bad, again).own_pairs)) == ((), 3)
     assert (confirm_findings(off, off).bad_nodes, confirm_findings(off, off).silent) == (("node2",), ())
     for one in (confirm_findings(off, None), confirm_findings(bad, off)):
-        assert (one.bad_nodes, one.off_network, one.silent, one.carries) == ((), (), ("node2",), False)
+        assert (one.bad_nodes, one.off_network, one.silent, one.carries_everywhere) == ((), (), ("node2",), False)
 
 
 def test_a_node_that_does_not_answer_is_said_apart_and_not_taken_for_bad() -> None:
@@ -286,7 +291,12 @@ def test_a_node_that_does_not_answer_is_said_apart_and_not_taken_for_bad() -> No
     for silent in ({key: value for key, value in answers.items() if key != 3}, {**answers, 3: LinkAnswer()}):
         findings = found(silent)
 
-        assert (findings.silent, findings.bad_nodes, findings.num_pairs, findings.carries) == (("node4",), (), 3, False)
+        assert (findings.silent, findings.bad_nodes, findings.num_pairs, findings.carries_everywhere) == (
+            ("node4",),
+            (),
+            3,
+            False,
+        )
         assert "node4 did not answer in time over Slurm's network, so nothing is known of their links" in findings.words
 
 
@@ -321,7 +331,7 @@ def in_racks(answers: dict[int, LinkAnswer], size: int) -> dict[int, LinkAnswer]
 def test_in_a_routed_network_no_node_of_another_subnet_is_blamed(size: int) -> None:
     findings = found(in_racks(healthy(6), size), 6)
 
-    assert (findings.carries, findings.num_pairs) == (True, 15)
+    assert (findings.carries_everywhere, findings.num_pairs) == (True, 15)
 
 
 def test_in_a_routed_network_the_node_that_no_other_reaches_is_named() -> None:
@@ -337,7 +347,7 @@ def test_an_address_that_no_node_has_itself_blames_none(address: str) -> None:
     """MASTER_ADDR may be a name, or an address that a router translates."""
     names = [f"node{number + 1}" for number in range(4)]
 
-    assert findings_of(names, healthy(4), address=address, at=0.0, seconds=1.0).carries
+    assert findings_of(names, healthy(4), address=address, at=0.0, seconds=1.0).carries_everywhere
 
 
 def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
@@ -363,14 +373,14 @@ def test_many_pairs_are_not_all_spelled_out() -> None:
 
 
 def test_processes_that_listen_on_this_machine_reach_each_other() -> None:
-    findings = probe(["a", "b", "c"], "127.0.0.1", step_argv=lambda nodes: step_argv(dict.fromkeys(nodes, "")))
+    findings = probe_network(["a", "b", "c"], "127.0.0.1", step_argv=lambda nodes: step_argv(dict.fromkeys(nodes, "")))
 
-    assert (findings.carries, findings.num_pairs, findings.silent) == (True, 3, ())
+    assert (findings.carries_everywhere, findings.num_pairs, findings.silent) == (True, 3, ())
 
 
 @pytest.mark.parametrize("command", [["/does/not/exist"], ["false"], [sys.executable, "-c", "print('hello')"]])
 def test_where_no_step_can_be_started_nothing_is_known(command: list[str]) -> None:
-    findings = probe(["a", "b"], "127.0.0.1", step_argv=lambda _: command)
+    findings = probe_network(["a", "b"], "127.0.0.1", step_argv=lambda _: command)
 
-    assert (findings.is_faulty, findings.carries, findings.silent) == (False, False, ("a", "b"))
+    assert (findings.is_faulty, findings.carries_everywhere, findings.silent) == (False, False, ("a", "b"))
     assert findings.words.startswith("the network between the nodes could not be probed: ")

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.slurm import freeze_code, job_import_paths
-from ddp_hpc.launch.submission.snapshot import live_folders
+from ddp_hpc.launch.submission.snapshot import editable_dirs
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec, ScriptSpec
@@ -65,7 +65,7 @@ def test_what_lies_elsewhere_is_named_if_the_user_may_edit_it(project: Path) -> 
     tools = project.parent / "tools"
     environ = {"PYTHONPATH": f"{tools}:{sys.prefix}:/nowhere"}
 
-    assert live_folders(environ) == [tools]
+    assert editable_dirs(environ) == [tools]
     request = SubmitRequest(resolved=Resolved(spec_of(), {}), import_paths=[project], environ=environ)
     assert job_import_paths(request) == [request.run.snapshot]
     [_, note] = freeze_code(request, request.run)

@@ -10,7 +10,7 @@ import pytest
 from ddp_hpc.base import exit_codes
 from ddp_hpc.cluster.containers import BARE
 from ddp_hpc.job.ending import node_probe
-from ddp_hpc.job.ending.attempt_end import Conclusion, conclude
+from ddp_hpc.job.ending.attempt_end import Conclusion, conclude_attempt
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Ledger, record_start
@@ -39,7 +39,7 @@ def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice
 
     def fails() -> Conclusion:
         attempt = one.begin()
-        return conclude(one.context, attempt, node_probe.explain_by_nodes(context, attempt, outcome))
+        return conclude_attempt(one.context, attempt, node_probe.explain_by_nodes(context, attempt, outcome))
 
     fails()
     concluded = fails()
@@ -58,7 +58,7 @@ def test_nodes_are_not_asked_where_the_job_was_told_to_leave(supervised: Make) -
     one.slurm.has("srun", "exit 1")
     told = replace(STOPPED_EARLY, was_signalled=True)
     for attempt in (one.begin(), one.begin()):
-        conclude(one.context, attempt, node_probe.explain_by_nodes(one.context, attempt, told))
+        conclude_attempt(one.context, attempt, node_probe.explain_by_nodes(one.context, attempt, told))
 
     assert one.slurm.orders("srun") == []
     assert "a stop signal arrived before the workers had installed their signal handlers" in one.last.reason
@@ -69,9 +69,9 @@ def test_nodes_are_not_asked_where_the_jobs_time_would_be_over_before_they_answe
     one.slurm.has("srun", "exit 1")
     for _ in range(2):
         attempt = ownership.next_attempt(one.run)
-        ownership.claim(one.run, attempt)
+        ownership.claim_run(one.run, attempt)
         ends_at = time.time() + 60
         record_start(one.run, attempt=attempt, job_id="7", cluster="slurm", nodes=NODES, ends_at=ends_at)
-        conclude(one.context, attempt, node_probe.explain_by_nodes(one.context, attempt, CRASHED))
+        conclude_attempt(one.context, attempt, node_probe.explain_by_nodes(one.context, attempt, CRASHED))
 
     assert one.slurm.orders("srun") == []

@@ -45,7 +45,7 @@ def notifier(run: RunDir, *, on_slurm: bool = False, **notify: Any) -> Notifier:
 
 
 def told(run: RunDir, of: Notifier) -> list[dict[str, str]]:
-    of.leave(goes_on=False)
+    of.wait_for_commands(goes_on=False)
     path = run.path / "told"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -73,7 +73,7 @@ def test_an_end_that_the_cluster_or_the_user_brought_and_that_goes_on_is_no_even
 ) -> None:
     of = notifier(run)
 
-    of.ended(end(ending, follows))
+    of.notify_end(end(ending, follows))
 
     assert [(one["event"], one["next"]) for one in told(run, of)] == [(event, str(follows)) for event in expected]
 
@@ -82,11 +82,11 @@ def test_a_requeued_job_does_not_tell_the_start_again_and_a_new_submission_does(
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0, since=0))
     for attempt in (0, 1):  # the second is that of the requeued job, with a supervisor of its own
         of = notifier(run, on_slurm=True)
-        of.begun(attempt)
-        of.leave(goes_on=False)
+        of.notify_start(attempt)
+        of.wait_for_commands(goes_on=False)
     write_queued_job(run, QueuedJob(job_id="8", attempt=2, at=0.0, since=2))
     of = notifier(run, on_slurm=True)
-    of.begun(2)
+    of.notify_start(2)
 
     assert [(one["event"], one["attempt"], one["job_id"]) for one in told(run, of)] == [
         ("start", "0", "7"),
@@ -99,7 +99,7 @@ def test_an_attempt_after_a_supervisor_that_died_on_this_machine_is_no_new_start
     record_end(run, 0, End(ending=Ending.FAILED, exit_code=-9, next=Next.IN_PLACE))
     of = notifier(run)
 
-    of.begun(1)
+    of.notify_start(1)
 
     assert told(run, of) == []
 
@@ -107,10 +107,10 @@ def test_an_attempt_after_a_supervisor_that_died_on_this_machine_is_no_new_start
 def test_another_supervisor_after_one_that_died_tells_no_event_twice(run: RunDir) -> None:
     first, second = notifier(run), notifier(run)
     for of in (first, second):
-        of.ended(end(Ending.FAILED))
-        of.silent(0, 450.0)
-        of.silent(0, 455.0)
-        of.leave(goes_on=False)
+        of.notify_end(end(Ending.FAILED))
+        of.notify_silence(0, 450.0)
+        of.notify_silence(0, 455.0)
+        of.wait_for_commands(goes_on=False)
 
     assert sorted(one["event"] for one in told(run, second)) == ["failure", "no_progress"]
 
@@ -140,7 +140,7 @@ def test_the_first_save_of_an_attempt_that_fails_is_told_once(run: RunDir) -> No
 def test_a_reason_that_is_longer_than_a_variable_may_be_is_cut(run: RunDir) -> None:
     of = notifier(run)
 
-    of.ended(Conclusion(attempt=0, end=End(ending=Ending.FAILED, reason="x" * 10**6 + "\0")))
+    of.notify_end(Conclusion(attempt=0, end=End(ending=Ending.FAILED, reason="x" * 10**6 + "\0")))
 
     assert told(run, of)[0]["reason"] == "x" * 4000
 
@@ -148,8 +148,8 @@ def test_a_reason_that_is_longer_than_a_variable_may_be_is_cut(run: RunDir) -> N
 def test_only_the_events_that_the_user_names_start_the_command(run: RunDir) -> None:
     of = notifier(run, on=("failure",))
 
-    of.begun(0)
-    of.ended(end(Ending.FINISHED))
+    of.notify_start(0)
+    of.notify_end(end(Ending.FINISHED))
 
     assert told(run, of) == []
 
@@ -160,7 +160,7 @@ def test_where_the_record_cannot_be_written_the_run_goes_on_without_the_command(
     run.notified.mkdir()
     of = notifier(run)
 
-    of.begun(0)
+    of.notify_start(0)
 
     assert told(run, of) == []
     assert "could not start `notify.command` for the event start" in capsys.readouterr().err
@@ -169,10 +169,10 @@ def test_where_the_record_cannot_be_written_the_run_goes_on_without_the_command(
 def test_a_job_that_goes_back_into_the_queue_waits_only_a_moment(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_hpc.job.notify.PATIENCE_S", 0.2)
     of = notifier(run, command=("sleep", "20"))
-    of.ended(end(Ending.FAILED, Next.REQUEUE))
+    of.notify_end(end(Ending.FAILED, Next.REQUEUE))
     began = time.monotonic()
 
-    of.leave(goes_on=True)
+    of.wait_for_commands(goes_on=True)
 
     assert time.monotonic() - began < 15
     for process in of._running:

@@ -12,7 +12,7 @@ from tests.unit.made_state import make_group
 
 
 def let_all_read(rank: int, store: HashStore) -> None:
-    make_group(store, rank=rank, world_size=3).let_all_read("read")
+    make_group(store, rank=rank, world_size=3).wait_until_all_read("read")
 
 
 def test_rank_zero_leaves_when_the_last_of_the_others_has_read() -> None:

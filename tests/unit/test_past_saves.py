@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run.checkpoints.past_saves import NEWEST, Past, PastAttempt, past_of, read_past, summary
+from ddp_hpc.run.checkpoints.past_saves import (
+    NUM_NEWEST_FAILURES,
+    Past,
+    PastAttempt,
+    make_past,
+    read_past,
+    summarize_attempts,
+)
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause
 from ddp_hpc.run.run_dir.timeline import Mark
 from tests.made_run import made_attempt
@@ -32,7 +39,7 @@ def marks(number: int = 0, *, first: int = 0, saved: int | None = 60, reached: i
 
 
 def past(*attempts: PastAttempt) -> Past:
-    return summary(attempts, stalls_s=[], writes_s=[])
+    return summarize_attempts(attempts, stalls_s=[], writes_s=[])
 
 
 @pytest.mark.parametrize("cause", Cause)
@@ -48,26 +55,26 @@ def test_only_what_comes_without_warning_counts_as_a_failure(cause: Cause) -> No
         "fenced",
     }
 
-    found = past_of([attempt(cause=cause)], marks(saved=100))
+    found = make_past([attempt(cause=cause)], marks(saved=100))
 
     assert found.num_failures == (cause in unasked)
 
 
 @pytest.mark.parametrize("cause", [Cause.PREEMPTED, Cause.TIME_LIMIT])
 def test_a_preemption_that_left_no_time_to_save_counts(cause: Cause) -> None:
-    assert past_of([attempt(cause=cause)], marks(saved=60, reached=100)).num_failures == 1
+    assert make_past([attempt(cause=cause)], marks(saved=60, reached=100)).num_failures == 1
 
 
 def test_an_attempt_that_died_with_its_supervisor_counts_and_one_that_never_trained_does_not() -> None:
     attempts = [attempt(0, None), attempt(1), attempt(2, Cause.NODE_FAILED)]
 
-    assert past_of(attempts, [*marks(0), *marks(2)]).num_failures == 2
+    assert make_past(attempts, [*marks(0), *marks(2)]).num_failures == 2
 
 
 def test_training_is_timed_by_a_clock_that_does_not_jump() -> None:
     jumped = [replace(mark, at=mark.at + 1e8 * (mark.kind == "phases")) for mark in marks()]
 
-    found = past_of([attempt()], jumped)
+    found = make_past([attempt()], jumped)
 
     assert found.trained_s == 43.0
 
@@ -82,12 +89,12 @@ def test_stalls_that_were_only_assumed_are_not_taken_for_measured() -> None:
             interval={"stall_s": 1.0 + is_measured, "is_measured": is_measured},
         )
 
-    assert past_of([attempt()], [*marks(), chosen(0.0)]).stalls_s == ()
-    assert past_of([attempt()], [*marks(), chosen(1.0), chosen(0.0)]).stalls_s == (2.0,)
+    assert make_past([attempt()], [*marks(), chosen(0.0)]).stalls_s == ()
+    assert make_past([attempt()], [*marks(), chosen(1.0), chosen(0.0)]).stalls_s == (2.0,)
 
 
 def test_a_run_of_an_older_version_has_no_past() -> None:
-    assert past_of([attempt(), attempt(1)], []) == Past()
+    assert make_past([attempt(), attempt(1)], []) == Past()
 
 
 def test_what_happened_before_the_newest_failures_is_forgotten() -> None:
@@ -96,8 +103,8 @@ def test_what_happened_before_the_newest_failures_is_forgotten() -> None:
 
     found = past(*debugging, calm)
 
-    assert found.num_failures == NEWEST
-    assert found.trained_s == NEWEST * 1.0 + 1e6
+    assert found.num_failures == NUM_NEWEST_FAILURES
+    assert found.trained_s == NUM_NEWEST_FAILURES * 1.0 + 1e6
 
 
 def test_it_is_read_from_a_run_directory_without_the_attempt_that_reads(tmp_path: Path) -> None:

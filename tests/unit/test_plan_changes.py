@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc.run.run_dir.failure_reports import failure_of
+from ddp_hpc.run.run_dir.failure_reports import make_failure
 from ddp_hpc.run.spec import LrScheduleSpec
 from ddp_hpc.train.engine.loop import restore, train
 from ddp_hpc.train.recipe import Recipe
@@ -100,7 +100,7 @@ def test_an_exception_that_cannot_say_its_message_is_reported_all_the_same(tmp_p
     with pytest.raises(SilentError) as caught:
         raise SilentError
 
-    found = failure_of(caught.value, rank=0, log=tmp_path / "log")
+    found = make_failure(caught.value, rank=0, log=tmp_path / "log")
 
     assert found.exception == "SilentError: <exception str() failed>"
     assert found.place.startswith("test_plan_changes.py in ")

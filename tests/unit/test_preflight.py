@@ -13,7 +13,7 @@ from ddp_hpc.cluster.node_checks.facts import NodeFacts
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job import preflight
 from ddp_hpc.job.ending import network_probe
-from ddp_hpc.job.preflight import Question, examine, outcome_of
+from ddp_hpc.job.preflight import NodesQuestion, examine_nodes, outcome_of_findings
 from ddp_hpc.job.wire.subprocesses import NodesAnswers, ask_nodes
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.preflight import Preflight
@@ -31,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         probed.append(tuple(nodes))
         return network(tuple(nodes))
 
-    monkeypatch.setattr(network_probe, "probe", probe)
+    monkeypatch.setattr(network_probe, "probe_network", probe)
     return probed
 
 
@@ -41,7 +41,7 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, answers: Mapping[str,
     monkeypatch.setattr(preflight, "ask_nodes", lambda *_, **__: next(questions))
     allocation = Allocation(job_id="7", node_names=NODES, tasks_per_node=(1,) * 4)
     environ = {"MASTER_ADDR": "10.0.0.1"}
-    return examine(Question(allocation=allocation, folder=folder / "asked", environ=environ))
+    return examine_nodes(NodesQuestion(allocation=allocation, folder=folder / "asked", environ=environ))
 
 
 FACTS = asdict(NodeFacts(num_cpus=4))
@@ -56,7 +56,7 @@ def test_a_node_that_does_not_answer_is_left_out_of_the_probe_and_of_the_run(
     assert (failure.check, failure.nodes) == ("nodes", ("n3",))
     assert failure.found == "no answer from n3 (srun: error: n3: step killed)"
     assert asked == [("n1", "n2", "n4")]
-    outcome = outcome_of(found, "exclude")
+    outcome = outcome_of_findings(found, "exclude")
     assert outcome is not None
     assert outcome.lost_nodes == ("n3",)
 
@@ -74,7 +74,7 @@ def test_nodes_that_may_have_to_unpack_an_image_have_longer_to_answer(
     monkeypatch.setattr(preflight, "ask_nodes", ask)
     allocation = Allocation(job_id="7", node_names=NODES, tasks_per_node=(1,) * 4)
 
-    examine(Question(allocation=allocation, folder=tmp_path / "asked", environ={}, has_image=has_image))
+    examine_nodes(NodesQuestion(allocation=allocation, folder=tmp_path / "asked", environ={}, has_image=has_image))
 
     assert given == [timeout_s]
 
@@ -93,7 +93,7 @@ def test_where_no_node_answers_the_workers_start(tmp_path: Path, monkeypatch: py
     found = checked(tmp_path, monkeypatch, {})
 
     assert [(one.check, one.level) for one in found.findings] == [("nodes", "unknown")]
-    assert [outcome_of(found, on_fail) for on_fail in ("stop", "exclude")] == [None, None]
+    assert [outcome_of_findings(found, on_fail) for on_fail in ("stop", "exclude")] == [None, None]
 
 
 def test_the_nodes_are_named_on_which_srun_could_not_start_the_command() -> None:

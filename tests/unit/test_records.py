@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
-from ddp_hpc.run.run_dir.records import after_stop, read_progress, write_progress
+from ddp_hpc.run.run_dir.records import read_progress, resume_text, write_progress
 from tests.made_run import make_run, progress
 
 
@@ -91,7 +91,7 @@ def test_a_stop_promises_only_what_is_known_to_be_saved(
     if known is not None:
         write_progress(run, progress(**{"last_checkpoint": None, **known}))
 
-    said = after_stop(run)
+    said = resume_text(run)
 
     assert ("continue from what it has saved" in said) == is_promised
     assert ("`script.progress`" in said) != is_promised

@@ -13,9 +13,9 @@ from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, WorkerError
 from ddp_hpc.cli import main
 from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.cluster.slurm.queries import JobRecord
-from ddp_hpc.launch.submission.release_hold import hasten, hastening, letting_in
+from ddp_hpc.launch.submission.release_hold import changes_to_let_in, changes_to_start, hasten
 from ddp_hpc.launch.submission.slurm import _require_alive
-from ddp_hpc.run.config.resolve import Resolved, flat, render_resolved
+from ddp_hpc.run.config.resolve import Resolved, flat_spec, render_resolved
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, record_end, record_start
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec
@@ -38,7 +38,7 @@ def test_a_requeued_job_is_told_to_begin_but_not_in_the_second_of_its_requeue(
     eligible_at = None if eligible_in_s is None else 1000.0 + eligible_in_s
     job = JobRecord(job_id="7", state="PENDING", reason="BeginTime", eligible_at=eligible_at)
 
-    assert hastening(QueuedJob(job_id="7", attempt=2, at=0.0, since=1), job, now=1000.0) == change
+    assert changes_to_start(QueuedJob(job_id="7", attempt=2, at=0.0, since=1), job, now=1000.0) == change
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_job_that_waits_for_anything_else_is_left_alone(attempt: int, state: s
     """Such as for the time that the user has set at submit."""
     queued = QueuedJob(job_id="7", attempt=attempt, at=0.0, since=1)
 
-    assert hastening(queued, JobRecord(job_id="7", state=state, reason=reason), now=0.0) == {}
+    assert changes_to_start(queued, JobRecord(job_id="7", state=state, reason=reason), now=0.0) == {}
 
 
 SHORT = JobRecord(
@@ -69,7 +69,7 @@ SHORT = JobRecord(
 def test_a_job_that_waits_for_lost_nodes_gets_those_back_that_it_left_out(
     let_in: set[str], change: dict[str, str]
 ) -> None:
-    assert letting_in(SHORT, let_in) == change
+    assert changes_to_let_in(SHORT, let_in) == change
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_job_that_waits_for_lost_nodes_gets_those_back_that_it_left_out(
     ids=["waits for its turn", "runs", "leaves out none"],
 )
 def test_a_job_that_does_not_lack_nodes_is_left_alone(other: JobRecord) -> None:
-    assert letting_in(other, {"node2"}) == {}
+    assert changes_to_let_in(other, {"node2"}) == {}
 
 
 @pytest.mark.parametrize("reason", ["ReqNodeNotAvail,_UnavailableNodes:node1", "BadConstraints"])
@@ -92,7 +92,7 @@ def test_a_user_who_asks_has_slurm_let_in_as_many_nodes_as_the_job_needs(tmp_pat
     slurm.has("scontrol", f'[ "$2" = show ] && echo "{shown}"; true')
     run = make_run(tmp_path)
     spec = RunSpec(name=run.name, runs_dir=str(tmp_path), resources=ResourcesSpec(nodes=2))
-    run.config.write_text(render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "test"))))
+    run.config.write_text(render_resolved(Resolved(spec, dict.fromkeys(flat_spec(spec), "test"))))
     for attempt, node in enumerate(["node2", "node2", "node4", "node4", "node4"]):
         record_start(run, attempt=attempt, job_id="7", cluster="slurm", nodes=("node2", "node4"))
         end = End(ending=Ending.FAILED, exit_code=1, cause=Cause.WORKER_CRASHED, failed_nodes=(node,))

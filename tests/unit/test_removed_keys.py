@@ -9,8 +9,8 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.config.keys import all_keys
-from ddp_hpc.run.config.removed import REMOVED
-from ddp_hpc.run.config.resolve import dropped_from, load_resolved, resolve
+from ddp_hpc.run.config.removed import REMOVED_KEYS
+from ddp_hpc.run.config.resolve import load_resolved, removed_key_notes, resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 
 NO_SITE = {"DDP_HPC_SITE_PROFILE": ""}
@@ -44,14 +44,14 @@ def test_a_run_of_an_earlier_version_is_read_without_a_word_where_the_removed_ke
     spec = load_resolved(run.config)
 
     assert (spec.train.epochs, spec.integrity.every_steps) == (2, 50)
-    assert dropped_from(run.config) == []
+    assert removed_key_notes(run.config) == []
     assert resolve(run.config, [f"runs_dir={tmp_path.parent}"], NO_SITE).spec.train == spec.train
 
 
 def test_another_value_of_a_removed_key_is_told_in_one_line_and_has_no_effect(tmp_path: Path) -> None:
     run = kept(tmp_path, OF_2026_11_25.replace("steps: null", "steps: 1000"))
 
-    [told] = dropped_from(run.config)
+    [told] = removed_key_notes(run.config)
 
     assert told.startswith(f"note: `{GONE}` is 1000 in {run.config}, but since 2026-11-26 it is no longer a key")
     assert "`ddp-hpc audit RUN`" in told
@@ -97,7 +97,7 @@ def test_a_site_profile_with_a_removed_key_is_refused_with_what_to_do_instead(tm
 
 
 def test_no_row_names_a_key_that_exists_and_each_says_when_and_what_instead() -> None:
-    assert not REMOVED.keys() & all_keys().keys()
-    for one in REMOVED.values():
+    assert not REMOVED_KEYS.keys() & all_keys().keys()
+    for one in REMOVED_KEYS.values():
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", one.since)
         assert one.instead.endswith(".")

@@ -14,7 +14,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.cluster.slurm.steps import probe_argv, step_argv
-from ddp_hpc.job.launcher import step_of_agents
+from ddp_hpc.job.launcher import agents_step_argv
 from ddp_hpc.launch.render import quote, quote_for_sbatch, render
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ContainerSpec, DataSpec, ResourcesSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
@@ -378,7 +378,7 @@ def test_the_ranks_of_a_script_have_as_long_as_they_take_after_the_first_has_end
     for workload, wait in (({"script": ScriptSpec(command=("python", "train.py"))}, 0), ({"train": TRAIN}, 60)):
         spec = RunSpec(name="digits", resources=ResourcesSpec(nodes=2, workers_per_node=2), **workload)
 
-        assert f"--wait={wait}" in step_of_agents(launch_of(spec, RunDir(Path("/runs/digits"))))
+        assert f"--wait={wait}" in agents_step_argv(launch_of(spec, RunDir(Path("/runs/digits"))))
 
 
 def test_a_question_to_the_nodes_waits_for_no_other_step() -> None:

@@ -20,9 +20,9 @@ from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NotComputed
 from ddp_hpc.base.processes import take_lock
 from ddp_hpc.base.record import read_record, write_record
 from ddp_hpc.cli import main
-from ddp_hpc.cli.formatting import as_json, spelled
+from ddp_hpc.cli.formatting import as_json, spell_odd_floats
 from ddp_hpc.cli.replay_text import audit_text, replay_text
-from ddp_hpc.cli.verbs.replay import or_not_computed
+from ddp_hpc.cli.verbs.replay import raise_not_computed
 from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay import auditing
 from ddp_hpc.prove.replay.auditing import (
@@ -47,7 +47,7 @@ from ddp_hpc.run.run_dir.replays import (
     read_inputs,
     write_inputs,
 )
-from ddp_hpc.run.run_dir.software_versions import capture, write_environment
+from ddp_hpc.run.run_dir.software_versions import environment_here, write_environment
 from ddp_hpc.run.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.engine.replay_trace import follow_request
@@ -65,7 +65,7 @@ def history(*begun: tuple[int, AttemptInputs], committed: tuple[int, ...] = (), 
 def test_in_json_a_number_that_is_not_finite_is_a_text_that_says_which() -> None:
     difference = {"recorded": math.nan, "computed": 1.0, "error": (math.inf, -math.inf, 0.5)}
 
-    told = json.loads(as_json(spelled(difference)))
+    told = json.loads(as_json(spell_odd_floats(difference)))
 
     assert told == {"recorded": "nan", "computed": 1.0, "error": ["inf", "-inf", 0.5]}
 
@@ -74,7 +74,7 @@ def test_in_json_a_number_that_is_not_finite_is_a_text_that_says_which() -> None
     "error", [UnreadableError("away"), CorruptCheckpointError("damaged"), OSError(5, "I/O error", "p")]
 )
 def test_what_could_not_be_compared_has_another_exit_code_than_what_differs(error: Exception) -> None:
-    with pytest.raises(NotComputedError) as raised, or_not_computed():
+    with pytest.raises(NotComputedError) as raised, raise_not_computed():
         raise error
 
     assert raised.value.exit_code == 2
@@ -97,13 +97,13 @@ def test_a_failed_audit_says_what_may_have_changed_and_keeps_each_segment_on_one
 def test_attempts_that_computed_alike_are_one_stretch() -> None:
     told = history((0, inputs(0)), (20, inputs(1)), (40, inputs(2)))
 
-    assert [(start, end) for start, end, _ in told.stretches(10, 50)] == [(10, 50)]
+    assert [(start, end) for start, end, _ in told.ranges_computed_alike(10, 50)] == [(10, 50)]
 
 
 def test_another_world_or_configuration_begins_another_stretch() -> None:
     told = history((0, inputs(0, 2)), (20, inputs(1, 4)), (40, inputs(2, 4, config="name: digits\nseed: 1\n")))
 
-    parts = told.stretches(0, 50)
+    parts = told.ranges_computed_alike(0, 50)
 
     assert [(start, end, one.attempt) for start, end, one in parts] == [(0, 20, 0), (20, 40, 1), (40, 50, 2)]
 
@@ -114,16 +114,16 @@ def test_another_number_of_threads_begins_another_stretch(tmp_path: Path) -> Non
     for attempt, threads in enumerate(("2", "2", "1")):
         record_start(run, attempt=attempt, job_id="", first_step=20 * attempt)
         write_inputs(run, inputs(attempt))
-        write_environment(run, attempt, capture({"OMP_NUM_THREADS": threads, "NCCL_DEBUG": str(attempt)}))
+        write_environment(run, attempt, environment_here({"OMP_NUM_THREADS": threads, "NCCL_DEBUG": str(attempt)}))
 
-    parts = read_history(run).stretches(0, 60)
+    parts = read_history(run).ranges_computed_alike(0, 60)
 
     assert [(start, end, one.attempt) for start, end, one in parts] == [(0, 40, 0), (40, 60, 2)]
 
 
 def test_variables_that_decide_how_numbers_are_added_are_those_of_the_run_and_no_others(tmp_path: Path) -> None:
     run, here = make_run(tmp_path), {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HOME": "/home/a"}
-    write_environment(run, 0, capture({"OMP_NUM_THREADS": "2"}))
+    write_environment(run, 0, environment_here({"OMP_NUM_THREADS": "2"}))
 
     assert environ_of(numeric_variables(run, inputs(0)), here) == {"OMP_NUM_THREADS": "2", "HOME": "/home/a"}
     assert environ_of(numeric_variables(run, inputs(1)), here) == here
@@ -166,7 +166,7 @@ def test_an_ordinary_run_asks_for_no_replay_and_a_replay_is_read_back(tmp_path: 
     write_record(run.replay_request, asked)
 
     assert read_record(run.replay_request, ReplayRequest) == asked
-    assert [asked.traces(step) for step in (4, 5, 9)] == [False, True, True]
+    assert [asked.is_traced(step) for step in (4, 5, 9)] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.job.ending import attempt_end, requeue_job, stale_attempts
-from ddp_hpc.job.ending.attempt_end import conclude
+from ddp_hpc.job.ending.attempt_end import conclude_attempt
 from ddp_hpc.job.ending.requeue_job import carry_out_decision
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.run_dir.ledger import Ledger, Next
@@ -102,7 +102,7 @@ def test_a_job_that_is_cancelled_meanwhile_is_not_called_back(
     supervised: Make, state: str, reason: str, goes: bool
 ) -> None:
     one = supervised()
-    concluded = conclude(one.context, one.begin(), STOPPED)
+    concluded = conclude_attempt(one.context, one.begin(), STOPPED)
     one.slurm.knows_job(state=state, reason=reason)
 
     carry_out_decision(one.context, concluded)
@@ -115,7 +115,7 @@ def test_a_job_that_is_cancelled_meanwhile_is_not_called_back(
 def test_a_job_that_slurm_puts_back_meanwhile_is_not_put_back_again(supervised: Make) -> None:
     """A second requeue would be refused while it waits, and end it where it has begun elsewhere already."""
     one = supervised()
-    concluded = conclude(one.context, one.begin(), STOPPED)
+    concluded = conclude_attempt(one.context, one.begin(), STOPPED)
     one.slurm.knows_job(state="RUNNING", restarts=1)
 
     carry_out_decision(one.context, concluded)
@@ -142,7 +142,7 @@ def test_a_requeue_that_is_refused_while_slurm_answers_now_and_then_is_no_refusa
 ) -> None:
     """Slurm was first, but the question whether it was is not answered at once."""
     one = supervised()
-    concluded = conclude(one.context, one.begin(), CRASHED)
+    concluded = conclude_attempt(one.context, one.begin(), CRASHED)
     asked = tmp_path / "asked"
     concluded = replace(concluded, end=replace(concluded.end, next=Next.REQUEUE))
     shown = "JobId=7 JobName=x UserId=ada(1) JobState=PENDING Reason=None Restarts=$n PreemptTime=None Command=x"
@@ -190,7 +190,7 @@ def test_a_requeue_that_fails_while_slurm_answers_no_question_either_is_tried_ag
 def test_a_job_that_ddp_hpc_has_cancelled_does_not_go_back_also_while_it_is_preempted(supervised: Make) -> None:
     one = supervised()
     one.slurm.knows_job(preempted="2026-11-22T08:00:00")
-    concluded = conclude(one.context, one.begin(), STOPPED)
+    concluded = conclude_attempt(one.context, one.begin(), STOPPED)
     noted = read_queued_job(one.run)
     assert noted is not None
     write_queued_job(one.run, replace(noted, cancelled_at=1.0))
@@ -207,8 +207,8 @@ def test_a_cancel_that_comes_while_slurm_is_asked_once_more_is_not_undone(
     """A busy controller may take half a minute to answer, in which the user cancels."""
     one = supervised()
     one.begin()
-    concluded = conclude(one.context, 0, STOPPED)
-    now = SlurmJob.now
+    concluded = conclude_attempt(one.context, 0, STOPPED)
+    now = SlurmJob.query_record
 
     def cancelled_meanwhile(self: SlurmJob) -> Any:
         job, noted = now(self), read_queued_job(one.run)
@@ -216,7 +216,7 @@ def test_a_cancel_that_comes_while_slurm_is_asked_once_more_is_not_undone(
         write_queued_job(one.run, replace(noted, cancelled_at=1.0))
         return job
 
-    monkeypatch.setattr(SlurmJob, "now", cancelled_meanwhile)
+    monkeypatch.setattr(SlurmJob, "query_record", cancelled_meanwhile)
 
     carry_out_decision(one.context, concluded)
 
@@ -237,7 +237,7 @@ def test_a_job_that_is_cancelled_while_it_is_preempted_does_not_go_back(
     one.slurm.accounts(accounted_as)
     if when == "before":
         cancelled()
-    concluded = conclude(one.context, one.begin(), STOPPED)
+    concluded = conclude_attempt(one.context, one.begin(), STOPPED)
     cancelled()
 
     carry_out_decision(one.context, concluded)
@@ -249,7 +249,7 @@ def test_a_job_that_is_cancelled_while_it_is_preempted_does_not_go_back(
 
 def test_a_run_that_its_user_stops_while_it_leaves_does_not_go_back(supervised: Make) -> None:
     one = supervised()
-    concluded = conclude(one.context, one.begin(), STOPPED)
+    concluded = conclude_attempt(one.context, one.begin(), STOPPED)
     ask_to_stop(one.run)
 
     carry_out_decision(one.context, concluded)
@@ -304,7 +304,7 @@ def test_a_record_that_finds_no_room_does_not_keep_a_job_from_going_back(
     monkeypatch.setattr(attempt_end, "record_end", no_room)
     monkeypatch.setattr(requeue_job, "write_queued_job", no_room)
 
-    carry_out_decision(one.context, conclude(one.context, attempt, STOPPED))
+    carry_out_decision(one.context, conclude_attempt(one.context, attempt, STOPPED))
 
     assert one.slurm.orders() == ["scontrol requeue 7"]
     assert (
@@ -367,14 +367,14 @@ def test_nodes_that_the_user_named_are_kept(supervised: Make) -> None:
     one.killed_on(rank=1)
 
     assert excluded(one) == [""]
-    assert stale_attempts.nodes_to_avoid(one.context, one.job, Ledger.read(one.run)) == ()
+    assert stale_attempts.bad_nodes_of_job(one.context, one.job, Ledger.read(one.run)) == ()
 
 
 def test_a_job_that_was_given_a_bad_node_again_is_told_to_ask_for_another(supervised: Make) -> None:
     one = supervised(restart=RestartSpec(exclude_after=1))
     one.killed_on(rank=1)
 
-    assert stale_attempts.nodes_to_avoid(one.context, one.job, Ledger.read(one.run)) == ("node2",)
+    assert stale_attempts.bad_nodes_of_job(one.context, one.job, Ledger.read(one.run)) == ("node2",)
 
 
 def test_a_node_that_an_attempt_was_not_begun_on_has_not_failed_once_more(supervised: Make) -> None:

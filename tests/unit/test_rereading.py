@@ -236,14 +236,14 @@ def test_the_pause_between_two_looks_ends_when_the_supervisor_does(tmp_path: Pat
     assert supervisor.stdout is not None
     supervisor.stdout.readline()
     (attempt,) = Ledger.read(run).attempts
-    assert attempt.lives(attempt.host)
+    assert attempt.is_alive_on(attempt.host)
     threading.Timer(0.3, supervisor.kill).start()
 
     began = time.monotonic()
     processes.await_exit(attempt.pid, attempt.pid_start, timeout_s=600)  # would stand here for ten minutes
 
     assert time.monotonic() - began < 300
-    assert not attempt.lives(attempt.host)
+    assert not attempt.is_alive_on(attempt.host)
     supervisor.communicate()
 
 
@@ -289,7 +289,7 @@ def test_a_process_that_proc_hides_is_not_known_to_live(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Path, "read_text", refuse)
 
-    assert not attempt.lives(attempt.host)
+    assert not attempt.is_alive_on(attempt.host)
 
 
 def test_one_flaky_look_at_the_ledger_between_two_looks_ends_no_following(
@@ -384,10 +384,10 @@ def test_whoever_waits_is_told_of_the_first_failed_save_in_a_row(
     run = make_run(tmp_path)
     saves = SaveWatch(run, 1, LastRead())
 
-    saves.look()  # before there is any progress
+    saves.warn_of_failures()  # before there is any progress
     for attempt, error in ((0, "of before"), (1, None), (1, "full"), (1, "full"), (1, None), (2, "quota")):
         add_progress(run, attempt=attempt, save_error=error)
-        saves.look()
+        saves.warn_of_failures()
 
     told = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[3].split(";")[0] for line in told] == ["full", "quota"]

@@ -9,15 +9,15 @@ from itertools import pairwise
 import pytest
 
 from ddp_hpc.run.checkpoints.save_interval import (
-    FIRST_S,
+    FIRST_SAVE_S,
+    DecidedBy,
     SaveCosts,
     SaveInterval,
-    Why,
     best_interval_s,
     between_failures_s,
-    choose,
+    choose_interval,
     is_worth_changing,
-    roughly,
+    rough_duration,
 )
 from ddp_hpc.run.spec import CheckpointSpec
 
@@ -38,9 +38,9 @@ def test_no_interval_is_expected_to_cost_noticeably_less_than_the_best(stall_s: 
     one = costs(stall_s=stall_s, between_failures_s=mean_s)
     best = best_interval_s(stall_s, mean_s)
 
-    least = min(one.share(best * 1.1**power) for power in range(-40, 41))
+    least = min(one.cost_share(best * 1.1**power) for power in range(-40, 41))
 
-    assert one.share(best) - least <= 0.002 * (1 - least) + 0.003 * least
+    assert one.cost_share(best) - least <= 0.002 * (1 - least) + 0.003 * least
 
 
 def test_the_expected_cost_is_what_independent_failures_take() -> None:
@@ -52,11 +52,11 @@ def test_the_expected_cost_is_what_independent_failures_take() -> None:
         commits = max(0, math.floor((life - one.restart_s - one.write_s) / (70.0 + one.stall_s)))
         all_s, kept_s = all_s + life, kept_s + 70.0 * commits
 
-    assert 1 - kept_s / all_s == pytest.approx(one.share(70.0), abs=0.01)
+    assert 1 - kept_s / all_s == pytest.approx(one.cost_share(70.0), abs=0.01)
 
 
 def test_saves_that_never_fit_between_two_failures_cost_everything() -> None:
-    assert costs(between_failures_s=1.0).share(1e6) == 1.0
+    assert costs(between_failures_s=1.0).cost_share(1e6) == 1.0
 
 
 # --- the choice ---
@@ -70,19 +70,19 @@ def test_saves_that_never_fit_between_two_failures_cost_everything() -> None:
         ({"between_failures_s": 1000 * DAY}, {}, (3600, "longest")),
         ({"write_s": 300.0}, {}, (600.0, "written")),
         ({"write_s": 3000.0}, {}, (6000.0, "written")),  # no limit makes a disk faster
-        ({}, {"is_measured": False}, (FIRST_S, "least cost")),
+        ({}, {"is_measured": False}, (FIRST_SAVE_S, "least cost")),
     ],
 )
 def test_the_interval_is_the_best_one_within_its_limits(
-    known: dict[str, float], more: dict[str, float], chosen: tuple[float, Why]
+    known: dict[str, float], more: dict[str, float], chosen: tuple[float, DecidedBy]
 ) -> None:
-    assert choose(costs(**known), KEYS, **more) == chosen  # type: ignore[arg-type]  # of several types
+    assert choose_interval(costs(**known), KEYS, **more) == chosen  # type: ignore[arg-type]  # of several types
 
 
 def test_a_long_stall_does_not_hold_back_the_save_that_measures_it() -> None:
     keys = CheckpointSpec(min_interval_s=300, max_interval_s=3600)
 
-    assert choose(costs(), keys, is_measured=False)[0] == 300
+    assert choose_interval(costs(), keys, is_measured=False)[0] == 300
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_odd_records_have_an_answer_too(failures: int, trained_s: float) -> None
     ],
 )
 def test_durations_are_rough(seconds: float, text: str) -> None:
-    assert roughly(seconds) == text
+    assert rough_duration(seconds) == text
 
 
 def test_the_reason_names_the_numbers_and_the_limit() -> None:
@@ -148,8 +148,8 @@ def test_the_reason_names_the_numbers_and_the_limit() -> None:
         expected_cost=0.01,
     )
 
-    assert one.often() == "every 340 steps (about 9 min)"
-    assert one.reason("shortest") == (
+    assert one.interval_text() == "every 340 steps (about 9 min)"
+    assert one.reason_text("shortest") == (
         "a save stops training for 1.2 s, a start takes 40 s, one failure every 11 h is expected (2 so far); not more often, because of "
         "`checkpoint.min_interval_s`"
     )

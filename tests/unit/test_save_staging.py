@@ -349,7 +349,7 @@ def test_the_writers_thread_selects_its_gpu_first(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", no_gpu)
     run = RunDir(tmp_path)
-    ownership.claim(run, 0)
+    ownership.claim_run(run, 0)
     gpu = torch.device("cuda", 3)
     checkpointer = Checkpointer(run, replace(alone(), device=gpu), attempt=0, keep=CheckpointSpec())
 
@@ -364,7 +364,7 @@ def test_the_buffers_are_made_after_the_first_step_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RunDir(tmp_path)
-    ownership.claim(run, 0)
+    ownership.claim_run(run, 0)
     told: list[Mapping[str, int]] = []
     checkpointer = Checkpointer(run, alone(), attempt=0, keep=CheckpointSpec(), on_buffers=told.append)
     state = make_state(steps=1)
@@ -381,7 +381,7 @@ def test_the_buffers_are_made_after_the_first_step_and_said_once(
 
 def test_a_replay_makes_no_buffers(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    ownership.claim(run, 0)
+    ownership.claim_run(run, 0)
     told: list[Mapping[str, int]] = []
     checkpointer = Checkpointer(run, alone(), attempt=0, keep=CheckpointSpec(), on_buffers=told.append)
 

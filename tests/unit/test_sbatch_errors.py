@@ -15,7 +15,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm.queries import JobRecord, NodeShape, Partition, chosen_partition
 from ddp_hpc.launch.submission.submit_checks import capacity
-from ddp_hpc.launch.submission.submit_checks.sbatch_errors import Cluster, explain
+from ddp_hpc.launch.submission.submit_checks.sbatch_errors import KnownCluster, explain_refusal
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
@@ -52,7 +52,7 @@ def partition(name: str = "batch", **more: Any) -> Partition:
     return Partition(name=name, **{**known, **more})
 
 
-CLUSTER = Cluster(
+CLUSTER = KnownCluster(
     partitions=[partition(max_time_min=1440.0), partition("long", total_nodes=2)],
     associations=["lab (QOS normal, high)", "guest (QOS normal)"],
 )
@@ -150,7 +150,7 @@ POLICY = (
     ],
 )
 def test_a_refusal_says_what_was_asked_what_there_is_and_what_to_do(said: str, asked: RunSpec, told: list[str]) -> None:
-    explained = explain(said, asked, CLUSTER)
+    explained = explain_refusal(said, asked, CLUSTER)
 
     assert explained.startswith("Slurm refuses the job (")
     assert "sbatch: error" not in explained
@@ -192,22 +192,24 @@ GRES = "sbatch: error: Invalid generic resource (gres) specification"
     ids=["nodes", "CPUs", "memory", "GPUs", "type of GPU", "nothing alone"],
 )
 def test_the_key_that_asks_for_more_than_any_node_has_is_named(said: str, asked: RunSpec, told: str) -> None:
-    assert told in explain(said, asked, replace(CLUSTER, shapes=SHAPES))
-    assert "The run asks for" in explain(said, asked, CLUSTER)  # where Slurm does not say what nodes have
+    assert told in explain_refusal(said, asked, replace(CLUSTER, shapes=SHAPES))
+    assert "The run asks for" in explain_refusal(said, asked, CLUSTER)  # where Slurm does not say what nodes have
 
 
 def test_memory_that_is_asked_for_where_no_key_does_is_named_with_the_key_that_lowers_it() -> None:
     small = replace(CLUSTER, shapes=[NodeShape(partition="batch", num_nodes=4, num_cpus=4, mem_mb=4000, num_gpus=0)])
 
-    told = explain(SIZE, spec(workers_per_node=2), small)
+    told = explain_refusal(SIZE, spec(workers_per_node=2), small)
 
     means = "`resources.mem_gb` is 4 for 2 workers, as it is not set, but a node of partition batch has at most 3 GiB. Lower it"
     assert means in told
-    assert "mem_gb" not in explain(SIZE, spec(workers_per_node=2, slurm={"extra": {"mem_per_cpu": "1G"}}), small)
+    assert "mem_gb" not in explain_refusal(
+        SIZE, spec(workers_per_node=2, slurm={"extra": {"mem_per_cpu": "1G"}}), small
+    )
 
 
 def test_a_limit_on_the_number_of_jobs_is_no_question_of_size() -> None:
-    told = explain(f"sbatch: error: AssocMaxSubmitJobLimit\n{POLICY}", spec(), CLUSTER)
+    told = explain_refusal(f"sbatch: error: AssocMaxSubmitJobLimit\n{POLICY}", spec(), CLUSTER)
 
     assert "You have as many jobs in the queue" in told
     assert "Ask for less" not in told
@@ -215,14 +217,14 @@ def test_a_limit_on_the_number_of_jobs_is_no_question_of_size() -> None:
 
 def test_a_policy_that_mentions_time_is_not_taken_for_a_time_limit() -> None:
     """Slurm's own words for every policy end with `and/or time limits`."""
-    assert "resources.time_limit_min" not in explain(POLICY, spec(), CLUSTER)
+    assert "resources.time_limit_min" not in explain_refusal(POLICY, spec(), CLUSTER)
 
 
 def test_a_refusal_of_the_sites_own_is_told_as_it_is() -> None:
     said = "sbatch: error: Please use our portal\nsbatch: error: Batch job submission failed: Unspecified error\n"
 
-    assert explain(said, spec(), CLUSTER).startswith("Slurm refuses the job. Correct what sbatch names")
-    assert explain(said, spec(), CLUSTER).endswith(said.strip())
+    assert explain_refusal(said, spec(), CLUSTER).startswith("Slurm refuses the job. Correct what sbatch names")
+    assert explain_refusal(said, spec(), CLUSTER).endswith(said.strip())
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_a_refusal_of_the_sites_own_is_told_as_it_is() -> None:
     ],
 )
 def test_a_cluster_that_tells_nothing_of_itself_is_no_error(said: str, told: str) -> None:
-    assert told in explain(said, spec(), Cluster())
+    assert told in explain_refusal(said, spec(), KnownCluster())
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_a_run_that_does_not_go_back_into_the_queue_is_promised_no_next_job(
 ) -> None:
     one = replace(spec(slurm={"requeue": False}), restart=RestartSpec(by=by))
 
-    assert told in explain("sbatch: error: Requested time limit is invalid", one, Cluster())
+    assert told in explain_refusal("sbatch: error: Requested time limit is invalid", one, KnownCluster())
 
 
 @pytest.mark.parametrize(("asked", "chosen"), [(None, "batch"), ("", "batch"), ("long", "long"), ("nope", None)])
@@ -286,7 +288,7 @@ def test_a_directory_that_other_nodes_do_not_see_is_refused(
     mounted(monkeypatch, **mounts)
 
     with pytest.raises(ConfigError, match=r"each node has a .* of its own.*`runs_dir=\.\.\.`") as error:
-        capacity.refuse_private(Path(path), [])
+        capacity.refuse_private_place(Path(path), [])
 
     assert path in str(error.value)
 
@@ -307,7 +309,7 @@ def test_a_directory_that_they_may_share_is_taken(
 ) -> None:
     mounted(monkeypatch, **mounts)
 
-    capacity.refuse_private(Path(path), [])
+    capacity.refuse_private_place(Path(path), [])
 
 
 def test_a_link_into_a_private_place_is_seen_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +317,7 @@ def test_a_link_into_a_private_place_is_seen_through(tmp_path: Path, monkeypatch
     (tmp_path / "runs").symlink_to("/dev/shm")
 
     with pytest.raises(ConfigError, match="/dev/shm of its own"):
-        capacity.refuse_private(tmp_path / "runs" / "digits", [])
+        capacity.refuse_private_place(tmp_path / "runs" / "digits", [])
 
 
 class FakeSlurm:
@@ -353,9 +355,9 @@ class FakeSlurm:
         )
 
     def check(self, asked: RunSpec) -> list[str]:
-        questions = capacity.Questions(self.environ)
+        questions = capacity.SlurmQuestions(self.environ)
         questions.ask_about(self.run.job_script)
-        return questions.notes(asked, self.run)
+        return questions.wait_for_notes(asked, self.run)
 
 
 def _minutes(length_min: float | None) -> str:

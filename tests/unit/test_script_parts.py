@@ -19,17 +19,17 @@ from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.cli.summary import headline
 from ddp_hpc.cli.verbs.list import _row
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
-from ddp_hpc.job.script.liveness import Life
-from ddp_hpc.job.script.plan import frozen_code, plan_of, users_python_path
-from ddp_hpc.job.script.source import sets_endpoint, why_exec
-from ddp_hpc.job.script.watcher import Echo, worker_exit_code
+from ddp_hpc.job.script.liveness import ScriptActivity
+from ddp_hpc.job.script.plan import frozen_code_dirs, make_script_plan, users_python_path
+from ddp_hpc.job.script.source import sets_endpoint, why_not_fork
+from ddp_hpc.job.script.watcher import LogEcho, worker_exit_code
 from ddp_hpc.run.config.resolve import load_resolved, render_resolved, resolve
-from ddp_hpc.run.requeue import Situation, decide
+from ddp_hpc.run.requeue import Situation, decide_next
 from ddp_hpc.run.run_dir.failure_reports import first_failure
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
-from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec, program_of
+from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec, parse_program
 from ddp_hpc.run.workload.protocol import UsersCode
 from ddp_hpc.run.workload.script_progress import find_saved_files, read_seen, record_changes
 from ddp_hpc.run.workload.table import workload_of
@@ -63,7 +63,7 @@ SURROUNDINGS = Path(__file__).parents[1] / "distributed" / "scripts" / "surround
 def test_a_command_is_read_as_a_shell_and_python_read_it(
     command: str, script: str | None, module: str | None, name: str
 ) -> None:
-    program = program_of(command.split())
+    program = parse_program(command.split())
 
     assert (program.script, program.module, program.name) == (script, module, name)
 
@@ -144,7 +144,7 @@ def test_a_submission_of_nothing_is_refused(
     ],
 )
 def test_a_script_that_must_act_before_torch_is_imported_is_noticed(source: str, expected: str) -> None:
-    found = why_exec(source)
+    found = why_not_fork(source)
 
     assert expected in found
     assert bool(found) == bool(expected)
@@ -193,7 +193,7 @@ def test_so_is_a_shell_and_a_module_that_a_new_process_imports(command: str, exp
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
-    plan = plan_of(ScriptSpec(command=tuple(command.split())), None, {"PATH": os.environ["PATH"]}, tmp_path)
+    plan = make_script_plan(ScriptSpec(command=tuple(command.split())), None, {"PATH": os.environ["PATH"]}, tmp_path)
 
     assert plan.sets_endpoint == expected
 
@@ -215,7 +215,7 @@ def test_a_script_that_may_compile_is_noticed_so_that_the_compiler_is_imported_o
 ) -> None:
     (tmp_path / "train.py").write_text(source)
 
-    plan = plan_of(ScriptSpec(command=("python", "train.py")), None, {}, tmp_path)
+    plan = make_script_plan(ScriptSpec(command=("python", "train.py")), None, {}, tmp_path)
 
     assert plan.may_compile == expected
 
@@ -224,7 +224,7 @@ def test_a_script_that_is_there_starts_in_a_fork_of_the_python_that_ddp_hpc_runs
     (tmp_path / "train.py").write_text("import torch\n")
 
     for python in ("python", "python3", sys.executable):
-        plan = plan_of(ScriptSpec(command=(python, "train.py", "--x")), None, {}, tmp_path)
+        plan = make_script_plan(ScriptSpec(command=(python, "train.py", "--x")), None, {}, tmp_path)
 
         assert (plan.why_exec, plan.executable, plan.argv0) == ("", sys.executable, "train.py")
         assert (plan.path, plan.folder) == (tmp_path / "train.py", str(tmp_path.resolve()))
@@ -240,7 +240,7 @@ def test_a_python_beside_the_one_that_ddp_hpc_runs_in_is_another_one(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python3.12"))
 
     same, other = (
-        plan_of(ScriptSpec(command=(str(tmp_path / name), "train.py")), None, {}, tmp_path)
+        make_script_plan(ScriptSpec(command=(str(tmp_path / name), "train.py")), None, {}, tmp_path)
         for name in ("python", "python3.9")
     )
 
@@ -265,7 +265,7 @@ def test_other_commands_start_as_new_processes(command: list[str], why: str, tmp
     (tmp_path / "run.sh").write_text("#!/bin/sh\n")
     (tmp_path / "run.sh").chmod(0o755)
 
-    plan = plan_of(ScriptSpec(command=tuple(command)), None, {"PATH": os.environ["PATH"]}, tmp_path)
+    plan = make_script_plan(ScriptSpec(command=tuple(command)), None, {"PATH": os.environ["PATH"]}, tmp_path)
 
     assert plan.why_exec == why
     as_python_reads_it = ["-u", "-m", "train", "--x"] if "-um" in command else command[1:]
@@ -290,7 +290,7 @@ def test_a_command_that_cannot_start_is_refused_with_what_to_do(
     (tmp_path / "plain.py").write_text("")
 
     with pytest.raises(ConfigError, match=expected):
-        plan_of(ScriptSpec(command=tuple(command)), None, {"PATH": os.environ["PATH"]}, tmp_path)
+        make_script_plan(ScriptSpec(command=tuple(command)), None, {"PATH": os.environ["PATH"]}, tmp_path)
 
 
 # --- what its end means ------------------------------------------------------------------------------------------------
@@ -388,15 +388,15 @@ def test_the_jobs_copy_of_the_code_is_what_starts(tmp_path: Path) -> None:
         (frozen / name).touch()
     environ = {USERS_CODE: str(frozen), "PYTHONPATH": f"{frozen}:/users/own"}
 
-    [code] = frozen_code(environ, [tmp_path / "snapshot"])
-    script = plan_of(ScriptSpec(command=("python", "src/train.py")), code, {}, tmp_path)
-    module = plan_of(ScriptSpec(command=("python", "-m", "pkg.train")), code, {}, tmp_path)
+    [code] = frozen_code_dirs(environ, [tmp_path / "snapshot"])
+    script = make_script_plan(ScriptSpec(command=("python", "src/train.py")), code, {}, tmp_path)
+    module = make_script_plan(ScriptSpec(command=("python", "-m", "pkg.train")), code, {}, tmp_path)
 
     assert code == frozen
     assert (script.path, script.argv0, script.folder) == (frozen / "train.py", str(frozen / "train.py"), str(frozen))
     assert module.folder == str(frozen)
     assert users_python_path(environ) == ["/users/own"]
-    assert frozen_code(environ, [tmp_path / "elsewhere"]) == []
+    assert frozen_code_dirs(environ, [tmp_path / "elsewhere"]) == []
 
 
 def test_status_and_list_show_when_a_script_has_last_saved_and_no_step(tmp_path: Path) -> None:
@@ -458,14 +458,14 @@ def test_a_script_is_alive_while_it_computes_or_prints_and_not_while_it_sleeps(t
     source = "import sys\nfor line in sys.stdin:\n    print(sum(range(20_000_000)), flush=True)\n"
     with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as script:
         compute(script)  # Python has started
-        life = Life(pid=script.pid, log=log, interval_s=0.0)
-        life.look()
+        life = ScriptActivity(pid=script.pid, log=log, interval_s=0.0)
+        life.was_active()
         compute(script)
-        assert life.look()
+        assert life.was_active()
         log.write_text("x")
-        assert life.look()
+        assert life.was_active()
         time.sleep(0.5)
-        assert not life.look()
+        assert not life.was_active()
         script.kill()
 
 
@@ -564,7 +564,7 @@ def test_a_run_that_ends_for_lack_of_progress_names_the_key_by_which_a_script_sh
     words = workload_of(spec).without_progress
     situation = Situation(cause=Cause.WORKER_CRASHED, num_without_progress=3, without_progress=words)
 
-    assert decide(situation, spec.restart).why.startswith(expected)
+    assert decide_next(situation, spec.restart).why.startswith(expected)
 
 
 def test_the_watcher_of_a_script_that_prints_faster_than_the_console_takes_is_not_kept_by_its_output(
@@ -572,7 +572,7 @@ def test_the_watcher_of_a_script_that_prints_faster_than_the_console_takes_is_no
 ) -> None:
     log = tmp_path / "rank-0.log"
     log.touch()
-    echo, shown = Echo(log), bytearray()
+    echo, shown = LogEcho(log), bytearray()
 
     def write(_fd: int, data: memoryview) -> int:
         shown.extend(data)
@@ -583,7 +583,7 @@ def test_the_watcher_of_a_script_that_prints_faster_than_the_console_takes_is_no
     log.write_bytes(b"first\n")
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", write)
-        echo.copy()
+        echo.copy_new()
         assert bytes(shown) == b"first\n"
-        echo.copy()
+        echo.copy_new()
     assert bytes(shown) == b"first\n" + b"more\n" * 10

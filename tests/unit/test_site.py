@@ -16,9 +16,9 @@ from ddp_hpc.cli.runs import chosen_runs_dir
 from ddp_hpc.cluster import containers
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.slurm.queries import ClusterConfig, NodeShape, Partition, chosen_partition, parse_shapes
-from ddp_hpc.job.launcher import step_of_agents
+from ddp_hpc.job.launcher import agents_step_argv
 from ddp_hpc.launch.render import render
-from ddp_hpc.run.config.resolve import flat, resolve, resolve_key
+from ddp_hpc.run.config.resolve import flat_spec, resolve, resolve_key
 from ddp_hpc.run.config.site import examples_dir, find_profile, known_profiles, read_profile
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.diagnose.site_draft import Survey, propose, proposed_name, survey
@@ -281,7 +281,7 @@ def test_what_an_example_makes_of_a_run_is_the_golden_text(
         inside, containers.find_runtime(spec, {"PATH": str(runtimes(tmp_path))}), "python3"
     )
     made = [
-        " ".join(step_of_agents(launch_of(spec, run, wrapper))),
+        " ".join(agents_step_argv(launch_of(spec, run, wrapper))),
         *(f"{name}={value}" for name, value in spec.environ.items()),
         script.replace(f"ddp-hpc {__version__}", "ddp-hpc VERSION"),
     ]
@@ -372,7 +372,7 @@ def test_a_proposal_is_a_profile(user: dict[str, str], tmp_path: Path) -> None:
 
     assert found.profile is not None
     assert found.profile.site.name == "hydra"
-    assert flat(found.spec)["resources.gpus_per_node"] is None  # a run says how many it needs
+    assert flat_spec(found.spec)["resources.gpus_per_node"] is None  # a run says how many it needs
     assert found.spec.container.runtime == "apptainer"
 
 

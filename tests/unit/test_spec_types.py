@@ -12,7 +12,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run import spec as typed
-from ddp_hpc.run.config.resolve import Resolved, flat, load_resolved, render_resolved
+from ddp_hpc.run.config.resolve import Resolved, flat_spec, load_resolved, render_resolved
 from ddp_hpc.run.spec import RunSpec
 
 MADE: Any = typed
@@ -59,7 +59,7 @@ def test_numbers_of_numpy_lists_and_paths_become_what_a_file_can_hold(tmp_path: 
         checkpoint=MADE.CheckpointSpec(every_steps=np.int32(7)),
     )
 
-    (tmp_path / "config.yaml").write_text(render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "Python"))))
+    (tmp_path / "config.yaml").write_text(render_resolved(Resolved(spec, dict.fromkeys(flat_spec(spec), "Python"))))
 
     assert load_resolved(tmp_path / "config.yaml") == spec
     assert (type(spec.train.lr), type(spec.train.epochs), spec.runs_dir) == (float, int, str(tmp_path))

@@ -94,7 +94,7 @@ def test_what_cannot_be_unpacked_leaves_nothing(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_before_it_is_begun(
     tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpacking, "_GROWTH", 10**15)
+    monkeypatch.setattr(unpacking, "_MOST_GROWTH", 10**15)
 
     with pytest.raises(OSError, match="GB free"):
         unpack(archive, tmp_path / "local" / "env")

@@ -163,7 +163,7 @@ def test_a_record_that_cannot_be_written_is_said_and_the_phases_are_still_timed(
 
     assert "the profile of steps 2 to 2 cannot be recorded" in caplog.text
     assert caplog.text.count("cannot be recorded") == 1
-    assert loop.timer.so_far().seconds["forward"] > 0
+    assert loop.timer.times_so_far().seconds["forward"] > 0
 
 
 @pytest.mark.parametrize("first", [1, 4])

@@ -37,7 +37,7 @@ def test_a_disk_without_room_for_an_attempt_is_told_in_a_line(
     def claim(run: RunDir, attempt: int) -> list[str]:
         raise OSError(errno.ENOSPC, "No space left on device", str(run.checkpoints))
 
-    monkeypatch.setattr(ownership, "claim", claim)
+    monkeypatch.setattr(ownership, "claim_run", claim)
     run = make_run(tmp_path)
 
     with signals_held_back():
@@ -221,11 +221,11 @@ def test_a_stop_request_that_cannot_be_read_for_a_moment_stays_and_one_of_the_su
 
     with monkeypatch.context() as patched:
         patched.setattr(attempt_start, "read_json", stale)
-        attempt_start.begin(run, workload, None)
+        attempt_start.begin_attempt(run, workload, None)
     assert run.stop_request.exists()
 
     ask_to_stop(run, by="supervisor")
-    attempt_start.begin(run, workload, None)
+    attempt_start.begin_attempt(run, workload, None)
     assert not run.stop_request.exists()
 
 
@@ -349,7 +349,7 @@ def test_a_disk_error_while_the_run_is_claimed_leaves_the_decision_to_another_su
     def claim(run: RunDir, attempt: int) -> list[str]:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(ownership, "claim", claim)
+    monkeypatch.setattr(ownership, "claim_run", claim)
     run = make_run(tmp_path)
 
     with signals_held_back():

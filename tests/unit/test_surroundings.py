@@ -6,13 +6,13 @@ import gc
 
 import pytest
 
-from ddp_hpc.job.node.python_environ import imports_for_good
+from ddp_hpc.job.node.python_environ import exclude_imports_from_gc
 
 
 def test_what_is_imported_for_good_is_let_be_by_the_collector_which_then_goes_on() -> None:
     before = gc.get_freeze_count()
     try:
-        with imports_for_good():
+        with exclude_imports_from_gc():
             assert not gc.isenabled()
             kept: list[list[int]] = [[] for _ in range(1000)]
         assert gc.isenabled()
@@ -23,7 +23,7 @@ def test_what_is_imported_for_good_is_let_be_by_the_collector_which_then_goes_on
 
 def test_an_import_that_fails_leaves_the_collector_on() -> None:
     try:
-        with pytest.raises(ImportError), imports_for_good():
+        with pytest.raises(ImportError), exclude_imports_from_gc():
             raise ImportError
         assert gc.isenabled()
     finally:

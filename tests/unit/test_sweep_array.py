@@ -15,25 +15,25 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.cli import main
-from ddp_hpc.cli.sweeps import report
+from ddp_hpc.cli.sweeps import print_jobs
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.cluster.slurm.queries import QueuedEntry
 from ddp_hpc.launch.submission import slurm as slurm_backend
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.launch.sweep.array import array_script, send
-from ddp_hpc.launch.sweep.chain import after_sweep
-from ddp_hpc.launch.sweep.manage_sweep import Started, cancel_sweep, continue_sweep, delete_sweep, submit_sweep
+from ddp_hpc.launch.sweep.array import array_script, send_points
+from ddp_hpc.launch.sweep.chain import sweep_dependency
+from ddp_hpc.launch.sweep.manage_sweep import SweepStart, cancel_sweep, continue_sweep, delete_sweep, submit_sweep
 from ddp_hpc.launch.sweep.point_states import PointReader
-from ddp_hpc.launch.sweep.points import parse_axis, points_of
+from ddp_hpc.launch.sweep.points import make_points, parse_axis
 from ddp_hpc.launch.sweep.sweep_dir import (
     SentArray,
     Sweep,
     SweepDir,
-    from_ranges,
+    append_record,
+    parse_ranges,
     points_in_queue,
     read_sweep,
-    record,
     record_continued,
     sending_alone,
 )
@@ -111,10 +111,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(
     lab: Lab, tmp_path: Path, *words: str, at_most: int | None = None, command: str = "python train.py"
-) -> Started:
+) -> SweepStart:
     (tmp_path / "train.py").write_text("print('trained')\n")
     base = resolve(None, ["name=grid", f"runs_dir={tmp_path}/runs"], lab.environ, command=command.split())
-    points = points_of([parse_axis(word) for word in words])
+    points = make_points([parse_axis(word) for word in words])
     sweep = Sweep(dir=SweepDir(base.spec.path), points=points, at_most=at_most)
     request = SubmitRequest(resolved=base, import_paths=[tmp_path], environ=lab.environ)
     return submit_sweep(request, sweep, slurm_backend)
@@ -501,7 +501,7 @@ def test_a_task_of_a_cancelled_sweep_starts_nothing_also_after_a_requeue_until_t
     first = task(lab, array="14", number=0, job="20")
     run = prepare_task(sweep_dir, 0, first)
     assert run is not None
-    record(sweep_dir, cancelled=True)
+    append_record(sweep_dir, cancelled=True)
 
     assert prepare_task(sweep_dir, 0, {**first, "SLURM_RESTART_COUNT": "1"}) is None
     assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
@@ -542,7 +542,7 @@ def test_failures_are_counted_since_the_sweep_was_continued_so_that_a_retry_is_n
 def test_a_continue_that_is_refused_changes_no_limit_and_leaves_the_sweep_cancelled(tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
-    record(sweep_dir, cancelled=True)
+    append_record(sweep_dir, cancelled=True)
     lab.lists()
     before = read_sweep(sweep_dir)
     with sending_alone(sweep_dir, "busy"), pytest.raises(RunBusyError):
@@ -561,7 +561,7 @@ def test_failed_points_of_a_cancelled_sweep_run_again_and_no_other(tmp_path: Pat
     lab = Lab(tmp_path, limit=3)
     sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
     finish(sweep_dir.run(read_sweep(sweep_dir).points[0]), Ending.FAILED)
-    record(sweep_dir, cancelled=True)
+    append_record(sweep_dir, cancelled=True)
     lab.lists()
     lab.raise_limit(100)
 
@@ -648,7 +648,7 @@ def test_the_exit_code_is_1_where_slurm_accepts_no_point_at_all(
     lab.lists()
     monkeypatch.setenv("PATH", lab.environ["PATH"])
 
-    assert report(started, {}, is_json=False) == report(started, {}, is_json=True) == 1
+    assert print_jobs(started, {}, is_json=False) == print_jobs(started, {}, is_json=True) == 1
     assert main(["sweep", "continue", str(started.sweep_dir.path)]) == 1
     lab.raise_limit(1)
     assert main(["sweep", "continue", str(started.sweep_dir.path)]) == 0
@@ -730,7 +730,7 @@ def test_sbatchs_refusal_for_another_reason_is_an_error(tmp_path: Path) -> None:
     lab.has("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2; exit 1")
 
     with pytest.raises(ConfigError, match="Invalid partition"):
-        send(read_sweep(sweep_dir), [0], client.config(lab.environ), lab.environ)
+        send_points(read_sweep(sweep_dir), [0], client.config(lab.environ), lab.environ)
 
     shutil.rmtree(sweep_dir.path)
     lab.has(
@@ -762,7 +762,7 @@ def test_what_is_sent_after_a_point_has_begun_does_not_wait_again_for_the_jobs_t
     (tmp_path / "train.py").touch()
     words = ["name=grid", f"runs_dir={tmp_path}/runs", "slurm.dependency=afterok:123"]
     base = resolve(None, words, lab.environ, command=["python", "train.py"])
-    sweep = Sweep(dir=SweepDir(base.spec.path), points=points_of([parse_axis("seed=0..3")]))
+    sweep = Sweep(dir=SweepDir(base.spec.path), points=make_points([parse_axis("seed=0..3")]))
     request = SubmitRequest(resolved=base, import_paths=[tmp_path], environ=lab.environ)
     started = submit_sweep(request, sweep, slurm_backend)
     assert lab.arrays[1] == "--array=0-1 --dependency=afterok:123 0"
@@ -792,14 +792,14 @@ def test_a_job_after_a_sweep_waits_for_its_arrays_and_is_refused_while_points_ha
     sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
     lab.lists(*read_sweep(sweep_dir).arrays)
     with pytest.raises(ConfigError, match="1 of 4 points have none"):
-        after_sweep(sweep_dir, "any", lab.environ)
+        sweep_dependency(sweep_dir, "any", lab.environ)
 
     lab.raise_limit(100)
     continue_sweep(sweep_dir, lab.environ, limits={})
     arrays = read_sweep(sweep_dir).arrays
     jobs = ":".join(array.job_id for array in arrays)
     lab.lists(*arrays)
-    assert [after_sweep(sweep_dir, when, lab.environ) for when in ("ok", "notok", "any")] == [
+    assert [sweep_dependency(sweep_dir, when, lab.environ) for when in ("ok", "notok", "any")] == [
         f"afterok:{jobs}",
         f"afternotok:{jobs}",
         f"afterany:{jobs}",
@@ -808,9 +808,9 @@ def test_a_job_after_a_sweep_waits_for_its_arrays_and_is_refused_while_points_ha
     for point in read_sweep(sweep_dir).points:
         finish(sweep_dir.run(point), Ending.FAILED if point.number == 1 else Ending.FINISHED)
     lab.lists()
-    assert after_sweep(sweep_dir, "any", lab.environ) == after_sweep(sweep_dir, "notok", lab.environ) == ""
+    assert sweep_dependency(sweep_dir, "any", lab.environ) == sweep_dependency(sweep_dir, "notok", lab.environ) == ""
     with pytest.raises(ConfigError, match=r"ended otherwise .the first: 001-seed-1"):
-        after_sweep(sweep_dir, "ok", lab.environ)
+        sweep_dependency(sweep_dir, "ok", lab.environ)
 
 
 def test_a_job_after_a_sweep_does_not_wait_for_a_task_that_has_failed_and_whose_point_has_finished_since(
@@ -828,7 +828,7 @@ def test_a_job_after_a_sweep_does_not_wait_for_a_task_that_has_failed_and_whose_
     record_end(run, 1, End(ending=Ending.FINISHED, exit_code=0))
     lab.lists(lives)
 
-    assert after_sweep(sweep_dir, "ok", lab.environ) == "afterok:14_1"
+    assert sweep_dependency(sweep_dir, "ok", lab.environ) == "afterok:14_1"
 
 
 def test_submit_puts_the_arrays_of_a_sweep_into_the_dependency_of_a_later_job(
@@ -865,7 +865,7 @@ def test_a_sweep_of_which_points_wait_is_not_deleted_and_one_that_is_over_is_del
 
 @pytest.mark.parametrize("numbers", [(), (0,), (0, 1, 2, 7), (3, 5, 6)])
 def test_ranges_are_read_back(numbers: tuple[int, ...]) -> None:
-    assert from_ranges(as_ranges(numbers)) == numbers
+    assert parse_ranges(as_ranges(numbers)) == numbers
 
 
 @pytest.mark.parametrize(

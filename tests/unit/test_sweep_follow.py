@@ -13,11 +13,11 @@ import pytest
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import RunBusyError
-from ddp_hpc.cli.sweep_follow import _next_steps, follow_sweep, show
+from ddp_hpc.cli.sweep_follow import _next_steps, follow_sweep, show_points
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.sweep import array
 from ddp_hpc.launch.sweep.manage_sweep import cancel_sweep, continue_sweep
-from ddp_hpc.launch.sweep.point_states import SweepLook, follow
+from ddp_hpc.launch.sweep.point_states import SweepLook, follow_points
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir, read_sweep, sending_alone
 from ddp_hpc.run.run_dir.ledger import End, Ending, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -42,7 +42,7 @@ class Watched:
 
     def _follow(self) -> Iterator[SweepLook]:
         environ = {**self.lab.environ, "HOME": str(self.sweep_dir.path.parent)}
-        return follow(self.sweep_dir, environ, clock=lambda: self.now, pause=self._pause)
+        return follow_points(self.sweep_dir, environ, clock=lambda: self.now, pause=self._pause)
 
     def _pause(self, seconds: float) -> None:
         self.paused = seconds
@@ -245,7 +245,7 @@ def test_each_change_of_a_point_is_a_line_and_the_counts_follow(tmp_path: Path) 
         yield watched.look()
         yield watched.look()
 
-    last = show(steps(), watched.out, is_quiet=False)
+    last = show_points(steps(), watched.out, is_quiet=False)
 
     assert last.is_over
     assert watched.out.getvalue().splitlines() == [

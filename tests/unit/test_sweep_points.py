@@ -9,7 +9,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.launch.sweep import point_states
 from ddp_hpc.launch.sweep.point_configs import PointResolver, check_points
-from ddp_hpc.launch.sweep.points import Point, parse_axis, points_of, read_points
+from ddp_hpc.launch.sweep.points import Point, make_points, parse_axis, read_points
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 from ddp_hpc.run.config.resolve import Resolved, render_resolved, resolve
 from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
@@ -20,7 +20,7 @@ ENVIRON = {"HOME": "/home/somebody"}
 
 
 def swept(*words: str, is_zipped: bool = False) -> list[Point]:
-    return points_of([parse_axis(word) for word in words], is_zipped=is_zipped)
+    return make_points([parse_axis(word) for word in words], is_zipped=is_zipped)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_zip_takes_the_values_in_pairs_and_refuses_lists_of_unequal_lengths() ->
 
 def test_names_are_unique_short_and_valid_whatever_the_values_are() -> None:
     strange = ["/data/a b/one.txt", "ü" * 50, "../..", "x" * 300, "1e+3", "-", "a'b"]
-    points = points_of([("recipe.args.data", strange), ("env.data", ("1", "2"))])
+    points = make_points([("recipe.args.data", strange), ("env.data", ("1", "2"))])
 
     names = [point.name for point in points]
     assert len(set(names)) == len(names)
     for point in points:
-        assert resolve_base().resolved(point).spec.name == point.name  # the spec checks it
+        assert resolve_base().resolve(point).spec.name == point.name  # the spec checks it
     assert names[0] == "000-recipe.args.data-one.txt"  # a variable may hold a secret
 
 
@@ -107,7 +107,7 @@ def test_a_file_lists_points_and_may_name_them(tmp_path: Path) -> None:
     path = tmp_path / "points.yaml"
     path.write_text("- {train.lr: 0.1, seed: 3, name: trial-7}\n- train: {lr: 0.2}\n  seed: 4\n")
 
-    points = points_of([parse_axis("train.epochs=1")], read_points(path))
+    points = make_points([parse_axis("train.epochs=1")], read_points(path))
 
     assert [(point.name, dict(point.settings)) for point in points] == [
         ("trial-7", {"train.lr": 0.1, "seed": 3, "train.epochs": 1}),
@@ -118,30 +118,30 @@ def test_a_file_lists_points_and_may_name_them(tmp_path: Path) -> None:
 def test_values_of_different_types_and_orders_of_keys_are_told_apart_as_yaml_does() -> None:
     values = [1, 1.0, True, "1", None, [1], ["1"], {"a": 1, "b": 2}]
 
-    assert len(points_of([], [{"x": value} for value in values])) == len(values)
+    assert len(make_points([], [{"x": value} for value in values])) == len(values)
     with pytest.raises(ConfigError, match="has the same values"):
-        points_of([], [{"x": {"a": 1, "b": 2}}, {"x": {"b": 2, "a": 1}}])
+        make_points([], [{"x": {"a": 1, "b": 2}}, {"x": {"b": 2, "a": 1}}])
     with pytest.raises(ConfigError, match="has the same name"):
-        points_of([], [{"name": "a", "x": 1}, {"name": "a", "x": 2}])
+        make_points([], [{"name": "a", "x": 1}, {"name": "a", "x": 2}])
 
 
 def test_a_search_may_try_the_same_values_under_two_names() -> None:
     assert [
-        point.name for point in points_of([], [{"name": "trial-1", "seed": 1}, {"name": "trial-2", "seed": 1}])
+        point.name for point in make_points([], [{"name": "trial-1", "seed": 1}, {"name": "trial-2", "seed": 1}])
     ] == ["trial-1", "trial-2"]
     with pytest.raises(ConfigError, match=r"Point 1 .* has the same name as point 0"):
-        points_of([], [{"name": "trial-1", "seed": 1}, {"name": "trial-1", "seed": 2}])
+        make_points([], [{"name": "trial-1", "seed": 1}, {"name": "trial-1", "seed": 2}])
 
 
 def test_a_point_is_not_named_like_a_file_of_its_sweep_or_by_no_name_at_all() -> None:
     made = {path.name for path in (SweepDir(Path("s")).base, SweepDir(Path("s")).ledger, SweepDir(Path("s")).logs)}
     for name in {*made, "job.sbatch", "snapshot", "snapshots"}:
         with pytest.raises(ConfigError, match="a file of its own"):
-            points_of([], [{"name": name, "seed": 1}])
+            make_points([], [{"name": name, "seed": 1}])
     for odd in (True, 1.5, ["a"]):
         with pytest.raises(ConfigError, match="neither a text nor a whole number"):
-            points_of([], [{"name": odd, "seed": 1}])
-    assert points_of([], [{"name": None, "seed": 1}, {"name": 17, "seed": 2}])[0].name == "000-seed-1"
+            make_points([], [{"name": odd, "seed": 1}])
+    assert make_points([], [{"name": None, "seed": 1}, {"name": 17, "seed": 2}])[0].name == "000-seed-1"
 
 
 @pytest.mark.parametrize("text", ["", "{a: 1}", "[]", "- 1\n", "- {}\n", "- {train.lr: 1, train: {lr: 2}}\n"])
@@ -163,10 +163,10 @@ def base(*words: str, command: tuple[str, ...] = ()) -> Resolved:
 
 
 def test_a_points_configuration_is_what_the_whole_command_line_would_give() -> None:
-    (point,) = points_of([("train.lr", ["0.1"]), ("recipe.args.depth", ["3"]), ("seed", ["7"])])
+    (point,) = make_points([("train.lr", ["0.1"]), ("recipe.args.depth", ["3"]), ("seed", ["7"])])
     words = ["train.lr=0.1", "recipe.args.depth=3", "seed=7", f"name={point.name}", "runs_dir=/shared/runs/mysweep"]
 
-    found = resolve_base("recipe.args.width=2").resolved(point)
+    found = resolve_base("recipe.args.width=2").resolve(point)
 
     assert found.spec == base("recipe.args.width=2", *words).spec
     assert found.spec.path == Path("/shared/runs/mysweep", point.name)
@@ -174,12 +174,12 @@ def test_a_points_configuration_is_what_the_whole_command_line_would_give() -> N
 
 
 def test_points_that_share_a_section_do_not_share_what_differs_in_it() -> None:
-    points = points_of(
+    points = make_points(
         [], [{"recipe.args.a": 1}, {"recipe.args.b": 1}, {"recipe.args.a": 2, "seed": 1}, {"recipe.args.a": "1"}]
     )
     made = resolve_base("recipe.args.b=0")
 
-    found = [made.resolved(point).spec.recipe.args for point in [*points, *points]]
+    found = [made.resolve(point).spec.recipe.args for point in [*points, *points]]
 
     expected = [{"b": 0, "a": 1}, {"b": 1}, {"b": 0, "a": 2}, {"b": 0, "a": "1"}]
     assert found == [*expected, *expected]
@@ -198,9 +198,9 @@ def test_a_scripts_words_in_braces_are_replaced_and_other_braces_stay() -> None:
         '{"a": {b}}',
         "${lr}",
     )
-    (point,) = points_of([("lr", ["0.10"]), ("seed", ["7"])])
+    (point,) = make_points([("lr", ["0.10"]), ("seed", ["7"])])
 
-    spec = resolve_base(command=command).resolved(point).spec
+    spec = resolve_base(command=command).resolve(point).spec
 
     assert spec.script.command[2:] == (
         "--lr=0.10",
@@ -256,7 +256,7 @@ def test_a_point_that_is_not_valid_is_refused_also_behind_one_that_is(
     command: list[str], second: dict[str, object], named: str
 ) -> None:
     base = resolve(None, ["name=grid"], ENVIRON, command=command)
-    points = points_of([], [{"lr": "python"}, second])
+    points = make_points([], [{"lr": "python"}, second])
 
     with pytest.raises(ConfigError, match=rf"point 1 .*`{named}`"):
         check_points(base, points, ENVIRON, is_array=True)
@@ -274,4 +274,4 @@ def test_a_point_that_scancel_has_ended_goes_on_and_one_that_its_user_has_cancel
     record_end(run, 0, End(ending=Ending.CANCELLED, exit_code=-15))
     job = QueuedJob(job_id="7", attempt=0, at=0.0, since=0, backend="slurm", cancelled_at=cancelled_at)
 
-    assert point_states._left(Ledger.read(run).newest, job if has_job else None) == left
+    assert point_states._left_state(Ledger.read(run).newest, job if has_job else None) == left

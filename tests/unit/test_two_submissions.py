@@ -14,11 +14,11 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.launch.submission import local, slurm
 from ddp_hpc.launch.submission.backend import Submission
-from ddp_hpc.launch.submission.removal import delete
+from ddp_hpc.launch.submission.removal import delete_run
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import submitting_alone
 from ddp_hpc.launch.submission.submit_checks import capacity
-from ddp_hpc.run.config.resolve import Resolved, flat
+from ddp_hpc.run.config.resolve import Resolved, flat_spec
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec
 from tests.unit.fake_slurm import FakeSlurm
@@ -32,7 +32,7 @@ def cluster(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.Mon
     cluster.has("srun", "true")
     cluster.has("sbatch", '[ "$1" = --test-only ] || { sleep 1; echo Submitted batch job 7; }')
     monkeypatch.setenv("PATH", cluster.environ["PATH"])
-    monkeypatch.setattr(capacity, "refuse_private", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
     return cluster
 
 
@@ -42,7 +42,7 @@ def submit(runs_dir: Path, cluster: FakeSlurm) -> Submission:
 
 
 def request_of(spec: RunSpec, cluster: FakeSlurm) -> SubmitRequest:
-    resolved = Resolved(spec, dict.fromkeys(flat(spec), "test"))
+    resolved = Resolved(spec, dict.fromkeys(flat_spec(spec), "test"))
     return SubmitRequest(resolved=resolved, import_paths=[], environ=cluster.environ)
 
 
@@ -101,10 +101,10 @@ def test_a_run_that_is_being_submitted_is_neither_deleted_nor_put_aside(tmp_path
         submitting_alone(run, patience_s=60.0),
         pytest.raises(RunBusyError, match="is submitting net at this moment"),
     ):
-        delete(run, cluster.environ)
+        delete_run(run, cluster.environ)
 
     assert run.config.exists()
-    delete(run, cluster.environ)
+    delete_run(run, cluster.environ)
     assert not run.path.exists()
 
 

@@ -163,7 +163,7 @@ def test_the_share_of_the_cpus_is_of_those_that_jobs_may_have_and_is_told_with_i
     (tmp_path / "scontrol").chmod(0o755)
     resolved = resolve(None, [], {"DDP_HPC_SITE_PROFILE": ""})
     settings = {"resources": {"gpus_per_node": 4}, "slurm": {"partition": "gpu"}, "runs_dir": str(tmp_path)}
-    asked = Overlay(resolved, {}).resolved(settings, "a test")
+    asked = Overlay(resolved, {}).resolve(settings, "a test")
 
     found = fill_unset(asked, {"PATH": f"{tmp_path}:/usr/bin:/bin"}, is_for_slurm=True)
 

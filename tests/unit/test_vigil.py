@@ -24,7 +24,7 @@ def monitor(**more: Any) -> Monitor:
 
 def looks(watching: Monitor, moments: Iterable[float]) -> list[tuple[float, str]]:
     """Look at each of these moments; return those at which something was to be done, and what."""
-    found = ((moment, watching.look(None, moment)) for moment in moments)
+    found = ((moment, watching.next_action(None, moment)) for moment in moments)
     return [(moment, deed) for moment, deed in found if deed]
 
 
@@ -48,7 +48,7 @@ def every(step_s: float, until_s: float) -> list[float]:
 def test_stop_signals_are_passed_on_and_news_of_children_are_not(number: int | None, deed: str) -> None:
     watching = monitor()
 
-    assert watching.look(number, NOW) == deed
+    assert watching.next_action(number, NOW) == deed
     assert watching.is_signalled is (deed == "stop")
     assert not watching.is_out_of_time
 
@@ -56,7 +56,7 @@ def test_stop_signals_are_passed_on_and_news_of_children_are_not(number: int | N
 def test_every_signal_is_passed_on_also_one_that_comes_again() -> None:
     watching = monitor()
 
-    assert [watching.look(signal.SIGTERM, NOW + number) for number in range(3)] == ["stop"] * 3
+    assert [watching.next_action(signal.SIGTERM, NOW + number) for number in range(3)] == ["stop"] * 3
 
 
 # --- the last minute -------------------------------------------------------------------------------------------------
@@ -81,9 +81,9 @@ def test_the_deadline_tells_once_and_ends_who_has_not_left_while_the_job_can_sti
 @pytest.mark.parametrize("late_s", [0.0, 10.0])
 def test_slurms_own_signal_at_the_limit_does_not_keep_them_from_being_ended(number: int | None, late_s: float) -> None:
     watching = monitor(ends_at=NOW)
-    watching.look(None, NOW - LEAD_S)
+    watching.next_action(None, NOW - LEAD_S)
 
-    assert [watching.look(number, NOW + late_s), watching.look(None, NOW + 20)] == ["end", ""]
+    assert [watching.next_action(number, NOW + late_s), watching.next_action(None, NOW + 20)] == ["end", ""]
 
 
 @pytest.mark.parametrize(("lead_s", "reserve_s"), [(120, 15), (45, 15), (30, 10), (6, 2), (0, 0)])
@@ -150,7 +150,7 @@ def test_workers_that_were_told_already_need_no_question(tmp_path: Path) -> None
     first_sign.touch()
     watching = monitor(first_sign=first_sign, ask_preempted=lambda: pytest.fail("asked"))
 
-    assert watching.look(signal.SIGTERM, NOW) == "stop"
+    assert watching.next_action(signal.SIGTERM, NOW) == "stop"
     assert looks(watching, every(LOOK_S, 60)) == []
 
 
@@ -168,7 +168,7 @@ def test_without_a_limit_there_is_no_last_minute() -> None:
 def test_a_deadline_that_has_passed_already_tells_at_the_first_look(late_s: float, deed: str) -> None:
     watching = monitor(ends_at=NOW + LEAD_S - late_s)
 
-    assert watching.look(None, NOW) == deed
+    assert watching.next_action(None, NOW) == deed
 
 
 def test_somebody_may_have_given_the_job_more_time() -> None:
@@ -214,7 +214,7 @@ def test_the_next_look_is_soon_and_never_after_the_deadline(ends_in_s: float | N
 
 def test_once_the_deadline_is_told_looks_are_rare_again() -> None:
     watching = monitor(ends_at=NOW)
-    watching.look(None, NOW)
+    watching.next_action(None, NOW)
 
     assert watching.patience_s(NOW) == LOOK_S
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp_hpc.base.record import write_record
 from ddp_hpc.job.ending import network_probe
-from ddp_hpc.job.missing_ranks import LISTING_S, WAIT_S, Joining
+from ddp_hpc.job.missing_ranks import ABSENT_AFTER_S, NAMED_AFTER_S, JoiningRanks
 from ddp_hpc.run.run_dir.joined_ranks import MissingRanks, forget_missing, read_missing, write_missing
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -63,15 +63,15 @@ def test_a_rank_whose_process_never_starts_is_named_with_its_node_and_the_networ
         return findings
 
     attempt = one.begin()
-    monkeypatch.setattr(network_probe, "probe", probe)
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
-    joining.look(0.0)  # nobody is there yet
+    monkeypatch.setattr(network_probe, "probe_network", probe)
+    joining = JoiningRanks(context=one.context, attempt=attempt, met_at="10.2.0.1")
+    joining.name_missing(0.0)  # nobody is there yet
     start(one.run, attempt, 0)
-    joining.look(100.0)
+    joining.name_missing(100.0)
     early = capsys.readouterr().err
     write_missing(one.run, attempt, [1], workers_per_node=1)  # as rank zero does
-    joining.look(100.0 + WAIT_S)
-    joining.look(105.0 + WAIT_S)
+    joining.name_missing(100.0 + NAMED_AFTER_S)
+    joining.name_missing(105.0 + NAMED_AFTER_S)
 
     said = capsys.readouterr().err
     assert early == ""
@@ -79,20 +79,20 @@ def test_a_rank_whose_process_never_starts_is_named_with_its_node_and_the_networ
     assert f"note: {verdict}\n" in said
     assert asked == [("node1", "node2", "10.2.0.1")]
     assert read_network(one.run, attempt) == findings
-    assert WAIT_S + 5 < 60
+    assert NAMED_AFTER_S + 5 < 60
 
 
 def test_where_rank_zero_does_not_start_the_record_names_it(supervised: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = supervised()
     attempt = one.begin()
-    monkeypatch.setattr(network_probe, "probe", lambda *_: CARRIES)
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
+    monkeypatch.setattr(network_probe, "probe_network", lambda *_: CARRIES)
+    joining = JoiningRanks(context=one.context, attempt=attempt, met_at="10.2.0.1")
     start(one.run, attempt, 1)
 
-    joining.look(0.0)
-    joining.look(WAIT_S)
+    joining.name_missing(0.0)
+    joining.name_missing(NAMED_AFTER_S)
     early = read_missing(one.run, attempt)
-    joining.look(LISTING_S)
+    joining.name_missing(ABSENT_AFTER_S)
 
     assert early is None  # the directory as this node sees it may be a minute old
     missing = read_missing(one.run, attempt)
@@ -111,19 +111,19 @@ def test_no_rank_is_missed_where_the_directory_of_logs_is_stale_or_cannot_be_rea
         probed.extend(nodes)
         return CARRIES
 
-    monkeypatch.setattr(network_probe, "probe", probe)
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
-    joining.look(0.0)
-    joining.look(WAIT_S)
+    monkeypatch.setattr(network_probe, "probe_network", probe)
+    joining = JoiningRanks(context=one.context, attempt=attempt, met_at="10.2.0.1")
+    joining.name_missing(0.0)
+    joining.name_missing(NAMED_AFTER_S)
     write_progress(one.run, Progress(attempt=attempt, step=3))
-    joining.look(LISTING_S)  # it trains, whatever the directory says
+    joining.name_missing(ABSENT_AFTER_S)  # it trains, whatever the directory says
     write_record(one.run.progress, Progress(attempt=attempt - 1, step=3))
 
     def fail(_path: Path) -> Iterator[Path]:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(Path, "iterdir", fail)
-    joining.look(LISTING_S)
+    joining.name_missing(ABSENT_AFTER_S)
 
     assert capsys.readouterr().err == ""
     assert probed == []
@@ -136,11 +136,11 @@ def test_a_rank_that_has_no_log_for_longer_than_a_directory_is_stale_is_named_wi
     one = supervised()
     attempt = one.begin()
     start(one.run, attempt, 0)
-    monkeypatch.setattr(network_probe, "probe", lambda *_: CARRIES)
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
+    monkeypatch.setattr(network_probe, "probe_network", lambda *_: CARRIES)
+    joining = JoiningRanks(context=one.context, attempt=attempt, met_at="10.2.0.1")
 
-    joining.look(0.0)
-    joining.look(LISTING_S)
+    joining.name_missing(0.0)
+    joining.name_missing(ABSENT_AFTER_S)
 
     assert "rank 1 on node2 (its process has not started)" in capsys.readouterr().err
 
@@ -152,20 +152,20 @@ def test_a_rank_that_runs_but_does_not_reach_rank_zero_is_named_by_rank_zeros_re
     attempt = one.begin()
     for rank in (0, 1):
         start(one.run, attempt, rank)
-    monkeypatch.setattr(network_probe, "probe", lambda *_: CUT)
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
-    joining.look(0.0)
-    joining.look(WAIT_S)
+    monkeypatch.setattr(network_probe, "probe_network", lambda *_: CUT)
+    joining = JoiningRanks(context=one.context, attempt=attempt, met_at="10.2.0.1")
+    joining.name_missing(0.0)
+    joining.name_missing(NAMED_AFTER_S)
     before = capsys.readouterr().err
 
     write_missing(one.run, attempt, [1], workers_per_node=1)
-    joining.look(WAIT_S + 5)
+    joining.name_missing(NAMED_AFTER_S + 5)
     named = capsys.readouterr().err
     write_missing(one.run, attempt, [], workers_per_node=1)
-    joining.look(WAIT_S + 10)
+    joining.name_missing(NAMED_AFTER_S + 10)
     all_there = capsys.readouterr().err
     forget_missing(one.run, attempt)
-    joining.look(WAIT_S + 15)
+    joining.name_missing(NAMED_AFTER_S + 15)
 
     assert before == ""
     assert "rank 1 on node2 (its process runs, but has not reached rank zero)" in named
@@ -234,10 +234,10 @@ def test_a_search_for_missing_ranks_that_fails_ends_no_attempt(
     one = supervised()
     attempt = one.begin()
     start(one.run, attempt, 0)
-    monkeypatch.setattr(network_probe, "probe", probe)
-    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1")
+    monkeypatch.setattr(network_probe, "probe_network", probe)
+    joining = JoiningRanks(context=one.context, attempt=attempt, met_at="10.2.0.1")
 
-    for now in (0.0, WAIT_S, LISTING_S, LISTING_S + 5):
-        joining.look(now)
+    for now in (0.0, NAMED_AFTER_S, ABSENT_AFTER_S, ABSENT_AFTER_S + 5):
+        joining.name_missing(now)
 
     assert capsys.readouterr().err.count("could not examine which ranks have joined and continues without it") == 1

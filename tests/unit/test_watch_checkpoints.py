@@ -10,7 +10,7 @@ import safetensors.numpy
 from safetensors import safe_open
 
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError
-from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME
 from ddp_hpc.watch.checkpoints import choose_step, digest, export, list_checkpoints
 from tests.made_run import add_checkpoint, make_run
 
@@ -48,12 +48,12 @@ def test_a_flipped_bit_is_seen_by_who_reads_every_byte(tmp_path: Path) -> None:
 
 def test_a_manifest_that_cannot_be_read_is_a_problem_and_no_crash(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    (add_checkpoint(run, 8) / MANIFEST).write_text("{")
+    (add_checkpoint(run, 8) / MANIFEST_NAME).write_text("{")
 
     (info,) = list_checkpoints(run, verify=False)
 
     assert info.num_bytes is None
-    assert MANIFEST in str(info.problem)
+    assert MANIFEST_NAME in str(info.problem)
 
 
 def test_the_newest_step_is_chosen_unless_one_is_named(tmp_path: Path) -> None:

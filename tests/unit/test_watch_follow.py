@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp_hpc.base import processes
 from ddp_hpc.run.run_dir.ledger import End, Ending, record_end
 from ddp_hpc.run.run_dir.poll_files import Tail
-from ddp_hpc.run.run_dir.records import Progress, numbers_of, write_progress
+from ddp_hpc.run.run_dir.records import Progress, numbers_of_line, write_progress
 from ddp_hpc.watch.follow import follow
 from tests.made_run import add_attempt, add_log, add_metrics, add_progress, make_run
 
@@ -104,4 +104,4 @@ def test_a_torn_last_line_of_the_metrics_is_passed_over(tmp_path: Path) -> None:
 
     (line,) = Tail(run.metrics).new_lines()
 
-    assert numbers_of(line) == {"loss": 0.5, "accuracy": 0.9}
+    assert numbers_of_line(line) == {"loss": 0.5, "accuracy": 0.9}

@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.timeline import Mark, encode, read_marks
+from ddp_hpc.run.run_dir.timeline import Mark, as_line, read_marks
 from ddp_hpc.run.spec.training import CheckpointSpec
 from ddp_hpc.watch.attempt_times import KINDS, read_times
 from ddp_hpc.watch.goodput import measured_cost, newest_interval
@@ -40,7 +40,7 @@ def failed_once(path: Path, *choices: dict[str, Any]) -> RunDir:
     run.config.write_text(f"name: {run.name}\ncheckpoint:\n  every_steps: auto\n")
     with run.timeline.open("ab") as file:
         for choice in choices:
-            file.write(encode(Mark(kind="interval", attempt=1, at=1.0, step=310, interval=choice)))
+            file.write(as_line(Mark(kind="interval", attempt=1, at=1.0, step=310, interval=choice)))
     return run
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Next, record_more
+from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Next, record_addition
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress
 from ddp_hpc.watch.status import SILENCE_S, Observation, State, read_status, status_of
@@ -194,7 +194,7 @@ def test_a_refusal_on_this_machine_leaves_the_state_as_it_was(tmp_path: Path) ->
     for one in (run, on_slurm):
         add_attempt(one, 0, ending=Ending.FINISHED)
         add_attempt(one, 1, ending=Ending.REFUSED)
-    record_more(on_slurm, attempt=1, cluster="slurm")
+    record_addition(on_slurm, attempt=1, cluster="slurm")
     add_attempt(refused, ending=Ending.REFUSED)
 
     states = [read_status(one, now=1000.0).state for one in (run, refused, on_slurm)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.run.run_dir.error_fingerprint import entity
+from ddp_hpc.run.run_dir.error_fingerprint import sample_or_file
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.watch.why.findings import AttemptFacts
@@ -93,7 +93,7 @@ def test_an_attempt_without_a_recorded_end_has_not_failed_by_its_log() -> None:
 
 
 def test_a_long_message_without_blanks_is_searched_in_a_moment() -> None:
-    assert entity("KeyError: '" + "a/" * 16_000) == ""
+    assert sample_or_file("KeyError: '" + "a/" * 16_000) == ""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc.run.run_dir.differences import FINITE, NOT_FINITE, Difference
-from ddp_hpc.run.run_dir.error_fingerprint import entity, fingerprint, mechanism
+from ddp_hpc.run.run_dir.error_fingerprint import fingerprint, invariant_text, sample_or_file
 from ddp_hpc.run.run_dir.failure_reports import HangKind, RankEnd, WorkerFailure
 from ddp_hpc.run.run_dir.joined_ranks import MissingRanks
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending
@@ -582,7 +582,7 @@ def test_a_fingerprint_is_that_of_the_mechanism() -> None:
 
     assert one == same
     assert one != fingerprint("nan", "[Rank 3] node7", "m.py in f", hosts=("node7",))
-    assert mechanism("[Errno 28] x") != mechanism("[Errno 2] x")
+    assert invariant_text("[Errno 28] x") != invariant_text("[Errno 2] x")
 
 
 def test_the_sample_is_named_that_a_loaders_process_could_not_read() -> None:
@@ -608,7 +608,7 @@ def test_the_sample_is_named_that_a_loaders_process_could_not_read() -> None:
     ],
 )
 def test_the_sample_or_the_file_is_the_entity(text: str, named: str) -> None:
-    assert entity(text) == named
+    assert sample_or_file(text) == named
 
 
 FAULTY = NetworkFindings(

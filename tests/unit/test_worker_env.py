@@ -36,8 +36,8 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     with_undo_record,
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
-from ddp_hpc.job.node.python_environ import IMPORT_PATH
-from ddp_hpc.job.workers import ByAgents
+from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME
+from ddp_hpc.job.workers import AgentWorkers
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rendezvous_token
 from tests.made_run import make_run
@@ -298,7 +298,7 @@ def run(tmp_path: Path) -> RunDir:
 def base_environ(run: RunDir, **more: str) -> dict[str, str]:
     """Return what the supervisor hands down."""
     code = str(run.path.parent / "code")
-    return {"PATH": os.environ["PATH"], IMPORT_PATH: code, "CUBLAS_WORKSPACE_CONFIG": ":16:8", **more}
+    return {"PATH": os.environ["PATH"], IMPORT_PATH_NAME: code, "CUBLAS_WORKSPACE_CONFIG": ":16:8", **more}
 
 
 def by_agent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -308,7 +308,9 @@ def by_agent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     words = ["--worker", "telling_worker", "--num-workers", "2"]
-    agents = ByAgents([sys.executable, "-m", "ddp_hpc.job.node.agent", str(run.path), *words], num_nodes=1, lock_fds=[])
+    agents = AgentWorkers(
+        [sys.executable, "-m", "ddp_hpc.job.node.agent", str(run.path), *words], num_nodes=1, lock_fds=[]
+    )
     agents.begin(0, None)
     assert await_news(agents) == 0
     agents.close()

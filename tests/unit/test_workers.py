@@ -16,7 +16,7 @@ import pytest
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.job.wire.endpoint import Endpoint
-from ddp_hpc.job.workers import ByAgents, ByTasks, Workers
+from ddp_hpc.job.workers import AgentWorkers, TaskWorkers, Workers
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_stop_request, write_rank_zero_exit
@@ -48,7 +48,7 @@ class Step:
         lock_fd = processes.take_lock(self.lock)
         assert lock_fd is not None
         argv = [sys.executable, "-S", "-E", str(FAKE_STEP), json.dumps({"note": str(self._note), **plan})]
-        self.workers = ByAgents(argv, num_nodes=num_nodes, lock_fds=[lock_fd], leave_s=leave_s)
+        self.workers = AgentWorkers(argv, num_nodes=num_nodes, lock_fds=[lock_fd], leave_s=leave_s)
         self._lock_fd = lock_fd
 
     @property
@@ -382,7 +382,7 @@ class Tasks:
 
     def __init__(self, run: RunDir, deed: str, *, leave_s: float = PATIENCE_S) -> None:
         self._note = run.path / "note"
-        self.workers = ByTasks(run, self._argv, lock_fds=[], leave_s=leave_s)
+        self.workers = TaskWorkers(run, self._argv, lock_fds=[], leave_s=leave_s)
         self._deed = deed
 
     def _argv(self, attempt: int, endpoint: Endpoint) -> list[str]:

@@ -12,22 +12,22 @@ from collections.abc import Mapping
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.runs import add_flag, add_run, count, own_run
-from ddp_hpc.cli.verbs.replay import add_code, or_not_computed, print_report, say
+from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_own_run, positive_int
+from ddp_hpc.cli.verbs.replay import add_code_option, print_note, print_report, raise_not_computed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser)
+    add_run_argument(parser)
     parser.add_argument(
         "--segments",
-        type=count,
+        type=positive_int,
         default=3,
         metavar="N",
         help="compute N segments again, each from one checkpoint to the next (default: 3)",
     )
     parser.add_argument("--seed", type=int, metavar="S", help="choose the segments by this seed; default: a new one")
-    add_code(parser)
+    add_code_option(parser)
     add_flag(parser, "--json", "print JSON instead of text")
 
 
@@ -38,9 +38,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.prove.replay.history import read_history
 
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
-    with or_not_computed():
-        history = read_history(own_run(args, environment))
-    with ended_by_signals(), or_not_computed():
-        report = audit(history, environment, number=args.segments, seed=seed, code=args.code, say=say)
+    with raise_not_computed():
+        history = read_history(chosen_own_run(args, environment))
+    with ended_by_signals(), raise_not_computed():
+        report = audit(history, environment, number=args.segments, seed=seed, code=args.code, say=print_note)
     print_report(report, audit_text(report), is_json=args.json)
     return {"PASS": FINISHED, "FAIL": FAILED, "UNKNOWN": REFUSED}[report.verdict]

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.runs import add_flag, add_runs_dir, own_run
-from ddp_hpc.cli.verbs.replay import or_not_computed, print_report, say
+from ddp_hpc.cli.runs import add_flag, add_runs_dir_option, chosen_own_run
+from ddp_hpc.cli.verbs.replay import print_note, print_report, raise_not_computed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("one", metavar="RUN1", help="a run's name, its directory, or its Slurm job id")
     parser.add_argument("other", metavar="RUN2", help="the other run, which the first is compared with")
-    add_runs_dir(parser)
+    add_runs_dir_option(parser)
     for name, which in (("--code1", "first"), ("--code2", "second")):
         parser.add_argument(
             name,
@@ -37,9 +37,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.prove.replay.bisecting import bisect
     from ddp_hpc.prove.replay.history import read_history
 
-    with or_not_computed():
-        one, other = [read_history(own_run(args, environment, name)) for name in (args.one, args.other)]
-    with ended_by_signals(), or_not_computed():
-        report = bisect((one, other), environment, codes=(args.code1, args.code2), say=say)
+    with raise_not_computed():
+        one, other = [read_history(chosen_own_run(args, environment, name)) for name in (args.one, args.other)]
+    with ended_by_signals(), raise_not_computed():
+        report = bisect((one, other), environment, codes=(args.code1, args.code2), say=print_note)
     print_report(report, bisect_text(report), is_json=args.json)
     return FINISHED if report.verdict == "the same" else FAILED

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED
-from ddp_hpc.cli.runs import add_runs_dir, own_run
+from ddp_hpc.cli.runs import add_runs_dir_option, chosen_own_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,14 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="a run's name, its directory, or its Slurm job id; several end in this order",
     )
-    add_runs_dir(parser)
+    add_runs_dir_option(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """End the runs; where one cannot be ended, say so and go on with the others."""
     from ddp_hpc.launch.submission.backend import backend_of  # late: `--help` needs no back end
 
-    *before, last = [own_run(args, environment, name) for name in args.run]
+    *before, last = [chosen_own_run(args, environment, name) for name in args.run]
     code = 0
     for run_dir in before:
         try:

@@ -24,7 +24,7 @@ from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.cli.formatting import as_json, table
-from ddp_hpc.cli.runs import add_flag, add_patience, add_settings, chosen_runs_dir, runs_dir_setting
+from ddp_hpc.cli.runs import add_flag, add_patience_option, add_setting_arguments, chosen_runs_dir, runs_dir_setting
 
 if TYPE_CHECKING:
     from ddp_hpc.prove.certify.certificate import Certificate, Certification
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the seed of the random moments; certify prints it, so that you can repeat them",
     )
-    add_patience(parser, 60.0, "a run hangs if it prints, writes and computes nothing for so long")
+    add_patience_option(parser, 60.0, "a run hangs if it prints, writes and computes nothing for so long")
     parser.add_argument(
         "--may-change",
         action="append",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flag(parser, "--keep", "keep the directories of all runs, not only of those that show a defect")
     add_flag(parser, "--json", "print JSON instead of text")
-    add_settings(parser, "set a key of the configuration")
+    add_setting_arguments(parser, "set a key of the configuration")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         environment, note = without_ended_job(environment)
         if note:
             show(note)
-        asked = _certification(args, environment, lambda text: show(f"... {text}"))
+        asked = _make_certification(args, environment, lambda text: show(f"... {text}"))
         if shutil.which("srun", path=environment.get("PATH", "")) and not is_in_job(environment):
             show(f"... all runs take place on this machine; to have them on a compute node: `{ON_A_NODE}`")
         show(f"... random seed {asked.seed}, runs in {asked.folder}")
@@ -87,18 +87,18 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         text = as_json(asdict(certificate) | {"is_good": certificate.is_good})
         replace_text(asked.folder / CERTIFICATE, f"{text}\n")
         print(text if args.json else as_text(certificate))
-    if not certificate.tried:
+    if not certificate.tried_faults:
         return REFUSED
     return FINISHED if certificate.is_good else FAILED
 
 
-def _certification(
+def _make_certification(
     args: argparse.Namespace, environment: Mapping[str, str], say: Callable[[str], None]
 ) -> Certification:
     from ddp_hpc.prove.certify.certificate import Certification, ranks_of
     from ddp_hpc.prove.certify.faults import FAULTS
     from ddp_hpc.run.config.resolve import resolve
-    from ddp_hpc.run.spec.script import program_of
+    from ddp_hpc.run.spec.script import parse_program
 
     if not args.command:
         raise ConfigError("No script is named. Name one: `ddp-hpc certify -- python train.py`.")
@@ -122,7 +122,7 @@ def _certification(
         settings=[*args.settings, *([f"--site={site}"] if site else [])],
         faults=faults,
         work_dir=Path.cwd(),
-        folder=runs_dir / f"certify-{program_of(args.command).name}-{time.strftime('%m%d-%H%M%S')}",
+        folder=runs_dir / f"certify-{parse_program(args.command).name}-{time.strftime('%m%d-%H%M%S')}",
         left_out=(runs_dir, *runs_dir.glob("certify-*")),
         may_change=args.may_change,
         seed=secrets.randbelow(LONGEST_SEED) if args.random_seed is None else args.random_seed,
@@ -164,7 +164,7 @@ def as_text(certificate: Certificate) -> str:
 
 def _closing_sentences(certificate: Certificate) -> str:
     """Say what the tried faults have shown, and of the others only that they were not tried, and what to change."""
-    tried = certificate.tried
+    tried = certificate.tried_faults
     bad = ", ".join(one.fault for one in tried if not one.is_good)
     untried = [one for one in certificate.findings if not one.was_tried]
     if bad:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, duration, numbers, or_dash, size, table
-from ddp_hpc.cli.runs import add_flag, add_run, chosen_run
+from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_run
 from ddp_hpc.watch.checkpoints import CheckpointInfo, choose_step, digest, list_checkpoints
 
 HEADER = ("STEP", "SIZE", "WORKERS", "AGE", "EVALUATION", "VERIFIED")
@@ -17,7 +17,7 @@ HEADER = ("STEP", "SIZE", "WORKERS", "AGE", "EVALUATION", "VERIFIED")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser)
+    add_run_argument(parser)
     add_flag(parser, "--verify", "read every file and compare its checksum; exit with 1 if a checkpoint is damaged")
     add_flag(parser, "--digest", "print only a hash of the newest checkpoint's training state, to compare runs")
     add_flag(parser, "--json", "print JSON instead of text")

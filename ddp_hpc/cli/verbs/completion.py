@@ -11,13 +11,13 @@ import argparse
 import sys
 from collections.abc import Mapping
 
-_ASK = "ddp-hpc completion words 2>/dev/null"
+_ASK_COMMAND = "ddp-hpc completion words 2>/dev/null"
 """Reads the words up to the cursor, a line each."""
 _SCRIPTS = {
     "bash": f"""\
 _ddp_hpc() {{
   local IFS=$'\\n'
-  COMPREPLY=($(printf '%s\\n' "${{COMP_WORDS[@]:1:COMP_CWORD}}" | {_ASK}))
+  COMPREPLY=($(printf '%s\\n' "${{COMP_WORDS[@]:1:COMP_CWORD}}" | {_ASK_COMMAND}))
   if [[ ${{#COMPREPLY[@]}} -eq 1 && ${{COMPREPLY[0]}} == *= ]]; then compopt -o nospace; fi
 }}
 complete -o default -F _ddp_hpc ddp-hpc
@@ -25,7 +25,7 @@ complete -o default -F _ddp_hpc ddp-hpc
     "zsh": f"""\
 _ddp_hpc() {{
   local -a found
-  found=("${{(@f)$(printf '%s\\n' "${{(@)words[2,CURRENT]}}" | {_ASK})}}")
+  found=("${{(@f)$(printf '%s\\n' "${{(@)words[2,CURRENT]}}" | {_ASK_COMMAND})}}")
   if [[ -n "$found" ]]; then
     compadd -S ' ' -- ${{found:#*=}}
     compadd -S '' -- ${{(M)found:#*=}}
@@ -36,7 +36,7 @@ _ddp_hpc() {{
 compdef _ddp_hpc ddp-hpc
 """,
     "fish": f"""\
-complete -c ddp-hpc -a '(begin; set -l typed (commandline -opc) (commandline -ct); printf "%s\\n" $typed[2..-1]; end | {_ASK})'
+complete -c ddp-hpc -a '(begin; set -l typed (commandline -opc) (commandline -ct); printf "%s\\n" $typed[2..-1]; end | {_ASK_COMMAND})'
 """,
 }
 
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if args.shell != "words":
         print(_SCRIPTS[args.shell], end="")
         return 0
-    from ddp_hpc.cli.tab_completion import candidates
+    from ddp_hpc.cli.tab_completion import completions
 
-    found = candidates(sys.stdin.read().removesuffix("\n").split("\n"), environment)
+    found = completions(sys.stdin.read().removesuffix("\n").split("\n"), environment)
     print("".join(f"{one}\n" for one in found), end="")
     return 0

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ddp_hpc.cli.formatting import as_json
 
-EVERY_DAY = frozenset(
+EVERYDAY_KEYS = frozenset(
     [
         *("name", "runs_dir", "seed", "env", "script.command", "script.progress", "recipe.target"),
         *("recipe.args", "train.epochs", "train.global_batch_size", "train.micro_batch_size", "train.lr"),
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:  # noq
     if args.markdown:
         print(as_markdown(rows), end="")
         return 0
-    left_out = [] if args.key or args.all else [row["key"] for row in rows if row["key"] not in EVERY_DAY]
+    left_out = [] if args.key or args.all else [row["key"] for row in rows if row["key"] not in EVERYDAY_KEYS]
     width = shutil.get_terminal_size().columns - 4
     for row in rows:
         if row["key"] not in left_out:

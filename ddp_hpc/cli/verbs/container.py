@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, table
-from ddp_hpc.cli.runs import add_flag, add_site
-from ddp_hpc.cli.verbs.submit import config_among
+from ddp_hpc.cli.runs import add_flag, add_site_option
+from ddp_hpc.cli.verbs.submit import split_config
 
 if TYPE_CHECKING:
     from ddp_hpc.watch.diagnose.image_probe import ImageFindings
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="build: set a build argument of the container recipe (`docker build --build-arg`)",
     )
     add_flag(parser, "--force", "build: overwrite an existing file")
-    add_site(parser)
+    add_site_option(parser)
     add_flag(parser, "--json", "check: print JSON instead of text")
 
 
@@ -62,9 +62,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _build(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.launch.submission.image_build import build
+    from ddp_hpc.launch.submission.image_build import build_image
 
-    build(
+    build_image(
         args.what, base=args.base, engine=args.engine, build_args=args.build_arg, force=args.force, environ=environment
     )
     print(f"built {args.what}. Use it: ddp-hpc submit run.yaml container.image={args.what}")
@@ -75,7 +75,7 @@ def _check(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.run.config.resolve import resolve
     from ddp_hpc.watch.diagnose.image_probe import check_image
 
-    path, settings = config_among([args.what, *args.settings])
+    path, settings = split_config([args.what, *args.settings])
     spec = resolve(path, settings, environment, site=args.site).spec
     found = check_image(spec, work_dir=Path.cwd(), environ=environment)
     print(as_json(asdict(found)) if args.json else _as_text(found))

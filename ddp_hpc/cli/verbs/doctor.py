@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_flag, add_patience, add_settings, runs_dir_setting
+from ddp_hpc.cli.runs import add_flag, add_patience_option, add_setting_arguments, runs_dir_setting
 
 if TYPE_CHECKING:
     from ddp_hpc.run.run_dir.preflight import Finding
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes", metavar="N|LIST", help="also check this number of nodes, or these (`node[1-4]`), by a short job"
     )
-    add_patience(parser, 600.0, "how many seconds that job may wait and run")
+    add_patience_option(parser, 600.0, "how many seconds that job may wait and run")
     add_flag(parser, "--json", "print JSON instead of text")
-    add_settings(parser, "set a key, such as `slurm.partition=gpu`")
+    add_setting_arguments(parser, "set a key, such as `slurm.partition=gpu`")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
                 resolved.spec,
                 args.nodes,
                 environment,
-                is_in_job=site.job[0] == "runs",
+                is_in_job=site.job_standing[0] == "runs",
                 paths=args.path,
                 patience_s=args.patience,
             )

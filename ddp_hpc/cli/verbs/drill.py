@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, or_dash, table
-from ddp_hpc.cli.runs import add_flag, add_patience, add_settings, runs_dir_setting
+from ddp_hpc.cli.runs import add_flag, add_patience_option, add_setting_arguments, runs_dir_setting
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.request import SubmitRequest
@@ -42,20 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--signal", choices=("TERM", "USR2"), default="TERM", help="the signal that `preempt` sends (default: TERM)"
     )
-    add_patience(parser, 600.0, "FAIL when a run makes no progress for so many seconds")
+    add_patience_option(parser, 600.0, "FAIL when a run makes no progress for so many seconds")
     add_flag(parser, "--json", "print JSON instead of text")
-    add_settings(parser, "set a key; it overrides every other value")
+    add_setting_arguments(parser, "set a key; it overrides every other value")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Run the drill, and print its result."""
     out = sys.stderr if args.json else sys.stdout
-    report = _drill(args, environment, lambda text: print(text, file=out, flush=True)).report()
+    report = _make_drill(args, environment, lambda text: print(text, file=out, flush=True)).report()
     print(as_json(asdict(report)) if args.json else _as_text(report))
     return FINISHED if report.verdict == "PASS" else FAILED
 
 
-def _drill(args: argparse.Namespace, environment: Mapping[str, str], say: Callable[[str], None]) -> Drill:
+def _make_drill(args: argparse.Namespace, environment: Mapping[str, str], say: Callable[[str], None]) -> Drill:
     from ddp_hpc.prove.drill.faults import FAULTS
     from ddp_hpc.prove.drill.scenario import Drill
 
@@ -70,11 +70,11 @@ def _drill(args: argparse.Namespace, environment: Mapping[str, str], say: Callab
     name = f"drill-{args.fault}-{time.strftime('%m%d-%H%M%S')}"
     common = [f"name={name}", "train.record_samples=true", *fault.train_settings]
     slower = ["recipe.args.sample_s=0.05"] if args.by_hand and args.config is None else []  # time for a person
-    faulty = _request(args, [*common, *fault.settings, *slower], environment)
+    faulty = _make_request(args, [*common, *fault.settings, *slower], environment)
     return Drill(
         fault=args.fault,
         faulty=faulty,
-        unbroken=_request(args, common, environment, f"name={faulty.spec.name}-unbroken"),
+        unbroken=_make_request(args, common, environment, f"name={faulty.spec.name}-unbroken"),
         by_hand=args.by_hand,
         batch_host=args.batch_host,
         signal=args.signal,
@@ -83,7 +83,7 @@ def _drill(args: argparse.Namespace, environment: Mapping[str, str], say: Callab
     )
 
 
-def _request(
+def _make_request(
     args: argparse.Namespace, settings: list[str], environment: Mapping[str, str], *last: str
 ) -> SubmitRequest:
     from ddp_hpc.launch.submission.request import request_of_config

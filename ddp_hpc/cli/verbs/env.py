@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.formatting import as_json, or_dash, table
-from ddp_hpc.cli.runs import add_runs_dir, chosen_run
+from ddp_hpc.cli.runs import add_runs_dir_option, chosen_run
 
 if TYPE_CHECKING:
     from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv
     from ddp_hpc.run.run_dir.software_versions import Environment
 
 
-_ON_DIFFERENCES = (
+_DIFFERENCE_HINT = (
     "Drivers, modules and variables often differ between a login node and a compute node: that needs no action. Where Python or "
     "packages differ, a run that this `ddp-hpc` submits uses those of this host, unless it has a container or `stage.archive`."
 )
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("action", choices=("capture",), nargs="?", help="default: print the variables")
     parser.add_argument("run", metavar="RUN", nargs="?", help="with `capture`: a run's name, directory or job id")
-    add_runs_dir(parser)
+    add_runs_dir_option(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print JSON instead of text")
     how.add_argument(
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         environment, note = without_ended_job(environment)
         if note:
             print(note, file=sys.stderr)
-        found = _found_here(environment)
+        found = _own_worker_env(environment)
     if args.json:
         rows = [
             {"name": name, **asdict(fact), "refused": [{"name": one, "why": why} for one, why in fact.refused.items()]}
@@ -68,15 +68,15 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         ]
         print(as_json({"process": found.process, "variables": rows}))
     elif args.export:
-        _export(found)
+        _print_exports(found)
     else:
-        _explain(found)
+        _print_reasons(found)
     return 0
 
 
-def _found_here(environment: Mapping[str, str]) -> WorkerEnv:
+def _own_worker_env(environment: Mapping[str, str]) -> WorkerEnv:
     """Return the variables of a process that a launcher of another program has started, or of Slurm's, which are derived."""
-    from ddp_hpc.cli.verbs.join import first_node_of
+    from ddp_hpc.cli.verbs.join import first_pbs_node
     from ddp_hpc.cluster.rendezvous.address import this_host
     from ddp_hpc.cluster.rendezvous.derive_env import derive
     from ddp_hpc.cluster.rendezvous.launchers import SRUN, find_place, recognise, variables_of
@@ -84,20 +84,20 @@ def _found_here(environment: Mapping[str, str]) -> WorkerEnv:
 
     allocation, host, place = read_allocation(environment), this_host(), None
     if recognise(environment, allocation) is not SRUN:
-        place = find_place(environment, allocation, host, first_node=first_node_of(environment))
+        place = find_place(environment, allocation, host, first_node=first_pbs_node(environment))
     return derive(environment, allocation, host) if place is None else variables_of(place, environment, host)
 
 
 def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.run.run_dir.software_versions import capture, differences, newest_environment
+    from ddp_hpc.run.run_dir.software_versions import differences, environment_here, newest_environment
 
     if args.export:
         raise ConfigError(
             "`--export` exports the workers' variables, which `capture` does not print. Leave out one of them."
         )
-    here = capture(environment)
+    here = environment_here(environment)
     if args.run is None:
-        print(as_json(asdict(here)) if args.json else _facts(here))
+        print(as_json(asdict(here)) if args.json else _facts_text(here))
         return 0
     run_dir = chosen_run(args, environment)
     newest = newest_environment(run_dir)
@@ -110,15 +110,15 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if args.json:
         print(as_json({"attempt": attempt, "environment": asdict(used), "differs_here": changed}))
     else:
-        print(f"{run_dir.name}, attempt {attempt}, as recorded when its workers started\n\n{_facts(used)}\n")
+        print(f"{run_dir.name}, attempt {attempt}, as recorded when its workers started\n\n{_facts_text(used)}\n")
         if changed:
-            print(f"different on this host now (attempt {attempt} -> this host):", *changed, _ON_DIFFERENCES, sep="\n")
+            print(f"different on this host now (attempt {attempt} -> this host):", *changed, _DIFFERENCE_HINT, sep="\n")
         else:
             print("This host has the same.")
     return 0
 
 
-def _facts(found: Environment) -> str:
+def _facts_text(found: Environment) -> str:
     rows: list[tuple[str, str]] = []
     for name, value in asdict(found).items():
         if isinstance(value, dict):
@@ -128,7 +128,7 @@ def _facts(found: Environment) -> str:
     return table(("", ""), rows).lstrip("\n")
 
 
-def _export(found: WorkerEnv) -> None:
+def _print_exports(found: WorkerEnv) -> None:
     for name, value in found.given.items():
         quoted = shlex.quote(value)
         if quoted == value:  # in quotes all the same: the form of a line does not depend on its value
@@ -142,7 +142,7 @@ def _export(found: WorkerEnv) -> None:
             )
 
 
-def _explain(found: WorkerEnv) -> None:
+def _print_reasons(found: WorkerEnv) -> None:
     print(f"{found.process}\n")
     rows = [(name, or_dash(fact.value), fact.source, fact.rule) for name, fact in found.variables.items()]
     print(table(("NAME", "VALUE", "SOURCE", "WHY"), rows))

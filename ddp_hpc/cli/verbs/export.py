@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.runs import add_run_argument, chosen_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser)
+    add_run_argument(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
     parser.add_argument("--step", type=int, metavar="N", help="export the checkpoint of this step; default: the newest")
     parser.add_argument(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.runs import add_config, runs_dir_setting
+from ddp_hpc.cli.runs import add_config_arguments, runs_dir_setting
 from ddp_hpc.cli.verbs.submit import config_and_settings
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from ddp_hpc.cluster.rendezvous.launchers import RankPlace
     from ddp_hpc.run.config.resolve import Resolved
 
-_BY_HAND = ("nnodes", "node_rank", "master_addr", "master_port")
+_PLACE_OPTIONS = ("nnodes", "node_rank", "master_addr", "master_port")
 """Options; the table of launchers looks for each in a variable, such as PET_NNODES."""
-_PORT_BY_HAND = "29500"
+_DEFAULT_PORT = "29500"
 """torchrun's own default."""
-_WORKER = "ddp_hpc.job.node.join"
-_NODE = "ddp_hpc.job.node.join_node"
+_WORKER_MODULE = "ddp_hpc.job.node.join"
+_NODE_MODULE = "ddp_hpc.job.node.join_node"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-rank", metavar="N", help="by hand: the number of this node, from 0")
     parser.add_argument("--master-addr", metavar="ADDRESS", help="by hand: the address of node 0")
     parser.add_argument(
-        "--master-port", metavar="PORT", help=f"by hand: a free port of node 0 (default: {_PORT_BY_HAND})"
+        "--master-port", metavar="PORT", help=f"by hand: a free port of node 0 (default: {_DEFAULT_PORT})"
     )
-    add_config(parser)
+    add_config_arguments(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if note:
         print(note, file=sys.stderr)
     environ = _with_options(args, environment)
-    first_node = first_node_of(environ)
+    first_node = first_pbs_node(environ)
     # In a task of srun, too, the user's word counts.
     allocation = read_allocation(environ) if args.nnodes is None else None
     place = find_place(environ, allocation, this_host(), first_node=first_node)
@@ -72,10 +72,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     # Where the container has no file, settings alone do, if one is `name`.
     is_complete = any(word.startswith("name=") for word in words) and all("=" in word for word in words)
     path, settings = (None, words) if is_complete else config_and_settings(args, environment)
-    place, resolved = _resolve(args, place, path, settings, environment)
+    place, resolved = _resolve_world(args, place, path, settings, environment)
     run_dir = RunDir(resolved.spec.path)
     import_paths = [Path.cwd(), *([] if path is None else [path.absolute().parent])]
-    is_finished = place.rank == 0 and _prepare(run_dir, resolved)
+    is_finished = place.rank == 0 and _prepare_run_dir(run_dir, resolved)
     options = [*(f"--import-path={one}" for one in import_paths), *(["--finished"] if is_finished else [])]
     options += [] if first_node is None else [f"--first-node={first_node}"]
     place = with_port_of_run(place, run_dir.path.absolute())
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _with_options(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment, with the options that name a place by hand."""
-    given = {name: value for name in _BY_HAND if (value := getattr(args, name)) is not None}
+    given = {name: value for name in _PLACE_OPTIONS if (value := getattr(args, name)) is not None}
     if not given:
         return dict(environment)
     missing = [f"`--{name.replace('_', '-')}`" for name in ("nnodes", "node_rank", "master_addr") if name not in given]
@@ -102,10 +102,10 @@ def _with_options(args: argparse.Namespace, environment: Mapping[str, str]) -> d
     marks = {name for launcher in LAUNCHERS for name in launcher.marks}
     others = {name: value for name, value in environment.items() if name not in marks}  # the user's word counts
     by_hand = {f"PET_{name.upper()}": value for name, value in given.items()}
-    return {**others, "PET_MASTER_PORT": _PORT_BY_HAND, **by_hand}
+    return {**others, "PET_MASTER_PORT": _DEFAULT_PORT, **by_hand}
 
 
-def first_node_of(environ: Mapping[str, str]) -> str | None:
+def first_pbs_node(environ: Mapping[str, str]) -> str | None:
     """Return the first node of a job of PBS, on the host that has the file of its nodes."""
     try:
         words = Path(environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
@@ -114,7 +114,7 @@ def first_node_of(environ: Mapping[str, str]) -> str | None:
     return words[0] if words else None
 
 
-def _resolve(
+def _resolve_world(
     args: argparse.Namespace,
     place: RankPlace,
     path: Path | None,
@@ -165,7 +165,7 @@ def _resolve(
     return placed, resolved
 
 
-def _prepare(run_dir: RunDir, resolved: Resolved) -> bool:
+def _prepare_run_dir(run_dir: RunDir, resolved: Resolved) -> bool:
     """Make the run's directory, or renew its configuration; return whether the run has finished already."""
     from ddp_hpc.launch.submission.run_dir_setup import is_finished, make_run_dir, refuse_unusable_place
     from ddp_hpc.run.config.resolve import render_resolved
@@ -180,7 +180,7 @@ def _prepare(run_dir: RunDir, resolved: Resolved) -> bool:
 
 
 def _worker_argv(run_dir: RunDir, options: Sequence[str]) -> list[str]:
-    return ["-m", _WORKER, str(run_dir.path), *options]
+    return ["-m", _WORKER_MODULE, str(run_dir.path), *options]
 
 
 def _node_argv(run_dir: RunDir, resolved: Resolved, place: RankPlace, options: Sequence[str]) -> list[str]:
@@ -194,7 +194,7 @@ def _node_argv(run_dir: RunDir, resolved: Resolved, place: RankPlace, options: S
         endpoint = Endpoint(str(place.address.value), int(str(place.port.value)))
     stop_signal = workload_of(resolved.spec).stop_signal
     return [
-        *("-m", _NODE, str(run_dir.path), f"--stop-signal={stop_signal}", "--"),
+        *("-m", _NODE_MODULE, str(run_dir.path), f"--stop-signal={stop_signal}", "--"),
         *(f"--nnodes={place.num_nodes}", f"--nproc-per-node={place.local_world_size}"),
         *(f"--rdzv-endpoint={endpoint.netloc}", f"--rdzv-conf=rank={place.node_rank}"),
         f"--max-restarts={resolved.spec.torchrun.max_restarts}",

@@ -18,13 +18,13 @@ from ddp_hpc.base.discretion import as_shown
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
-from ddp_hpc.cli.runs import add_flag, add_runs_dir, chosen_runs_dir, slurm_asker
-from ddp_hpc.cli.status_text import saved, steps
+from ddp_hpc.cli.runs import add_flag, add_runs_dir_option, chosen_runs_dir, slurm_asker
+from ddp_hpc.cli.status_text import last_save_text, steps_text
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.find import scan_runs
 from ddp_hpc.watch.status import RunStatus, read_status
 
-SPENT = ("NODE TIME", "GOODPUT")
+SPENT_COLUMNS = ("NODE TIME", "GOODPUT")
 HEADER = ("RUN", "STATE", "STEP", "LOSS", "EVALUATION", "CHECKPOINT", "ATTEMPT", "AGE")
 
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="list the points of this sweep, with what each sets")
-    add_runs_dir(parser)
+    add_runs_dir_option(parser)
     add_flag(parser, "--failed", "of a sweep: list only the points that have failed")
     parser.add_argument(
         "--filter",
@@ -87,8 +87,8 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
         )
     differing: list[dict[str, Any]] = []
     if args.filter or args.sort or args.keys or args.reverse:
-        statuses, differing = _compared(statuses, args)
-    spent = _spent(statuses) if args.goodput else []
+        statuses, differing = _find_runs(statuses, args)
+    spent = _spent_cells(statuses) if args.goodput else []
     if args.json:
         records = [asdict(status) for status in statuses]
         for number, record in enumerate(records):
@@ -101,7 +101,7 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
             (*_row(status), *(spent[number][0] if spent else ()), *(or_dash(differing[number][name]) for name in names))
             for number, status in enumerate(statuses)
         ]
-        print(table((*HEADER, *(SPENT if spent else ()), *names), rows))
+        print(table((*HEADER, *(SPENT_COLUMNS if spent else ()), *names), rows))
         _print_reasons(statuses)
     else:
         such = f" with {' and '.join(args.filter)}" if args.filter else " outside of sweeps" if sweeps else ""
@@ -109,12 +109,12 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     return 0
 
 
-def _spent(statuses: Sequence[RunStatus]) -> list[tuple[tuple[str, str], Mapping[str, Any] | None]]:
+def _spent_cells(statuses: Sequence[RunStatus]) -> list[tuple[tuple[str, str], Mapping[str, Any] | None]]:
     """Return the columns of `--goodput` for each run, and what `--json` prints of it."""
-    from ddp_hpc.cli.details import columns, node_time  # late: only `--goodput` needs it
+    from ddp_hpc.cli.details import goodput_columns, node_time  # late: only `--goodput` needs it
 
     found = (node_time(RunDir(Path(one.path)), one, now=time.time())[0] for one in statuses)
-    return [(columns(one), None if one is None else asdict(one)) for one in found]
+    return [(goodput_columns(one), None if one is None else asdict(one)) for one in found]
 
 
 def _print_reasons(statuses: Sequence[RunStatus]) -> None:
@@ -126,7 +126,7 @@ def _print_reasons(statuses: Sequence[RunStatus]) -> None:
             print(f"{status.run}: {status.why_last or f'`{status.entity}` failed'}", file=sys.stderr)
 
 
-def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
+def _find_runs(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
     """Return the runs that match the filters, sorted as the user asks, each with its values of the keys that differ."""
     from ddp_hpc.watch.compare_runs import differing_keys, filter_runs, sort_runs, values_of  # late: only to compare
 
@@ -143,10 +143,10 @@ def _row(status: RunStatus) -> tuple[str, ...]:
     return (
         status.run,
         status.state,
-        steps(status),
+        steps_text(status),
         number(status.loss),
         or_dash(numbers(status.metrics)),
-        or_dash(saved(status) if status.last_checkpoint is None else status.last_checkpoint),
+        or_dash(last_save_text(status) if status.last_checkpoint is None else status.last_checkpoint),
         or_dash(status.attempt),
         duration(status.age_s),
     )

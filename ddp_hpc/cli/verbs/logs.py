@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from ddp_hpc.base.patience import await_answer
-from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
+from ddp_hpc.cli.runs import add_run_argument, chosen_run, slurm_asker
 from ddp_hpc.launch.submission.release_hold import require_start
 from ddp_hpc.run.run_dir.poll_files import LastRead, await_news, newest_attempt
 from ddp_hpc.watch.logs import LogSelection, follow_lines, read_lines, require_log
@@ -17,7 +17,7 @@ from ddp_hpc.watch.status import read_status
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser)
+    add_run_argument(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
     parser.add_argument(
         "--attempt",

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from ddp_hpc.cli.runs import add_config, runs_dir_setting
+from ddp_hpc.cli.runs import add_config_arguments, runs_dir_setting
 from ddp_hpc.cli.verbs.submit import config_and_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the job script to this file")
-    add_config(parser)
+    add_config_arguments(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

@@ -17,13 +17,13 @@ from typing import Any
 from ddp_hpc.base.errors import CheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.formatting import as_json, spelled
-from ddp_hpc.cli.runs import add_flag, add_run, count, own_run, share
+from ddp_hpc.cli.formatting import as_json, spell_odd_floats
+from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_own_run, nonnegative_float, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser)
+    add_run_argument(parser)
     parser.add_argument(
         "--from",
         type=int,
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--world",
-        type=count,
+        type=positive_int,
         metavar="N",
         help="use N ranks; default: as many as the run had. With another number, only losses are compared, with a tolerance",
     )
@@ -47,16 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=share,
+        type=nonnegative_float,
         default=1e-3,
         metavar="T",
         help="with another world or device: accept losses that differ by up to this share of their size (default: 0.001)",
     )
-    add_code(parser)
+    add_code_option(parser)
     add_flag(parser, "--json", "print JSON instead of text")
 
 
-def add_code(parser: argparse.ArgumentParser) -> None:
+def add_code_option(parser: argparse.ArgumentParser) -> None:
     """Declare `--code`."""
     parser.add_argument(
         "--code",
@@ -66,7 +66,7 @@ def add_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def say(text: str) -> None:
+def print_note(text: str) -> None:
     """Print what is done, beside the result."""
     print(text, file=sys.stderr, flush=True)
 
@@ -74,11 +74,11 @@ def say(text: str) -> None:
 def print_report(report: Any, text: str, *, is_json: bool) -> None:
     """Print a result as text, or its fields as JSON; of a replay's differences, only the first."""
     shown = {key: value for key, value in asdict(report).items() if key != "differences"}
-    print(as_json(spelled(shown)) if is_json else text)
+    print(as_json(spell_odd_floats(shown)) if is_json else text)
 
 
 @contextmanager
-def or_not_computed() -> Iterator[None]:
+def raise_not_computed() -> Iterator[None]:
     """Raise NotComputedError for what keeps the steps from being computed or compared: such an error does not say that they differ."""
     try:
         yield
@@ -94,14 +94,14 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.prove.replay.replaying import replay
     from ddp_hpc.run.run_dir.replays import ReplayRequest
 
-    with or_not_computed():
-        history = read_history(own_run(args, environment))
+    with raise_not_computed():
+        history = read_history(chosen_own_run(args, environment))
     end = history.last_step if args.end is None else args.end
     newest = max((step for step in history.committed if step < end), default=0)
     start = newest if args.start is None else args.start
     request = ReplayRequest(end_step=end, trace_from=start + 1 if args.trace else None)
     wanted = WantedSteps(history=history, start=start, request=request, world_size=args.world, code=args.code)
-    with ended_by_signals(), or_not_computed():
-        report = replay(wanted, environment, tolerance=args.tolerance, say=say)
+    with ended_by_signals(), raise_not_computed():
+        report = replay(wanted, environment, tolerance=args.tolerance, say=print_note)
     print_report(report, replay_text(report), is_json=args.json)
     return {"the same": FINISHED, "different": FAILED, "not compared": REFUSED}[report.verdict]

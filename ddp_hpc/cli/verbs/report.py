@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ddp_hpc.base.durable import output_at
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.runs import add_run, chosen_run, chosen_runs_dir
+from ddp_hpc.cli.runs import add_run_argument, chosen_run, chosen_runs_dir
 from ddp_hpc.launch.sweep.sweep_dir import read_sweep, sweep_named
 from ddp_hpc.watch.find import find_run
 from ddp_hpc.watch.report.page import page_of
@@ -28,7 +28,7 @@ _STDOUT = Path("-")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_run(parser, optional=True)
+    add_run_argument(parser, optional=True)
     parser.add_argument(
         "-o",
         "--output",

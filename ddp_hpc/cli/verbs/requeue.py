@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
-from ddp_hpc.cli.runs import add_flag, add_run, own_run, slurm_asker
+from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_own_run, slurm_asker
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.poll_files import LOOK_INTERVAL_S
@@ -26,7 +26,7 @@ BEGIN_PATIENCE_S = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser)
+    add_run_argument(parser)
     add_flag(
         parser,
         "--now",
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask the run to go back into the queue, or Slurm to begin it."""
     from ddp_hpc.launch.submission.backend import backend_of  # late: `--help` needs no back end
 
-    run_dir = own_run(args, environment)
+    run_dir = chosen_own_run(args, environment)
     backend = backend_of(run_dir)
     status = read_status(run_dir, now=time.time(), ask=slurm_asker(environment))
     has_waited = status.state == "waiting" and backend.HAS_QUEUE
@@ -53,11 +53,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         to_do = "" if states.is_held(status.reason) else " To have Slurm start it now, add `--now`."
         raise ConfigError(f"{run_dir.name} waits in the queue already{why}.{to_do}")
     if args.now:
-        _begin(run_dir, backend, status, environment, has_waited=has_waited)
+        _start_pending_job(run_dir, backend, status, environment, has_waited=has_waited)
     return 0
 
 
-def _begin(
+def _start_pending_job(
     run_dir: RunDir, backend: Backend, status: RunStatus, environment: Mapping[str, str], *, has_waited: bool
 ) -> None:
     """Wait until the job is pending, and ask Slurm to start it as soon as nodes are free."""

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Show, list or propose."""
-    actions = {"show": _show, "list": _list, "init": _init}
+    actions = {"show": _show_profile, "list": _list_profiles, "init": _draft_profile}
     if args.write and args.action != "init":
         raise ConfigError("`--write` works only with `ddp-hpc site init`. Leave it out.")
     if args.json and args.action == "init":
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return 0
 
 
-def _show(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+def _show_profile(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     from ddp_hpc.run.config.site import find_profile, profile_dirs
 
     profile = find_profile(environment, args.site, fill=False)
@@ -98,7 +98,7 @@ def _as_text(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def _list(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+def _list_profiles(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     from ddp_hpc.run.config.site import examples_dir, find_profile, known_profiles, read_profile
 
     chosen = find_profile(environment, fill=False)
@@ -123,7 +123,7 @@ def _list(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     print(table(("NAME", "", "ABOUT", "FILE"), cells))
 
 
-def _init(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+def _draft_profile(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     from ddp_hpc.base.durable import replace_text
     from ddp_hpc.run.config.site import PLAIN_NAME, profile_dirs
     from ddp_hpc.watch.diagnose.site_draft import propose, proposed_name, survey

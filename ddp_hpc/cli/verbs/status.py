@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
-from ddp_hpc.cli.details import details_of
+from ddp_hpc.cli.details import status_details
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker, word_for
+from ddp_hpc.cli.runs import add_run_argument, chosen_run, slurm_asker, typed_word
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -19,7 +19,7 @@ from ddp_hpc.watch.status import read_status
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser, optional=True)
+    add_run_argument(parser, optional=True)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print JSON instead of text")
     how.add_argument(
@@ -40,14 +40,14 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return 0
     status = read_status(run_dir, now=now, ask=slurm_asker(environment))
     if status.state in {"failed", "cancelled", "stopped"} and status.attempt is not None:
-        status = replace(status, reason=_reason(run_dir, status.attempt, status.reason))
-    word = word_for(run_dir, environment)
-    record, rows = details_of(run_dir, status, now=now)
+        status = replace(status, reason=_end_reason(run_dir, status.attempt, status.reason))
+    word = typed_word(run_dir, environment)
+    record, rows = status_details(run_dir, status, now=now)
     print(as_json({**asdict(status), **record}) if args.json else as_text(status, now=now, word=word, details=rows))
     return 0
 
 
-def _reason(run_dir: RunDir, attempt: int, reason: str) -> str:
+def _end_reason(run_dir: RunDir, attempt: int, reason: str) -> str:
     """Return the reason of an attempt's end, behind what its ranks' logs say where no report does, or where the end followed from that."""
     from ddp_hpc.watch.why.reading import chosen_attempt, read_facts  # late: most runs have not failed
     from ddp_hpc.watch.why.verdict import MAY_FOLLOW, verdict_of
@@ -59,4 +59,4 @@ def _reason(run_dir: RunDir, attempt: int, reason: str) -> str:
         return reason
     verdict = verdict_of(read_facts(run_dir, ledger, ended))
     is_before = verdict.end or (verdict.basis == "log" and has_no_report)
-    return f"{verdict.about.title}: {verdict.detail}; then: {reason}" if is_before else reason
+    return f"{verdict.failure_class.title}: {verdict.detail}; then: {reason}" if is_before else reason

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Literal, TextIO
 from ddp_hpc.base.discretion import as_shown, is_key_shown
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import ask_once, await_answer
-from ddp_hpc.cli import INTERRUPTED
+from ddp_hpc.cli import INTERRUPTED_CODE
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_config, add_flag, chosen_runs_dir, runs_dir_setting, slurm_asker, word_for
-from ddp_hpc.cli.sweeps import add_sweep, asked_points, dry_run_of_sweep, start_sweep
+from ddp_hpc.cli.runs import add_config_arguments, add_flag, chosen_runs_dir, runs_dir_setting, slurm_asker, typed_word
+from ddp_hpc.cli.sweeps import add_sweep_options, dry_run_of_sweep, requested_points, start_sweep
 from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ddp_hpc.launch.submission.request import SubmitRequest
     from ddp_hpc.run.spec import RunSpec
 
-_SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
+_SETTING_START = re.compile(r"[A-Za-z_][\w.-]*=")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="on Slurm: start when another run, or all points of a sweep, has finished (ok, the default), failed (notok) or ended (any); may be repeated",
     )
     add_flag(parser, "--singleton", "on Slurm: start when no other job of yours with the same name runs or waits")
-    add_sweep(parser)
+    add_sweep_options(parser)
     add_flag(parser, "--json", "print JSON instead of text")
-    add_config(parser)
+    add_config_arguments(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -85,8 +85,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path, settings = config_and_settings(args, environment)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
-    points = asked_points(args)
-    request = _request(args, path, [*settings, *here], backend, environment)
+    points = requested_points(args)
+    request = _make_request(args, path, [*settings, *here], backend, environment)
     if args.dry_run:
         text = (
             _dry_run(request, backend, is_explained=args.explain, is_json=args.json)
@@ -99,11 +99,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         stays: Literal["wait", "follow"] | None = "follow" if args.follow else "wait" if args.wait else None
         return start_sweep(request, points, backend, args, stays=stays)
     run_dir = request.run
-    changed = _changes(run_dir, request.spec)
+    changed = _config_changes(run_dir, request.spec)
     _note_stopping(run_dir, backend)
-    from ddp_hpc.launch.submission.removal import put_aside  # late: a dry run writes nothing
+    from ddp_hpc.launch.submission.removal import rename_aside  # late: a dry run writes nothing
 
-    with put_aside(run_dir, environment) if args.fresh else nullcontext() as aside:
+    with rename_aside(run_dir, environment) if args.fresh else nullcontext() as aside:
         submission = _submit(request, backend)
     if aside is not None:
         changed.append(f"the earlier run {run_dir.name} was renamed to {aside}")
@@ -111,22 +111,22 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             changed.append("what the script has saved elsewhere stays: if it looks for that, it goes on from it")
     out = sys.stderr if args.json else sys.stdout
     news = [*changed, *submission.notes] if submission.state in {"started", "queued"} else []
-    word = word_for(submission.run, environment)
-    print("\n".join([_outcome(submission, word), *news]), file=out, flush=True)
+    word = typed_word(submission.run, environment)
+    print("\n".join([_outcome_text(submission, word), *news]), file=out, flush=True)
     try:
-        _stay(args, submission, environment, out)
+        _watch_run(args, submission, environment, out)
     except KeyboardInterrupt:
         print(
             f"\n{submission.run.name} continues without this command. Follow it: ddp-hpc logs -f {word}; stop it: ddp-hpc stop {word}",
             file=sys.stderr,
         )
-        return INTERRUPTED
+        return INTERRUPTED_CODE
     file, command = [] if path is None else [str(path)], ["--", *args.command] if args.command else []
-    again = shlex.join(["ddp-hpc", "submit", *file, *map(_shown, settings), *here, *command])
+    again = shlex.join(["ddp-hpc", "submit", *file, *map(_masked_setting, settings), *here, *command])
     return _print_status(submission.run, environment, word=word, again=None if args.json else again)
 
 
-def _request(
+def _make_request(
     args: argparse.Namespace, path: Path | None, words: Sequence[str], backend: Backend, environment: Mapping[str, str]
 ) -> SubmitRequest:
     """Return what the command line asks for: from here on, nothing reads its arguments to know what is to be started."""
@@ -143,9 +143,9 @@ def _request(
     )
     if not (args.after or args.singleton):
         return request
-    from ddp_hpc.launch.sweep.chain import after_others  # late: most runs wait for none
+    from ddp_hpc.launch.sweep.chain import add_dependency  # late: most runs wait for none
 
-    return after_others(request, args.after, backend, is_single=args.singleton)
+    return add_dependency(request, args.after, backend, is_single=args.singleton)
 
 
 def _note_stopping(run_dir: RunDir, backend: Backend) -> None:
@@ -186,12 +186,12 @@ def _submit(request: SubmitRequest, backend: Backend) -> Submission:
     try:
         return backend.submit(request)
     except KeyboardInterrupt:
-        word = word_for(run_dir, request.environ)
+        word = typed_word(run_dir, request.environ)
         print(f"\n{run_dir.name} may have been started. Check it: ddp-hpc status {word}", file=sys.stderr)
         raise
 
 
-def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping[str, str], out: TextIO) -> None:
+def _watch_run(args: argparse.Namespace, submission: Submission, environment: Mapping[str, str], out: TextIO) -> None:
     """With `--wait`, wait for the run's end; with `--follow`, show its progress."""
     from ddp_hpc.launch.submission.backend import load_backend
 
@@ -199,14 +199,14 @@ def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping
         return
     backend = load_backend(submission.backend)  # another than was asked for, where the run was there already
     if args.follow:
-        from ddp_hpc.cli.follow_run import show  # late: a dry run looks at no run
+        from ddp_hpc.cli.follow_run import show_run  # late: a dry run looks at no run
 
-        show(submission.run, submission.attempt, out, ask=slurm_asker(environment))
+        show_run(submission.run, submission.attempt, out, ask=slurm_asker(environment))
     if args.wait:
         backend.wait(submission.run, submission.attempt, environment)
 
 
-def _shown(setting: str) -> str:
+def _masked_setting(setting: str) -> str:
     """Return a setting as it may stand on a terminal."""
     key, _, value = setting.partition("=")
     if is_key_shown(key, value):
@@ -221,22 +221,22 @@ def config_and_settings(args: argparse.Namespace, environment: Mapping[str, str]
         raise ConfigError(
             "`--` stands at the end, but no command follows it. Name one: `ddp-hpc submit -- python train.py`."
         )
-    if args.command and all(_SETTING.match(word) for word in words):
+    if args.command and all(_SETTING_START.match(word) for word in words):
         return None, words
     if not words:
         raise ConfigError(
             "Neither a configuration file nor a script is named. Name one: `ddp-hpc submit CONFIG`, or "
             "`ddp-hpc submit -- python train.py`."
         )
-    path, settings = config_among(words)
+    path, settings = split_config(words)
     kept = [RunDir(place / path).config for place in (Path(), chosen_runs_dir(args.runs_dir, environment))]
     # Not `Path.is_file`, which raises what reading the file is going to tell: a name that is too long, a closed directory.
     return next((one for one in (path, *kept) if os.path.isfile(one)), path), settings  # noqa: PTH113
 
 
-def config_among(words: Sequence[str]) -> tuple[Path, list[str]]:
+def split_config(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the configuration's path and the settings, in whichever order they came."""
-    paths = [word for word in words if not _SETTING.match(word)]
+    paths = [word for word in words if not _SETTING_START.match(word)]
     if not paths:
         raise ConfigError(
             f"{words[0]!r} is a setting, but the configuration file is missing. Name it: `ddp-hpc submit CONFIG KEY=VALUE ...`."
@@ -247,20 +247,20 @@ def config_among(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 def _dry_run(request: SubmitRequest, backend: Backend, *, is_explained: bool, is_json: bool) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
-    from ddp_hpc.run.config.resolve import flat, render_resolved
+    from ddp_hpc.run.config.resolve import flat_spec, render_resolved
 
     resolved, description = request.resolved, backend.describe(request)
     print("".join(f"{note}\n" for note in description.notes), end="", file=sys.stderr)
     argv, script = description.command, description.script
     plan = None
     if is_explained:
-        from ddp_hpc.cli.plan import launch_plan  # late: only `--explain` needs what starts workers
+        from ddp_hpc.cli.plan import make_launch_plan  # late: only `--explain` needs what starts workers
 
-        plan = launch_plan(request, backend.NAME, description.import_paths)
+        plan = make_launch_plan(request, backend.NAME, description.import_paths)
     if is_json:
         values = {
             key: {"value": as_shown(key, value), "source": resolved.sources[key]}
-            for key, value in flat(resolved.spec).items()
+            for key, value in flat_spec(resolved.spec).items()
         }
         how = {"command": argv} if script is None else {"script": script}
         return as_json({"config": values, **how, **({"plan": asdict(plan)} if plan else {})}) + "\n"
@@ -268,22 +268,22 @@ def _dry_run(request: SubmitRequest, backend: Backend, *, is_explained: bool, is
     return f"{told}\n{plan.as_text()}" if plan else told
 
 
-def _changes(run_dir: RunDir, spec: RunSpec) -> list[str]:
+def _config_changes(run_dir: RunDir, spec: RunSpec) -> list[str]:
     """Return a line for each key that differs from what the run's directory holds, or that was removed since."""
-    from ddp_hpc.run.config.resolve import changes, dropped_from, load_resolved
+    from ddp_hpc.run.config.resolve import changed_keys, load_resolved, removed_key_notes
 
     if not run_dir.config.exists():
         return []
     try:
-        old, dropped = load_resolved(run_dir.config), dropped_from(run_dir.config)
+        old, dropped = load_resolved(run_dir.config), removed_key_notes(run_dir.config)
     except ConfigError as error:
         return [
             f"note: the run's earlier configuration cannot be read, so this command cannot list what has changed; the new one replaces it. {error}"
         ]
-    return [*dropped, *(f"changed: {change}" for change in changes(old, spec).values())]
+    return [*dropped, *(f"changed: {change}" for change in changed_keys(old, spec).values())]
 
 
-def _outcome(submission: Submission, word: str) -> str:
+def _outcome_text(submission: Submission, word: str) -> str:
     name = submission.run.name
     if submission.state == "finished":
         return f"{name} has finished already, so nothing was started. Start it over with `--fresh`, or a new run with `name=...`."

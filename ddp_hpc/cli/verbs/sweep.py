@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.runs import add_flag, add_runs_dir, chosen_runs_dir, word_for
-from ddp_hpc.cli.sweeps import add_limits, report
-from ddp_hpc.run.run_dir.write_permissions import refuse_strangers
+from ddp_hpc.cli.runs import add_flag, add_runs_dir_option, chosen_runs_dir, typed_word
+from ddp_hpc.cli.sweeps import add_limit_options, print_jobs
+from ddp_hpc.run.run_dir.write_permissions import refuse_strangers_dir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("sweep", metavar="NAME", help="a sweep's name, or its directory")
     add_flag(parser, "--failed", "start the points that have failed again, and no others")
-    add_limits(parser)
+    add_limit_options(parser)
     add_flag(parser, "--json", "print JSON instead of text")
-    add_runs_dir(parser)
+    add_runs_dir_option(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -47,16 +47,16 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
                 "and follow the sweep then."
             )
     else:
-        refuse_strangers(sweep_dir.path)
+        refuse_strangers_dir(sweep_dir.path)
         if args.what == "cancel":
             num_live = cancel_sweep(sweep_dir, environment)
             print(
                 f"{sweep_dir.name}: no other point starts, and {num_live} that waited again or ran were cancelled. Their checkpoints stay; to start "
-                f"all points again that have neither finished nor failed: ddp-hpc sweep continue {word_for(sweep_dir, environment)}"
+                f"all points again that have neither finished nor failed: ddp-hpc sweep continue {typed_word(sweep_dir, environment)}"
             )
             return 0
         started = continue_sweep(sweep_dir, environment, is_failed=args.failed, limits=limits)
-        code = report(started, environment, is_json=args.json)
+        code = print_jobs(started, environment, is_json=args.json)
         if not started.runs_here:
             return code
         here = started.numbers

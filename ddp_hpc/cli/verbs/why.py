@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_flag, add_run, chosen_run, word_for
+from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_run, typed_word
 from ddp_hpc.cli.why_text import as_record, as_text
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.watch.why.reading import chosen_attempt, read_facts
@@ -15,7 +15,7 @@ from ddp_hpc.watch.why.verdict import verdict_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser, optional=True)
+    add_run_argument(parser, optional=True)
     parser.add_argument(
         "--attempt",
         type=int,
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     ledger = Ledger.read(run_dir)
     attempt = chosen_attempt(run_dir, ledger, args.attempt)
     verdict = verdict_of(read_facts(run_dir, ledger, attempt))
-    word = word_for(run_dir, environment)
+    word = typed_word(run_dir, environment)
     print(
         as_json(as_record(run_dir, attempt, verdict, word=word))
         if args.json

@@ -26,7 +26,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.cluster.machine.cgroups import memory_of, own_cgroups, quota_of
 from ddp_hpc.cluster.machine.gpus import GIB, Gpu, GpuReader
 from ddp_hpc.cluster.slurm.allocation import granted_cpus, node_name
-from ddp_hpc.run.run_dir.machine_use import FULL, MachineUse, append_use, merged
+from ddp_hpc.run.run_dir.machine_use import FULL_SHARE, MachineUse, append_use, merge_uses
 from ddp_hpc.run.run_dir.paths import RunDir
 
 SAMPLE_S = 10.0
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with suppress(OSError):
                 sys.stderr.write(f"{warning}\n")
         if is_over or len(looks) == LOOKS_A_RECORD:
-            if use := merged(looks):
+            if use := merge_uses(looks):
                 with suppress(OSError):  # it is lost, and the next one is tried
                     append_use(RunDir(arguments.run), arguments.attempt, use)
             looks = []
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def warning_of(use: MachineUse) -> str:
     """Return what the log says where memory is about to run out; else an empty text."""
-    if use.memory_gib is None or use.memory_limit_gib is None or use.memory_gib < FULL * use.memory_limit_gib:
+    if use.memory_gib is None or use.memory_limit_gib is None or use.memory_gib < FULL_SHARE * use.memory_limit_gib:
         return ""
     return (
         f"warning: {use.memory_gib:.1f} of the {use.memory_limit_gib:.1f} GiB of memory that the job may use on {use.node} are in use; "

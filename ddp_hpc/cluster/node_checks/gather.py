@@ -31,7 +31,7 @@ from ddp_hpc.cluster.rendezvous.choose_network import fabric, why_unusable
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.slurm.allocation import node_name, num_granted_gpus
 from ddp_hpc.cluster.slurm.framing import framed
-from ddp_hpc.run.run_dir.software_versions import capture
+from ddp_hpc.run.run_dir.software_versions import environment_here
 
 PATIENCE_S = 12.0
 """How long a node may take for all parts."""
@@ -62,7 +62,7 @@ def gather(
         return {"disks": {"temporary files": disk(tmp), "shared memory": disk(Path("/dev/shm"))}}  # noqa: S108
 
     def software() -> dict[str, Any]:
-        here = capture(environ)
+        here = environment_here(environ)
         names = ("python", "torch", "cuda", "hip", "nccl", "driver", "machine")
         versions = {**{name: getattr(here, name) for name in names}, "ddp_hpc": __version__}
         num = num_gpus(environ, here.gpus)

@@ -30,7 +30,7 @@ def network(answers: NodeAnswers) -> Iterator[Finding]:
     to_do = "leave the node out, and tell your cluster's support" if nodes else "tell your cluster's support"
     if network.is_faulty:
         yield Finding(check="network", level="fail", found=network.words, to_do=to_do, nodes=nodes)
-    elif network.carries:
+    elif network.carries_everywhere:
         level: Level = "warn" if network.lossy else "ok"
         yield Finding(check="network", level=level, found=network.words)
     else:

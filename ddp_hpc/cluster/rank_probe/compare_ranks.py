@@ -48,7 +48,7 @@ class Collective:
     dtypes: tuple[str, ...]
     is_over: bool
 
-    def differs(self, other: Collective) -> bool:
+    def is_incompatible(self, other: Collective) -> bool:
         """Tell whether two ranks cannot mean the same by it."""
         if self.operation != other.operation:
             return True
@@ -105,7 +105,7 @@ class _Collectives:
     ranks: Mapping[int, _RankCollectives]
 
     @cached_property
-    def waiting(self) -> Mapping[int, Sequence[Collective]]:
+    def waits(self) -> Mapping[int, Sequence[Collective]]:
         """The ranks that wait in collectives, and in which: those that they have launched and that are not over on them."""
         launched = ((rank, found.by_number.values()) for rank, found in self.ranks.items())
         left = {rank: [one for one in several if not one.is_over] for rank, several in launched}
@@ -117,12 +117,12 @@ class _Collectives:
         by_kernel = (
             ComparedRanks(kind="behind", ranks=held, how=_say_doing(self.by_rank[held[0]])) if held else _UNKNOWN
         )
-        if not self.waiting or world_size == 1:
+        if not self.waits or world_size == 1:
             return by_kernel if len(held) < len(self.by_rank) == world_size else _UNKNOWN
         if (different := self._find_difference()) is not None:
             return different
         missing = self._find_missing()
-        free = sorted(self.ranks.keys() - self.waiting.keys())
+        free = sorted(self.ranks.keys() - self.waits.keys())
         late = [rank for rank in free if any(rank in others for others in missing.values())]
         working = [rank for rank in late or free if not _may_wait(self.by_rank[rank])]
         # Of several, one may wait for another by what is not recorded, so that each must be known not to wait.
@@ -134,25 +134,25 @@ class _Collectives:
             return by_kernel if held else self._say_undecided(late)
         if len(self.ranks) < world_size or free:
             return _UNKNOWN  # somebody is not known, so that nobody may be called behind, and nobody is cleared
-        return self._judge_nobody([rank for rank in sorted(self.waiting) if not missing[rank]])
+        return self._judge_nobody([rank for rank in sorted(self.waits) if not missing[rank]])
 
     def _judge_nobody(self, complete: Sequence[int]) -> ComparedRanks:
         """Return what all ranks do that wait for each other; for those in `complete`, all ranks have launched what they wait in."""
         if not complete:
-            first = [(rank, self.waiting[rank][0]) for rank in sorted(self.waiting)[:_MOST_NAMED]]
+            first = [(rank, self.waits[rank][0]) for rank in sorted(self.waits)[:_MOST_NAMED]]
             named = "; ".join(f"rank {rank} waits in {_name(one)}{_at(self.by_rank[rank])}" for rank, one in first)
             how = f"ranks wait for each other in different groups: {named}. All ranks must use their groups in the same order"
-            return ComparedRanks(kind="different", ranks=sorted(self.waiting), how=how)
-        one = self.waiting[complete[0]][0]
+            return ComparedRanks(kind="different", ranks=sorted(self.waits), how=how)
+        one = self.waits[complete[0]][0]
         how = f"no rank is behind: all have launched the same collectives, up to {_name(one)}, which does not end"
         return ComparedRanks(kind="network", ranks=sorted(self.ranks), how=how)
 
     def _find_difference(self) -> ComparedRanks | None:
         """Return the first collective that is not the same on all ranks, among those that are not over."""
-        for number, group in sorted({(one.number, one.group) for several in self.waiting.values() for one in several}):
+        for number, group in sorted({(one.number, one.group) for several in self.waits.values() for one in several}):
             there = {rank: found for rank, one in self.ranks.items() if (found := one.by_number.get((group, number)))}
             first = min(there)
-            other = next((rank for rank in sorted(there) if there[rank].differs(there[first])), None)
+            other = next((rank for rank in sorted(there) if there[rank].is_incompatible(there[first])), None)
             if other is not None:
                 said = [f"rank {rank} calls {there[rank].words}{_at(self.by_rank[rank])}" for rank in (first, other)]
                 how = f"{', '.join(said)}; collective {number} of {_group(there[first])} must be the same on all its ranks"
@@ -162,12 +162,12 @@ class _Collectives:
     def _find_missing(self) -> Mapping[int, set[int]]:
         """Return for each waiting rank the ranks that have not launched what it waits in."""
         late: dict[tuple[GroupId, int], set[int]] = {}  # most ranks wait in the same one
-        for one in (one for several in self.waiting.values() for one in several):
+        for one in (one for several in self.waits.values() for one in several):
             if (one.group, one.number) not in late:
                 late[one.group, one.number] = {
                     rank for rank in self._members(one.group) if self.ranks[rank].newest.get(one.group, 0) < one.number
                 }
-        awaited = {rank: [late[one.group, one.number] for one in several] for rank, several in self.waiting.items()}
+        awaited = {rank: [late[one.group, one.number] for one in several] for rank, several in self.waits.items()}
         return {rank: set[int]().union(*missing) for rank, missing in awaited.items()}
 
     def _members(self, group: GroupId) -> Collection[int]:
@@ -181,7 +181,7 @@ class _Collectives:
 
     def _say_behind(self, behind: Sequence[int]) -> ComparedRanks:
         newest, how = self.ranks[behind[0]].newest, _say_doing(self.by_rank[behind[0]])
-        for awaited in (one for several in self.waiting.values() for one in several):
+        for awaited in (one for several in self.waits.values() for one in several):
             if newest.get(awaited.group, 0) < awaited.number:
                 how += f": it has launched {newest.get(awaited.group, 0)} collectives of {_group(awaited)}, and others wait in collective {awaited.number}, {awaited.words}"
                 break

@@ -124,7 +124,7 @@ def _judge_nobody(
         how += "" if is_same else f", in different calls ({places})"
     if network is None or network.problem:
         how += f": check the network between the nodes{f' ({network.problem})' if network else ''}"
-    elif network.carries:
+    elif network.carries_everywhere:
         how += f", but {network.words}: check the devices, and the calls in the stacks"
     else:
         how += f"; {network.words}"

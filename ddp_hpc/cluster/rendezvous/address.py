@@ -57,7 +57,7 @@ class Host:
     source_address: Callable[[str], str | None] = field(default=source_address)
     is_free: Callable[[str, int], bool] = field(default=is_free)
 
-    def leads_to(self, address: str) -> Interface | None:
+    def interface_to(self, address: str) -> Interface | None:
         """Return the interface through which the kernel sends to a numeric address."""
         return interface_with_address(self.source_address(address), self.interfaces)
 
@@ -65,13 +65,13 @@ class Host:
         """Return the address of another node's name on the fastest network that leads there; of equal ones, the lowest."""
         routes: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, Interface] = {}
         for ip in (ipaddress.ip_address(text.partition("%")[0]) for text in self.resolve(name)):
-            route = self.leads_to(str(ip))
+            route = self.interface_to(str(ip))
             if route is not None and is_routable(ip) and interface_with_address(str(ip), self.interfaces) is None:
                 routes[ip] = route
         best = min(routes, key=lambda ip: (by_speed(routes[ip]), ipaddress.get_mixed_type_key(ip)), default=None)
         return None if best is None else str(best)
 
-    def numeric(self, name: str, *, may_be_loopback: bool) -> str | None:
+    def numeric_address(self, name: str, *, may_be_loopback: bool) -> str | None:
         """Return an address of a name that other nodes reach: a node may resolve its own name to 127.0.1.1 (/etc/hosts).
 
         An address is returned as it is. With `may_be_loopback`, an address on loopback is better than none.
@@ -87,7 +87,7 @@ class Host:
 
     def interface_towards(self, address: str) -> Fact:
         """Return the name of this node's interface on the route to rank zero."""
-        interface = self.leads_to(address)
+        interface = self.interface_to(address)
         if interface is None:
             return Fact(rule=f"this node has no route to {address}, so the libraries choose the interface")
         rule = f"the interface of this node on the route to {address}"

@@ -80,7 +80,7 @@ def _interface(address: Fact, allocation: Allocation | None, host: Host) -> Fact
         return Fact(rule="interface names may differ between nodes: each task finds its own")
     if address.value is None:
         return Fact(rule="rank zero's address is not known; see MASTER_ADDR")
-    numeric = host.numeric(address.value, may_be_loopback=False)
+    numeric = host.numeric_address(address.value, may_be_loopback=False)
     if numeric is None:
         return Fact(rule=f"this host cannot resolve {address.value} to an address: set MASTER_ADDR to a numeric one")
     return host.interface_towards(numeric)

@@ -390,7 +390,7 @@ def numeric_address(place: RankPlace, host: Host) -> str:
         raise ConfigError(f"The address of rank zero's node is not known: {place.address.rule.rstrip('.')}.")
     # To torchrun's store, torchrun itself has connected by the name. Debian's /etc/hosts has 127.0.1.1 for a node's own name.
     may_be_loopback = place.num_nodes == 1 or place.node_rank == 0 or place.is_store_hosted or name == "localhost"
-    address = host.numeric(name, may_be_loopback=may_be_loopback)
+    address = host.numeric_address(name, may_be_loopback=may_be_loopback)
     if address is None:
         raise ConfigError(
             f"This host cannot resolve {name!r} ({place.address.source}), the node of rank zero, to an address that it can reach. "

@@ -28,7 +28,7 @@ class Alarms:
     _begun: Counter[int] = field(default_factory=Counter)
     """How many alarms each rank has had."""
 
-    def look(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> list[Alarm]:
+    def update(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> list[Alarm]:
         """Return the alarms that begin, end, or have got a cause. A look that says nothing changes nothing."""
         if verdict.unknown:
             return []
@@ -47,12 +47,12 @@ class Alarms:
                 self.open[rank] = replace(alarm, cause=slow[rank].cause)
                 changed.append(self.open[rank])
             elif self._clear[rank] >= LOOKS_TO_END:
-                changed.append(self._end(rank, now, step))
+                changed.append(self._end_alarm(rank, now, step))
         return changed
 
-    def end(self, *, now: float, step: int | None) -> list[Alarm]:
+    def end_all(self, *, now: float, step: int | None) -> list[Alarm]:
         """End all alarms, with the attempt."""
-        return [self._end(rank, now, step) for rank in [*self.open]]
+        return [self._end_alarm(rank, now, step) for rank in [*self.open]]
 
-    def _end(self, rank: int, now: float, step: int | None) -> Alarm:
+    def _end_alarm(self, rank: int, now: float, step: int | None) -> Alarm:
         return replace(self.open.pop(rank), ended_at=now, until_step=step)

@@ -9,7 +9,7 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.job.ending import blame
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import cause_of
-from ddp_hpc.job.ending.evidence import gather
+from ddp_hpc.job.ending.evidence import gather_evidence
 from ddp_hpc.job.ending.hang_report import report_hang
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.run import requeue
@@ -19,7 +19,7 @@ from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, silent_end_messag
 from ddp_hpc.run.run_dir.ledger import Cause, End, record_end
 from ddp_hpc.run.run_dir.records import read_remarks, write_done
 
-_ENDED_EARLY = (
+_EARLY_STOP_MESSAGE = (
     "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "
     "or srun did because one task failed"
 )
@@ -37,9 +37,9 @@ class Conclusion:
     """Whether the controller did not answer, or was not asked."""
 
 
-def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
+def conclude_attempt(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     """Find out why an attempt ended, decide what follows, and write both into the ledger."""
-    evidence = gather(context, attempt, outcome)
+    evidence = gather_evidence(context, attempt, outcome)
     cause = cause_of(evidence)
     failure = next(iter(evidence.failures), None)
     explained = report_hang(context, attempt, evidence.failures, outcome.network) if cause == Cause.HANG else failure
@@ -47,13 +47,13 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     failed_nodes = unreached or blame.failed_nodes(cause, context, evidence, explained)
     bad_nodes = blame.nodes_to_avoid(evidence.attempts, attempt, cause, failed_nodes, context.spec.restart)
     newest_step = context.workload.progress(context.run, evidence.ledger)
-    root = blame.root_of(cause, evidence.failures, hosts=context.nodes)
-    poisoned = requeue.fails_again(evidence.attempts, root, newest_step)
+    root = blame.root_failure(cause, evidence.failures, hosts=context.nodes)
+    poisoned = requeue.repeated_sample(evidence.attempts, root, newest_step)
     is_without_progress = poisoned and context.workload.progress_on_disk(context.run) == newest_step
     situation = Situation(
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
-        has_obeyed=outcome.code in _OBEYED,
+        has_obeyed=outcome.code in _STOPPED_CODES,
         num_without_progress=requeue.num_without_progress(evidence.attempts, newest_step, cause),
         without_progress=context.workload.without_progress,
         fails_again=poisoned if is_without_progress else "",
@@ -67,11 +67,11 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         bad_nodes=[node for node in dict.fromkeys((*unreached, *bad_nodes)) if node in context.nodes],
         may_requeue=context.spec.slurm.requeue,
     )
-    decision = requeue.decide(situation, context.spec.restart)
-    message = _message(cause, outcome, explained)
+    decision = requeue.decide_next(situation, context.spec.restart)
+    message = _shortened_reason(cause, outcome, explained)
     reasons = [message, *_remarks(context, attempt, cause, outcome, explained)]
     end = decision.end(*reasons, cause=cause, last_step=newest_step, failed_nodes=failed_nodes, root=root)
-    _write(context, attempt, end)
+    _record_end(context, attempt, end)
     is_slurm_away = context.allocation is not None and evidence.job is None
     return Conclusion(attempt=attempt, end=end, exclude=decision.exclude, is_slurm_away=is_slurm_away)
 
@@ -94,9 +94,9 @@ _MOST_REMARKS = 3
 """Ranks often remark the same."""
 
 
-def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
+def _shortened_reason(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
     """Return why an attempt ended, without the end of a very long text, as each command reads the ledger; error reports have all of it."""
-    message = outcome.reason or _words(cause, outcome, failure)
+    message = outcome.reason or _reason_of_end(cause, outcome, failure)
     left_out = len(message) - _MOST_CHARACTERS
     return message if left_out <= 0 else f"{message[:_MOST_CHARACTERS]} ... ({left_out} more characters)"
 
@@ -104,7 +104,7 @@ def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> s
 _MOST_CHARACTERS = 4000
 
 
-def _write(context: JobContext, attempt: int, end: End) -> None:
+def _record_end(context: JobContext, attempt: int, end: End) -> None:
     """Record how an attempt ended; remove the stop request that it obeyed, and the claim of a run's last attempt."""
     is_fenced = end.cause == Cause.FENCED
     if end.cause == Cause.FINISHED:
@@ -119,12 +119,12 @@ def _write(context: JobContext, attempt: int, end: End) -> None:
             # It is obeyed: whoever starts the job again wants the run to continue.
             context.run.stop_request.unlink(missing_ok=True)
         if not end.next and not is_fenced:
-            ownership.release(context.run, attempt)
+            ownership.release_claim(context.run, attempt)
 
 
-_OBEYED = {exit_codes.STOPPED, exit_codes.STOPPED_EARLY}
+_STOPPED_CODES = {exit_codes.STOPPED, exit_codes.STOPPED_EARLY}
 """What workers exit with that have stopped as they were asked to, perhaps before they had anything to save."""
-_OF_WORKERS = {
+_WORKERS_CAUSES = {
     Cause.WORKER_CRASHED,
     Cause.HANG,
     Cause.REFUSED,
@@ -136,10 +136,10 @@ _OF_WORKERS = {
 """Causes that a worker's report explains best."""
 
 
-def _words(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
-    if cause == Cause.FINISHED or (cause == Cause.STOP_ASKED and outcome.code in _OBEYED):
+def _reason_of_end(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
+    if cause == Cause.FINISHED or (cause == Cause.STOP_ASKED and outcome.code in _STOPPED_CODES):
         return ""
-    if cause in _OF_WORKERS and failure is not None:
+    if cause in _WORKERS_CAUSES and failure is not None:
         if failure.is_secondary and cause == Cause.STOP_ASKED and failure.of_script:
             return (
                 f"rank {failure.rank} on {failure.host} lost its connection to a rank that stopped earlier; submit the run again: it goes on "
@@ -169,5 +169,5 @@ def _words(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str
         Cause.NOT_SAVED: "saves have failed for longer than `checkpoint.max_failing_s`; check the space, the quota and the permissions of the run's directory",
         Cause.UNEXPLAINED: "a stop signal arrived before the workers had installed their signal handlers"
         if outcome.was_signalled
-        else _ENDED_EARLY,
+        else _EARLY_STOP_MESSAGE,
     }.get(cause, cause)

@@ -20,7 +20,7 @@ def best_effort() -> Iterator[None]:
 
 
 @contextmanager
-def diagnosis(of: str) -> Iterator[None]:
+def best_effort_diagnosis(of: str) -> Iterator[None]:
     """Go on without an answer to what is wrong, whatever keeps it from being found: the end is then decided by what is known."""
     try:
         yield

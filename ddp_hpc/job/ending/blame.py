@@ -10,7 +10,7 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.job.ending.causes import Evidence
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.run import requeue
-from ddp_hpc.run.run_dir.differences import Difference, is_same_again
+from ddp_hpc.run.run_dir.differences import Difference, is_same_difference
 from ddp_hpc.run.run_dir.error_fingerprint import fingerprint
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Root
@@ -31,7 +31,7 @@ def failed_nodes(
         case Cause.NODE_FAILED:
             return tuple(evidence.lost_nodes)
         case Cause.RANKS_DIFFER if evidence.differs_as is None:
-            return nodes_of(evidence.difference, context.nodes)
+            return odd_ranks_nodes(evidence.difference, context.nodes)
         case Cause.HANG | Cause.WORKER_CRASHED if failure is not None:
             is_refusal = evidence.outcome.code == exit_codes.REFUSED  # its node lacks what others have, such as a mount
             is_hang_of_node = cause == Cause.HANG and failure.phase != "building"
@@ -64,7 +64,7 @@ def nodes_to_avoid(
     return requeue.bad_nodes(completed, policy, now=now)
 
 
-def root_of(cause: Cause, failures: Sequence[WorkerFailure], *, hosts: Sequence[str]) -> Root:
+def root_failure(cause: Cause, failures: Sequence[WorkerFailure], *, hosts: Sequence[str]) -> Root:
     """Return the failure that came first; without fields where no worker reported one.
 
     A sample that is proved to be wrong is the root, whatever other ranks report: their clocks may differ, and what they met may
@@ -90,7 +90,7 @@ def root_of(cause: Cause, failures: Sequence[WorkerFailure], *, hosts: Sequence[
 # --- of ranks that differ ----------------------------------------------------------------------------------------------
 
 
-def nodes_of(difference: Difference | None, nodes: Sequence[str]) -> tuple[str, ...]:
+def odd_ranks_nodes(difference: Difference | None, nodes: Sequence[str]) -> tuple[str, ...]:
     """Return the nodes of the ranks that were wrong; `nodes` are the attempt's, rank zero's first."""
     if difference is None or not nodes:
         return ()
@@ -99,15 +99,15 @@ def nodes_of(difference: Difference | None, nodes: Sequence[str]) -> tuple[str, 
     return tuple(dict.fromkeys(nodes[place] for place in places if place < len(nodes)))
 
 
-def same_again(differences: Sequence[Difference], attempts: Sequence[Attempt], attempt: int) -> int | None:
+def earlier_same_difference(differences: Sequence[Difference], attempts: Sequence[Attempt], attempt: int) -> int | None:
     """Return the earlier of these attempts in which each rank had the same values after the same step; None without one."""
     newest = next((one for one in differences if one.attempt == attempt), None)
     counted = {one.attempt for one in attempts} - {attempt}
-    same = [one.attempt for one in differences if newest and one.attempt in counted and is_same_again(one, newest)]
+    same = [one.attempt for one in differences if newest and one.attempt in counted and is_same_difference(one, newest)]
     return same[-1] if same else None
 
 
-def corrected(attempts: Sequence[Attempt], differences: Sequence[Difference]) -> list[Attempt]:
+def corrected_attempts(attempts: Sequence[Attempt], differences: Sequence[Difference]) -> list[Attempt]:
     """Return the attempts of which the records show by now that they failed on other nodes than the ledger says, or on none.
 
     A supervisor that ends before it has corrected the ledger leaves that to the next one.
@@ -122,6 +122,6 @@ def corrected(attempts: Sequence[Attempt], differences: Sequence[Difference]) ->
 
 
 def _nodes_now_known(own: Difference, attempt: Attempt, differences: Sequence[Difference]) -> tuple[str, ...]:
-    if any(is_same_again(one, own) for one in differences if one.attempt != own.attempt):
+    if any(is_same_difference(one, own) for one in differences if one.attempt != own.attempt):
         return ()
-    return nodes_of(own, attempt.nodes) if own.told_by == "repetition" else attempt.failed_nodes
+    return odd_ranks_nodes(own, attempt.nodes) if own.told_by == "repetition" else attempt.failed_nodes

@@ -61,12 +61,12 @@ class Evidence:
         return self.job is not None and self.job.preempted_at is not None
 
     @property
-    def is_for_accounting(self) -> bool:
+    def is_accounting_needed(self) -> bool:
         """Whether only accounting knows why the job ends: scontrol shows PENDING or COMPLETING, whatever the reason."""
-        return self.is_requeued_by_slurm or (self.is_preempted and is_ending(self.job))
+        return self.is_requeued_by_slurm or (self.is_preempted and is_job_ending(self.job))
 
 
-BY_STATE: Mapping[states.JobState, Cause] = {
+CAUSES_BY_STATE: Mapping[states.JobState, Cause] = {
     "preempted": Cause.PREEMPTED,
     "node_fail": Cause.NODE_FAILED,
     "timeout": Cause.TIME_LIMIT,
@@ -81,7 +81,7 @@ CAUSES_BY_REASON: Mapping[str, Cause] = {"TimeLimit": Cause.TIME_LIMIT, "NodeDow
 
 def cause_of(evidence: Evidence) -> Cause:
     """Return why an attempt ended; what Slurm did to the job counts before the exit codes that followed from it."""
-    return next(cause for cause in (read(evidence) for read in _READINGS) if cause is not None)
+    return next(cause for cause in (read(evidence) for read in _CAUSE_FINDERS) if cause is not None)
 
 
 def _cause_by_exit_code(evidence: Evidence) -> Cause | None:
@@ -104,26 +104,26 @@ def _cause_by_slurm(evidence: Evidence) -> Cause | None:
     if job is None:
         return None
     if evidence.is_requeued_by_slurm:
-        cause = BY_STATE.get(states.parse_state(evidence.accounted_as))
+        cause = CAUSES_BY_STATE.get(states.parse_state(evidence.accounted_as))
         if cause is None or cause == Cause.CANCELLED:  # a job that is back was not cancelled
             return Cause.NODE_FAILED if evidence.lost_nodes else Cause.REQUEUE_ASKED
         return cause
-    if not is_ending(job):
+    if not is_job_ending(job):
         word = states.parse_state(job.state)
-        return None if word == "requeued" else BY_STATE.get(word)  # it is in the queue again, which Restarts says
-    if is_cancelled(job, evidence.accounted_as):
+        return None if word == "requeued" else CAUSES_BY_STATE.get(word)  # it is queued again, which Restarts says
+    if is_job_cancelled(job, evidence.accounted_as):
         return Cause.CANCELLED
     return CAUSES_BY_REASON.get(job.reason, Cause.PREEMPTED)
 
 
-def is_ending(job: JobRecord | None) -> bool:
+def is_job_ending(job: JobRecord | None) -> bool:
     """Tell whether Slurm is ending the job, or has cancelled it."""
     return job is not None and states.parse_state(job.state) in {"ending", "cancelled"}
 
 
-def is_cancelled(job: JobRecord, accounted_as: str) -> bool:
+def is_job_cancelled(job: JobRecord, accounted_as: str) -> bool:
     """Tell whether a job that was not requeued was cancelled; in a preemption's GraceTime, only accounting knows."""
-    if not is_ending(job) or job.reason in CAUSES_BY_REASON:
+    if not is_job_ending(job) or job.reason in CAUSES_BY_REASON:
         return False
     return job.preempted_at is None or states.parse_state(accounted_as) == "cancelled"
 
@@ -163,4 +163,4 @@ def _cause_of_failure(evidence: Evidence) -> Cause | None:
     return Cause.NODE_FAILED if evidence.lost_nodes else Cause.WORKER_CRASHED
 
 
-_READINGS = (_cause_by_exit_code, _cause_by_slurm, _cause_of_request, _cause_of_stop, _cause_of_failure)
+_CAUSE_FINDERS = (_cause_by_exit_code, _cause_by_slurm, _cause_of_request, _cause_of_stop, _cause_of_failure)

@@ -16,7 +16,7 @@ from ddp_hpc.run.run_dir.hang_records import RankInHang, read_hang_records
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.paths import RunDir
 
-_DUMP = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
+_WATCHDOG_DUMP = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 _TAIL_BYTES = 256 << 10
 """Of a log: where the stacks that a watchdog dumped stand."""
 
@@ -44,7 +44,7 @@ def report_hang(
         rank=waited_for,
         host=(hosts[waited_for] or "") if waited_for >= 0 else "",
         at=time.time(),
-        exception=f"{_timeout(context, phase)}; {words}; the stacks of all ranks are in {path}",
+        exception=f"{_timeout_text(context, phase)}; {words}; the stacks of all ranks are in {path}",
         log=str(run.rank_log(attempt, rank)),
         phase=phase,
         is_hang=True,
@@ -55,7 +55,7 @@ def report_hang(
     return failure
 
 
-def _timeout(context: JobContext, phase: Phase) -> str:
+def _timeout_text(context: JobContext, phase: Phase) -> str:
     """Say which timeout was exceeded."""
     restart = context.spec.restart
     if phase == "building":
@@ -67,21 +67,21 @@ def _timeout(context: JobContext, phase: Phase) -> str:
 def read_rank_stacks(run: RunDir, attempt: int, world_size: int, records: Sequence[RankInHang] = ()) -> list[RankStack]:
     """Return the stacks of the ranks whose watchdogs timed out, and of those that only their node has asked: a script's."""
     asked = {one.rank: RankStack(one.rank, main_frames(one.stacks), one.stacks) for one in records if one.stacks}
-    found = [_read(run, attempt, rank) or asked.get(rank) for rank in range(world_size)]
+    found = [_read_rank_stack(run, attempt, rank) or asked.get(rank) for rank in range(world_size)]
     return [stand for stand in found if stand is not None]
 
 
 def has_stacks(run: RunDir, attempt: int, world_size: int) -> bool:
     """Tell whether any watchdog timed out."""
-    return any(_read(run, attempt, rank) is not None for rank in range(world_size))
+    return any(_read_rank_stack(run, attempt, rank) is not None for rank in range(world_size))
 
 
-def _read(run: RunDir, attempt: int, rank: int) -> RankStack | None:
+def _read_rank_stack(run: RunDir, attempt: int, rank: int) -> RankStack | None:
     try:
         text = read_end_of_file(run.rank_log(attempt, rank), _TAIL_BYTES)[1].decode("utf-8", errors="replace")
     except OSError:
         return None
-    dumps = list(_DUMP.finditer(text))
+    dumps = list(_WATCHDOG_DUMP.finditer(text))
     if not dumps:
         return None
     stacks = text[dumps[-1].start() :]

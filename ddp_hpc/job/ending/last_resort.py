@@ -19,11 +19,11 @@ from ddp_hpc.job.slurm_job import await_slurm
 from ddp_hpc.job.workers import Workers
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.ledger import Cause, Ending, Ledger, record_end
-from ddp_hpc.run.run_dir.records import read_queued_job, since_submission
+from ddp_hpc.run.run_dir.records import attempts_of_submission, read_queued_job
 
-PATIENCE_S = 600.0
+REQUEUE_PATIENCE_S = 600.0
 """How long to retry a plain requeue, after requeueing the job as decided has failed."""
-_CAUSE = Cause.UNEXPLAINED
+_FALLBACK_CAUSE = Cause.UNEXPLAINED
 
 
 def print_error(error: Exception) -> str:
@@ -45,7 +45,7 @@ def end_workers_after_error(error: Exception, workers: Workers) -> Outcome:
 def conclude_in_any_case(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     """Conclude as `attempt_end` does; if that fails, decide by what can still be read."""
     try:
-        return attempt_end.conclude(context, attempt, outcome)
+        return attempt_end.conclude_attempt(context, attempt, outcome)
     except Exception as error:  # noqa: BLE001  whatever failed, the job must not end because of it
         reasons = [outcome.reason, print_error(error)]
     if outcome.code == exit_codes.FENCED:
@@ -58,17 +58,17 @@ def conclude_in_any_case(context: JobContext, attempt: int, outcome: Outcome) ->
         newest_step = context.workload.progress(context.run, ledger or Ledger(), is_patient=False)
     if ledger is not None and newest_step is not None:
         with suppress(Exception):
-            attempts = since_submission(ledger, read_queued_job(context.run))
-            num = requeue.num_without_progress(attempts, newest_step, _CAUSE)
+            attempts = attempts_of_submission(ledger, read_queued_job(context.run))
+            num = requeue.num_without_progress(attempts, newest_step, _FALLBACK_CAUSE)
     situation = requeue.Situation(
-        cause=_CAUSE,
+        cause=_FALLBACK_CAUSE,
         num_without_progress=num,
         without_progress=context.workload.without_progress,
         is_on_slurm=context.allocation is not None,
         may_requeue=context.spec.slurm.requeue,
     )
-    decision = requeue.decide(situation, context.spec.restart)
-    end = decision.end(*reasons, cause=_CAUSE, last_step=newest_step)
+    decision = requeue.decide_next(situation, context.spec.restart)
+    end = decision.end(*reasons, cause=_FALLBACK_CAUSE, last_step=newest_step)
     try:
         record_end(context.run, attempt, end)
     except Exception as error:  # noqa: BLE001  requeueing the job matters more
@@ -79,7 +79,7 @@ def conclude_in_any_case(context: JobContext, attempt: int, outcome: Outcome) ->
     return Conclusion(attempt=attempt, end=end, exclude=decision.exclude)
 
 
-def leave_in_any_case(context: JobContext, conclusion: Conclusion) -> None:
+def requeue_in_any_case(context: JobContext, conclusion: Conclusion) -> None:
     """Leave as `requeue_job` does; if that fails, requeue the job without records and excluded nodes."""
     try:
         requeue_job.carry_out_decision(context, conclusion)
@@ -91,8 +91,8 @@ def leave_in_any_case(context: JobContext, conclusion: Conclusion) -> None:
     else:
         return
     note = (
-        f"ddp-hpc tries for up to {PATIENCE_S / 60:.0f} minutes to put the job back into Slurm's queue; if the job is not in the queue "
+        f"ddp-hpc tries for up to {REQUEUE_PATIENCE_S / 60:.0f} minutes to put the job back into Slurm's queue; if the job is not in the queue "
         "after that, submit the run again"
     )
-    await_slurm(job.requeue, PATIENCE_S, errors=(ConfigError, SlurmUnavailableError, OSError), note=note)
-    time.sleep(requeue_job.STAY_S)
+    await_slurm(job.requeue, REQUEUE_PATIENCE_S, errors=(ConfigError, SlurmUnavailableError, OSError), note=note)
+    time.sleep(requeue_job.STAY_AFTER_REQUEUE_S)

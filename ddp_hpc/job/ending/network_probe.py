@@ -18,7 +18,7 @@ from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirm_findin
 from ddp_hpc.cluster.rendezvous.links.probe import LONGEST_S, PACE_S
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
 from ddp_hpc.cluster.slurm.steps import probe_on
-from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
+from ddp_hpc.job.ending.best_effort import best_effort, best_effort_diagnosis
 from ddp_hpc.job.ending.hang_report import has_stacks
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire import subprocesses
@@ -26,10 +26,10 @@ from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.network import NetworkFindings, write_network
 
-READY_S = 20.0
+READY_TIMEOUT_S = 20.0
 """How long the nodes may take to start Python and to listen."""
 REPORT_S = 5.0
-MOST_S = 60.0
+PROBE_TIMEOUT_S = 60.0
 """How long all of it takes at most."""
 _LOOK_S = 0.05
 _END_S = 2.0
@@ -41,16 +41,16 @@ StepArgv = Callable[[Sequence[str]], list[str]]
 def explain_by_network(context: JobContext, attempt: int, outcome: Outcome) -> Outcome:
     """Return the outcome with what a probe of the network found, where the attempt hung or its ranks lost each other."""
     explained = outcome
-    with diagnosis("the network between the nodes"):
-        if len(context.nodes) > 1 and _is_suspect(context, attempt, outcome) and context.has_time(MOST_S):
+    with best_effort_diagnosis("the network between the nodes"):
+        if len(context.nodes) > 1 and _is_suspect(context, attempt, outcome) and context.has_time(PROBE_TIMEOUT_S):
             sys.stderr.write(
                 "note: ddp-hpc now probes the network between the nodes, as it may be why the ranks made no progress\n"
             )
-            findings = probe(context.nodes, outcome.met_at)
+            findings = probe_network(context.nodes, outcome.met_at)
             if findings.bad_nodes:
                 # The job gives up a bad node, so one sample is not enough: the node may have stood still for some seconds.
-                may_ask = context.has_time(MOST_S) and not processes.is_stop_pending()
-                findings = confirm_findings(findings, probe(context.nodes, outcome.met_at) if may_ask else None)
+                may_ask = context.has_time(PROBE_TIMEOUT_S) and not processes.is_stop_pending()
+                findings = confirm_findings(findings, probe_network(context.nodes, outcome.met_at) if may_ask else None)
             sys.stderr.write(f"note: {findings.words} (probed in {findings.seconds:.0f} s)\n")
             explained = replace(outcome, network=findings)
             with best_effort():
@@ -73,12 +73,12 @@ def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
     return has_stacks(context.run, attempt, context.world.world_size)
 
 
-def probe(
+def probe_network(
     nodes: Sequence[str],
     address: str,
     *,
     step_argv: StepArgv = probe_on,
-    ready_s: float = READY_S,
+    ready_s: float = READY_TIMEOUT_S,
     measures: bool = False,
 ) -> NetworkFindings:
     """Probe the network of `address` between nodes; a stop signal to this process ends it early.
@@ -86,25 +86,25 @@ def probe(
     With `measures`, also say how fast each link is, and how far apart the nodes' clocks are.
     """
     began, at = time.monotonic(), time.time()
-    talk = _Talk(nodes, address, step_argv, began + MOST_S, measures=measures)
+    talk = _ProbeSession(nodes, address, step_argv, began + PROBE_TIMEOUT_S, measures=measures)
     try:
-        talk.gather(nodes, ready_s)
+        talk.start_and_wait(nodes, ready_s)
         if talk.has_ended and 2 <= len(talk.places) < len(nodes):
             # srun ends the whole step where it cannot start a task on one node.
             talk.close()
-            talk.gather([nodes[number] for number in sorted(talk.places)], ready_s)
+            talk.start_and_wait([nodes[number] for number in sorted(talk.places)], ready_s)
         if len(talk.places) >= 2:
-            talk.carry_out()
+            talk.run_probes()
     except OSError as error:
-        return _unknown(f"srun cannot be started: {error}", nodes, address, at)
+        return _unknown_findings(f"srun cannot be started: {error}", nodes, address, at)
     finally:
         talk.close()
     if not talk.answers:
-        return _unknown("no node answered over Slurm's network", nodes, address, at)
+        return _unknown_findings("no node answered over Slurm's network", nodes, address, at)
     return findings_of(nodes, talk.answers, address=address, at=at, seconds=time.monotonic() - began)
 
 
-def _unknown(problem: str, nodes: Sequence[str], address: str, at: float) -> NetworkFindings:
+def _unknown_findings(problem: str, nodes: Sequence[str], address: str, at: float) -> NetworkFindings:
     return NetworkFindings(
         at=at,
         seconds=time.time() - at,
@@ -117,7 +117,7 @@ def _unknown(problem: str, nodes: Sequence[str], address: str, at: float) -> Net
 
 
 @dataclass
-class _Talk:
+class _ProbeSession:
     """The conversation with the nodes' sides of one probe."""
 
     nodes: Sequence[str]
@@ -142,7 +142,7 @@ class _Talk:
         """Whether the step is over."""
         return self._step is None or self._step.poll() is not None
 
-    def gather(self, nodes: Sequence[str], seconds: float) -> None:
+    def start_and_wait(self, nodes: Sequence[str], seconds: float) -> None:
         """Start the step; wait until each of these nodes says where it listens, or why it does not."""
         self.answers, self.places, self._done = {}, {}, set()
         self.mark = secrets.token_hex(8)
@@ -153,18 +153,18 @@ class _Talk:
             f"--toward={self.address}",
             f"--mark={self.mark}",
         ]
-        self._step = subprocesses.start([*self.step_argv(nodes), *command], [], on_line=True)
+        self._step = subprocesses.start_command([*self.step_argv(nodes), *command], [], on_line=True)
         stdin, stdout = self._step.stdin, self._step.stdout
         self._line = ControlChannel(stdout.fileno(), stdin.fileno(), wakes=False)
         self._read_until(lambda: len(self.answers) == len(nodes), seconds)
 
-    def carry_out(self) -> None:
+    def run_probes(self) -> None:
         """Order the nodes to probe each other, and read what they report."""
         rows = [[node, *self.places.get(number, ("", 0))] for number, node in enumerate(self.nodes)]
-        self._send(do="go", token=secrets.token_hex(16), nodes=rows, measures=self.measures)
+        self._send_order(do="go", token=secrets.token_hex(16), nodes=rows, measures=self.measures)
         whole = set(self.places)
         self._read_until(lambda: self._done >= whole, len(rounds_of(len(self.nodes))) * PACE_S + LONGEST_S + REPORT_S)
-        self._send(do="finish")
+        self._send_order(do="finish")
         self._read_until(lambda: all(self.answers[number].is_whole for number in whole), REPORT_S)
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class _Talk:
                 time.sleep(_LOOK_S)
         self._step = self._line = None
 
-    def _send(self, **order: Any) -> None:
+    def _send_order(self, **order: Any) -> None:
         assert self._line is not None  # noqa: S101  `gather` comes first
         self._line.send(mark=self.mark, **order)
 
@@ -191,13 +191,13 @@ class _Talk:
             has_ended = self.has_ended  # asked first, so that the last reports are not missed
             for message in self._line.read():
                 if message.get("mark") == self.mark:
-                    self._note(message)
+                    self._take_message(message)
             # A stop signal stays pending here, for the supervisor: so this sleeps instead of waiting for signals.
             if is_over() or has_ended or time.monotonic() >= until or processes.is_stop_pending():
                 return
             time.sleep(_LOOK_S)
 
-    def _note(self, message: Mapping[str, Any]) -> None:
+    def _take_message(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"ready": str(name), "error": str(), "has_address": bool(has_address)} if name in self._numbers:
                 self.answers[self._numbers[name]] = LinkAnswer(is_whole=not has_address)

@@ -9,21 +9,21 @@ from dataclasses import replace
 from ddp_hpc.base import exit_codes
 from ddp_hpc.cluster.slurm.steps import probe_on
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.job.wire.subprocesses import printed_by
+from ddp_hpc.job.wire.subprocesses import run_for_output
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger
 
 TIMEOUT_S = 180.0
 """How long a node may take to start Python and to import what a worker needs, while other nodes do the same."""
-_AT_A_TIME = 16
-_UNEXPLAINED = (Cause.WORKER_CRASHED, Cause.UNEXPLAINED)
+_MOST_NODES_AT_ONCE = 16
+_UNEXPLAINED_CAUSES = (Cause.WORKER_CRASHED, Cause.UNEXPLAINED)
 """Causes of attempts that end without an error report. Where one task cannot start, srun sends SIGTERM to the others; a
 task whose Python has not installed its handlers yet is killed by it, which looks like an early stop signal."""
-_CAN = "ddp-hpc-can-start"
-_CODE = (
+_CAN_START = "ddp-hpc-can-start"
+_PROBE_CODE = (
     "import importlib, os, sys; from ddp_hpc.job.node.python_environ import make_users_code_importable; "
     "make_users_code_importable(os.environ); "
-    f"importlib.import_module(sys.argv[2]).preload(sys.argv[1]); print('\\n{_CAN}')"
+    f"importlib.import_module(sys.argv[2]).preload(sys.argv[1]); print('\\n{_CAN_START}')"
 )
 
 
@@ -38,7 +38,7 @@ def explain_by_nodes(context: JobContext, attempt: int, outcome: Outcome) -> Out
     if (
         not context.has_time(TIMEOUT_S)
         or before is None
-        or before.cause not in _UNEXPLAINED
+        or before.cause not in _UNEXPLAINED_CAUSES
         or read_failures(context.run, before.attempt)
     ):
         return outcome
@@ -55,13 +55,13 @@ def explain_by_nodes(context: JobContext, attempt: int, outcome: Outcome) -> Out
 def _unable_nodes(context: JobContext) -> tuple[str, ...]:
     """Return the nodes on which a step of one task does not import what a worker needs."""
     wrapper, environ = context.wrapper, {**context.environ, **context.wrapper.environ}
-    imports = ["-c", _CODE, str(context.run.path), context.workload.worker]
+    imports = ["-c", _PROBE_CODE, str(context.run.path), context.workload.worker]
 
     def can_start(node: str) -> bool:
         argv = [*probe_on([node]), *wrapper.srun_args, *wrapper.command, *imports]
-        return _CAN in printed_by(argv, environ=environ, timeout_s=TIMEOUT_S)[0]
+        return _CAN_START in run_for_output(argv, environ=environ, timeout_s=TIMEOUT_S)[0]
 
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(_MOST_NODES_AT_ONCE) as pool:
         return tuple(
             node for node, can in zip(context.nodes, pool.map(can_start, context.nodes), strict=True) if not can
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.best_effort import best_effort
-from ddp_hpc.job.ending.causes import is_cancelled, is_ending
+from ddp_hpc.job.ending.causes import is_job_cancelled, is_job_ending
 from ddp_hpc.job.ending.stale_attempts import nodes_to_leave_out
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.slurm_job import SlurmJob, await_slurm
@@ -24,14 +24,14 @@ EXCLUDE_PATIENCE_S = 25.0
 """How long to try to set a requeued job's excluded nodes; less than KillWait (30 s by default, slurm.conf(5)), after which
 Slurm kills this process."""
 
-STAY_S = 1.0
+STAY_AFTER_REQUEUE_S = 1.0
 """How long this process stays once the job is back in the queue. Before 24.11.1, Slurm may start a job again in the second in which it
 ended it, where a node that does not answer is set down in that second. Then it refuses the start ("Job credential revoked"), and the
 job is FAILED for good. It does not start the job while this process runs."""
 
 SLURM_PATIENCE_S = 24 * 3600.0
 """How long to wait for a controller that does not answer, before the run is given up: as long as a repair may take. If only
-this node cannot reach it, it may start the job on other nodes meanwhile, which `_ask_again` sees once it answers."""
+this node cannot reach it, it may start the job on other nodes meanwhile, which `_changes_meanwhile` sees once it answers."""
 
 ENDED_BY_USER: Mapping[Cause, str] = {
     Cause.CANCELLED: "cancelled by the user",
@@ -49,13 +49,13 @@ def carry_out_decision(context: JobContext, conclusion: Conclusion) -> None:
         return
     sys.stderr.write(f"note: {end.reason}; {requeue.CONTINUATIONS[end.next]}\n")
     try:
-        await_slurm(lambda: _continue(context, job, conclusion), SLURM_PATIENCE_S)
+        await_slurm(lambda: _requeue_or_submit(context, job, conclusion), SLURM_PATIENCE_S)
     except DdpHpcError as error:
         reason = f"{end.reason}; the job could not go back into the queue ({error}), so submit the run again"
-        _end_here(context.run, conclusion, reason)
+        _record_last_end(context.run, conclusion, reason)
 
 
-def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> None:
+def _requeue_or_submit(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> None:
     follows, run, attempt = conclusion.end.next, context.run, conclusion.attempt
     ledger = Ledger()
     try:
@@ -65,13 +65,13 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
             f"note: {context.run.attempts} cannot be read ({error}). The run continues all the same, but its next job may get "
             "nodes on which it failed before.\n"
         )
-    is_back, cause, queued = _ask_again(run, job, ledger)
+    is_back, cause, queued = _changes_meanwhile(run, job, ledger)
     if cause is not None:
-        _end_here(run, conclusion, ENDED_BY_USER[cause], cause=cause)
+        _record_last_end(run, conclusion, ENDED_BY_USER[cause], cause=cause)
         return
     is_new_job, job_id = follows == Next.SUCCESSOR and not is_back, job.job_id
     if is_new_job:
-        excluded = _joined(context, sorted(nodes_to_leave_out(context, job, ledger, conclusion.exclude)))
+        excluded = _all_excluded_nodes(context, sorted(nodes_to_leave_out(context, job, ledger, conclusion.exclude)))
         job_id = job.submit_next(context.run.job_script, excluded, context.spec)
     with best_effort():  # as `submit` records its own
         since, cluster = (queued.since, queued.slurm_cluster) if queued else (attempt, "")
@@ -86,19 +86,19 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
             job.requeue()
         except ConfigError:
             # A refusal means nothing where the job is back, by Slurm or by an order whose answer was lost.
-            if not job.is_back():
+            if not job.is_requeued():
                 raise
-    _exclude(context, job, ledger, conclusion.exclude)
-    time.sleep(STAY_S)
+    _exclude_nodes(context, job, ledger, conclusion.exclude)
+    time.sleep(STAY_AFTER_REQUEUE_S)
 
 
-def _ask_again(run: RunDir, job: SlurmJob, ledger: Ledger) -> tuple[bool, Cause | None, QueuedJob | None]:
+def _changes_meanwhile(run: RunDir, job: SlurmJob, ledger: Ledger) -> tuple[bool, Cause | None, QueuedJob | None]:
     """Return whether the job is back in the queue already, whether the user has ended it meanwhile, and the note of it.
 
     `scontrol requeue` would revive a job that was cancelled, and kill one that Slurm has started again on other nodes.
     """
     # Slurm first, as it may take long to answer: the user may cancel meanwhile, which the note, read last, says.
-    record = job.now()
+    record = job.query_record()
     queued = read_queued_job(run)
     if queued is not None and queued.job_id == job.job_id and queued.cancelled_at is not None:
         return False, Cause.CANCELLED, queued
@@ -106,24 +106,24 @@ def _ask_again(run: RunDir, job: SlurmJob, ledger: Ledger) -> tuple[bool, Cause 
         return True, None, queued
     if read_stop_request(run) == "end":
         return False, Cause.STOP_ASKED, queued
-    if record is None or not is_ending(record):
+    if record is None or not is_job_ending(record):
         return False, None, queued
     state = "" if record.preempted_at is None else job.accounted_end(ledger)
-    return False, Cause.CANCELLED if is_cancelled(record, state) else None, queued
+    return False, Cause.CANCELLED if is_job_cancelled(record, state) else None, queued
 
 
-def _end_here(run: RunDir, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:
+def _record_last_end(run: RunDir, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:
     """Record that nothing follows after all; `cause` is set where the user decided so."""
     sys.stderr.write(f"note: {reason}\n")
     end = replace(conclusion.end, next=Next.NOTHING, reason=reason)
     record_end(run, conclusion.attempt, replace(end, cause=cause, ending=requeue.TABLE[cause].ending) if cause else end)
 
 
-def _joined(context: JobContext, failed: Sequence[str]) -> str:
+def _all_excluded_nodes(context: JobContext, failed: Sequence[str]) -> str:
     return ",".join(filter(None, [context.spec.slurm.exclude, *failed]))
 
 
-def _exclude(context: JobContext, job: SlurmJob, ledger: Ledger, nodes: Sequence[str]) -> None:
+def _exclude_nodes(context: JobContext, job: SlurmJob, ledger: Ledger, nodes: Sequence[str]) -> None:
     """Exclude nodes from the next start of the job.
 
     The list is made anew where any node has ever failed, so that a node whose failures are forgotten, or that is needed after
@@ -138,7 +138,7 @@ def _exclude(context: JobContext, job: SlurmJob, ledger: Ledger, nodes: Sequence
     deadline = time.monotonic() + EXCLUDE_PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(ConfigError, SlurmUnavailableError):
-            job.exclude(_joined(context, failed))
+            job.exclude_nodes(_all_excluded_nodes(context, failed))
             if failed:
                 names, asked = ", ".join(failed), context.spec.slurm.exclude
                 besides = f", besides {asked} of `slurm.exclude`" if asked else ""

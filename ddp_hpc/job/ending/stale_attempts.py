@@ -15,27 +15,27 @@ from ddp_hpc.run import requeue
 from ddp_hpc.run.requeue import Situation
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import is_done, read_queued_job, since_submission
+from ddp_hpc.run.run_dir.records import attempts_of_submission, is_done, read_queued_job
 from ddp_hpc.run.workload.protocol import Workload
 
 
-def is_anothers(newest: Attempt, job: SlurmJob) -> bool:
+def is_used_by_other_job(newest: Attempt, job: SlurmJob) -> bool:
     """Ask Slurm whether another job uses the run: some file systems have locks that hold within one node only."""
     is_open = newest.ending is None and newest.cluster == "slurm" and newest.job_id != job.job_id
     return is_open and job.is_running(newest.job_id)
 
 
-def close_stale(run: RunDir, workload: Workload, job: SlurmJob) -> None:
+def close_stale_attempt(run: RunDir, workload: Workload, job: SlurmJob) -> None:
     """Record the end of the newest attempt by what Slurm knows of it, if its supervisor died before it could."""
     ledger = Ledger.read(run)
     newest = ledger.newest
     if newest is None or newest.ending is not None or newest.cluster != "slurm":
         return
     progress = workload.progress(run, ledger)
-    if end_done(run, workload, newest.attempt, progress):
+    if record_if_finished(run, workload, newest.attempt, progress):
         return
     state = job.accounted_end(ledger)
-    cause = causes.BY_STATE.get(states.parse_state(state), Cause.UNEXPLAINED)
+    cause = causes.CAUSES_BY_STATE.get(states.parse_state(state), Cause.UNEXPLAINED)
     # If none is down by now, it was the first: had another failed, the supervisor would have recorded it.
     failed = (tuple(job.lost_nodes(newest.nodes)) or newest.nodes[:1]) if cause == Cause.NODE_FAILED else ()
     by_slurm = f"Slurm accounting says {state}" if state else "Slurm accounting does not say why"
@@ -53,10 +53,10 @@ def close_stale(run: RunDir, workload: Workload, job: SlurmJob) -> None:
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} ended: {reason}. This job continues the run.\n")
 
 
-def why_not_again(context: JobContext, job: SlurmJob) -> str:
+def why_no_attempt(context: JobContext, job: SlurmJob) -> str:
     """Return why a job that Slurm has requeued without being asked begins no attempt, as Slurm has no limit of such requeues; empty where it begins one."""
     ledger = Ledger.read(context.run)
-    attempts = since_submission(ledger, read_queued_job(context.run))
+    attempts = attempts_of_submission(ledger, read_queued_job(context.run))
     if not attempts or (attempts[-1].next, attempts[-1].job_id) != (Next.SLURM, job.job_id):
         return ""
     cause, words = attempts[-1].cause or Cause.UNEXPLAINED, context.workload.without_progress
@@ -65,7 +65,7 @@ def why_not_again(context: JobContext, job: SlurmJob) -> str:
     return requeue.why_last(situation, context.spec.restart)
 
 
-def end_done(run: RunDir, workload: Workload, attempt: int, newest_step: int) -> End | None:
+def record_if_finished(run: RunDir, workload: Workload, attempt: int, newest_step: int) -> End | None:
     """Record that an attempt has finished the run, if it has: its supervisor died between that and the end in the ledger."""
     if not is_done(run, workload.goal):
         return None
@@ -74,7 +74,7 @@ def end_done(run: RunDir, workload: Workload, attempt: int, newest_step: int) ->
     return end
 
 
-def nodes_to_avoid(context: JobContext, job: SlurmJob, ledger: Ledger) -> tuple[str, ...]:
+def bad_nodes_of_job(context: JobContext, job: SlurmJob, ledger: Ledger) -> tuple[str, ...]:
     """Return the nodes of this job that have failed too often, as long as the partition has enough others."""
     left_out = set(nodes_to_leave_out(context, job, ledger))
     return tuple(node for node in job.allocation.node_names if node in left_out)
@@ -86,4 +86,4 @@ def nodes_to_leave_out(context: JobContext, job: SlurmJob, ledger: Ledger, lost:
     Where the partition has too few others, some are allowed again, and the job's log says so.
     """
     bad = requeue.bad_nodes(ledger.attempts, context.spec.restart, now=time.time())
-    return job.without_needed([*sorted({*lost} - {*bad}), *bad], context.spec, context.run.job_script)
+    return job.suspects_to_exclude([*sorted({*lost} - {*bad}), *bad], context.spec, context.run.job_script)

@@ -48,10 +48,10 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     ranks_by_shape,
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
-from ddp_hpc.job.node.cpus import keep_to, share_here
+from ddp_hpc.job.node.cpus import restrict_to_cpus, share_node_cpus
 from ddp_hpc.job.node.python_environ import (
+    exclude_imports_from_gc,
     import_variables,
-    imports_for_good,
     leave_at_once,
     make_users_code_importable,
     run_and_leave,
@@ -60,13 +60,13 @@ from ddp_hpc.job.node.python_environ import (
 from ddp_hpc.job.node.start_sampler import BEGIN_S, Sampler, end_sampling, start_sampling
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
-from ddp_hpc.run.run_dir.failure_reports import report, report_killed, write_rank_end
+from ddp_hpc.run.run_dir.failure_reports import report_failed_start, report_killed, write_rank_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.workload.protocol import WorkerModule, load_worker
 
 GRACE_S = 1.0
 """How long the others may take to write their error reports, after the first worker has failed."""
-ALONE = Endpoint(LOOPBACK, 0)
+LOOPBACK_ENDPOINT = Endpoint(LOOPBACK, 0)
 """The endpoint of a run on this machine alone: the kernel chooses the port."""
 
 
@@ -91,7 +91,7 @@ class WorkerGroup:
     sampler: Sampler | None = None
 
     @property
-    def alive(self) -> set[int]:
+    def alive_pids(self) -> set[int]:
         return {pid for pid, rank in self.ranks.items() if rank not in self.codes}
 
     def end_within(self, seconds: float) -> None:
@@ -121,7 +121,7 @@ class Agent:
         place = step_task(os.environ) if arguments.in_step else None
         self._node_rank = place.node_rank if place else 0
         self._num_nodes = place.num_nodes if place else 1
-        self._share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
+        self._share = share_node_cpus(os.environ, arguments.num_workers, arguments.cpus_per_worker)
         if self._share.note and self._node_rank == 0:
             sys.stderr.write(f"note: {self._share.note}\n")
         self._worker: WorkerModule | None = None
@@ -139,7 +139,7 @@ class Agent:
             failure = self._preload()
             while True:
                 for order in self._line.read():
-                    self._obey(order, failure)
+                    self._obey_order(order, failure)
                 if self._line.is_closed:
                     break
                 number = processes.await_signal(self._patience_s(), self._interruptions)
@@ -147,9 +147,9 @@ class Agent:
                     self._ask_workers_to_stop()
                 self._look_after_workers()
             if self._group:
-                self._kill(self._group.alive)
+                self._kill_workers(self._group.alive_pids)
 
-    def _kill(self, pids: Collection[int]) -> None:
+    def _kill_workers(self, pids: Collection[int]) -> None:
         """Kill workers, and what they have started where it does not end with them."""
         kill = processes.kill_all_below if getattr(self._worker, "OUTLIVED", False) else processes.kill
         kill(pids)
@@ -158,7 +158,7 @@ class Agent:
         """Send the workload's stop signal to the workers; where none runs, keep it for the next ones."""
         self._is_stop_pending = self._group is None
         if self._group:
-            processes.send(self._group.alive, self._arguments.stop_signal)
+            processes.send(self._group.alive_pids, self._arguments.stop_signal)
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; return the error, which is reported once an attempt is known."""
@@ -166,7 +166,7 @@ class Agent:
         self._given = WorkerEnv(process="agent", variables=libraries).given
         os.environ.update(self._given)
         try:
-            with imports_for_good():
+            with exclude_imports_from_gc():
                 self._worker = load_worker(self._arguments.worker)
                 reason = self._worker.preload(str(self._run.path))
         except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
@@ -178,17 +178,17 @@ class Agent:
             )
         return None
 
-    def _obey(self, order: Mapping[str, Any], failure: BaseException | None) -> None:
+    def _obey_order(self, order: Mapping[str, Any], failure: BaseException | None) -> None:
         match order:
             case {"do": "start", "attempt": int(attempt), **rest}:
-                endpoint = Endpoint.parse(str(rest["meet"])) if "meet" in rest else ALONE
-                self._start(attempt, endpoint, failure)
+                endpoint = Endpoint.parse(str(rest["meet"])) if "meet" in rest else LOOPBACK_ENDPOINT
+                self._start_workers(attempt, endpoint, failure)
             case {"do": "stop"} if self._group:
                 self._ask_workers_to_stop()
             case {"do": "end"} if self._group:
                 self._group.end_within(GRACE_S)
 
-    def _start(self, attempt: int, endpoint: Endpoint, failure: BaseException | None) -> None:
+    def _start_workers(self, attempt: int, endpoint: Endpoint, failure: BaseException | None) -> None:
         """Bind the port and start the workers, or report why that fails."""
         if self._worker is None or failure is not None:
             self._report_failure(attempt, failure)
@@ -202,11 +202,11 @@ class Agent:
                 collector = _collector(self._run, attempt, self._probes.path, ranks, may_fork=not self._must_not_fork)
             with listen(endpoint) if self._node_rank == 0 else nullcontext() as meeting_point:
                 port = meeting_point.getsockname()[1] if meeting_point else endpoint.port
-                environs = self._environs(endpoint, port)
+                environs = self._worker_environs(endpoint, port)
                 if self._must_not_fork:
-                    by_pid = self._spawn(attempt, environs, meeting_point)
+                    by_pid = self._spawn_workers(attempt, environs, meeting_point)
                 else:
-                    by_pid = self._fork(self._worker, attempt, environs, meeting_point)
+                    by_pid = self._fork_workers(self._worker, attempt, environs, meeting_point)
                 self._group = WorkerGroup(attempt, by_pid, collector=collector)
             if self._is_stop_pending:
                 self._ask_workers_to_stop()
@@ -215,11 +215,11 @@ class Agent:
         except (ConfigError, OSError) as error:
             self._report_failure(attempt, error)
 
-    def _environs(self, endpoint: Endpoint, port: int) -> dict[int, dict[str, str]]:
+    def _worker_environs(self, endpoint: Endpoint, port: int) -> dict[int, dict[str, str]]:
         """Return by rank the variables of this node's workers; each node has the same number of workers."""
         shape = {"node_rank": self._node_rank, "num_nodes": self._num_nodes, "num_workers": self._arguments.num_workers}
         node = node_variables(this_host().interface_towards(endpoint.address), self._share.threads)
-        address = endpoint_of_run(endpoint.address, port, is_alone=endpoint == ALONE)
+        address = endpoint_of_run(endpoint.address, port, is_alone=endpoint == LOOPBACK_ENDPOINT)
         # A variable that the recipe's import has set or removed counts as set or removed by the user.
         users = {
             **{name: "" for name in self._given if name not in os.environ},
@@ -234,7 +234,7 @@ class Agent:
             environs[first + local_rank] = {**worker_env.environ, **probe}
         return environs
 
-    def _spawn(
+    def _spawn_workers(
         self, attempt: int, environs: Mapping[int, Mapping[str, str]], meeting_point: socket.socket | None
     ) -> dict[int, int]:
         """Start each worker as a new process, without fork; return their ranks by pid."""
@@ -257,7 +257,7 @@ class Agent:
                     meeting_point.set_inheritable(False)
         return by_pid
 
-    def _fork(
+    def _fork_workers(
         self,
         worker: WorkerModule,
         attempt: int,
@@ -287,7 +287,7 @@ class Agent:
                 try:
                     processes.die_with_parent(agent_pid)
                     os.environ.update(environ)
-                    keep_to(cpu_set, os.environ)
+                    restrict_to_cpus(cpu_set, os.environ)
                     fd = os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None
                     if meeting_point:
                         # Each worker has inherited the socket. The port stays bound while any process holds it, so all but
@@ -304,7 +304,7 @@ class Agent:
     def _report_failure(self, attempt: int, error: BaseException | None) -> None:
         """Write the error report of an agent that cannot start its workers."""
         error = error or RuntimeError("the agent has not imported the workers' module")
-        report(self._run.agent_error(attempt, self._node_rank), error, rank=-1, log=self._run.console)
+        report_failed_start(self._run.agent_error(attempt, self._node_rank), error, rank=-1, log=self._run.console)
         self._report_end(attempt, exit_code_of(error))
 
     def _report_end(self, attempt: int, code: int) -> None:
@@ -325,19 +325,19 @@ class Agent:
             return
         if group.deadline is not None and time.monotonic() >= group.deadline and not group.was_cut:
             group.was_cut = True
-            self._kill(group.alive)
+            self._kill_workers(group.alive_pids)
         for pid, code in died.items():
             if pid in group.ranks:
                 self._note_exit(group, group.ranks[pid], code)
         if group.collector and group.deadline is None:
             group.collector.look()
-        if group.deadline is None and group.alive and time.monotonic() >= group.sampled_from:
+        if group.deadline is None and group.alive_pids and time.monotonic() >= group.sampled_from:
             environ, num_gpus = {**os.environ, **self._python}, self._arguments.gpus
             group.sampled_from = float("inf")
             group.sampler = start_sampling(
                 self._run, environ, attempt=group.attempt, node_rank=self._node_rank, num_gpus=num_gpus
             )
-        if not group.alive:
+        if not group.alive_pids:
             self._group = None
             end_sampling(group.sampler)
             self._report_end(group.attempt, exit_codes.combined_exit_code(group.codes.values()))

@@ -18,7 +18,7 @@ from ddp_hpc.base.processes import kernel_text
 from ddp_hpc.cluster.rendezvous.worker_env import CPUS_BEFORE, Fact, threads
 from ddp_hpc.cluster.slurm.allocation import gpu_numbers, granted_cpus
 
-ROOT = Path("/")
+FILE_SYSTEM_ROOT = Path("/")
 """Where /sys and /proc are looked for."""
 _UNKNOWN = -1
 
@@ -46,7 +46,7 @@ class CpuShare:
     """A note on it for the job's log."""
 
 
-def keep_to(cpus: Iterable[int], environ: MutableMapping[str, str]) -> None:
+def restrict_to_cpus(cpus: Iterable[int], environ: MutableMapping[str, str]) -> None:
     """Keep this process to these CPUs, and note which it had: a run that its script submits gets them back."""
     environ[CPUS_BEFORE] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     os.sched_setaffinity(0, cpus)
@@ -54,12 +54,12 @@ def keep_to(cpus: Iterable[int], environ: MutableMapping[str, str]) -> None:
 
 def take_back_cpus(environ: Mapping[str, str]) -> None:
     """Give this process the CPUs that a rank had from whose script it was started."""
-    if cpus := _list_of(environ.get(CPUS_BEFORE, "")):
+    if cpus := _parse_cpus(environ.get(CPUS_BEFORE, "")):
         with suppress(OSError):  # none of them is here
             os.sched_setaffinity(0, cpus)
 
 
-def share_here(environ: Mapping[str, str], num_workers: int, cpus_per_worker: int | None) -> CpuShare:
+def share_node_cpus(environ: Mapping[str, str], num_workers: int, cpus_per_worker: int | None) -> CpuShare:
     """Return the shares of the workers of this node."""
     return share_cpus(
         read_cpus(sorted(os.sched_getaffinity(0))),
@@ -92,7 +92,7 @@ def share_cpus(  # noqa: PLR0913  what there is, what is wanted, and what was gi
     computing = threads(num_given, num_workers, cpus_per_worker, source="Slurm" if granted else "this host")
     # A Slurm that counts cores binds to all hyper-threads of each.
     is_bound = len(cpus) <= of_job or (len({cpu.core for cpu in cpus}) <= of_job and len(cpus) < num_on_node)
-    sets = _assign(sorted(cpus), num_workers, each, near) if fits and is_bound else [everything] * num_workers
+    sets = _assign_near(sorted(cpus), num_workers, each, near) if fits and is_bound else [everything] * num_workers
     note = ""
     if not is_bound:
         note = (
@@ -103,7 +103,7 @@ def share_cpus(  # noqa: PLR0913  what there is, what is wanted, and what was gi
     return CpuShare(cpu_sets=tuple(sets), threads=computing, note=note)
 
 
-def _assign(cpus: Sequence[Cpu], num_workers: int, each: int, near: Sequence[int | None]) -> list[tuple[int, ...]]:
+def _assign_near(cpus: Sequence[Cpu], num_workers: int, each: int, near: Sequence[int | None]) -> list[tuple[int, ...]]:
     """Give each worker CPUs of its NUMA node, if all nodes are known and large enough; else, consecutive CPUs."""
     wanted = list(near[:num_workers])
     on_node = {node: [cpu for cpu in cpus if cpu.numa_node == node] for node in set(wanted)}
@@ -128,17 +128,17 @@ def _assign_in_order(cpus: Sequence[Cpu], num_workers: int, each: int) -> list[t
     return [tuple(sorted(part[:each])) for part in parts]
 
 
-def read_cpus(numbers: Sequence[int], root: Path = ROOT) -> list[Cpu]:
+def read_cpus(numbers: Sequence[int], root: Path = FILE_SYSTEM_ROOT) -> list[Cpu]:
     """Return the topology of CPUs from /sys; a CPU that /sys does not show counts as a core of its own."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     numa_nodes = {
-        cpu: int(one.name.removeprefix("node")) for one in folders for cpu in _list_of(kernel_text(one / "cpulist"))
+        cpu: int(one.name.removeprefix("node")) for one in folders for cpu in _parse_cpus(kernel_text(one / "cpulist"))
     }
     return [
         Cpu(
-            package=_number(folder / "physical_package_id"),
+            package=_read_number(folder / "physical_package_id"),
             numa_node=numa_nodes.get(number, _UNKNOWN),
-            core=min(_list_of(kernel_text(folder / "thread_siblings_list")) or [number]),
+            core=min(_parse_cpus(kernel_text(folder / "thread_siblings_list")) or [number]),
             number=number,
         )
         for number in numbers
@@ -146,7 +146,7 @@ def read_cpus(numbers: Sequence[int], root: Path = ROOT) -> list[Cpu]:
     ]
 
 
-def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = ROOT) -> list[int | None]:
+def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = FILE_SYSTEM_ROOT) -> list[int | None]:
     """Return the NUMA node of each worker's GPU by NVIDIA's driver; None where it is not known.
 
     CUDA counts GPUs in the order of their PCI buses, but Slurm's variables have the numbers of their devices. In a job whose devices
@@ -157,7 +157,7 @@ def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = RO
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         text = kernel_text(folder / "information")
         facts = dict(re.findall(r"^(GPU UUID|Device Minor):\s*(\S+)", text, re.MULTILINE))
-        node = _number(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
+        node = _read_number(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
         gpus.append((facts.get("GPU UUID"), facts.get("Device Minor"), node))
     numbers = gpu_numbers(environ)
     if names and names == [str(at) for at in range(len(numbers))]:
@@ -168,12 +168,12 @@ def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = RO
     return [None if node < 0 else node for node in found] + [None] * (num_workers - len(found))
 
 
-def _number(path: Path) -> int:
+def _read_number(path: Path) -> int:
     text = kernel_text(path).strip()
     return int(text) if re.fullmatch(r"\d+", text) else _UNKNOWN
 
 
-def _list_of(text: str) -> list[int]:
+def _parse_cpus(text: str) -> list[int]:
     """Return the numbers in `0-3,8`."""
     found: list[int] = []
     for part in text.split(","):

@@ -32,19 +32,19 @@ from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.job import attempt_start
 from ddp_hpc.job.ending import last_resort
 from ddp_hpc.job.job_context import JobContext, Outcome, read_context
-from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.node.cpus import share_node_cpus
 from ddp_hpc.job.node.join_attempt import gather_at_port, gather_in_store
-from ddp_hpc.job.node.python_environ import IMPORT_PATH, make_users_code_importable, run_and_leave, run_worker
+from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME, make_users_code_importable, run_and_leave, run_worker
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.failure_reports import report_failed_start
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_rendezvous_token, read_stop_request
 from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.run.world import World
 
-_FINISHED = -1
+_RUN_HAS_FINISHED = -1
 """In place of an attempt's number: the run has finished already."""
 
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--of-node", action="store_true", help="`join_node` has started the launcher")
     arguments = parser.parse_args(argv)
     if arguments.import_path:
-        os.environ[IMPORT_PATH] = os.pathsep.join(arguments.import_path)
+        os.environ[IMPORT_PATH_NAME] = os.pathsep.join(arguments.import_path)
     place = find_place(os.environ, read_allocation(os.environ), this_host(), first_node=arguments.first_node)
     if place is None or place.scope == "node":
         raise ConfigError(
@@ -71,19 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def begin() -> int:
         processes.block_awaited_signals()  # the attempt that begins is to be ended by the worker
-        return _FINISHED if arguments.finished or context is None else _begin(context, place)
+        return _RUN_HAS_FINISHED if arguments.finished or context is None else _begin_attempt(context, place)
 
     try:
         with nullcontext() if place.is_store_hosted else processes.leaving_at_stop_signals():
-            context = _context(run, place) if place.rank == 0 and not arguments.finished else None
-            attempt, listen_fd = _gather(run, place, begin)
+            context = _make_context(run, place) if place.rank == 0 and not arguments.finished else None
+            attempt, listen_fd = _gather_ranks(run, place, begin)
     except processes.StopSignalled:
         sys.stderr.write(f"{run.name}: rank {place.rank} was stopped while it waited for the other ranks\n")
         return exit_codes.STOPPED
-    if attempt == _FINISHED:
+    if attempt == _RUN_HAS_FINISHED:
         return exit_codes.FINISHED
     processes.block_awaited_signals()  # a signal that comes during the imports stays pending until the worker has handlers
-    code = _work(run, place, attempt, listen_fd)
+    code = _run_rank(run, place, attempt, listen_fd)
     is_stop_asked = context is not None and read_stop_request(run) is not None
     if context is not None:
         reason = last_resort.conclude_in_any_case(context, attempt, Outcome(code=code)).end.reason
@@ -95,13 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_codes.STOPPED if is_to_continue else exit_codes.FINISHED
 
 
-def _context(run: RunDir, place: RankPlace) -> JobContext:
+def _make_context(run: RunDir, place: RankPlace) -> JobContext:
     """Return what rank zero begins and concludes the attempt by, as a supervisor does."""
     world = World(num_nodes=place.num_nodes, workers_per_node=place.local_world_size or 1)
     return replace(read_context(run, None), world=world, environ=dict(os.environ))
 
 
-def _gather(run: RunDir, place: RankPlace, begin: Callable[[], int]) -> tuple[int, int | None]:
+def _gather_ranks(run: RunDir, place: RankPlace, begin: Callable[[], int]) -> tuple[int, int | None]:
     """Wait for all ranks; return the attempt's number, which rank zero chooses when all are there, and its socket for the store."""
     if place.world_size == 1:
         return begin(), None
@@ -110,7 +110,7 @@ def _gather(run: RunDir, place: RankPlace, begin: Callable[[], int]) -> tuple[in
     return gather_at_port(place, numeric_address(place, this_host()), begin, run=run)
 
 
-def _begin(context: JobContext, place: RankPlace) -> int:
+def _begin_attempt(context: JobContext, place: RankPlace) -> int:
     """Acquire the run, as a supervisor does; return the attempt's number."""
     run, workload = context.run, context.workload
     if processes.take_lock(run.lock, patience_s=ownership.LOCK_PATIENCE_S) is None:  # this process holds it to its end
@@ -123,12 +123,12 @@ def _begin(context: JobContext, place: RankPlace) -> int:
         end = End(ending=Ending.FAILED, exit_code=-9, reason=reason, cause=Cause.UNEXPLAINED, last_step=progress)
         record_end(run, newest.attempt, end)
     run.stop_request.unlink(missing_ok=True)
-    attempt = attempt_start.begin(run, workload, None)
+    attempt = attempt_start.begin_attempt(run, workload, None)
     sys.stderr.write(f"{run.name}, attempt {attempt}: {place.description}\n")
     return attempt
 
 
-def _work(run: RunDir, place: RankPlace, attempt: int, listen_fd: int | None) -> int:
+def _run_rank(run: RunDir, place: RankPlace, attempt: int, listen_fd: int | None) -> int:
     """Run this rank to its end; return its exit code, one of `exit_codes`."""
     try:
         if place.world_size > 1:
@@ -139,13 +139,13 @@ def _work(run: RunDir, place: RankPlace, attempt: int, listen_fd: int | None) ->
         num_workers, asked = (
             (1, None) if place.launcher == "srun" else (place.local_world_size or 1, spec.resources.cpus_per_worker)
         )
-        computing = share_here(os.environ, num_workers, asked).threads
+        computing = share_node_cpus(os.environ, num_workers, asked).threads
         made = variables_of(place, os.environ, this_host(), computing)
         paths = import_path(import_paths, os.environ.get("PYTHONPATH"))
         of_paths = {name: fact.value for name, fact in paths.items() if fact.value is not None}
         os.environ.update({**made.environ, **of_paths})
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
-        report(run.rank_error(attempt, place.rank), error, rank=place.rank, log=run.console)
+        report_failed_start(run.rank_error(attempt, place.rank), error, rank=place.rank, log=run.console)
         return exit_code_of(error)
     return run_worker(run, workload_of(spec).worker, os.environ, attempt=attempt, listen_fd=listen_fd)
 

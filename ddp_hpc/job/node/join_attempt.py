@@ -33,9 +33,9 @@ PORT_PATIENCE_S = 60.0
 """How long the port may still be in use by the workers before these."""
 _RETRY_S = 0.2
 _MOST_BYTES = 1 << 16
-_MOST_SILENT = 256
+_MOST_SILENT_CONNECTIONS = 256
 """Connections that have not yet said which rank they are; the oldest is closed where there are more."""
-_REFUSED = "another run"
+_OTHER_RUN = "another run"
 """What rank zero answers to a worker of another run."""
 
 # --- at a port ---------------------------------------------------------------------------------------------------------
@@ -54,12 +54,12 @@ def gather_at_port(
     endpoint = Endpoint(address, int(place.port.value or 0))
     deadline = time.monotonic() + patience_s
     if place.rank != 0:
-        return _ask(endpoint, place, run, deadline), None
+        return _ask_rank_zero(endpoint, place, run, deadline), None
     if not run.joining_token.exists():
         write_rendezvous_token(run.joining_token)
-    server = _listen(_own(endpoint, is_alone=place.num_nodes == 1), place)
+    server = _listen(_listening_endpoint(endpoint, is_alone=place.num_nodes == 1), place)
     try:
-        others = _await_others(server, place.world_size, _identity(place, run), deadline)
+        others = _await_others(server, place.world_size, _run_identity(place, run), deadline)
         try:
             attempt = begin()
             text = json.dumps({"attempt": attempt}).encode() + b"\n"
@@ -75,7 +75,7 @@ def gather_at_port(
         server.close()
 
 
-def _own(endpoint: Endpoint, *, is_alone: bool) -> Endpoint:
+def _listening_endpoint(endpoint: Endpoint, *, is_alone: bool) -> Endpoint:
     """Return where rank zero listens: at that address if it is this node's, else at all of them (behind NAT, a service name)."""
     is_own = source_address(endpoint.address) == endpoint.address and not endpoint.address.startswith("127.")
     if is_alone or is_own:
@@ -97,7 +97,7 @@ def _listen(endpoint: Endpoint, place: RankPlace) -> socket.socket:
             time.sleep(_RETRY_S)
 
 
-def _identity(place: RankPlace, run: RunDir) -> str:
+def _run_identity(place: RankPlace, run: RunDir) -> str:
     """Return the word by which workers of a run know each other."""
     token = record_bytes(run.joining_token)
     return hashlib.sha256(b"%d %s" % (place.world_size, token)).hexdigest()[:32]
@@ -133,7 +133,7 @@ def _await_others(server: socket.socket, world_size: int, identity: str, deadlin
                 if rank in others:
                     others[rank].close()
                 others[rank] = connection
-            while len(silent) > _MOST_SILENT:
+            while len(silent) > _MOST_SILENT_CONNECTIONS:
                 silent.pop(0).close()
     finally:
         for connection in silent:
@@ -146,13 +146,13 @@ def _rank_at(connection: socket.socket, world_size: int, identity: str) -> int |
     with suppress(OSError, ValueError):
         number, theirs = connection.recv(64, socket.MSG_DONTWAIT).decode().split()
         if not secrets.compare_digest(theirs, identity):
-            connection.sendall(json.dumps(_REFUSED).encode() + b"\n")
+            connection.sendall(json.dumps(_OTHER_RUN).encode() + b"\n")
         elif 0 < int(number) < world_size:
             return int(number)
     return None
 
 
-def _ask(endpoint: Endpoint, place: RankPlace, run: RunDir, deadline: float) -> int:
+def _ask_rank_zero(endpoint: Endpoint, place: RankPlace, run: RunDir, deadline: float) -> int:
     """Connect to rank zero, say which rank of which run this is, and wait for the attempt's number."""
     rank, is_refused = place.rank, False
     while True:
@@ -160,12 +160,12 @@ def _ask(endpoint: Endpoint, place: RankPlace, run: RunDir, deadline: float) -> 
             suppress(OSError, ValueError),
             socket.create_connection((endpoint.address, endpoint.port), timeout=10.0) as line,
         ):
-            line.sendall(f"{rank} {_identity(place, run)}\n".encode())
+            line.sendall(f"{rank} {_run_identity(place, run)}\n".encode())
             line.settimeout(max(deadline - time.monotonic(), 1.0))
             answer = json.loads(line.makefile("rb").readline(_MOST_BYTES))
             if isinstance(answer, dict):
                 return int(answer["attempt"])
-            is_refused = answer == _REFUSED
+            is_refused = answer == _OTHER_RUN
         if time.monotonic() > deadline:
             if is_refused:
                 raise WorkerError(

@@ -22,7 +22,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 RECORD_PATIENCE_S = 15.0
 """How long to wait for rank zero's record of the attempt's end."""
-_OF_TORCHRUN = "PET_"
+_TORCHRUN_PREFIX = "PET_"
 """Beginning of the variables that torchrun takes for its options; here, all of them stand on its command line."""
 
 
@@ -35,15 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()
     interruptions = processes.block_interruptions()  # a terminal may have started this process
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_PREFIX)}
     torchrun = start_torchrun(arguments.options, environ)
     code = wait_for_torchrun(torchrun, arguments.stop_signal, interruptions, has_terminal=True)
     if code != exit_codes.FINISHED:
         return exit_codes.FAILED if code < 0 else code
-    return _meaning(RunDir(arguments.run))
+    return _exit_code_of_end(RunDir(arguments.run))
 
 
-def _meaning(run: RunDir) -> int:
+def _exit_code_of_end(run: RunDir) -> int:
     """Return what it means that all workers have ended well: the run has finished, its user has stopped it, or there is more to do.
 
     The signal to stop may have come to another node; rank zero's node may be another one, too, so its record may be late.

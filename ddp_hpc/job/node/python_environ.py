@@ -17,21 +17,21 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import DdpHpcError, exit_code_of
 from ddp_hpc.cluster.rank_probe.folder import LINK, ProbeFolder
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE, with_undo_record
-from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.failure_reports import report_failed_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.workload.protocol import load_worker
 
-IMPORT_PATH = "_DDP_HPC_IMPORT_PATH"
+IMPORT_PATH_NAME = "_DDP_HPC_IMPORT_PATH"
 """Name of a variable with the import paths of the user's code, for workers only, in the format of PYTHONPATH."""
-SAFE_PATH = {"PYTHONSAFEPATH": "ddp_hpc"}
+SAFE_PATH_VARIABLE = {"PYTHONSAFEPATH": "ddp_hpc"}
 """Keeps Python 3.11 and newer from importing what lies in the working directory; the value tells it from one that the user has set."""
-_LONGEST = 107 - 40
+_LONGEST_TMPDIR = 107 - 40
 """Bytes (unix(7)); Python's `multiprocessing` adds 32 (`/pymp-12345678/listener-12345678`), PyTorch's `torch_shm_manager` 34."""
 
 
 def import_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that decide where a worker's Python imports from, before `make_users_code_importable`."""
-    return {name: environ.get(name, "") for name in (IMPORT_PATH, "PYTHONSAFEPATH", "PYTHONPATH")}  # "" is as unset
+    return {name: environ.get(name, "") for name in (IMPORT_PATH_NAME, "PYTHONSAFEPATH", "PYTHONPATH")}  # "" is unset
 
 
 def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
@@ -40,9 +40,9 @@ def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
     In PYTHONPATH itself, a `socket.py` of the user would be imported instead of Python's. Processes that this one starts are
     the user's, so they get the paths in PYTHONPATH. Returns the paths of the user's code.
     """
-    if environ.get("PYTHONSAFEPATH") == SAFE_PATH["PYTHONSAFEPATH"]:
+    if environ.get("PYTHONSAFEPATH") == SAFE_PATH_VARIABLE["PYTHONSAFEPATH"]:
         del environ["PYTHONSAFEPATH"]
-    paths = [path for path in environ.pop(IMPORT_PATH, "").split(os.pathsep) if path]
+    paths = [path for path in environ.pop(IMPORT_PATH_NAME, "").split(os.pathsep) if path]
     if paths:
         library, extensions = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstdlib"))
         pythons = [
@@ -61,7 +61,7 @@ def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
 def shorten_tmpdir(folder: ProbeFolder | None, environ: MutableMapping[str, str], *, says: bool) -> None:
     """Give this process, and those that it starts, a link to the directory for temporary files where its path is too long for sockets."""
     users = tempfile.gettempdir()
-    if folder is None or len(os.fsencode(users)) <= _LONGEST:
+    if folder is None or len(os.fsencode(users)) <= _LONGEST_TMPDIR:
         return
     link = folder.path / LINK
     link.symlink_to(users)
@@ -74,7 +74,7 @@ def shorten_tmpdir(folder: ProbeFolder | None, environ: MutableMapping[str, str]
 
 
 @contextmanager
-def imports_for_good() -> Iterator[None]:
+def exclude_imports_from_gc() -> Iterator[None]:
     """Exclude what is imported from garbage collection, now and later: modules stay until the process ends.
 
     Going through them takes a sixth of PyTorch's import and finds 8 MB of 710, and in a forked process it copies their pages
@@ -94,12 +94,12 @@ def run_worker(
     """Import the workers' module of this name, and run this rank to its end; return its exit code. Whatever ends it is reported."""
     rank = int(environ["RANK"])
     try:
-        with imports_for_good():
+        with exclude_imports_from_gc():
             worker = load_worker(name)
             worker.preload(str(run.path))
         return worker.main(str(run.path), environ, attempt=attempt, listen_fd=listen_fd)
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
-        report(run.rank_error(attempt, rank), error, rank=rank, log=run.console)
+        report_failed_start(run.rank_error(attempt, rank), error, rank=rank, log=run.console)
         return exit_code_of(error)
 
 

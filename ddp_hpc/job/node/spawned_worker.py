@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_hpc.base import processes
-from ddp_hpc.job.node.cpus import keep_to
+from ddp_hpc.job.node.cpus import restrict_to_cpus
 from ddp_hpc.job.node.python_environ import make_users_code_importable, run_and_leave, run_worker
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.block_awaited_signals()
     processes.block_interruptions()
     if arguments.cpus:
-        keep_to(map(int, arguments.cpus.split(",")), os.environ)
+        restrict_to_cpus(map(int, arguments.cpus.split(",")), os.environ)
     make_users_code_importable(os.environ)
     attempt, listen_fd = arguments.attempt, arguments.listen_fd
     return run_worker(RunDir(arguments.run), arguments.worker, os.environ, attempt=attempt, listen_fd=listen_fd)

@@ -15,7 +15,7 @@ BEGIN_S = 5.0
 """How long after its workers an agent starts it: a training that is over sooner needs no figures."""
 LEAVE_S = 1.0
 """How long it may take for its last record."""
-_APART = 'exec 3<&0; "$@" <&3 & exit 0'
+_DETACH_COMMAND = 'exec 3<&0; "$@" <&3 & exit 0'
 """Starts a command whose parent exits at once. A shell gives what it starts with `&` another standard input, hence the 3."""
 
 Sampler = subprocess.Popen[bytes]
@@ -45,7 +45,7 @@ def start_sampling(  # noqa: PLR0913  which node of which attempt
     # It ends when this end of its standard input is closed, and nothing but its end closes its standard output.
     shell = None
     with suppress(OSError):  # the workers need what there is
-        command = ["/bin/sh", "-c", _APART, "sh", *argv]
+        command = ["/bin/sh", "-c", _DETACH_COMMAND, "sh", *argv]
         shell = subprocess.Popen(command, env={**environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         shell.wait()
     return shell

@@ -29,7 +29,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     torchrun_facts,
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
-from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.node.cpus import share_node_cpus
 from ddp_hpc.job.node.python_environ import (
     import_variables,
     make_users_code_importable,
@@ -39,7 +39,7 @@ from ddp_hpc.job.node.python_environ import (
 )
 from ddp_hpc.job.node.start_sampler import end_sampling, start_sampling
 from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
-from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.failure_reports import report_failed_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import write_rank_zero_exit
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             is_of_step=place.local_world_size > 1,
         )
     try:
-        code = _work(run, arguments)
+        code = _run_worker(run, arguments)
     finally:
         if probes:
             probes.close()
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _environ_of_srun(endpoint: Endpoint, import_paths: Sequence[str]) -> WorkerEnv:
-    interface, threads = this_host().interface_towards(endpoint.address), share_here(os.environ, 1, None).threads
+    interface, threads = this_host().interface_towards(endpoint.address), share_node_cpus(os.environ, 1, None).threads
     address = endpoint_of_run(endpoint.address, endpoint.port)
     made = {**ranks_of_step(step_task(os.environ)), **address, **node_variables(interface, threads)}
     return launched_worker_env("srun", made, os.environ, import_paths)
@@ -105,7 +105,7 @@ def _environ_of_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
     return launched_worker_env("torchrun", made, environ, import_paths)
 
 
-def _work(run: RunDir, arguments: argparse.Namespace) -> int:
+def _run_worker(run: RunDir, arguments: argparse.Namespace) -> int:
     endpoint, attempt, rank = arguments.meet, arguments.attempt, int(os.environ["RANK"])
     try:
         processes.allow_open_files(int(os.environ["WORLD_SIZE"]))
@@ -113,7 +113,7 @@ def _work(run: RunDir, arguments: argparse.Namespace) -> int:
     except PortTakenError:
         return exit_codes.PORT_TAKEN
     except (ConfigError, OSError, ValueError) as error:
-        report(run.rank_error(attempt, rank), error, rank=rank, log=run.console)
+        report_failed_start(run.rank_error(attempt, rank), error, rank=rank, log=run.console)
         return exit_code_of(error)
     return run_worker(run, arguments.worker, os.environ, attempt=attempt, listen_fd=listen_fd)
 

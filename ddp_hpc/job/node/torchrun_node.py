@@ -29,13 +29,13 @@ from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.choose_network import source_address
 from ddp_hpc.cluster.rendezvous.worker_env import WorkerEnv, keep_users_values, node_variables, probe_variables
 from ddp_hpc.cluster.slurm.allocation import step_task
-from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.node.cpus import share_node_cpus
 from ddp_hpc.job.node.python_environ import shorten_tmpdir
 from ddp_hpc.job.node.start_sampler import end_sampling, start_sampling
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.run.run_dir.paths import RunDir
 
-REPEAT_S = 1.0
+STOP_REPEAT_S = 1.0
 """How often a stop signal is repeated, for workers that were not started yet, or had no handlers."""
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.block_awaited_signals()
     interruptions = processes.block_interruptions()
     address = arguments.meet.address
-    share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
+    share = share_node_cpus(os.environ, arguments.num_workers, arguments.cpus_per_worker)
     made = node_variables(this_host().interface_towards(address), share.threads)
     node = WorkerEnv(process="torchrun's agent", variables=keep_users_values(made, os.environ))
     place = step_task(os.environ)
@@ -109,7 +109,7 @@ def wait_for_torchrun(
     """
     is_stopping = is_interrupted = False
     while (code := torchrun.poll()) is None:
-        number = processes.await_signal(REPEAT_S if is_stopping else 3600.0, interruptions)
+        number = processes.await_signal(STOP_REPEAT_S if is_stopping else 3600.0, interruptions)
         is_ctrl_c = has_terminal and number == processes.CTRL_C
         if is_ctrl_c and is_interrupted:
             torchrun.kill()

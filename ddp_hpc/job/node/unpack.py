@@ -24,7 +24,7 @@ from ddp_hpc.cluster.containers import is_packed
 from ddp_hpc.cluster.slurm.allocation import node_name
 from ddp_hpc.cluster.slurm.framing import framed
 
-_GROWTH = 4
+_MOST_GROWTH = 4
 """How many times larger than its archive an environment may be."""
 
 
@@ -34,7 +34,7 @@ def unpack(source: Path, target: Path) -> int:
     if target.exists():  # several nodes may share a disk
         return 0
     num_bytes = source.stat().st_size
-    needed, free = num_bytes * (_GROWTH if is_packed(source.name) else 1), shutil.disk_usage(target.parent).free
+    needed, free = num_bytes * (_MOST_GROWTH if is_packed(source.name) else 1), shutil.disk_usage(target.parent).free
     if free < needed:
         raise OSError(
             f"{target.parent} has {free / 1e9:.1f} GB free, but up to {needed / 1e9:.1f} GB are needed; free space there, or set another `stage.dir`"

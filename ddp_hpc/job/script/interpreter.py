@@ -33,9 +33,9 @@ def run_as_main(
 
     `on_error` gets the exception that ends the script, not one that ends a process that the script has forked.
     """
-    _prepare(plan, environ, python_path)
+    _prepare_process(plan, environ, python_path)
     try:
-        code = _run(plan, on_error)
+        code = _run_program(plan, on_error)
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as `multiprocessing` does in a forked process
     finally:
         atexit._run_exitfuncs()  # noqa: SLF001  likewise
@@ -66,7 +66,7 @@ def _close_files() -> None:
                 os.write(2, text.encode(errors="replace"))
 
 
-def _prepare(plan: ScriptPlan, environ: Mapping[str, str], python_path: Sequence[str]) -> None:
+def _prepare_process(plan: ScriptPlan, environ: Mapping[str, str], python_path: Sequence[str]) -> None:
     """Make this process what a new Python would be when the script begins."""
     before = {*os.environ}
     os.environ.update(environ)
@@ -80,7 +80,7 @@ def _prepare(plan: ScriptPlan, environ: Mapping[str, str], python_path: Sequence
     sys.argv[:] = [plan.argv0, *plan.program.arguments]
     sys.orig_argv[:] = plan.command
     processes.show_command(plan.program.words)
-    _unbuffer()
+    _unbuffer_output()
     gc.freeze()  # `_close_files` does not find what was there before the script
     # A fork has copied the state of generators, so all ranks would draw the same; Python's own seeds itself anew.
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
@@ -89,7 +89,7 @@ def _prepare(plan: ScriptPlan, environ: Mapping[str, str], python_path: Sequence
         torch.default_generator.seed()  # not `torch.seed`, which would have CUDA seeded, too, once the script uses it
 
 
-def _unbuffer() -> None:
+def _unbuffer_output() -> None:
     """Write what is printed at once, as torchrun has it (`python -u`): a rank that is killed loses nothing of its log."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)
@@ -100,7 +100,7 @@ def _unbuffer() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _run(plan: ScriptPlan, on_error: Callable[[BaseException], object]) -> int:
+def _run_program(plan: ScriptPlan, on_error: Callable[[BaseException], object]) -> int:
     pid = os.getpid()
     # Under its second name, `multiprocessing` finds what a spawned process returns. It stays to the end, as exit functions use it.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
@@ -152,12 +152,12 @@ def _exit_code(end: SystemExit) -> int:
     return 1
 
 
-_NOT_OF_SCRIPT = (__file__, "<frozen runpy>", runpy.__file__)
+_FILES_BEFORE_SCRIPT = (__file__, "<frozen runpy>", runpy.__file__)
 
 
 def _traceback_of_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
     """Return a traceback from the script's first line on, as Python prints it."""
     rest = traceback
-    while rest is not None and rest.tb_frame.f_code.co_filename in _NOT_OF_SCRIPT:
+    while rest is not None and rest.tb_frame.f_code.co_filename in _FILES_BEFORE_SCRIPT:
         rest = rest.tb_next
     return rest

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import psutil
 
-LEAST_SHARE = 0.01
+LEAST_CPU_SHARE = 0.01
 """Of one CPU. Threads that only look whether there is something to do, as loggers and watchdogs have, use less."""
 LEAST_CPU_S = 0.03
 """The kernel counts in steps of 0.01 s, so one step says nothing about a short time."""
-_ANSWERING = "pt_workerserver"
+_ANSWERING_THREAD = "pt_workerserver"
 """The name of the threads that answer our questions: they use CPU time also where the script does nothing."""
 
 
 @dataclass(kw_only=True)
-class Life:
+class ScriptActivity:
     """What the last check of a script has found."""
 
     pid: int
@@ -44,13 +44,13 @@ class Life:
         """For how long it has done nothing, at the last look."""
         return self._looked_at - self._alive_at
 
-    def look(self) -> bool:
+    def was_active(self) -> bool:
         """Tell whether the script has done something since the last look."""
         now, cpu_s, log_size = time.monotonic(), cpu_seconds(self.pid), self._log_size
         with suppress(OSError):
             log_size = self.log.stat().st_size
         # Children that have ended, and were not waited for by the script, are missing in the sum, which then is smaller.
-        is_busy = abs(cpu_s - self._cpu_s) >= max(LEAST_SHARE * (now - self._looked_at), LEAST_CPU_S)
+        is_busy = abs(cpu_s - self._cpu_s) >= max(LEAST_CPU_SHARE * (now - self._looked_at), LEAST_CPU_S)
         has_written = log_size != self._log_size
         self._cpu_s, self._log_size, self._looked_at = cpu_s, log_size, now
         if is_busy or has_written:
@@ -67,10 +67,10 @@ def cpu_seconds(pid: int) -> float:
             with suppress(psutil.Error):
                 times = each.cpu_times()
                 total += times.user + times.system + times.children_user + times.children_system
-    return total - _answering_s(pid)
+    return total - _answering_cpu_s(pid)
 
 
-def _answering_s(pid: int) -> float:
+def _answering_cpu_s(pid: int) -> float:
     """Return the CPU time of the threads of a process that answer questions about it; 0 where the kernel does not say it."""
     ticks, tasks = 0, list[Path]()
     with suppress(OSError):  # it has ended
@@ -78,6 +78,6 @@ def _answering_s(pid: int) -> float:
     for task in tasks:
         with suppress(OSError, ValueError, IndexError):
             name, _, fields = task.read_text(encoding="utf-8", errors="replace").partition("(")[2].rpartition(")")
-            if name == _ANSWERING:
+            if name == _ANSWERING_THREAD:
                 ticks += sum(map(int, fields.split()[11:13]))  # utime, stime (proc_pid_stat(5))
     return ticks / os.sysconf("SC_CLK_TCK")

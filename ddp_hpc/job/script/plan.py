@@ -14,12 +14,12 @@ from pathlib import Path
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
-from ddp_hpc.job.script.source import imported_names, may_compile, sets_endpoint, why_exec
+from ddp_hpc.job.script.source import imported_names, may_compile, sets_endpoint, why_not_fork
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import Program, RunSpec, ScriptSpec
 
-_UNBUFFERED = "-u"
-_FROM_COPY = (
+_UNBUFFERED_OPTION = "-u"
+_COPY_RUNNER = (
     "import runpy, sys; folder, module = sys.argv[1:3]; del sys.argv[1:3]; "
     "sys.path[:1] = [folder] if sys.path[:1] == [''] else sys.path[:1]; "
     "runpy._run_module_as_main(module)"
@@ -63,12 +63,12 @@ class ScriptPlan:
         return [self.executable, *program.options, *what, *program.arguments]
 
     @property
-    def command_of_process(self) -> list[str]:
+    def new_process_command(self) -> list[str]:
         """The command line of a new process: of a module, that of the job's copy of the code."""
         program = self.program
         if program.module is None or not self.has_copy:
             return self.command
-        return [self.executable, *program.options, "-c", _FROM_COPY, self.folder, program.module, *program.arguments]
+        return [self.executable, *program.options, "-c", _COPY_RUNNER, self.folder, program.module, *program.arguments]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +86,13 @@ class ScriptRank:
         return self.run.rank_log(self.attempt, self.rank)
 
 
-def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> ScriptPlan:
+def make_script_plan(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> ScriptPlan:
     """Return what a worker starts; `code` is the directory of the script in the job's copy of the code, if it has one."""
     program = spec.program
     if program.python is None:
-        return _plan_of_other(program, code, environ, work_dir)
-    executable, why = _interpreter(program.python, environ)
-    strange = [option for option in program.options if option != _UNBUFFERED]
+        return _plan_other_program(program, code, environ, work_dir)
+    executable, why = _choose_python(program.python, environ)
+    strange = [option for option in program.options if option != _UNBUFFERED_OPTION]
     if spec.start == "exec":
         why = "`script.start` is `exec`"
     elif strange:
@@ -108,10 +108,10 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
             f"`script.command` starts the script {program.script!r}, but {source} is a directory without a `__main__.py`. Name the "
             "script's file."
         )
-    text = _read(source) if source is not None and source.is_file() else None
-    why = why or (why_exec(text) if text else "")
+    text = _read_source(source) if source is not None and source.is_file() else None
+    why = why or (why_not_fork(text) if text else "")
     # Of a new process, nothing can be known later.
-    texts = [*([] if text is None else [text]), *(_texts_of_imports(text, Path(folder)) if text and why else [])]
+    texts = [*([] if text is None else [text]), *(_sources_of_imports(text, Path(folder)) if text and why else [])]
     return ScriptPlan(
         program=program,
         path=path,
@@ -126,7 +126,7 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
     )
 
 
-def _texts_of_imports(text: str, folder: Path) -> Iterator[str]:
+def _sources_of_imports(text: str, folder: Path) -> Iterator[str]:
     """Yield the source of the modules beside a script that it imports itself."""
     with suppress(SyntaxError, ValueError, RecursionError, OSError):  # Python itself reports it when the script starts
         for name in imported_names(text):
@@ -134,7 +134,7 @@ def _texts_of_imports(text: str, folder: Path) -> Iterator[str]:
                 yield file.read_text(encoding="utf-8", errors="replace")
 
 
-def _read(source: Path) -> str:
+def _read_source(source: Path) -> str:
     try:
         return source.read_text(encoding="utf-8", errors="replace")
     except PermissionError as error:
@@ -143,7 +143,7 @@ def _read(source: Path) -> str:
         ) from error
 
 
-def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> ScriptPlan:
+def _plan_other_program(program: Program, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> ScriptPlan:
     """Return what is started for a program that is not a Python script."""
     word = program.words[0]
     found: Path | None = None
@@ -168,11 +168,11 @@ def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, st
         program=program,
         executable=str(found),
         why_exec="`script.command` starts no Python script",
-        sets_endpoint=any(sets_endpoint(text, is_shell=True) for text in [*map(_read, shells), *program.words]),
+        sets_endpoint=any(sets_endpoint(text, is_shell=True) for text in [*map(_read_source, shells), *program.words]),
     )
 
 
-def _interpreter(word: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def _choose_python(word: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return the Python that a command names, and why it is not the one of this process.
 
     A bare `python` is the one that ddp-hpc runs in, as with torchrun: in an image, or in a staged environment, that one's.
@@ -216,7 +216,7 @@ def _module_file(folder: Path, module: str) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__main__.py") if file.is_file()), None)
 
 
-def frozen_code(environ: Mapping[str, str], snapshots: Sequence[Path]) -> list[Path]:
+def frozen_code_dirs(environ: Mapping[str, str], snapshots: Sequence[Path]) -> list[Path]:
     """Return the directories of the job's copy of the code that it imports from, that of the script first."""
     paths = map(Path, filter(None, environ.get(USERS_CODE, "").split(os.pathsep)))
     return [path for path in paths if any(path.is_relative_to(one) for one in snapshots)]
@@ -227,4 +227,4 @@ def users_python_path(environ: Mapping[str, str], snapshots: Sequence[Path] = ()
     ours = [path for path in environ.get(USERS_CODE, "").split(os.pathsep) if path]
     entries = environ.get("PYTHONPATH", "").split(os.pathsep)
     users = entries[len(ours) :] if entries[: len(ours)] == ours else entries
-    return [*map(str, frozen_code(environ, snapshots)[1:]), *filter(None, users)]
+    return [*map(str, frozen_code_dirs(environ, snapshots)[1:]), *filter(None, users)]

@@ -16,21 +16,21 @@ from ddp_hpc.job.script.plan import ScriptRank
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.failure_reports import (
     WorkerFailure,
-    failure_of,
     is_lost_connection,
+    make_failure,
     report_killed,
     write_failure,
 )
 from ddp_hpc.run.run_dir.records import write_remark
 from ddp_hpc.run.workload.script_progress import SeenFiles
 
-SHORT_S = 5.0
+SHORT_RUN_S = 5.0
 """A script that takes no longer has perhaps not trained."""
 
 
 def report_exception(script_rank: ScriptRank, error: BaseException) -> None:
     """Write the error report of an exception that ends the script; called in the script's process."""
-    failure = failure_of(error, rank=script_rank.rank, log=script_rank.log, phase="training")
+    failure = make_failure(error, rank=script_rank.rank, log=script_rank.log, phase="training")
     write_failure(
         script_rank.run.rank_error(script_rank.attempt, script_rank.rank),
         replace(failure, is_secondary=is_lost_connection(failure.exception), of_script=True),
@@ -45,7 +45,7 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_
     if code < 0 and not was_killed:
         report_killed(path, -code, rank=script_rank.rank, log=script_rank.log, memory_ran_out=memory_ran_out)
         return
-    text = _exception_of_elastic(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or last_line(
+    text = _exception_of_elastic(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or last_log_line(
         script_rank.log
     )
     how = (
@@ -68,7 +68,7 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_
     write_failure(path, failure)
 
 
-def what_was_short(script_rank: ScriptRank, before: SeenFiles, seen: SeenFiles, ran_s: float) -> str:
+def why_doubtful(script_rank: ScriptRank, before: SeenFiles, seen: SeenFiles, ran_s: float) -> str:
     """Return why a user may doubt that a script that has finished has trained; rank zero does that for all.
 
     `before`: what it had saved in earlier attempts, which may have left it little to do.
@@ -76,10 +76,10 @@ def what_was_short(script_rank: ScriptRank, before: SeenFiles, seen: SeenFiles, 
     pattern = script_rank.spec.script.progress
     if script_rank.rank != 0 or seen.num_changes > before.num_changes or _may_have_committed(script_rank):
         return ""
-    if (pattern is None or before.num_changes) and ran_s >= SHORT_S:
+    if (pattern is None or before.num_changes) and ran_s >= SHORT_RUN_S:
         return ""
     saved = "" if pattern is None else f" and saved no file of `script.progress` ({pattern!r})"
-    text = last_line(script_rank.log)
+    text = last_log_line(script_rank.log)
     return f"the script exited with code 0 after {'less than a second' if ran_s < 1 else f'{ran_s:.0f} s'}{saved}; " + (
         f"its last line: {text}" if text else "it printed nothing"
     )
@@ -92,7 +92,7 @@ def _may_have_committed(script_rank: ScriptRank) -> bool:
         return True
 
 
-def remark(script_rank: ScriptRank, remarks: Iterable[str]) -> None:
+def write_remarks(script_rank: ScriptRank, remarks: Iterable[str]) -> None:
     """Have `status` show what a user may not expect of a script that has finished."""
     text = "; ".join(filter(None, remarks))
     if text:
@@ -110,15 +110,15 @@ def _exception_of_elastic(path: Path) -> str:
 
 
 _TAIL_BYTES = 2000
-_HINT = "Set the environment variable HYDRA_FULL_ERROR=1"
+_HYDRA_HINT = "Set the environment variable HYDRA_FULL_ERROR=1"
 """How Hydra begins the line after each error, which it prints itself."""
 
 
-def last_line(log: Path) -> str:
+def last_log_line(log: Path) -> str:
     """Return the last line of a log that has any text, and is not Hydra's hint after an error."""
     with suppress(OSError):
         # Progress bars return without a new line.
         lines = re.split(r"[\r\n]", read_end_of_file(log, _TAIL_BYTES)[1].decode("utf-8", errors="replace"))
         texts = ["".join(char if char.isprintable() else "?" for char in line).strip() for line in lines]
-        return next((text[:200] for text in reversed(texts) if text and not text.startswith(_HINT)), "")
+        return next((text[:200] for text in reversed(texts) if text and not text.startswith(_HYDRA_HINT)), "")
     return ""

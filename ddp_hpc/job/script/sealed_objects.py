@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from ddp_hpc.base.errors import WorkerError
 from ddp_hpc.cluster.rendezvous.worker_env import ENDPOINT, STORE_IS_HOSTED
 
-_MEETING = (*ENDPOINT, "WORLD_SIZE", "RANK")
+_MEETING_VARIABLES = (*ENDPOINT, "WORLD_SIZE", "RANK")
 _NUM_SEAL_BYTES = hashlib.sha256().digest_size
 
 
@@ -47,8 +47,8 @@ def seal_at_rendezvous(
         def meet(*args: object, **options: object) -> Iterator[Any]:
             if STORE_IS_HOSTED.items() <= environ.items():
                 for name in STORE_IS_HOSTED:
-                    os.environ[name] = str(_meets_where_ranks_meet(environ, str(args[0])))
-            if any(os.environ.get(name) != environ.get(name) for name in _MEETING):
+                    os.environ[name] = str(_is_meeting_place(environ, str(args[0])))
+            if any(os.environ.get(name) != environ.get(name) for name in _MEETING_VARIABLES):
                 return handler(*args, **options)
             key = token().encode()
             if not sealed:  # a script may leave its group and meet again
@@ -64,7 +64,7 @@ def seal_at_rendezvous(
     return True
 
 
-def _meets_where_ranks_meet(environ: Mapping[str, str], url: str) -> bool:
+def _is_meeting_place(environ: Mapping[str, str], url: str) -> bool:
     """Tell whether ranks that meet at a URL meet where `environ` says."""
     at = urlsplit(url)
     place = (at.hostname, str(at.port)) if at.scheme == "tcp" else tuple(map(os.environ.get, ENDPOINT))

@@ -29,14 +29,14 @@ from ddp_hpc.run.run_dir.records import read_rendezvous_token
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 """Exit codes of shells for a program that they cannot start."""
-_NO_STACKS = "a hang is reported without the ranks' stacks and collectives, because "
-_NO_SEAL = (
+_NO_STACKS_NOTE = "a hang is reported without the ranks' stacks and collectives, because "
+_NO_SEAL_NOTE = (
     "the Python objects that this script's ranks send each other carry no seal, because ddp-hpc does not know how this PyTorch "
     "pickles them: another user who reaches the ranks' port may run code as you (docs/security.md)"
 )
 
 
-def start(
+def start_script(
     script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int, listen_fd: int | None, *, is_hosted: bool
 ) -> int:
     """Start the script in a child process; return its process id."""
@@ -53,9 +53,9 @@ def start(
             if listen_fd is not None:
                 os.close(listen_fd)
             processes.become_script(
-                parent, is_new_program=bool(script_rank.plan.why_exec), ignores=_not_for_script(script_rank, given)
+                parent, is_new_program=bool(script_rank.plan.why_exec), ignores=_signals_to_ignore(script_rank, given)
             )
-            code = _exec(script_rank, given) if script_rank.plan.why_exec else _run_here(script_rank, given)
+            code = _exec_script(script_rank, given) if script_rank.plan.why_exec else _run_in_fork(script_rank, given)
         except BaseException as error:  # noqa: BLE001  nothing may return into this process's own code
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
@@ -80,13 +80,13 @@ def _environ(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: 
         stop_signal=script.stop_signal,
         stop_exit_code=next(iter(script.resume_exit_codes), 0),
     )
-    path = os.pathsep.join(users_python_path(environ, script_rank.run.copies))
+    path = os.pathsep.join(users_python_path(environ, script_rank.run.code_copies))
     others = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", *STORE_IS_HOSTED}}
     ours = {**({"PYTHONPATH": path} if path else {}), **contract, **(STORE_IS_HOSTED if is_hosted else {})}
     return {"PYTHONUNBUFFERED": "1", **others, **with_undo_record(ours, environ), **attached}
 
 
-def _not_for_script(script_rank: ScriptRank, environ: Mapping[str, str]) -> list[int]:
+def _signals_to_ignore(script_rank: ScriptRank, environ: Mapping[str, str]) -> list[int]:
     """Return the signals that mean nothing to the script, and would kill it where Slurm sends them to all processes."""
     # Slurm signals every process of a step unless it tracks them by cgroups (ProctrackType in slurm.conf). SIGUSR2 is what
     # ddp-hpc asks it for, and srun; a user may send the others. The script gets its own signal then, from this process.
@@ -94,9 +94,9 @@ def _not_for_script(script_rank: ScriptRank, environ: Mapping[str, str]) -> list
     return [processes.signal_number(name) for name in names] if is_in_job(environ) else []
 
 
-def _exec(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
+def _exec_script(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
     try:
-        os.execve(script_rank.plan.executable, script_rank.plan.command_of_process, {**environ})  # noqa: S606  it is what the user asks for
+        os.execve(script_rank.plan.executable, script_rank.plan.new_process_command, {**environ})  # noqa: S606  it is what the user asks for
     except OSError as error:
         text = f"{script_rank.plan.executable} cannot be executed: {error.strerror}"
         hint = ". Its first line must name the program that reads it, such as `#!/bin/bash`"
@@ -104,31 +104,31 @@ def _exec(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
         return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
 
 
-def _run_here(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
+def _run_in_fork(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
     is_noted = script_rank.rank == 0
     if folder := environ.get(PROBE_FOLDER):
         serve_at_rendezvous(
             socket_of(Path(folder), script_rank.rank),
             num_ranks=int(environ.get("LOCAL_WORLD_SIZE", "1")),
-            on_refusal=partial(_note, _NO_STACKS) if is_noted else lambda _: None,
+            on_refusal=partial(_log_reason, _NO_STACKS_NOTE) if is_noted else lambda _: None,
         )
     given = environ
     if environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items():
         is_asked = seal_at_rendezvous(
             environ,
             lambda: read_rendezvous_token(script_rank.run.rendezvous_token(script_rank.attempt)),
-            on_refusal=partial(_note, _NO_SEAL) if is_noted else lambda: None,
+            on_refusal=partial(_log_reason, _NO_SEAL_NOTE) if is_noted else lambda: None,
         )
         if is_asked and script_rank.plan.sets_endpoint:  # processes that it spawns ask only their variables
             given = {**environ, **dict.fromkeys(STORE_IS_HOSTED, "False")}
     return run_as_main(
         script_rank.plan,
         given,
-        users_python_path(environ, script_rank.run.copies),
+        users_python_path(environ, script_rank.run.code_copies),
         partial(report_exception, script_rank),
     )
 
 
-def _note(text: str, why_not: str = "") -> None:
+def _log_reason(text: str, why_not: str = "") -> None:
     with suppress(OSError):
         os.write(2, f"note: {text}{why_not}\n".encode())

@@ -25,7 +25,7 @@ def host_store(environ: Mapping[str, str], listen_fd: int) -> object | None:
     return store
 
 
-def keep_while_used(script_rank: ScriptRank, environ: Mapping[str, str]) -> None:
+def wait_while_used(script_rank: ScriptRank, environ: Mapping[str, str]) -> None:
     """Wait while scripts of other ranks are connected to the store, which ends with this process."""
     # A process that a script has left behind may have inherited its connection, so the end of all scripts counts, too.
     others = range(1, int(environ["WORLD_SIZE"]))

@@ -28,21 +28,21 @@ from ddp_hpc.base.patience import await_answer
 from ddp_hpc.cluster.machine.cgroups import memory_kills, ran_out_since
 from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
 from ddp_hpc.cluster.slow_ranks.reporter import reporter_of
-from ddp_hpc.job.script.plan import ScriptPlan, ScriptRank, frozen_code, plan_of
-from ddp_hpc.job.script.script_end import remark, report_exit, what_was_short
+from ddp_hpc.job.script.plan import ScriptPlan, ScriptRank, frozen_code_dirs, make_script_plan
+from ddp_hpc.job.script.script_end import report_exit, why_doubtful, write_remarks
 from ddp_hpc.job.script.source import early_imports
-from ddp_hpc.job.script.start import start
-from ddp_hpc.job.script.store import host_store, keep_while_used
-from ddp_hpc.job.script.watcher import Echo, Watcher, worker_exit_code
+from ddp_hpc.job.script.start import start_script
+from ddp_hpc.job.script.store import host_store, wait_while_used
+from ddp_hpc.job.script.watcher import LogEcho, Watcher, worker_exit_code
 from ddp_hpc.run.config.resolve import load_resolved
-from ddp_hpc.run.run_dir.failure_reports import report
+from ddp_hpc.run.run_dir.failure_reports import report_failed_start
 from ddp_hpc.run.run_dir.ownership import is_fenced
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.missing_files import refuse_missing
 from ddp_hpc.run.workload.script_progress import read_seen
 
-MODULES = (
+PRELOADED_MODULES = (
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
@@ -50,31 +50,31 @@ MODULES = (
     "torch.utils.data",
 )
 """What most scripts import; the agent imports it once for all of its workers."""
-COMPILER = "torch._dynamo"
+COMPILER_MODULE = "torch._dynamo"
 """As large as the rest of PyTorch. Optimizers and DDP import it when they are made, only to say what it must not compile."""
 OUTLIVED = True
 """What a script has started may go on without it (see `WorkerModule`)."""
 LEFTOVERS_S = 2.0
 """How long helper processes of Python may take to exit after the script has (the resource tracker of `multiprocessing`)."""
-_why_exec = ""
+_why_not_fork = ""
 """Why `preload` has found that scripts must not be forked from this process, beyond what the script's source says."""
 
 
 def preload(run_path: str) -> str:
     """Import what most scripts import, unless they start as new processes; workers may be forked in any case."""
-    global _why_exec  # noqa: PLW0603  a fork hands it on to the workers
+    global _why_not_fork  # noqa: PLW0603  a fork hands it on to the workers
     run = RunDir(Path(run_path))
     spec = load_resolved(run.config, is_patient=True)
-    plan = _plan(run, spec, os.environ)
+    plan = _make_plan(run, spec, os.environ)
     if not plan.why_exec:
-        for name in [*MODULES, *([COMPILER] if plan.may_compile else []), *spec.script.preload]:
+        for name in [*PRELOADED_MODULES, *([COMPILER_MODULE] if plan.may_compile else []), *spec.script.preload]:
             if name in spec.script.preload or find_spec(name.partition(".")[0]) is not None:
                 import_module(name)
         if "torch" in sys.modules:
             # By its name, because only `train` may import PyTorch. Where a script compiles after all, its process imports
             # the compiler itself, as it would without an agent.
             import_module("ddp_hpc.train.late_compiler").import_compiler_late()
-        _why_exec = _what_a_fork_would_lose()
+        _why_not_fork = _what_a_fork_would_lose()
     return ""
 
 
@@ -90,16 +90,16 @@ def _what_a_fork_would_lose() -> str:
     )
 
 
-def _plan(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> ScriptPlan:
-    code = next(iter(frozen_code(environ, run.copies)), None)
-    return plan_of(spec.script, code, environ, Path.cwd())
+def _make_plan(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> ScriptPlan:
+    code = next(iter(frozen_code_dirs(environ, run.code_copies)), None)
+    return make_script_plan(spec.script, code, environ, Path.cwd())
 
 
 def check(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """Check that there is such a script that can start, and that Python finds the modules that are named; raise as the job would."""
     program = spec.script.program
     try:
-        plan = plan_of(spec.script, None, environ, Path.cwd())
+        plan = make_script_plan(spec.script, None, environ, Path.cwd())
     except ConfigError as error:
         if program.script is None and (program.python is not None or "/" not in program.words[0]):
             yield f"a node may have a program that this host lacks: {error}"
@@ -126,7 +126,7 @@ def _refusals(spec: RunSpec, plan: ScriptPlan) -> Iterator[str]:
         *(("script.preload", one) for one in spec.script.preload),
     ]:
         if name is not None and not _has_module(name):
-            yield f"`{key}` names the module {name!r}, but this Python has none of that name. {_meant(name, plan.folder)}Correct it, or install it."
+            yield f"`{key}` names the module {name!r}, but this Python has none of that name. {_nearest_module(name, plan.folder)}Correct it, or install it."
 
 
 def _problems_of_first_line(plan: ScriptPlan) -> Iterator[str]:
@@ -157,11 +157,11 @@ def _problems_of_source(path: Path) -> Iterator[str]:
         if b"sys.path" not in source and not _has_module(name):
             yield (
                 f"`script.command` starts {path.name!r}, whose line {line} imports {name!r}, but this Python has no module of that name. "
-                f"{_meant(name, str(path.parent))}Correct it, or install it."
+                f"{_nearest_module(name, str(path.parent))}Correct it, or install it."
             )
 
 
-def _meant(name: str, folder: str) -> str:
+def _nearest_module(name: str, folder: str) -> str:
     parent, _, _ = name.rpartition(".")
     beside = [path.stem for path in Path(folder, *parent.split(".")).glob("*.py")]
     return did_you_mean(name, [f"{parent}.{stem}" if parent else stem for stem in beside], cutoff=0.7)
@@ -186,14 +186,14 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         make_directories(log.parent)  # stop signals are blocked meanwhile, and the watcher takes them
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, private_mode(log))
         spec = load_resolved(run.config, is_patient=True)
-        plan = _plan(run, spec, environ)
-        plan = replace(plan, why_exec=plan.why_exec or _why_exec)
+        plan = _make_plan(run, spec, environ)
+        plan = replace(plan, why_exec=plan.why_exec or _why_not_fork)
         if plan.why_exec and rank == 0:
             sys.stderr.write(f"note: the script starts as a new process on each rank, because {plan.why_exec}\n")
         script_rank = ScriptRank(run=run, spec=spec, plan=plan, rank=rank, attempt=attempt)
         return _run_script(script_rank, environ, log_fd, listen_fd)
     except BaseException as error:  # noqa: BLE001  whatever ends a worker is recorded
-        report(run.rank_error(attempt, rank), error, rank=rank, log=log)
+        report_failed_start(run.rank_error(attempt, rank), error, rank=rank, log=log)
         return exit_code_of(error)
 
 
@@ -204,7 +204,7 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     watcher = Watcher(
         script_rank=script_rank,
         seen=await_answer(str(script_rank.run.script_progress), lambda: read_seen(script_rank.run)),
-        echo=Echo(script_rank.log) if script_rank.rank == 0 else None,
+        echo=LogEcho(script_rank.log) if script_rank.rank == 0 else None,
         probe_folder=Path(environ[PROBE_FOLDER]) if PROBE_FOLDER in environ else None,
     )
     watcher.count_saves()  # of the attempts before: what this one adds is counted from there
@@ -218,7 +218,7 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
         os.close(listen_fd)  # the script listens there itself
         listen_fd = None
     kills_before = memory_kills()
-    pid = start(script_rank, environ, log_fd, listen_fd, is_hosted=is_hosted)
+    pid = start_script(script_rank, environ, log_fd, listen_fd, is_hosted=is_hosted)
     os.close(log_fd)
     # After the fork, because the store has threads. The socket listens already: ranks that connect meanwhile wait.
     store = None if listen_fd is None else host_store(environ, listen_fd)
@@ -250,12 +250,12 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
             script_rank.run.script_asked(script_rank.attempt, script_rank.rank).touch(mode=0o600)
     left = _care_for_leftovers(script_rank, has_finished=means == exit_codes.FINISHED)
     if means == exit_codes.FINISHED:  # before it waits for the other ranks, which may fail without this one
-        remark(script_rank, [what_was_short(script_rank, before, watcher.seen, ran_s), left])
+        write_remarks(script_rank, [why_doubtful(script_rank, before, watcher.seen, ran_s), left])
     if script_rank.rank != 0:
         with suppress(OSError):
             script_rank.run.script_ended(script_rank.attempt, script_rank.rank).touch(mode=0o600)
     elif store is not None and means in exit_codes.GOOD:
-        keep_while_used(script_rank, environ)
+        wait_while_used(script_rank, environ)
     return means
 
 

@@ -18,11 +18,11 @@ from ddp_hpc.cluster.slurm.steps import probe_on
 
 _LOOK_S = 0.5
 """How long to wait between two questions whether a command is over."""
-_NOT_STARTED = re.compile(r"launch .*failed on node ([^\s:]+)")
+_LAUNCH_FAILED = re.compile(r"launch .*failed on node ([^\s:]+)")
 """As in `srun: error: Task launch for StepId=7.0 failed on node node3: Communication connection failure`."""
 
 
-def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False) -> subprocess.Popen[bytes]:
+def start_command(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False) -> subprocess.Popen[bytes]:
     """Start a command that inherits the run's lock; with `on_line`, its standard input and output are pipes to us."""
     # The kernel sends the command SIGTERM when this process dies, even by SIGKILL (prctl(2), PR_SET_PDEATHSIG): srun then
     # ends its job step, which otherwise would keep running on all nodes.
@@ -36,7 +36,7 @@ def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False
     )
 
 
-def printed_by(
+def run_for_output(
     argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float, is_over: Callable[[], bool] = lambda: False
 ) -> tuple[str, str]:
     """Run a short command; return what it printed, and its errors, as far as it printed them within `timeout_s` and before `is_over`.
@@ -59,11 +59,11 @@ def printed_by(
                     continue
                 process.kill()
                 process.wait()  # not for the end of its output, which a process that it left behind may hold open
-                return _text(error.stdout), f"{_text(error.stderr)}\n{argv[0]} did not end within {timeout_s:.0f} s"
-            return _text(printed), _text(errors)
+                return _decode(error.stdout), f"{_decode(error.stderr)}\n{argv[0]} did not end within {timeout_s:.0f} s"
+            return _decode(printed), _decode(errors)
 
 
-def _text(printed: bytes | None) -> str:
+def _decode(printed: bytes | None) -> str:
     return (printed or b"").decode(errors="replace")
 
 
@@ -98,11 +98,11 @@ def ask_nodes(  # noqa: PLR0913  a command, and how it is run
     mark = secrets.token_hex(8)
     begin = probe_on(nodes, is_all_or_none=is_all_or_none) if step is None else step
     argv = [*begin, *command, f"--mark={mark}"]
-    printed, errors = printed_by(argv, environ=environ, timeout_s=timeout_s, is_over=is_over)
+    printed, errors = run_for_output(argv, environ=environ, timeout_s=timeout_s, is_over=is_over)
     answers = read_answers(printed, mark)
     return NodesAnswers(
         by_node={node: answers[node] for node in nodes if node in answers},
         silent=[node for node in nodes if node not in answers],
-        unstarted=[node for node in nodes if node not in answers and node in _NOT_STARTED.findall(errors)],
+        unstarted=[node for node in nodes if node not in answers and node in _LAUNCH_FAILED.findall(errors)],
         last_error=next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), ""),
     )

@@ -17,9 +17,9 @@ from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, SlurmUnavailable
 from ddp_hpc.cluster.slurm import client, queries
 from ddp_hpc.run.run_dir.paths import RunDir
 
-HOOK = "_make_submission_command"
+SUBMITIT_METHOD = "_make_submission_command"
 """The one private method of submitit's executor that this module overrides."""
-SENT = ".submission_file_"
+SENT_PREFIX = ".submission_file_"
 """How the name of the script begins that submitit sends; once Slurm has accepted it, a link has that name."""
 
 
@@ -29,9 +29,9 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
     from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
 
     client.require("srun", environ)  # submitit looks for it, and gives no error of its own that a user can read
-    method = getattr(submitit.SlurmExecutor, HOOK, None)
+    method = getattr(submitit.SlurmExecutor, SUBMITIT_METHOD, None)
     if method is None or getattr(method, "__isabstractmethod__", False):
-        raise ConfigError(_unfit(f"submitit has no method `SlurmExecutor.{HOOK}`"))
+        raise ConfigError(_unfit_message(f"submitit has no method `SlurmExecutor.{SUBMITIT_METHOD}`"))
     is_ours: list[Path] = []
 
     class Executor(submitit.SlurmExecutor):
@@ -65,8 +65,8 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
     if not is_ours:  # the job is submitit's own: it would train nothing
         client.cancel(str(job.job_id), environ)
         raise ConfigError(
-            _unfit(
-                f"submitit does not call `SlurmExecutor.{HOOK}`; ddp-hpc cancelled job {job.job_id}, which submitit made"
+            _unfit_message(
+                f"submitit does not call `SlurmExecutor.{SUBMITIT_METHOD}`; ddp-hpc cancelled job {job.job_id}, which submitit made"
             )
         )
     return str(job.job_id)
@@ -82,7 +82,7 @@ def allocate_array(
     return client.submit(script, environ, [f"--array={tasks}", *options], arguments)
 
 
-def _unfit(why: str) -> str:
+def _unfit_message(why: str) -> str:
     from importlib.metadata import version  # late: as slow as all of a back end
 
     return (

@@ -18,7 +18,7 @@ from ddp_hpc.base.discretion import as_shown
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
 from ddp_hpc.base.names import plural
 from ddp_hpc.run.config.overlay import Overlay
-from ddp_hpc.run.config.resolve import Resolved, flat, keys_of_source, load_resolved
+from ddp_hpc.run.config.resolve import Resolved, flat_spec, keys_of_source, load_resolved
 from ddp_hpc.run.config.sources import COMMAND_LINE, DEFAULT
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from ddp_hpc.cluster.machine.gpus import Gpu
     from ddp_hpc.cluster.slurm.queries import NodeShape
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_GPUS_NAME = "CUDA_VISIBLE_DEVICES"
 BUSY_GIB = 1.0
 """A GPU of which more memory than this is in use has other work."""
-_KEPT = "the run's first submission"
-_EARLIER = f"{COMMAND_LINE.source}, earlier"
-_OF_ONE_SUBMISSION = frozenset({"name", "runs_dir", "script.command", "slurm.dependency"})
-_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second in WSL
-_LIBRARY = "libnvidia-ml.so.1"
+_FIRST_SOURCE = "the run's first submission"
+_EARLIER_SOURCE = f"{COMMAND_LINE.source}, earlier"
+_PER_SUBMISSION_KEYS = frozenset({"name", "runs_dir", "script.command", "slurm.dependency"})
+_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second in WSL
+_NVML = "libnvidia-ml.so.1"
 """Where neither is, nothing is loaded that a run on CPUs does not need."""
 
 
@@ -57,7 +57,7 @@ def fill_unset(
     config, before = RunDir(resolved.spec.path).config, None
     with suppress(DdpHpcError, OSError):  # what cannot be read counts as a new run
         before = load_resolved(config) if config.exists() and not is_fresh else None
-    resolved = _as_started(_as_trained(resolved, before, environ), before, environ)
+    resolved = _with_earlier_settings(_with_trained_precision(resolved, before, environ), before, environ)
     spec = resolved.spec
     if is_for_slurm:
         resolved = _with_shorter_lead(resolved, environ)
@@ -66,7 +66,7 @@ def fill_unset(
     else:
         environ_of_run = {**environ, **spec.environ}
         there, why_not = _visible_gpus_and_note(spec, before, environ_of_run)
-        found = choose_gpus(spec, before, there, environ_of_run.get(VISIBLE))
+        found = choose_gpus(spec, before, there, environ_of_run.get(VISIBLE_GPUS_NAME))
         if why_not and found.resources.get("gpus_per_node") == 0:
             found = replace(found, source="unknown", note=why_not)
     if found.note:
@@ -74,18 +74,18 @@ def fill_unset(
     if not found.resources:
         return resolved
     settings: dict[str, Any] = {"resources": dict(found.resources), **({"env": dict(found.env)} if found.env else {})}
-    return Overlay(resolved, environ).resolved(settings, found.source)
+    return Overlay(resolved, environ).resolve(settings, found.source)
 
 
-def _as_started(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:
+def _with_earlier_settings(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:
     """Return the configuration with what command lines have set for the run, where this one does not set that key."""
     if before is None or "Python" in resolved.sources.values():
         return resolved
-    was, now = flat(before), flat(resolved.spec)
+    was, now = flat_spec(before), flat_spec(resolved.spec)
     kept = {
         key: was[key]
         for key in keys_of_source(RunDir(resolved.spec.path).config, COMMAND_LINE.source)
-        if key in was and resolved.sources.get(key) != COMMAND_LINE.source and key not in _OF_ONE_SUBMISSION
+        if key in was and resolved.sources.get(key) != COMMAND_LINE.source and key not in _PER_SUBMISSION_KEYS
     }
     changed = [key for key in kept if was[key] != now.get(key)]
     told = [f"`{key}={as_shown(key, was[key])}` (now {as_shown(key, now.get(key))})" for key in changed]
@@ -93,10 +93,10 @@ def _as_started(resolved: Resolved, before: RunSpec | None, environ: Mapping[str
         sys.stderr.write(
             f"note: the run keeps what an earlier command line has set: {', '.join(told)}; a value on the command line changes it\n"
         )
-    return Overlay(resolved, environ).resolved(kept, _EARLIER, are_filled=True) if kept else resolved
+    return Overlay(resolved, environ).resolve(kept, _EARLIER_SOURCE, are_filled=True) if kept else resolved
 
 
-def _as_trained(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:
+def _with_trained_precision(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:
     """Return the configuration with the precision of float32 that the run's checkpoint was trained with, where no source sets that key."""
     precision = None if before is None else before.train.matmul_precision
     is_set = resolved.sources["train.matmul_precision"] != DEFAULT.source
@@ -110,7 +110,7 @@ def _as_trained(resolved: Resolved, before: RunSpec | None, environ: Mapping[str
         f"note: `train.matmul_precision` stays {precision!r}, as the run's checkpoint was trained; a value in the file or on the command "
         "line changes it\n"
     )
-    return Overlay(resolved, environ).resolved({"train": {"matmul_precision": precision}}, _KEPT)
+    return Overlay(resolved, environ).resolve({"train": {"matmul_precision": precision}}, _FIRST_SOURCE)
 
 
 def _with_shorter_lead(resolved: Resolved, environ: Mapping[str, str]) -> Resolved:
@@ -123,9 +123,7 @@ def _with_shorter_lead(resolved: Resolved, environ: Mapping[str, str]) -> Resolv
         f"note: Slurm asks the run to stop {shorter} s before its time limit, not {lead_s} s (`slurm.signal_lead_s`), because "
         f"`resources.time_limit_min` is {limit_min}\n"
     )
-    return Overlay(resolved, environ).resolved(
-        {"slurm": {"signal_lead_s": shorter}}, f"a time limit of {limit_min} min"
-    )
+    return Overlay(resolved, environ).resolve({"slurm": {"signal_lead_s": shorter}}, f"a time limit of {limit_min} min")
 
 
 def _visible_gpus_and_note(
@@ -133,7 +131,7 @@ def _visible_gpus_and_note(
 ) -> tuple[list[Gpu] | None, str]:
     """Return the GPUs that the run would see, None where it uses none or the driver does not say; and in the latter case a note."""
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    may_have = any(path.exists() for path in (*_DEVICES, *(Path(folder, _LIBRARY) for folder in folders if folder)))
+    may_have = any(path.exists() for path in (*_GPU_DEVICES, *(Path(folder, _NVML) for folder in folders if folder)))
     asked = spec.resources.gpus_per_node
     if not may_have or asked == 0 or (asked is None and before is not None and not before.resources.gpus_per_node):
         return None, ""
@@ -142,7 +140,7 @@ def _visible_gpus_and_note(
 
     if SHARED_GPU in environ:
         return None, ""
-    there = gpus_here(environ.get(VISIBLE))
+    there = gpus_here(environ.get(VISIBLE_GPUS_NAME))
     return there, "" if there is not None else (
         "NVIDIA's driver does not say which GPUs are here (it failed, or did not answer within 10 s), so the run trains on CPUs; "
         "`nvidia-smi` may say why, and `resources.gpus_per_node` asks for GPUs all the same"
@@ -159,14 +157,14 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | No
     if asked is not None or kept:
         needed = kept if asked is None else min(asked, spec.resources.local_world_size)
         if there is not None and needed is not None and len(there) < needed:
-            raise ConfigError(_too_few(needed, there, visible, is_kept=asked is None))
+            raise ConfigError(_too_few_gpus_text(needed, there, visible, is_kept=asked is None))
     if asked is not None:
         return FilledIn()
     if kept == 0 or not there:
-        source = "no GPU of NVIDIA's here" if kept is None else _KEPT
+        source = "no GPU of NVIDIA's here" if kept is None else _FIRST_SOURCE
         is_hidden = there is not None and visible and kept is None
         note = (
-            f"{VISIBLE} is {visible!r}, which names no GPU of this machine, so the run trains on CPUs"
+            f"{VISIBLE_GPUS_NAME} is {visible!r}, which names no GPU of this machine, so the run trains on CPUs"
             if is_hidden
             else ""
         )
@@ -201,19 +199,19 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[Gpu] | No
             )
     return FilledIn(
         resources=resources,
-        env={VISIBLE: ",".join(names), **order} if left_out else {},
-        source=_KEPT if kept else f"{plural(len(taken), 'GPU')} of this machine",
+        env={VISIBLE_GPUS_NAME: ",".join(names), **order} if left_out else {},
+        source=_FIRST_SOURCE if kept else f"{plural(len(taken), 'GPU')} of this machine",
         note="; ".join(notes),
     )
 
 
-def _too_few(needed: int, there: Sequence[Gpu], visible: str | None, *, is_kept: bool) -> str:
+def _too_few_gpus_text(needed: int, there: Sequence[Gpu], visible: str | None, *, is_kept: bool) -> str:
     asks = "was first submitted with" if is_kept else "asks for"
     shown = "not set" if visible is None else repr(visible)
     on_gpus = f"`resources.gpus_per_node={len(there)}`, or " if there else ""
     return (
-        f"The run {asks} {plural(needed, 'GPU')} (`resources.gpus_per_node`), but this machine shows {plural(len(there), 'GPU')} ({VISIBLE} is {shown}). "
-        f"Set {on_gpus}`resources.gpus_per_node=0` to train on CPUs, or list more GPUs in {VISIBLE} (the run's `env.{VISIBLE}`, if set, is used instead)."
+        f"The run {asks} {plural(needed, 'GPU')} (`resources.gpus_per_node`), but this machine shows {plural(len(there), 'GPU')} ({VISIBLE_GPUS_NAME} is {shown}). "
+        f"Set {on_gpus}`resources.gpus_per_node=0` to train on CPUs, or list more GPUs in {VISIBLE_GPUS_NAME} (the run's `env.{VISIBLE_GPUS_NAME}`, if set, is used instead)."
     )
 
 
@@ -224,7 +222,7 @@ def _cpus_on_slurm(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, 
         return FilledIn()
     if before is not None:
         kept = before.resources.cpus_per_worker
-        return FilledIn() if kept is None else FilledIn(resources={"cpus_per_worker": kept}, source=_KEPT)
+        return FilledIn() if kept is None else FilledIn(resources={"cpus_per_worker": kept}, source=_FIRST_SOURCE)
     from ddp_hpc.cluster.slurm import client  # late: runs on one machine do not need it
     from ddp_hpc.cluster.slurm.queries import chosen_partition
 

@@ -30,7 +30,7 @@ from ddp_hpc.launch.submission.run_dir_setup import (
 from ddp_hpc.run.run_dir import ownership, poll_files
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import after_stop, ask_to_stop, read_progress
+from ddp_hpc.run.run_dir.records import ask_to_stop, read_progress, resume_text
 from ddp_hpc.run.spec import LaunchSpec
 from ddp_hpc.watch.failed_worker_log import last_words
 
@@ -54,7 +54,7 @@ def supervisor_argv(run: RunDir) -> list[str]:
     return [sys.executable, "-m", "ddp_hpc.job.guardian", str(run.path)]
 
 
-def refuse_too_much(spec: LaunchSpec) -> None:
+def refuse_too_many_workers(spec: LaunchSpec) -> None:
     """Refuse a run that asks for more than this machine."""
     if spec.resources.nodes > 1:
         raise ConfigError(
@@ -78,12 +78,12 @@ def is_here(environ: Mapping[str, str]) -> bool:
 def describe(request: SubmitRequest) -> Description:
     """Return what `submit` would do; make nothing."""
     run, spec, environ = request.run, request.spec, request.environ
-    refuse_too_much(spec)
+    refuse_too_many_workers(spec)
     notes = check_settings(spec, run.path, environ)
     if spec.container.image is not None or spec.stage.archive is not None:
-        from ddp_hpc.launch.submission.submit_checks.image import look_at_image  # late: most runs here have neither
+        from ddp_hpc.launch.submission.submit_checks.image import image_notes  # late: most runs here have neither
 
-        notes += look_at_image(spec, run, request.import_paths, environ, is_for_slurm=False)
+        notes += image_notes(spec, run, request.import_paths, environ, is_for_slurm=False)
     return Description(notes=notes, command=supervisor_argv(run), import_paths=request.import_paths)
 
 
@@ -99,7 +99,7 @@ def prepare(request: SubmitRequest) -> list[str]:
 def submit(request: SubmitRequest) -> Submission:
     """Start the run, or go on with it, and return once its training has begun, or its script has run for a moment."""
     run = request.run
-    refuse_too_much(request.spec)
+    refuse_too_many_workers(request.spec)
     with submitting_alone(run, patience_s=2 * START_PATIENCE_S) as claim:
         if not claim.is_new:
             here = Submission(run, NAME, "running", Ledger.read(run).newest_number) if _is_busy(run) else None
@@ -122,7 +122,7 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     """Return the run's start that works on this host; None without one, or where the file system does not answer."""
     del environ
     with suppress(OSError):
-        if works_here(run):
+        if is_working_here(run):
             return Submission(run, NAME, "running", Ledger.read(run).newest_number)
     return None
 
@@ -143,7 +143,7 @@ def why_in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     )
 
 
-def works_here(run: RunDir) -> bool:
+def is_working_here(run: RunDir) -> bool:
     """Tell whether a process of this host works on the run, by its lock; where the file system has no locks, by its ledger.
 
     Raises:
@@ -155,7 +155,7 @@ def works_here(run: RunDir) -> bool:
         if error.errno not in processes.NO_LOCKS:
             raise
     newest = Ledger.read(run).newest
-    return newest is not None and not newest.is_last and newest.lives(processes.host_name())
+    return newest is not None and not newest.is_last and newest.is_alive_on(processes.host_name())
 
 
 def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
@@ -167,7 +167,7 @@ def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
 def _is_busy(run: RunDir) -> bool:
     """Return whether a process works on the run. An attempt that has ended, or that a user asked to stop, gets time to exit."""
     began = time.monotonic()
-    while works_here(run):
+    while is_working_here(run):
         if time.monotonic() - began > _patience_s(run):
             return True
         time.sleep(_POLL_S)
@@ -180,7 +180,7 @@ def _patience_s(run: RunDir) -> float:
     newest = Ledger.read(run).newest
     if newest is None:
         return 0.0
-    if newest.ending is not None or not newest.lives(processes.host_name()):
+    if newest.ending is not None or not newest.is_alive_on(processes.host_name()):
         return VANISH_PATIENCE_S
     return STOP_PATIENCE_S if is_asked else 0.0
 
@@ -200,20 +200,20 @@ def start_guardian(
             cwd=place,
             start_new_session=True,
         )
-    keep(guardian)
+    let_outlive(guardian)
     return guardian
 
 
-def keep(guardian: subprocess.Popen[bytes]) -> None:
+def let_outlive(guardian: subprocess.Popen[bytes]) -> None:
     """Let a process outlive this one, without a warning of Python."""
     # Python warns of a Popen that is collected while its process runs, and a program that submits often, by
     # `ddp_hpc.submit`, would collect zombies: keep those that run, and reap the others.
     if not _guardians:
-        atexit.register(_let_live)
+        atexit.register(_mute_popen_warnings)
     _guardians[:] = [*(one for one in _guardians if one.poll() is None), guardian]
 
 
-def _let_live() -> None:
+def _mute_popen_warnings() -> None:
     for one in _guardians:
         if one.poll() is None:
             one.returncode = 0  # it is set, so `Popen.__del__` asks for nothing
@@ -242,8 +242,8 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
                 f"The run in {run.path} could not be started. {last_words(run)}\n"
                 "Correct that, and submit the run again."
             )
-        if not is_guarded and entry is not None and not entry.lives(processes.host_name()):
-            raise WorkerError(_gone(run, entry.attempt))
+        if not is_guarded and entry is not None and not entry.is_alive_on(processes.host_name()):
+            raise WorkerError(_unknown_end_message(run, entry.attempt))
         time.sleep(_POLL_S)
     return None
 
@@ -254,17 +254,17 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     files = poll_files.LastRead()
     saves = poll_files.SaveWatch(run, attempt, files)
     while True:
-        is_alive = await_answer(str(run.lock), lambda: works_here(run))
+        is_alive = await_answer(str(run.lock), lambda: is_working_here(run))
         newest = poll_files.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
             return newest
         if not is_alive:
-            raise WorkerError(_gone(run, attempt if newest is None else max(attempt, newest.attempt)))
-        saves.look()
+            raise WorkerError(_unknown_end_message(run, attempt if newest is None else max(attempt, newest.attempt)))
+        saves.warn_of_failures()
         poll_files.await_news(newest)
 
 
-def _gone(run: RunDir, attempt: int) -> str:
+def _unknown_end_message(run: RunDir, attempt: int) -> str:
     from ddp_hpc.watch.status import effect_of_resubmitting  # late: most submissions need no status
 
     return (
@@ -280,10 +280,10 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
         raise ConfigError(
             f"{run.name} runs on this machine, which has no queue to go back into. To stop it: `ddp-hpc stop {run.word}`."
         )
-    if not works_here(run):
+    if not is_working_here(run):
         raise ConfigError(f"{run.name} is not running, so there is nothing to stop. Start it with `ddp-hpc submit`.")
     ask_to_stop(run)
-    return after_stop(run)
+    return resume_text(run)
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
@@ -291,7 +291,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     del environ
     is_known = False
     deadline = time.monotonic() + VANISH_PATIENCE_S
-    while works_here(run) and time.monotonic() < deadline:
+    while is_working_here(run) and time.monotonic() < deadline:
         newest = Ledger.read(run).newest
         if newest is not None:
             is_known = True
@@ -318,7 +318,7 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
             end = End(ending=Ending.CANCELLED, exit_code=-signal.SIGKILL, reason=reason, cause=Cause.CANCELLED)
             record_end(run, attempt.attempt, end)
     except OSError as error:  # such as a full disk, which may be why the user cancels
-        if not attempt.lives(here):
+        if not attempt.is_alive_on(here):
             raise
         # The guardian goes by what is written down, so it would start another supervisor.
         processes.kill([*_guardian_of(attempt.pid), attempt.pid])
@@ -326,7 +326,7 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
             f"{run.name} was killed, but that the user cancelled it could not be written to {run.attempts}: {error.strerror}. "
             "`ddp-hpc status` shows another reason for its end. Free some space there before you submit it again."
         ) from error
-    if attempt.lives(here):
+    if attempt.is_alive_on(here):
         processes.kill([attempt.pid])
 
 

@@ -19,7 +19,7 @@ from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job
 _SAFE_AFTER_S = 2
 """A node that is given a job in the very second in which its former start was ended takes it for that one, and does not
 launch it: then Slurm fails the job for good (measured: 22.05, "Job credential revoked"). So Slurm holds requeued ones back."""
-_NODES_GONE = ("ReqNodeNotAvail", "BadConstraints")
+_NODES_GONE_REASONS = ("ReqNodeNotAvail", "BadConstraints")
 """Why a job waits where those of its nodes are gone that it does not exclude: nodes of another kind are left, or none."""
 _LAUNCH_FAILED = "launch_failed_requeued_held"
 
@@ -41,9 +41,9 @@ def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
         if is_held:
             client.release(queued.job_id, environ)
             return True
-        change = hastening(queued, job, time.time())
-        if not change and job.excluded_nodes and job.reason.startswith(_NODES_GONE):
-            change = letting_in(job, _nodes_to_let_in(run, job, environ))
+        change = changes_to_start(queued, job, time.time())
+        if not change and job.excluded_nodes and job.reason.startswith(_NODES_GONE_REASONS):
+            change = changes_to_let_in(job, _nodes_to_let_in(run, job, environ))
         if change:
             client.update(queued.job_id, environ, **change)
     except SlurmRefusalError as error:
@@ -71,7 +71,7 @@ def require_start(run: RunDir, job_id: str | None, reason: str) -> None:
         raise WorkerError(f"Job {job_id} of {run.name} never starts: {why}.")
 
 
-def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
+def changes_to_start(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
     """Return what to change in a job so that it starts; nothing where no change is needed, or not yet.
 
     The first change sets its start to two seconds later. Once these have passed, a second one sets it to now, as Slurm itself
@@ -85,9 +85,9 @@ def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
     return {"StartTime": "now"} if wait_s < 0 else {}
 
 
-def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
+def changes_to_let_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
     """Return what to change in a job that waits for nodes that are gone, so that it may get some that it excludes."""
-    is_stuck = states.parse_state(job.state) == "pending" and job.reason.startswith(_NODES_GONE)
+    is_stuck = states.parse_state(job.state) == "pending" and job.reason.startswith(_NODES_GONE_REASONS)
     excluded = {*expand_hostlist(job.excluded_nodes)}
     if not is_stuck or excluded.isdisjoint(let_in):
         return {}

@@ -18,7 +18,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 
 @contextmanager
-def put_aside(run: RunDir, environ: Mapping[str, str]) -> Iterator[Path | None]:
+def rename_aside(run: RunDir, environ: Mapping[str, str]) -> Iterator[Path | None]:
     """Rename the run's directory to `NAME.old-1` (or -2, ...), for a new run of its name; yield the new path.
 
     Where the caller then fails to make the new run, the old one comes back. Yields None where there is no run.
@@ -26,7 +26,7 @@ def put_aside(run: RunDir, environ: Mapping[str, str]) -> Iterator[Path | None]:
     if not run.config.exists():
         yield None
         return
-    with _free(run, environ):
+    with _lock_idle_run(run, environ):
         names = (run.path.with_name(f"{run.name}.old-{count}") for count in range(1, 2**31))
         aside = next(path for path in names if not os.path.lexists(path))
         _rename(run.path, aside)
@@ -38,17 +38,17 @@ def put_aside(run: RunDir, environ: Mapping[str, str]) -> Iterator[Path | None]:
         raise
 
 
-def delete(run: RunDir, environ: Mapping[str, str]) -> None:
+def delete_run(run: RunDir, environ: Mapping[str, str]) -> None:
     """Delete the run's directory. Links in it are deleted, and what they lead to stays.
 
     It begins with a rename to a hidden name, so that nobody takes a half-deleted one for a run.
     """
-    with _free(run, environ):
-        away = renamed_away(run.path)
+    with _lock_idle_run(run, environ):
+        away = rename_to_hidden(run.path)
     delete_renamed(away, f"The run {run.name}")
 
 
-def renamed_away(path: Path) -> Path:
+def rename_to_hidden(path: Path) -> Path:
     """Give a directory that is to be deleted a hidden name; return the new path."""
     away = path.with_name(f".{path.name}.{os.urandom(4).hex()}.deleted")
     _rename(path, away)
@@ -76,7 +76,7 @@ def _rename(path: Path, target: Path) -> None:
 
 
 @contextmanager
-def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
+def _lock_idle_run(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
     """Keep other processes from starting the run in the `with` block."""
     if run.path.is_symlink():
         raise ConfigError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp_hpc.launch.submission.fill_unset import fill_unset
 from ddp_hpc.run.config.resolve import Resolved, resolve
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import Awaited
+from ddp_hpc.run.run_dir.records import AwaitedRun
 from ddp_hpc.run.spec import RunSpec
 
 
@@ -22,7 +22,7 @@ class SubmitRequest:
     """Where the user's code is looked for before the packages that are installed."""
     environ: Mapping[str, str]
     """That of the command or program."""
-    awaits: Sequence[Awaited] = ()
+    awaits: Sequence[AwaitedRun] = ()
     """The runs whose jobs the job waits for, for `status`; the scheduler goes by `slurm.dependency`."""
 
     @property

@@ -21,9 +21,9 @@ from ddp_hpc.launch.submission.backend import Submission, find_job_elsewhere
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.run.config.resolve import Resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ledger
-from ddp_hpc.run.run_dir.paths import RunDir, holds_sweep
+from ddp_hpc.run.run_dir.paths import RunDir, is_sweep_dir
 from ddp_hpc.run.run_dir.records import is_done
-from ddp_hpc.run.run_dir.write_permissions import refuse_strangers
+from ddp_hpc.run.run_dir.write_permissions import refuse_strangers_dir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
@@ -38,7 +38,7 @@ def is_finished(run: RunDir, spec: RunSpec) -> bool:
 
 def refuse_unusable_place(run: RunDir) -> None:
     """Refuse a run's directory that is a sweep's, or is a file, or would lie below one or where nothing may be written."""
-    if holds_sweep(run.path):
+    if is_sweep_dir(run.path):
         raise ConfigError(
             f"{run.name} is a sweep in {run.path}, so no run can have its name. To send the points that no job has: `ddp-hpc sweep "
             f"continue {run.word}`. For a run, choose another `name=...`."
@@ -56,7 +56,7 @@ def refuse_unusable_place(run: RunDir) -> None:
                 "Choose another directory with `runs_dir=...`."
             )
         if place != run.path and not os.access(place, os.W_OK | os.X_OK):
-            raise _unwritable(run, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), is_new=True)
+            raise _unwritable_error(run, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), is_new=True)
         return
 
 
@@ -95,12 +95,12 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
         processes.release_lock(_make_locked(run, resolved_text))
         return
     try:
-        refuse_strangers(run.path)
+        refuse_strangers_dir(run.path)
         for word in (run.done, run.gave_up, run.stop_request):  # of earlier jobs
             word.unlink(missing_ok=True)
         replace_text(run.config, resolved_text, is_secret=True)
     except OSError as error:
-        raise _unwritable(run, error, is_new=False) from error
+        raise _unwritable_error(run, error, is_new=False) from error
 
 
 def _make_locked(run: RunDir, resolved_text: str) -> int:
@@ -123,7 +123,7 @@ def _make_locked(run: RunDir, resolved_text: str) -> int:
                 ) from error
             raise
     except OSError as error:
-        raise _unwritable(run, error, is_new=True) from error
+        raise _unwritable_error(run, error, is_new=True) from error
 
 
 def _rename_locked(beside: RunDir, run: RunDir) -> int:
@@ -142,7 +142,7 @@ def _rename_locked(beside: RunDir, run: RunDir) -> int:
 
 
 @dataclass
-class Claim:
+class SubmissionLock:
     """A run's directory while this process, and no other, submits the run."""
 
     run: RunDir
@@ -168,15 +168,15 @@ class Claim:
 
 
 @contextmanager
-def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[Claim]:
+def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[SubmissionLock]:
     """Let one process at a time submit a run: two that find it idle would start it twice.
 
     After an error, nothing is left of a new run that was not started; another one is left as it was.
     """
     refuse_unusable_place(run)
-    claim = Claim(run, None, is_new=not run.config.exists())
+    claim = SubmissionLock(run, None, is_new=not run.config.exists())
     if not claim.is_new:
-        refuse_strangers(run.path)  # first: the owner of the directory could hold the lock, or replace it by a link
+        refuse_strangers_dir(run.path)  # first: the owner of the directory could hold the lock, or replace it by a link
         claim.lock_fd = _submission_lock(run, patience_s)
     try:
         yield claim
@@ -212,9 +212,9 @@ def _submission_lock(run: RunDir, patience_s: float) -> int:
     try:
         lock_fd = processes.take_lock(run.submission_lock, patience_s=patience_s)
     except FileNotFoundError as error:
-        raise RunBusyError(_removed(run)) from error
+        raise RunBusyError(_removed_message(run)) from error
     except OSError as error:
-        raise _unwritable(run, error, is_new=False) from error
+        raise _unwritable_error(run, error, is_new=False) from error
     if lock_fd is None:
         raise RunBusyError(
             f"Another process has been submitting {run.name} for {patience_s:.0f} s. Submit again when it is done."
@@ -227,17 +227,17 @@ def _submission_lock(run: RunDir, patience_s: float) -> int:
         if run.config.exists() and (held.st_nlink or os.path.samestat(held, found)):
             return lock_fd
     processes.release_lock(lock_fd)
-    raise RunBusyError(_removed(run))
+    raise RunBusyError(_removed_message(run))
 
 
-def _removed(run: RunDir) -> str:
+def _removed_message(run: RunDir) -> str:
     return (
         f"The directory of {run.name} existed a moment ago and is missing now. Another submission of the run was refused "
         "and removed it, or its file system is slow to show it. Submit again."
     )
 
 
-def _unwritable(run: RunDir, error: OSError, *, is_new: bool) -> ConfigError:
+def _unwritable_error(run: RunDir, error: OSError, *, is_new: bool) -> ConfigError:
     """Return the refusal; a run that exists would begin at step 0 in another directory."""
     other = ", or choose another directory with `runs_dir=...`" if is_new else ""
     return ConfigError(

@@ -20,19 +20,19 @@ from ddp_hpc.cluster.slurm.allocation import claimed_job_id
 from ddp_hpc.cluster.slurm.exclude_nodes import nodes_to_exclude
 from ddp_hpc.launch.render import render
 from ddp_hpc.launch.submission import release_hold
-from ddp_hpc.launch.submission.allocate import SENT, allocate
+from ddp_hpc.launch.submission.allocate import SENT_PREFIX, allocate
 from ddp_hpc.launch.submission.backend import Description, Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
-    Claim,
+    SubmissionLock,
     check_settings,
     find_start,
     refuse_unusable_place,
     submitting_alone,
 )
-from ddp_hpc.launch.submission.snapshot import live_folders, notes_on_copy, path_in_snapshot, source_of, take_snapshot
+from ddp_hpc.launch.submission.snapshot import code_top, editable_dirs, notes_on_copy, path_in_snapshot, take_snapshot
 from ddp_hpc.launch.submission.submit_checks import capacity
-from ddp_hpc.launch.submission.submit_checks.image import look_at_image
+from ddp_hpc.launch.submission.submit_checks.image import image_notes
 from ddp_hpc.launch.submission.submit_checks.users_part import check_users_part
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir import ownership, poll_files
@@ -40,14 +40,14 @@ from ddp_hpc.run.run_dir.ledger import Attempt, End, Ending, Ledger, Next, recor
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
     QueuedJob,
-    after_stop,
     ask_to_stop,
     read_queued_job,
+    resume_text,
     write_awaited,
     write_queued_job,
 )
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.run.workload.script_progress import find_saved_files, folder_of
+from ddp_hpc.run.workload.script_progress import find_saved_files, fixed_folder
 from ddp_hpc.run.workload.table import workload_of
 
 NAME = "slurm"
@@ -58,23 +58,23 @@ _SUBMISSION_PATIENCE_S = 60.0
 """How long another process may take to submit the run."""
 is_here = client.is_here
 hasten = release_hold.hasten
-_names: dict[str, str] = {}
+_cluster_names: dict[str, str] = {}
 """PATH -> the ClusterName of the Slurm whose commands are there; asked for once, as a sweep may have a thousand points."""
 
 
 def describe(request: SubmitRequest) -> Description:
     """Return what `submit` would do: the very text that sbatch would get. Make nothing."""
     refuse_unusable_place(request.run)
-    script, notes = _script(request)
+    script, notes = _job_script(request)
     return Description(
         script=script,
-        notes=[*_note_on_own_job(request.environ), *check_dry(request, script), *notes],
+        notes=[*_note_on_own_job(request.environ), *check_dry_run(request, script), *notes],
         command=["sbatch", str(request.run.job_script)],
         import_paths=job_import_paths(request),
     )
 
 
-def _script(request: SubmitRequest) -> tuple[str, list[str]]:
+def _job_script(request: SubmitRequest) -> tuple[str, list[str]]:
     """Return the job script, which leaves out nodes on which the run failed, and notes on these."""
     run, spec, paths = request.run, request.spec, job_import_paths(request)
     script = render(spec, run, paths, chdir=Path.cwd())
@@ -89,7 +89,7 @@ def _script(request: SubmitRequest) -> tuple[str, list[str]]:
     return script, notes
 
 
-def check(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
+def check_submission(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
     """Check what can be checked before anything is made, of a run or of some `points` of a sweep; return notes."""
     spec, environ, path = request.spec, request.environ, request.run.path
     for place in job_import_paths(request):
@@ -98,23 +98,23 @@ def check(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> list[str]:
                 f"The job would import the code from {place}, but Python reads a `{os.pathsep}` in that path as its end. Rename that directory."
             )
     notes = [*check_settings(spec, path, environ), *capacity.notes_on_setup(spec)]
-    notes += look_at_image(spec, request.run, job_import_paths(request), environ, is_for_slurm=True)
+    notes += image_notes(spec, request.run, job_import_paths(request), environ, is_for_slurm=True)
     return [*notes, *check_users_part(points or [spec], request.import_paths, environ)]
 
 
-def check_dry(request: SubmitRequest, script: str, points: Sequence[RunSpec] = ()) -> list[str]:
+def check_dry_run(request: SubmitRequest, script: str, points: Sequence[RunSpec] = ()) -> list[str]:
     """Check the same, and ask Slurm whether it would take the script, which is in no file yet; return notes."""
     if not client.is_here(request.environ):
         unasked = "note: this host has no Slurm, so ddp-hpc could not check whether the cluster accepts the job"
-        return [*check(request, points), unasked]
-    capacity.refuse_private(request.run.path)
+        return [*check_submission(request, points), unasked]
+    capacity.refuse_private_place(request.run.path)
     with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
         replace_text(Path(folder) / "job.sbatch", script)
-        questions = capacity.Questions(request.environ)
+        questions = capacity.SlurmQuestions(request.environ)
         questions.ask_about(Path(folder) / "job.sbatch")
-        notes = check(request, points)
+        notes = check_submission(request, points)
         try:
-            return [*notes, *questions.notes(request.spec, request.run)]
+            return [*notes, *questions.wait_for_notes(request.spec, request.run)]
         except SlurmUnavailableError as error:
             return [*notes, f"note: ddp-hpc could not ask Slurm whether it accepts the job: {error}"]
 
@@ -131,7 +131,7 @@ def _note_on_own_job(environ: Mapping[str, str]) -> Iterator[str]:
 def prepare(request: SubmitRequest) -> list[str]:
     """Make the run directory with everything the job needs; return what the user should know."""
     with submitting_alone(request.run, patience_s=_SUBMISSION_PATIENCE_S) as claim:
-        notes = _fill(request, claim)
+        notes = _fill_run_dir(request, claim)
         claim.is_to_stay = True
     return notes
 
@@ -143,10 +143,10 @@ def submit(request: SubmitRequest) -> Submission:
         client.require("sbatch", environ)
         if not claim.is_new and (there := find_start(request, NAME, find_job(run, environ))):
             return there
-        questions = capacity.Questions(environ)
-        notes = [*_note_on_own_job(environ), *_fill(request, claim)]
+        questions = capacity.SlurmQuestions(environ)
+        notes = [*_note_on_own_job(environ), *_fill_run_dir(request, claim)]
         questions.ask_about(run.job_script)
-        notes += questions.notes(spec, run)
+        notes += questions.wait_for_notes(spec, run)
         attempt, cluster = ownership.next_attempt(run), questions.config().name
         claim.is_to_stay = True  # first: whatever interrupts sbatch, Slurm may have the job
         try:
@@ -161,11 +161,11 @@ def submit(request: SubmitRequest) -> Submission:
     return Submission(run, NAME, "queued", attempt, is_new=claim.is_new, job_id=job_id, notes=tuple(notes))
 
 
-def _fill(request: SubmitRequest, claim: Claim) -> list[str]:
+def _fill_run_dir(request: SubmitRequest, claim: SubmissionLock) -> list[str]:
     """Check what can be checked; then make or renew the run directory, with the frozen code and the job script. Return notes."""
-    script, notes = _script(request)
-    capacity.refuse_private(request.run.path)
-    notes = [*check(request), *notes]
+    script, notes = _job_script(request)
+    capacity.refuse_private_place(request.run.path)
+    notes = [*check_submission(request), *notes]
     claim.write(request.resolved)
     notes += freeze_code(request, request.run)
     replace_text(request.run.job_script, script)
@@ -188,9 +188,9 @@ def _newest_job(run: RunDir, environ: Mapping[str, str]) -> QueuedJob | None:
     """Return the newest job that was submitted for the run, also where the answer of its sbatch was lost: then Slurm is asked."""
     job = read_queued_job(run)
     # Those that were answered are links by now.
-    if all(path.is_symlink() for path in run.submitit.glob(f"{SENT}*")) or not client.is_here(environ):
+    if all(path.is_symlink() for path in run.submitit.glob(f"{SENT_PREFIX}*")) or not client.is_here(environ):
         return job
-    lost = client.newest_of_script(run.submitit, f"/{SENT}", environ, but={job.job_id} if job else ())
+    lost = client.newest_of_script(run.submitit, f"/{SENT_PREFIX}", environ, but={job.job_id} if job else ())
     if lost is not None:
         begun = (one.attempt for one in Ledger.read(run).attempts if one.job_id == lost)
         job = _record_job(run, lost, next(begun, ownership.next_attempt(run)), client.config(environ).name)
@@ -212,9 +212,9 @@ def knows(run: RunDir, job: QueuedJob, environ: Mapping[str, str]) -> bool:
     if not job.slurm_cluster:
         return True
     path = environ.get("PATH", "")
-    if path not in _names:
-        _names[path] = client.config(environ).name
-    here = _names[path]
+    if path not in _cluster_names:
+        _cluster_names[path] = client.config(environ).name
+    here = _cluster_names[path]
     if here in {"", job.slurm_cluster}:
         return True
     newest = Ledger.read(run).newest
@@ -256,8 +256,8 @@ def job_import_paths(request: SubmitRequest) -> list[Path]:
         return []
     if not spec.snapshot.enabled:
         return [code.directory]
-    top = source_of(code.directory)
-    others = [path for path in live_folders({**request.environ, **spec.env}) if path.is_relative_to(top)]
+    top = code_top(code.directory)
+    others = [path for path in editable_dirs({**request.environ, **spec.env}) if path.is_relative_to(top)]
     return list(dict.fromkeys(path_in_snapshot(request.run, top, path) for path in [code.directory, *others]))
 
 
@@ -270,8 +270,8 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
     notes: list[str] = []
     if (pattern := spec.script.progress) is not None:
         saved = [Path(path).resolve() for path in find_saved_files(pattern, Path.cwd())]
-        folder = folder_of(pattern, Path.cwd()).resolve()
-        if folder.is_relative_to(source_of(code.directory)):
+        folder = fixed_folder(pattern, Path.cwd()).resolve()
+        if folder.is_relative_to(code_top(code.directory)):
             make_directories(folder)  # its link leads the files to where the pattern has them
             if folder.is_relative_to(run.path.parent.resolve()):  # of which a copy shows nothing: it would hold itself
                 note = (
@@ -283,7 +283,7 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
         code.directory, run, max_bytes=spec.snapshot.max_mb * 10**6, needed=code.needed, outputs=saved
     )
     outside = [
-        str(path) for path in live_folders({**request.environ, **spec.env}) if not path.is_relative_to(snapshot.source)
+        str(path) for path in editable_dirs({**request.environ, **spec.env}) if not path.is_relative_to(snapshot.source)
     ]
     return [
         f"code: copied {snapshot.num_files} files of {snapshot.source}, {snapshot.num_bytes / 1e6:.1f} MB",
@@ -299,12 +299,12 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
         WorkerError: where the job will not start; or Slurm no longer has it, and it wrote nothing to the run's directory.
     """
     (pause, longest), files = _ASK_S, poll_files.LastRead()
-    asked_at, seen, saves, told = time.monotonic(), _queued(run), poll_files.SaveWatch(run, attempt, files), ""
+    asked_at, seen, saves, told = time.monotonic(), _queued_job(run), poll_files.SaveWatch(run, attempt, files), ""
     while True:
         newest = poll_files.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
             return newest
-        queued = _queued(run)
+        queued = _queued_job(run)
         if queued != seen:
             (pause, _), seen = _ASK_S, queued
         if queued is not None and time.monotonic() - asked_at > pause:
@@ -313,11 +313,11 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
             if held not in {"", told}:
                 sys.stderr.write(f"note: job {queued.job_id} of {run.name} waits: {held}\n")
             told = held
-        saves.look()
+        saves.warn_of_failures()
         poll_files.await_news(newest)
 
 
-def _queued(run: RunDir) -> QueuedJob | None:
+def _queued_job(run: RunDir) -> QueuedJob | None:
     return await_answer(str(run.submission), lambda: read_queued_job(run))
 
 
@@ -337,7 +337,7 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
             return states.explain_reason(job.reason) if states.is_held(job.reason) else ""
     newest = poll_files.newest_attempt(run, poll_files.LastRead())
     has_ended = newest is not None and newest.attempt >= attempt and newest.is_last
-    if has_ended or _queued(run) != queued:
+    if has_ended or _queued_job(run) != queued:
         return ""
     if newest is not None and newest.job_id == queued.job_id and newest.ending is None:
         raise WorkerError(
@@ -403,4 +403,4 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     ask_to_stop(run, then=then)
     if then == "requeue":
         return f"{run.name} was asked to save and go back into Slurm's queue."
-    return after_stop(run)
+    return resume_text(run)

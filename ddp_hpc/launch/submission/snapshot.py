@@ -28,14 +28,14 @@ from ddp_hpc.base.names import few
 from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.run.run_dir.paths import RunDir
 
-LIST = ".ddp_hpc-snapshot.json"
+LIST_NAME = ".ddp_hpc-snapshot.json"
 """The file in a copy that lists what was copied, and from where."""
-_NO_OUTPUT = frozenset({"__pycache__", LIST})
+_NOT_OUTPUT = frozenset({"__pycache__", LIST_NAME})
 _NUM_NAMED = 5
 _MOST_LINKS = 1000
 """The most links in one directory of a copy."""
-_NO_CODE = frozenset({"__pycache__", "node_modules"})
-_READ_ONLY = 0o500
+_NOT_CODE = frozenset({"__pycache__", "node_modules"})
+_READ_ONLY_MODE = 0o500
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 _File = dict[str, Any]
-"""An entry of `LIST`: a file's name below the source, its size and digest, and for a link where it leads in the copy."""
+"""An entry of `LIST_NAME`: a file's name below the source, its size and digest, and for a link where it leads in the copy."""
 
 
 def path_in_snapshot(run: RunDir, top: Path, folder: Path) -> Path:
@@ -77,24 +77,24 @@ def take_snapshot(
     """
     import xxhash  # late: only a submission on Slurm waits for it
 
-    source = source_of(code_dir)
-    names = _names(source)
+    source = code_top(code_dir)
+    names = _code_files(source)
     hidden = {*_runs_beside(source, run), *_runs_among(source, names)}
     no_code = {*hidden, *outputs}
     names = [name for name in names if no_code.isdisjoint([source / name, *(source / name).parents])]
     _refuse_large(source, names, max_bytes)
     try:
-        files = [_look(source, name) for name in sorted(names) if _is_there(source / name)]
+        files = [_file_entry(source, name) for name in sorted(names) if _is_there(source / name)]
         digest = xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
         target = run.snapshots / digest
         commit = (_git(source, "rev-parse", "HEAD", may_fail=True) or "").strip() or None
         _publish(source, files, target, {"source": str(source), "commit": commit})
         if needed is not None:
-            _require(target / code_dir.resolve().relative_to(source) / needed, code_dir / needed)
+            _require_copied(target / code_dir.resolve().relative_to(source) / needed, code_dir / needed)
         names = [file["name"] for file in files]
-        written = _carry_over(run.snapshot, target, names)
+        written = _link_earlier_outputs(run.snapshot, target, names)
         not_shown = _link_rest(source, target, names, hidden)
-        lists = filter(None, [read_json(path / LIST) for path in (run.snapshot, target)])
+        lists = filter(None, [read_json(path / LIST_NAME) for path in (run.snapshot, target)])
         sources = [*dict.fromkeys(one["source"] for one in lists)]
         beside = scratch_path(run.snapshot)
         beside.symlink_to(target.relative_to(run.path))
@@ -108,13 +108,13 @@ def take_snapshot(
     return Snapshot(target, source, len(files), size, commit, written, not_shown, sources)
 
 
-def live_folders(environ: Mapping[str, str]) -> list[Path]:
+def editable_dirs(environ: Mapping[str, str]) -> list[Path]:
     """Return the directories beside the run's that workers import from, and whose code this user may edit while the job waits.
 
     They are entries of PYTHONPATH, and packages that are installed editable.
     """
     installed = [Path(sys.prefix), Path(sys.base_prefix), Path(site.getusersitepackages()), PACKAGE_DIR.parent]
-    found = (Path(path).resolve() for path in [*environ.get("PYTHONPATH", "").split(os.pathsep), *_editable()] if path)
+    found = (Path(path).resolve() for path in [*environ.get("PYTHONPATH", "").split(os.pathsep), *_editables()] if path)
     return [
         path
         for path in dict.fromkeys(found)
@@ -122,7 +122,7 @@ def live_folders(environ: Mapping[str, str]) -> list[Path]:
     ]
 
 
-def _editable() -> Iterator[str]:
+def _editables() -> Iterator[str]:
     """Yield where packages lie that are installed editable: by a `.pth` file, or by a finder of setuptools."""
     yield from sys.path[1:]  # the first is the program's own
     for name, module in sys.modules.copy().items():
@@ -161,23 +161,23 @@ def _folders_of(names: Iterable[str]) -> set[str]:
     return {".", *(str(parent) for name in names for parent in Path(name).parents)}
 
 
-def written_into(copy: Path) -> Iterator[str]:
+def outputs_in_copy(copy: Path) -> Iterator[str]:
     """Yield what jobs have written into a copy, beside the files of the code, also where an older copy holds it."""
-    names = {file["name"] for file in (read_json(copy / LIST) or {"files": []})["files"]}
+    names = {file["name"] for file in (read_json(copy / LIST_NAME) or {"files": []})["files"]}
     folders = _folders_of(names)
     for folder in sorted(folders):
         for entry in os.scandir(copy / folder) if (copy / folder).is_dir() else ():
             name = os.path.normpath(Path(folder, entry.name))
             is_of_work_tree = entry.is_symlink() and Path(entry).readlink().is_absolute()
-            if not (name in names or name in folders or entry.name in _NO_OUTPUT or is_of_work_tree):
+            if not (name in names or name in folders or entry.name in _NOT_OUTPUT or is_of_work_tree):
                 yield name
 
 
-def _carry_over(before: Path, target: Path, names: Sequence[str]) -> list[str]:
+def _link_earlier_outputs(before: Path, target: Path, names: Sequence[str]) -> list[str]:
     """Link what earlier jobs have written into the copy before, so that the next one goes on from it; return its names."""
     if not before.exists():
         return []
-    written, folders = list(written_into(before)), _folders_of(names)
+    written, folders = list(outputs_in_copy(before)), _folders_of(names)
     for name in written:
         link = target / name
         if str(Path(name).parent) in folders and not os.path.lexists(link):
@@ -201,7 +201,7 @@ def _link_rest(source: Path, target: Path, names: Sequence[str], hidden: set[Pat
                     Path(entry)
                     for entry in entries
                     if os.path.normpath(Path(folder, entry.name)) not in known
-                    and entry.name not in _NO_OUTPUT
+                    and entry.name not in _NOT_OUTPUT
                     and not any(path.is_relative_to(entry) for path in hidden)
                     and (entry.is_dir() or entry.is_file())
                 )
@@ -215,7 +215,7 @@ def _link_rest(source: Path, target: Path, names: Sequence[str], hidden: set[Pat
     return not_shown
 
 
-def source_of(code_dir: Path) -> Path:
+def code_top(code_dir: Path) -> Path:
     """Return the top of the work tree that a directory belongs to, or the directory."""
     code_dir = code_dir.resolve()
     top = Path((_git(code_dir, "rev-parse", "--show-toplevel") or str(code_dir)).rstrip("\n")).resolve()
@@ -243,7 +243,7 @@ def _runs_among(source: Path, names: Sequence[str]) -> Iterator[Path]:
             yield run.path
 
 
-def _require(copied: Path, original: Path) -> None:
+def _require_copied(copied: Path, original: Path) -> None:
     if not copied.exists():
         raise ConfigError(
             f"The job's copy of the code would not contain the recipe's module {original}: git ignores it, or it is in the "
@@ -252,25 +252,25 @@ def _require(copied: Path, original: Path) -> None:
         )
 
 
-def _names(source: Path) -> list[str]:
+def _code_files(source: Path) -> list[str]:
     listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed is None:
-        return list(_walk(source))
+        return list(_walk_files(source))
     names = [name for name in dict.fromkeys(listed.split("\0")) if name]  # git names a file in conflict three times
     modules = [name for name in names if (source / name).is_dir() and not (source / name).is_symlink()]
     present = [module.rstrip("/") for module in modules if (source / module / ".git").exists()]  # else it is only named
-    within = [f"{module}/{name}" for module in present for name in _names(source / module)]
+    within = [f"{module}/{name}" for module in present for name in _code_files(source / module)]
     links = {name for name in names if (source / name).is_symlink()}  # one may stand where a tracked directory was
     own = (name for name in names if name not in modules and links.isdisjoint(map(str, Path(name).parents)))
     return [*own, *within]
 
 
-def _walk(top: Path) -> Iterator[str]:
+def _walk_files(top: Path) -> Iterator[str]:
     for folder, folders, files in os.walk(top):
         kept = [
             name
             for name in folders
-            if not (name.startswith(".") or name in _NO_CODE or (Path(folder) / name / "pyvenv.cfg").exists())
+            if not (name.startswith(".") or name in _NOT_CODE or (Path(folder) / name / "pyvenv.cfg").exists())
         ]
         links = [name for name in kept if (Path(folder) / name).is_symlink()]
         folders[:] = [name for name in kept if name not in links]
@@ -298,7 +298,7 @@ def _is_there(path: Path) -> bool:
     return path.is_symlink() or path.is_file()  # git lists what was deleted, and what is a pipe by now
 
 
-def _look(source: Path, name: str) -> _File:
+def _file_entry(source: Path, name: str) -> _File:
     import xxhash
 
     path = source / name
@@ -336,10 +336,10 @@ def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str
         for file in files:
             if not os.path.lexists(into / file["name"]):
                 _copy(source / file["name"], into / file["name"], file["link_to"])
-        if not (into / LIST).exists():
+        if not (into / LIST_NAME).exists():
             manifest = {"version": 1, "taken_at": time.time(), **about, "files": files}
             make_directories(into)
-            replace_text(into / LIST, json.dumps(manifest, indent=1))
+            replace_text(into / LIST_NAME, json.dumps(manifest, indent=1))
         if into == beside:
             beside.rename(target)
             fsync_path(target.parent)
@@ -354,22 +354,22 @@ def _copy(source: Path, target: Path, link_to: str | None) -> None:
         target.symlink_to(link_to)
         return
     shutil.copy(source, target)  # with new times: a purge by age must not take it at once
-    target.chmod(target.stat().st_mode & (_READ_ONLY | reader_bits(target.parent)))
+    target.chmod(target.stat().st_mode & (_READ_ONLY_MODE | reader_bits(target.parent)))
 
 
-_REDIRECTING = (
+_REDIRECTING_VARIABLES = (
     *("GIT_DIR", "GIT_WORK_TREE", "GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"),
     *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_GRAFT_FILE"),
     *("GIT_CONFIG", "GIT_CONFIG_PARAMETERS", "GIT_TRACE", "GIT_EXTERNAL_DIFF", "GIT_LITERAL_PATHSPECS"),
 )
 """Variables that direct git to another repository: git sets them for its hooks and for the processes that a hook starts."""
-_WITHOUT_COMMANDS = (
+_NO_COMMANDS_OPTIONS = (
     *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.alternateRefsCommand="),
 )
 """A repository's own configuration can name commands; a copy of its code must not run them."""
 
 _NO_WORK_TREE = re.compile(r"not a git repository \(or any|must be run in a work tree")
-_NO_PROGRAM = 127
+_NO_PROGRAM_CODE = 127
 
 
 def _git(folder: Path, *words: str, may_fail: bool = False) -> str | None:
@@ -383,17 +383,17 @@ def _git(folder: Path, *words: str, may_fail: bool = False) -> str | None:
     # A user's own directory may lie below another user's repository, and be no part of it.
     may_fail = may_fail or folder.stat().st_uid != top.stat().st_uid
     # None of the commands that are asked here reads files through filters, as `git status` would.
-    unset = [f"--unset={name}" for name in _REDIRECTING]
+    unset = [f"--unset={name}" for name in _REDIRECTING_VARIABLES]
     argv = [
         *("env", *unset, "GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "GIT_ALLOW_PROTOCOL=", "LC_ALL=C"),
-        *("git", "-C", str(folder), *_WITHOUT_COMMANDS, *words),
+        *("git", "-C", str(folder), *_NO_COMMANDS_OPTIONS, *words),
     ]
     try:
         done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError:
         return None
     said = done.stderr.decode(errors="replace").strip()
-    if done.returncode not in {0, _NO_PROGRAM} and not may_fail and not _NO_WORK_TREE.search(said):
+    if done.returncode not in {0, _NO_PROGRAM_CODE} and not may_fail and not _NO_WORK_TREE.search(said):
         raise ConfigError(
             f"The job's copy of the code in {folder} is made of the files that git lists, but git refuses this repository:\n{said}\n"
             "Do what git says and submit again, or set `snapshot.enabled=false`, so that the job imports the code from its own directory."

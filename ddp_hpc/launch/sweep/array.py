@@ -16,7 +16,7 @@ from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.cluster.slurm.hostlist import as_ranges
 from ddp_hpc.cluster.slurm.queries import ClusterConfig
-from ddp_hpc.launch.render import own_template, render_template
+from ddp_hpc.launch.render import packaged_template, render_template
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.allocate import allocate_array
 from ddp_hpc.launch.submission.request import SubmitRequest
@@ -27,11 +27,11 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     SentArray,
     Sweep,
     SweepDir,
+    append_record,
     load_base,
     make_sweep,
     points_in_queue,
     read_sweep,
-    record,
     refuse_existing,
 )
 from ddp_hpc.run.run_dir.records import QueuedJob
@@ -54,17 +54,17 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     asked = directives(base, sweep_dir, chdir=Path.cwd(), cpus_per_worker=base.cpus_per_task)
     made = {flag: value for flag, value in asked.items() if flag != "dependency"}
     more = {"python": sys.executable, "base": sweep_dir.base, "sweep": sweep_dir.path}
-    return render_template(own_template(TEMPLATE), base, {**made, "output": log}, more)
+    return render_template(packaged_template(TEMPLATE), base, {**made, "output": log}, more)
 
 
 def describe(base: SubmitRequest, points: Sequence[Point]) -> tuple[str, list[str]]:
     """Return the script of the sweep's arrays, and what the user should know; make nothing."""
     script = array_script(base.spec, SweepDir(base.spec.path))
-    return script, slurm.check_dry(base, script, specs_to_check(base.resolved, points, base.environ))
+    return script, slurm.check_dry_run(base, script, specs_to_check(base.resolved, points, base.environ))
 
 
 def make_for_slurm(
-    base: SubmitRequest, sweep: Sweep, questions: capacity.Questions, *, until_sent: ExitStack
+    base: SubmitRequest, sweep: Sweep, questions: capacity.SlurmQuestions, *, until_sent: ExitStack
 ) -> list[str]:
     """Make the sweep's directory with all that its tasks need; return notes. Nothing is left where it fails.
 
@@ -74,15 +74,15 @@ def make_for_slurm(
     client.require("sbatch", environ)
     refuse_existing(sweep_dir)
     script = array_script(spec, sweep_dir)
-    capacity.refuse_private(sweep_dir.path)
-    notes = slurm.check(base, specs_to_check(base.resolved, sweep.points, environ))
+    capacity.refuse_private_place(sweep_dir.path)
+    notes = slurm.check_submission(base, specs_to_check(base.resolved, sweep.points, environ))
 
     def fill(beside: SweepDir) -> None:
         """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""
         replace_text(beside.job_script, script)
         questions.ask_about(beside.job_script)
         notes.extend(slurm.freeze_code(base, beside))
-        notes.extend(questions.notes(spec, beside))
+        notes.extend(questions.wait_for_notes(spec, beside))
 
     cluster = questions.config().name
     sweep = replace(sweep, import_paths=tuple(slurm.job_import_paths(base)), slurm_cluster=cluster)
@@ -90,7 +90,7 @@ def make_for_slurm(
     return notes
 
 
-def send(
+def send_points(
     sweep: Sweep, numbers: Sequence[int], cluster: ClusterConfig, environ: Mapping[str, str]
 ) -> tuple[dict[str, int], str]:
     """Send points to Slurm, in as few arrays as it accepts; record each array. The caller has locked the sweep's ledger.
@@ -111,9 +111,9 @@ def send(
             count = min(max(count, fewest), len(rest))
             sent = SentArray(numbers=tuple(rest[:count]), offset=chunk * size)
             try:
-                job_id = _send_array(sweep, sent, _dependency(users, last), environ)
+                job_id = _send_array(sweep, sent, _dependency_option(users, last), environ)
             except (SlurmRefusalError, SlurmBusyError) as error:
-                count = _fewer(count, fewest, error)
+                count = _fewer_points(count, fewest, error)
                 if count < fewest:
                     return jobs, str(error)
                 continue
@@ -122,7 +122,7 @@ def send(
     return jobs, ""
 
 
-def _fewer(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -> int:
+def _fewer_points(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -> int:
     """Return how many points to send where Slurm has not accepted `count` for a limit; fewer than `fewest`: none now."""
     if isinstance(error, SlurmBusyError):  # each try takes as long as sbatch may
         return max(count // 8, fewest) if count > fewest else 0
@@ -143,7 +143,7 @@ def _find_awaited(sweep: Sweep, environ: Mapping[str, str]) -> tuple[str, list[s
     return users, [array.job_id for array in sweep.arrays if points_in_queue(array, queued)]
 
 
-def _dependency(users: str, last: Sequence[str]) -> list[str]:
+def _dependency_option(users: str, last: Sequence[str]) -> list[str]:
     """Return the option of sbatch by which an array waits for the user's jobs, and for the arrays before it."""
     # `afterany` of an array waits for all of its tasks: https://slurm.schedmd.com/job_array.html#dependencies
     parts = [part for part in (users, f"afterany:{':'.join(last)}" if last else "") if part]
@@ -161,14 +161,14 @@ def refuse_other_cluster(sweep: Sweep, environ: Mapping[str, str]) -> None:
     slurm.knows(sweep.dir, QueuedJob(job_id=jobs, attempt=0, at=0.0, slurm_cluster=sweep.slurm_cluster), environ)
 
 
-def settle(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
+def settle_sent_arrays(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
     """Return the sweep once it is known of each array that was sent whether Slurm has it. The caller has locked the ledger."""
     sweep = read_sweep(sweep_dir)
     refuse_other_cluster(sweep, environ)
     if sweep.unanswered is None:
         return sweep
     job_id = _lost_array(sweep, environ)
-    record(sweep_dir, **({"refused": True} if job_id is None else {"array": job_id}))
+    append_record(sweep_dir, **({"refused": True} if job_id is None else {"array": job_id}))
     return read_sweep(sweep_dir)
 
 
@@ -207,20 +207,20 @@ def _send_array(sweep: Sweep, sent: SentArray, options: Sequence[str], environ: 
     tasks = as_ranges(number - sent.offset for number in sent.numbers)
     throttle = "" if sweep.at_most is None else f"%{sweep.at_most}"
     sweep_dir, name, count = sweep.dir, sweep.dir.name, len(sent.numbers)
-    record(sweep_dir, sending=as_ranges(sent.numbers), offset=sent.offset)
+    append_record(sweep_dir, sending=as_ranges(sent.numbers), offset=sent.offset)
     try:
         job_id = allocate_array(
             sweep_dir.job_script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=[str(sent.offset)]
         )
     except ConfigError:
         with suppress(OSError):  # a full disk; what Slurm has said is worth more
-            record(sweep_dir, refused=True)
+            append_record(sweep_dir, refused=True)
         raise
     except SlurmBusyError:
         # sbatch was ended while it waited or while it asked again, so Slurm may have accepted the array.
         found = _lost_array(read_sweep(sweep_dir), environ)
         if found is None:
-            record(sweep_dir, refused=True)
+            append_record(sweep_dir, refused=True)
             raise
         job_id = found
     except SlurmUnavailableError as error:
@@ -228,5 +228,5 @@ def _send_array(sweep: Sweep, sent: SentArray, options: Sequence[str], environ: 
             f"The answer of sbatch was lost, so Slurm may have accepted {count} points of {name}. Look for jobs of this name: `squeue --me "
             f"--name={name}`. `ddp-hpc sweep continue {sweep_dir.word}` asks Slurm for them before it submits any again. {error}"
         ) from error
-    record(sweep_dir, array=job_id)
+    append_record(sweep_dir, array=job_id)
     return job_id

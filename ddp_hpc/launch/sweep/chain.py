@@ -18,20 +18,20 @@ from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.config.sources import COMMAND_LINE
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import Awaited, When
+from ddp_hpc.run.run_dir.records import AwaitedRun, EndCondition
 from ddp_hpc.watch.find import find_run
 
-_WORDS: Mapping[When, str] = {"ok": "afterok", "notok": "afternotok", "any": "afterany"}
+_SBATCH_CONDITIONS: Mapping[EndCondition, str] = {"ok": "afterok", "notok": "afternotok", "any": "afterany"}
 """How another run has to end -> what sbatch calls it (`--dependency`, https://slurm.schedmd.com/sbatch.html#OPT_dependency)."""
 
 
-def split_when(text: str) -> tuple[str, When]:
+def split_end_condition(text: str) -> tuple[str, EndCondition]:
     """Return the run that `RUN:notok` names, and how it has to end; `ok` where it does not say."""
     name, colon, when = text.rpartition(":")
-    return (name, cast("When", when)) if colon and when in _WORDS else (text, "ok")
+    return (name, cast("EndCondition", when)) if colon and when in _SBATCH_CONDITIONS else (text, "ok")
 
 
-def after_others(request: SubmitRequest, words: Sequence[str], backend: Backend, *, is_single: bool) -> SubmitRequest:
+def add_dependency(request: SubmitRequest, words: Sequence[str], backend: Backend, *, is_single: bool) -> SubmitRequest:
     """Return the request of a job that waits for the runs and sweeps that `--after` names; `is_single`: and for jobs of its own name."""
     if not backend.HAS_QUEUE:
         raise ConfigError(
@@ -39,12 +39,12 @@ def after_others(request: SubmitRequest, words: Sequence[str], backend: Backend,
             "Start one run after the other there: `ddp-hpc submit A --wait && ddp-hpc submit B`."
         )
     environ, runs_dir, users = request.environ, request.run.path.parent, request.spec.slurm.dependency
-    parts, awaits = list[str](), list[Awaited]()
-    for name, when in map(split_when, words):
+    parts, awaits = list[str](), list[AwaitedRun]()
+    for name, when in map(split_end_condition, words):
         if (sweep_dir := sweep_named(name, runs_dir)) is not None:
-            parts.append(after_sweep(sweep_dir, when, environ))
-        elif awaited := _awaited(find_run(name, runs_dir), when, backend, environ):
-            parts.append(f"{_WORDS[when]}:{awaited.job_id}")
+            parts.append(sweep_dependency(sweep_dir, when, environ))
+        elif awaited := _awaited_job(find_run(name, runs_dir), when, backend, environ):
+            parts.append(f"{_SBATCH_CONDITIONS[when]}:{awaited.job_id}")
             awaits.append(awaited)
     parts = [part for part in [*parts, "singleton" if is_single else ""] if part]
     if not parts:
@@ -55,11 +55,11 @@ def after_others(request: SubmitRequest, words: Sequence[str], backend: Backend,
             "Slurm cannot combine the two. Leave out one of them."
         )
     found = ",".join([*([users] if users else []), *parts])
-    resolved = Overlay(request.resolved, environ).resolved({"slurm.dependency": found}, COMMAND_LINE.source)
+    resolved = Overlay(request.resolved, environ).resolve({"slurm.dependency": found}, COMMAND_LINE.source)
     return replace(request, resolved=resolved, awaits=awaits)
 
 
-def _awaited(run: RunDir, when: When, backend: Backend, environ: Mapping[str, str]) -> Awaited | None:
+def _awaited_job(run: RunDir, when: EndCondition, backend: Backend, environ: Mapping[str, str]) -> AwaitedRun | None:
     """Return the job of a run that is to be waited for; None where the run has ended as asked for."""
     spec = load_resolved(run.config)
     there = backend.find_job(run, environ)
@@ -69,7 +69,7 @@ def _awaited(run: RunDir, when: When, backend: Backend, environ: Mapping[str, st
                 f"`--after {run.name}` waits for job {there.job_id}, but that run may go on in a new job after it (`restart.by` is "
                 f"{spec.restart.by!r}). Wait until it has ended, or give it `restart.by=requeue`, which keeps the job's number."
             )
-        return Awaited(path=str(run.path), job_id=there.job_id, when=when)
+        return AwaitedRun(path=str(run.path), job_id=there.job_id, when=when)
     if find_job_elsewhere(run, backend.NAME, environ) is not None:
         raise ConfigError(
             f"`--after {run.name}` asks Slurm to wait for a run outside of its queue: it runs by {backend_of(run).NAME}. Wait "
@@ -92,7 +92,7 @@ def _awaited(run: RunDir, when: When, backend: Backend, environ: Mapping[str, st
     )
 
 
-def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> str:
+def sweep_dependency(sweep_dir: SweepDir, when: EndCondition, environ: Mapping[str, str]) -> str:
     """Return what the job waits for, as sbatch takes it; empty where the whole sweep has ended as asked for."""
     name = sweep_dir.name
     if read_sweep(sweep_dir).backend != "slurm":
@@ -101,7 +101,7 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
         )
     busy = f"Another process is submitting points of {name} at this moment. Submit again when it has ended."
     with sending_alone(sweep_dir, busy):
-        sweep = array.settle(sweep_dir, environ)
+        sweep = array.settle_sent_arrays(sweep_dir, environ)
     queued = client.queue(environ)
     waiting = {one.job_id: points_in_queue(one, queued) for one in sweep.arrays}
     live = {number for numbers in waiting.values() for number in numbers}
@@ -126,11 +126,11 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
     if not live:
         return ""
     # Where a point has failed already, the sweep is not ok whatever follows.
-    how: When = "any" if when == "notok" and others else when
-    return f"{_WORDS[how]}:{':'.join(_jobs(sweep, waiting))}"
+    how: EndCondition = "any" if when == "notok" and others else when
+    return f"{_SBATCH_CONDITIONS[how]}:{':'.join(_arrays_in_queue(sweep, waiting))}"
 
 
-def _jobs(sweep: Sweep, waiting: Mapping[str, set[int]]) -> list[str]:
+def _arrays_in_queue(sweep: Sweep, waiting: Mapping[str, set[int]]) -> list[str]:
     """Return the arrays that have tasks in the queue; a job that depends on an array waits for all of its tasks."""
     names = []
     for one in sweep.arrays:

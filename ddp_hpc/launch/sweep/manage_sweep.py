@@ -20,15 +20,16 @@ from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm import states as slurm_states
 from ddp_hpc.launch.submission import local
 from ddp_hpc.launch.submission.backend import Backend, find_job_elsewhere, load_backend
-from ddp_hpc.launch.submission.removal import delete_renamed, renamed_away
+from ddp_hpc.launch.submission.removal import delete_renamed, rename_to_hidden
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.slurm import knows
-from ddp_hpc.launch.submission.submit_checks.capacity import Questions
+from ddp_hpc.launch.submission.submit_checks.capacity import SlurmQuestions
 from ddp_hpc.launch.sweep import array
 from ddp_hpc.launch.sweep.point_configs import check_points
 from ddp_hpc.launch.sweep.sweep_dir import (
     Sweep,
     SweepDir,
+    append_record,
     failed_attempts,
     has_begun,
     has_ended,
@@ -36,7 +37,6 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     make_sweep,
     points_in_queue,
     read_sweep,
-    record,
     record_continued,
     sending_alone,
 )
@@ -48,11 +48,11 @@ _SENDING_PATIENCE_S = 120.0
 _RUNNER_PATIENCE_S = 30.0
 """How long `cancel` waits, on this machine, for the command that runs the points to end."""
 _POLL_S = 0.2
-_FAILED = frozenset({"failed", "refused"})
+_FAILURES = frozenset({"failed", "refused"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class SweepStart:
     """What became of a sweep's points."""
 
     sweep_dir: SweepDir
@@ -72,7 +72,7 @@ class Started:
         return 0 if self.runs_here else len(self.numbers) - sum(self.jobs.values())
 
 
-def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started:
+def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> SweepStart:
     """Check each point, make the sweep's directory, and send its points; on this machine, the caller runs them.
 
     Raises:
@@ -81,15 +81,15 @@ def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started
     environ, sweep_dir, numbers = base.environ, sweep.dir, [point.number for point in sweep.points]
     if not backend.HAS_QUEUE:
         check_points(base.resolved, sweep.points, environ, is_array=False)
-        local.refuse_too_much(base.spec)
+        local.refuse_too_many_workers(base.spec)
         make_sweep(replace(sweep, import_paths=tuple(base.import_paths)), base.resolved)
-        return Started(sweep_dir=sweep_dir, numbers=numbers, runs_here=True)
-    questions = Questions(environ)  # Slurm answers while this process checks the points
+        return SweepStart(sweep_dir=sweep_dir, numbers=numbers, runs_here=True)
+    questions = SlurmQuestions(environ)  # Slurm answers while this process checks the points
     check_points(base.resolved, sweep.points, environ, is_array=True)
     with ExitStack() as until_sent:
         notes = array.make_for_slurm(base, sweep, questions, until_sent=until_sent)
         try:
-            jobs, refusal = array.send(sweep, numbers, questions.config(), environ)
+            jobs, refusal = array.send_points(sweep, numbers, questions.config(), environ)
         except (ConfigError, OSError) as error:
             there = read_sweep(sweep_dir)
             if not there.arrays and (isinstance(error, ConfigError) or there.unanswered is None):
@@ -99,7 +99,7 @@ def submit_sweep(base: SubmitRequest, sweep: Sweep, backend: Backend) -> Started
             if isinstance(error, SlurmRefusalError):
                 raise questions.refusal(error.printed, base.spec) from error
             raise
-    return Started(sweep_dir=sweep_dir, numbers=numbers, jobs=jobs, refusal=refusal, notes=notes)
+    return SweepStart(sweep_dir=sweep_dir, numbers=numbers, jobs=jobs, refusal=refusal, notes=notes)
 
 
 def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
@@ -110,17 +110,17 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     sweep = read_sweep(sweep_dir)
     backend = load_backend(sweep.backend)
     troubles: list[DdpHpcError | OSError] = []
-    with _kept_in(troubles):
-        record(sweep_dir, cancelled=True)  # first: no other point starts any more
+    with _collect_error(troubles):
+        append_record(sweep_dir, cancelled=True)  # first: no other point starts any more
     array.refuse_other_cluster(sweep, environ)
     if not backend.HAS_QUEUE:
-        begun = _cancel_begun(sweep, backend, environ, troubles)
+        begun = _cancel_begun_runs(sweep, backend, environ, troubles)
         # The command that runs the points may be starting one now, of which no lock says so yet.
         end = time.monotonic() + _RUNNER_PATIENCE_S
         while is_being_sent(sweep_dir) and not troubles and time.monotonic() < end:
             time.sleep(_POLL_S)
-            begun |= _cancel_begun(sweep, backend, environ, troubles)
-        _raise_first(troubles, sweep_dir)
+            begun |= _cancel_begun_runs(sweep, backend, environ, troubles)
+        _raise_first_error(troubles, sweep_dir)
         if is_being_sent(sweep_dir):
             raise RunBusyError(
                 f"{sweep_dir.name} was cancelled, but the command that runs its points has not ended within {_RUNNER_PATIENCE_S:.0f} s, so a "
@@ -131,19 +131,19 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
         f"No other point of {sweep_dir.name} starts, but another process has been submitting its points for {_SENDING_PATIENCE_S:.0f} s, "
         f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.word}` again when that process has ended."
     )
-    with sending_alone(sweep_dir, busy, patience_s=_SENDING_PATIENCE_S), _kept_in(troubles):
-        sweep = array.settle(sweep_dir, environ)  # what was being sent is to be cancelled, too
+    with sending_alone(sweep_dir, busy, patience_s=_SENDING_PATIENCE_S), _collect_error(troubles):
+        sweep = array.settle_sent_arrays(sweep_dir, environ)  # what was being sent is to be cancelled, too
     # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
-    begun = _cancel_begun(sweep, backend, environ, troubles)
-    with _kept_in(troubles):
+    begun = _cancel_begun_runs(sweep, backend, environ, troubles)
+    with _collect_error(troubles):
         array.cancel_waiting(sweep, environ)
-    begun |= _cancel_begun(sweep, backend, environ, troubles)  # those that began meanwhile
-    _raise_first(troubles, sweep_dir)
+    begun |= _cancel_begun_runs(sweep, backend, environ, troubles)  # those that began meanwhile
+    _raise_first_error(troubles, sweep_dir)
     return len(begun)
 
 
 @contextmanager
-def _kept_in(troubles: list[DdpHpcError | OSError]) -> Iterator[None]:
+def _collect_error(troubles: list[DdpHpcError | OSError]) -> Iterator[None]:
     """Keep an error of the block for later, unless Slurm does not answer: it will not answer the next question either."""
     try:
         yield
@@ -153,7 +153,7 @@ def _kept_in(troubles: list[DdpHpcError | OSError]) -> Iterator[None]:
         troubles.append(error)
 
 
-def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir) -> None:
+def _raise_first_error(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir) -> None:
     """Say what was against a cancellation, if anything was: a refusal first."""
     for first in sorted(troubles, key=lambda one: not isinstance(one, ConfigError)):
         if isinstance(first, ConfigError | UnreadableError):
@@ -165,13 +165,13 @@ def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir)
         ) from first
 
 
-def _cancel_begun(
+def _cancel_begun_runs(
     sweep: Sweep, backend: Backend, environ: Mapping[str, str], troubles: list[DdpHpcError | OSError]
 ) -> set[str]:
     """Cancel the runs that wait again or run; return their names. Add to `troubles` what was against it."""
     cancelled = set()
     for run in map(sweep.dir.run, sweep.points):
-        with _kept_in(troubles):
+        with _collect_error(troubles):
             if not has_begun(run) or has_ended(run) or not _has_job(run, backend, environ):
                 continue
             cancelled.add(run.name)
@@ -196,24 +196,24 @@ def _has_job(run: RunDir, backend: Backend, environ: Mapping[str, str]) -> bool:
 
 def continue_sweep(
     sweep_dir: SweepDir, environ: Mapping[str, str], *, is_failed: bool = False, limits: Mapping[str, int]
-) -> Started:
+) -> SweepStart:
     """Start the points that have not finished, and neither wait, run, nor have failed; with `is_failed`, those that have failed, and no others.
 
     Of points that the user has cancelled, it starts those that were cancelled with the whole sweep.
     """
     busy = f"Another process is submitting points of {sweep_dir.name}, or runs them on this machine, at this moment. Try again when it has ended."
     with sending_alone(sweep_dir, busy):
-        sweep = array.settle(sweep_dir, environ)
+        sweep = array.settle_sent_arrays(sweep_dir, environ)
         is_array = sweep.backend == "slurm"
         numbers, notes = _points_left(sweep, environ, is_failed=is_failed)
-        with _continued(sweep, is_failed=is_failed, limits=limits):
+        with _record_continuation(sweep, is_failed=is_failed, limits=limits):
             sweep = read_sweep(sweep_dir)
             if is_array and "at_most" in limits and sweep.arrays:
                 array.throttle_waiting(sweep, environ)
             if not is_array or not numbers:
-                return Started(sweep_dir=sweep_dir, numbers=numbers, runs_here=bool(numbers), notes=notes)
-            jobs, refusal = array.send(sweep, numbers, client.config(environ), environ)
-            return Started(sweep_dir=sweep_dir, numbers=numbers, jobs=jobs, refusal=refusal, notes=notes)
+                return SweepStart(sweep_dir=sweep_dir, numbers=numbers, runs_here=bool(numbers), notes=notes)
+            jobs, refusal = array.send_points(sweep, numbers, client.config(environ), environ)
+            return SweepStart(sweep_dir=sweep_dir, numbers=numbers, jobs=jobs, refusal=refusal, notes=notes)
 
 
 def _points_left(sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool) -> tuple[list[int], list[str]]:
@@ -240,7 +240,7 @@ def _points_left(sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool) -
             )
     if is_failed:  # of a lost point, Slurm may say that its job has failed
         numbers = [
-            number for number, state in states.items() if state.left in {"failed", "lost"} and state.word in _FAILED
+            number for number, state in states.items() if state.left in {"failed", "lost"} and state.word in _FAILURES
         ]
     else:
         cancelled = sweep.cancelled_numbers
@@ -262,7 +262,7 @@ def _points_left(sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool) -
 
 
 @contextmanager
-def _continued(before: Sweep, *, is_failed: bool, limits: Mapping[str, int]) -> Iterator[None]:
+def _record_continuation(before: Sweep, *, is_failed: bool, limits: Mapping[str, int]) -> Iterator[None]:
     """Record that the user continues the sweep, as tasks that start read it; take it back where nothing could be sent."""
     # With `--failed`, the other points of a cancelled sweep stay cancelled.
     sweep_dir, is_cancelled, forgiven = before.dir, before.is_cancelled and is_failed, failed_attempts(before)
@@ -300,18 +300,18 @@ def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
         )
 
     with sending_alone(sweep_dir, refusal("another process submits or runs its points")):
-        for problem in _reasons(sweep_dir, environ):
+        for problem in _why_not_delete(sweep_dir, environ):
             raise RunBusyError(refusal(problem))
-        away = renamed_away(sweep_dir.path)
+        away = rename_to_hidden(sweep_dir.path)
     delete_renamed(away, f"The sweep {sweep_dir.name}")
 
 
-def _reasons(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
+def _why_not_delete(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield why the sweep must not be deleted."""
     sweep = read_sweep(sweep_dir)
     is_array, there = sweep.backend == "slurm", set[str]()
     if is_array:
-        sweep = array.settle(sweep_dir, environ)
+        sweep = array.settle_sent_arrays(sweep_dir, environ)
         queued = [one for one in client.queue(environ) if not slurm_states.has_ended(one.state)]
         there = {name for entry in queued for name in (entry.job_id, entry.number)}
         for one in sweep.arrays:
@@ -321,5 +321,5 @@ def _reasons(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
         job = read_queued_job(run) if is_array else None
         if job is not None and knows(run, job, environ) and job.job_id in there:
             yield f"job {job.job_id} of {run.name} waits or runs"
-        if local.works_here(run):
+        if local.is_working_here(run):
             yield f"its run {run.name} runs on this machine"

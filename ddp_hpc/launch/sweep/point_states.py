@@ -23,7 +23,7 @@ READS_PER_S = 50
 """At most so many runs are read in a second, so that one follower of a large sweep does not load the file system."""
 PointWord = State | Literal["not submitted"]
 """What `status` says of the point's run; or: it has none, and no job will make one."""
-Left = Literal["not begun", "lost", "failed", "ended by the user", "unreadable"]
+LeftState = Literal["not begun", "lost", "failed", "ended by the user", "unreadable"]
 """What a point is that has no job and has not finished. `lost`: it has begun, and neither finished nor failed by its own records;
 `unreadable`: it is not known whether it may start."""
 
@@ -38,7 +38,7 @@ class PointState:
     reason: str = ""
     is_over: bool = False
     """Whether nothing works on it, and nothing will unless the user says so."""
-    left: Left | None = None
+    left: LeftState | None = None
     """None where it has finished or has a job, or that is not known."""
 
     @property
@@ -48,7 +48,7 @@ class PointState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
+class _SharedFacts:
     """What is the same for all points at one moment."""
 
     sweep: Sweep
@@ -81,7 +81,7 @@ class PointReader:
         """
         path, jobs = sweep.dir.path, list(queue.jobs.values())
         never = [(one, why) for one in jobs if (why := states.why_never(one.reason))]
-        seen = _Seen(
+        seen = _SharedFacts(
             sweep=sweep,
             queue=queue,
             is_being_sent=is_being_sent,
@@ -94,17 +94,17 @@ class PointReader:
         self.finished = {number: state for number, state in found.items() if state.word == "finished"}
         return found
 
-    def _state(self, point: Point, seen: _Seen) -> PointState:
+    def _state(self, point: Point, seen: _SharedFacts) -> PointState:
         state = None
         if point.name in seen.there:
             try:
-                state = self._of_run(point, seen)
+                state = self._state_of_run(point, seen)
             except (OSError, UnreadableError):  # its file system does not answer; the others are read all the same
                 return PointState(word="unknown", reason="its files cannot be read now", left="unreadable")
-        state, why = state or _without_run(point.number, seen), seen.never.get(point.number)
+        state, why = state or _state_without_run(point.number, seen), seen.never.get(point.number)
         return replace(state, reason=why, is_over=True) if why and state.word == "waiting" else state
 
-    def _of_run(self, point: Point, seen: _Seen) -> PointState | None:
+    def _state_of_run(self, point: Point, seen: _SharedFacts) -> PointState | None:
         """Return where a run stands; None where its directory is being made, and nothing has begun."""
         run, problems = seen.sweep.dir.run(point), []
 
@@ -131,10 +131,10 @@ class PointReader:
             has_job = bool(seen.queue.problem) or any(one is not None and not one.has_ended for one in found)
         else:
             has_job = status.is_alive or status.state == "unknown"  # unknown: it may run on another host
-        return state if has_job else replace(state, left=_left(newest, job))
+        return state if has_job else replace(state, left=_left_state(newest, job))
 
 
-def _without_run(number: int, seen: _Seen) -> PointState:
+def _state_without_run(number: int, seen: _SharedFacts) -> PointState:
     if number in seen.sweep.unanswered_numbers:
         reason = "Slurm did not answer whether it accepted the point's job"
         return PointState(word="unknown", reason=reason, is_over=not seen.is_being_sent)
@@ -148,7 +148,7 @@ def _without_run(number: int, seen: _Seen) -> PointState:
     return PointState(word="not submitted", reason=reason, is_over=True, left="not begun")
 
 
-def _left(newest: Attempt | None, job: QueuedJob | None) -> Left | None:
+def _left_state(newest: Attempt | None, job: QueuedJob | None) -> LeftState | None:
     """Return what a point without a job is, by the records of its run."""
     if newest is not None and newest.is_last and newest.ending == Ending.FINISHED:
         return None
@@ -176,7 +176,7 @@ class SweepLook:
     """Whether nothing waits or runs."""
 
 
-def follow(
+def follow_points(
     sweep_dir: SweepDir,
     environ: Mapping[str, str],
     *,

@@ -25,8 +25,8 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_VALUE = 24
 _LONGEST_NAME = 96
 _FEWEST_DIGITS = 3
-_SCALARS = frozenset({bool, int, float, str, type(None)})
-_OF_THE_SWEEP = frozenset({"base.yaml", "job.sbatch", "logs", "snapshot", "snapshots", "sweep.jsonl"})
+_SCALAR_TYPES = frozenset({bool, int, float, str, type(None)})
+_SWEEP_FILES = frozenset({"base.yaml", "job.sbatch", "logs", "snapshot", "snapshots", "sweep.jsonl"})
 """What a sweep's directory holds beside the runs of its points."""
 
 
@@ -61,7 +61,7 @@ def parse_axis(word: str) -> tuple[str, list[str]]:
         word = f"{key}=..."  # in errors: the values may be secrets
     if not equals or _KEY.fullmatch(key) is None:
         raise ConfigError(f"`--sweep {word}` is not of the form KEY=VALUE,VALUE,... such as `train.lr=0.1,0.01`.")
-    texts = [each for part in _divided(text) for each in _range(part, word)]
+    texts = [each for part in _split_at_commas(text) for each in _expand_range(part, word)]
     if any(not each for each in texts):
         raise ConfigError(
             f"`--sweep {word}` has an empty value. Remove the comma that is too much; write `''` for a text without characters."
@@ -69,7 +69,7 @@ def parse_axis(word: str) -> tuple[str, list[str]]:
     return key, texts
 
 
-def _divided(text: str) -> list[str]:
+def _split_at_commas(text: str) -> list[str]:
     """Return the parts between the commas that stand outside of brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
@@ -88,7 +88,7 @@ def _divided(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _range(part: str, word: str) -> list[str]:
+def _expand_range(part: str, word: str) -> list[str]:
     """Return the whole numbers of a range, its end included; another text as it is."""
     match = _RANGE.fullmatch(part)
     if match is None:
@@ -115,7 +115,7 @@ def _is_shown(key: str, value: Any) -> bool:
     return is_key_shown(key, value)
 
 
-def points_of(
+def make_points(
     axes: Sequence[tuple[str, Sequence[str]]], listed: Sequence[Mapping[str, Any]] = (), *, is_zipped: bool = False
 ) -> list[Point]:
     """Return each combination of the axes' values, the last axis changing first. An axis is a key, and the texts of its values.
@@ -137,7 +137,7 @@ def points_of(
             name: text if key is None else parse_text(key, text, f"--sweep {name}")
             for name, key, text in zip(names, found, texts, strict=True)
         }
-        for texts in _combined(axes, is_zipped=is_zipped)
+        for texts in _combinations(axes, is_zipped=is_zipped)
     ]
     of_file = [_with_checked_name(each) for each in listed] or [{}]
     if len(of_file) * len(chosen) > MOST_POINTS:
@@ -147,10 +147,10 @@ def points_of(
     all_settings = [{**first, **second} for first in of_file for second in chosen]
     points = [
         Point(number, name, {key: value for key, value in settings.items() if key != "name"})
-        for number, (name, settings) in enumerate(zip(_names(all_settings), all_settings, strict=True))
+        for number, (name, settings) in enumerate(zip(_point_names(all_settings), all_settings, strict=True))
     ]
     named = {number for number, settings in enumerate(all_settings) if "name" in settings}
-    _refuse_equal(points, named)
+    _refuse_duplicates(points, named)
     return points
 
 
@@ -163,14 +163,14 @@ def _with_checked_name(listed: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"A point has the name {as_text(name)}, which is neither a text nor a whole number. Write it in quotes."
         )
-    if str(name) in _OF_THE_SWEEP:
+    if str(name) in _SWEEP_FILES:
         raise ConfigError(
             f"A point has the name {name!r}, but the sweep's directory has a file of its own with this name. Choose another one."
         )
     return dict(listed)
 
 
-def _combined(axes: Sequence[tuple[str, Sequence[str]]], *, is_zipped: bool) -> list[tuple[str, ...]]:
+def _combinations(axes: Sequence[tuple[str, Sequence[str]]], *, is_zipped: bool) -> list[tuple[str, ...]]:
     all_texts = [texts for _, texts in axes]
     if not is_zipped:
         if math.prod(map(len, all_texts)) > MOST_POINTS:
@@ -184,14 +184,14 @@ def _combined(axes: Sequence[tuple[str, Sequence[str]]], *, is_zipped: bool) -> 
     return list(zip(*all_texts, strict=True)) or [()]
 
 
-def _refuse_equal(points: Sequence[Point], named: AbstractSet[int]) -> None:
+def _refuse_duplicates(points: Sequence[Point], named: AbstractSet[int]) -> None:
     """Refuse two points of the same name, or of the same settings; a search names its points, and may try the same settings twice."""
     names: dict[str, Point] = {}
     settings: dict[tuple[tuple[str, str], ...], Point] = {}
     for point in points:
         found = {"has the same name": names.setdefault(point.name, point)}
         if point.number not in named:
-            found["has the same values"] = settings.setdefault(as_set(point.settings), point)
+            found["has the same values"] = settings.setdefault(settings_as_key(point.settings), point)
         for what, first in found.items():
             if first is not point:
                 raise ConfigError(
@@ -199,20 +199,20 @@ def _refuse_equal(points: Sequence[Point], named: AbstractSet[int]) -> None:
                 )
 
 
-def as_set(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def settings_as_key(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return what is equal for equal settings, and can be a key of a dictionary."""
-    return tuple(sorted((key, _distinct(value)) for key, value in settings.items()))
+    return tuple(sorted((key, _distinct_text(value)) for key, value in settings.items()))
 
 
-def _distinct(value: Any) -> str:
+def _distinct_text(value: Any) -> str:
     """Return a text that differs for different values: 1, 1.0, true and "1" are four."""
     # A sweep compares thousands of values, most of them scalars: of those, JSON takes ten times as long.
-    return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
+    return repr(value) if type(value) in _SCALAR_TYPES else json.dumps(value, sort_keys=True, default=str)
 
 
-def _names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def _point_names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return `003-lr-0.1-seed-2` for each point: the number, and the settings that differ between points."""
-    labels = labels_of(all_settings)
+    labels = key_labels(all_settings)
     digits = max(_FEWEST_DIGITS, len(str(len(all_settings) - 1)))
     names = []
     for number, settings in enumerate(all_settings):
@@ -220,7 +220,7 @@ def _names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
             names.append(str(settings["name"]))
             continue
         parts = [
-            f"{labels[key]}-{_in_name(settings[key])}"
+            f"{labels[key]}-{_value_in_name(settings[key])}"
             for key in settings
             if key in labels and _is_shown(key, settings[key])
         ]
@@ -229,18 +229,18 @@ def _names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
-def labels_of(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def key_labels(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the keys in which the settings of points differ, each with a short name."""
     keys = dict.fromkeys(key for settings in all_settings for key in settings if key != "name")
     last = [key.rpartition(".")[2] for key in keys]
     return {
         key: label if last.count(label) == 1 else key  # the whole key where two have the same last part
         for key, label in zip(keys, last, strict=True)
-        if len({_distinct(settings.get(key)) for settings in all_settings}) > 1
+        if len({_distinct_text(settings.get(key)) for settings in all_settings}) > 1
     }
 
 
-def _in_name(value: Any) -> str:
+def _value_in_name(value: Any) -> str:
     """Return a value in a name: a path's last part, `1e+3` as `1e3`."""
     text = as_text(value)
     text = PurePath(text).name if "/" in text else text

@@ -17,12 +17,12 @@ from ddp_hpc.launch.submission import local, run_dir_setup
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.sweep.point_configs import PointResolver
 from ddp_hpc.launch.sweep.points import Point
-from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, load_base, num_failed, read_sweep, record
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, append_record, load_base, num_failed, read_sweep
 from ddp_hpc.run.config.resolve import render_resolved
 
 
 @contextmanager
-def running(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, str]) -> Iterator[Callable[[], object]]:
+def run_here(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, str]) -> Iterator[Callable[[], object]]:
     """Run points beside the `with` block, and wait for them at its end; yield what asks them to stop, and starts no other."""
     lock_fd = processes.take_lock(sweep_dir.ledger)
     if lock_fd is None:
@@ -91,7 +91,7 @@ def _stop_points(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
     for point in read_sweep(sweep_dir).points:
         with suppress(DdpHpcError, OSError):  # it does not run
             local.stop(sweep_dir.run(point), environ)
-    record(sweep_dir, cancelled=True)  # no other point starts until the user continues it
+    append_record(sweep_dir, cancelled=True)  # no other point starts until the user continues it
 
 
 def _run_point(
@@ -99,7 +99,7 @@ def _run_point(
 ) -> None:
     """Run one point to its end. Where it fails, its own records or a line here say why, and the others run all the same."""
     try:
-        resolved = made.resolved(point)
+        resolved = made.resolve(point)
         request = SubmitRequest(resolved=resolved, import_paths=sweep.import_paths, environ=environ)
         if not request.run.config.exists():
             # A refused run that `submit` has made itself would leave no record.

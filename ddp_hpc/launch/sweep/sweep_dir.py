@@ -28,7 +28,7 @@ from ddp_hpc.cluster.slurm import states
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.run.config.resolve import Resolved, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
-from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, RunPath, holds_sweep
+from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, RunPath, is_sweep_dir
 
 if TYPE_CHECKING:
     from ddp_hpc.cluster.slurm.queries import QueuedEntry
@@ -111,7 +111,7 @@ class Sweep:
 
 def sweep_named(text: str, runs_dir: Path) -> SweepDir | None:
     """Return the sweep that `text` names: a sweep in `runs_dir`, or its directory; None where there is none."""
-    paths = (path for path in (runs_dir / text, Path(text)) if holds_sweep(path))
+    paths = (path for path in (runs_dir / text, Path(text)) if is_sweep_dir(path))
     return next((SweepDir(Path(os.path.abspath(path))) for path in paths), None)  # noqa: PTH100  as `find_run` does
 
 
@@ -181,7 +181,7 @@ def make_sweep(
 
 def refuse_existing(sweep: SweepDir) -> None:
     """Refuse a name that is in use."""
-    if holds_sweep(sweep.path):
+    if is_sweep_dir(sweep.path):
         raise ConfigError(
             f"The sweep {sweep.name} exists already in {sweep.path}, and its points never change. To send those that were not "
             f"submitted, or that failed: `ddp-hpc sweep continue {sweep.word}`. For other points, choose another `name=...`."
@@ -192,12 +192,12 @@ def refuse_existing(sweep: SweepDir) -> None:
         )
 
 
-def record(sweep: SweepDir, **fields: object) -> None:
+def append_record(sweep: SweepDir, **fields: object) -> None:
     """Add a line to the ledger: an array that is about to be sent, that Slurm has accepted or refused; or that the user has cancelled the sweep."""
     append_json_line(sweep.ledger, {**fields, "at": time.time()})
 
 
-def from_ranges(text: str) -> tuple[int, ...]:
+def parse_ranges(text: str) -> tuple[int, ...]:
     """Return the numbers of `0-3,7`, and of `9-19:2`, as squeue prints tasks that are equally far apart."""
     numbers: list[int] = []
     for part in filter(None, text.split(",")):
@@ -226,7 +226,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
             stop_after_failures=header["stop_after_failures"],
         )
         for one in records:
-            found = _apply(found, one)
+            found = _apply_line(found, one)
     except OSError as error:
         raise UnreadableError(
             f"The sweep's list of points {sweep.ledger} cannot be read now: {error.strerror}. Try again later."
@@ -238,12 +238,12 @@ def read_sweep(sweep: SweepDir) -> Sweep:
     return found
 
 
-def _apply(sweep: Sweep, line: Mapping[str, Any]) -> Sweep:
+def _apply_line(sweep: Sweep, line: Mapping[str, Any]) -> Sweep:
     """Return the sweep after what a line says of its arrays, or of what the user has decided on it since."""
     of, since = sweep.unanswered, sweep.sent_since_cancel
     if "sending" in line:
         # Older versions wrote the points beside a token, and the token into the lines that follow.
-        sent = SentArray(numbers=from_ranges(line.get("points", line["sending"])), offset=line["offset"])
+        sent = SentArray(numbers=parse_ranges(line.get("points", line["sending"])), offset=line["offset"])
         return replace(sweep, unanswered=sent, sent_since_cancel=None if since is None else since.union(sent.numbers))
     if "array" in line:
         if of is None:
@@ -265,16 +265,16 @@ def record_continued(
     sweep: SweepDir, *, is_cancelled: bool, forgiven: Mapping[int, int], limits: Mapping[str, int | None]
 ) -> None:
     """Record with what the user continues the sweep; `is_cancelled`: points that have not begun stay cancelled."""
-    record(sweep, continued=True, is_cancelled=is_cancelled, forgiven=dict(forgiven), limits=dict(limits))
+    append_record(sweep, continued=True, is_cancelled=is_cancelled, forgiven=dict(forgiven), limits=dict(limits))
 
 
 def load_base(sweep: SweepDir, *, is_patient: bool = False) -> Resolved:
     """Return the configuration that all points share, as of the directory that the sweep is in now."""
-    from ddp_hpc.run.config.resolve import flat
+    from ddp_hpc.run.config.resolve import flat_spec
 
     spec = load_resolved(sweep.base, is_patient=is_patient)
     spec = replace(spec, name=sweep.name, runs_dir=str(sweep.path.parent.absolute()))
-    return Resolved(spec, dict.fromkeys(flat(spec), f"sweep {sweep.name}"))
+    return Resolved(spec, dict.fromkeys(flat_spec(spec), f"sweep {sweep.name}"))
 
 
 def has_begun(run: RunDir) -> bool:
@@ -284,11 +284,11 @@ def has_begun(run: RunDir) -> bool:
 
 def has_ended(run: RunDir) -> bool:
     """Return whether the run's newest attempt is known to have ended, and no other follows; a run without an attempt has not."""
-    newest = _newest(run)
+    newest = _newest_attempt(run)
     return newest is not None and newest.is_last
 
 
-def _newest(run: RunDir) -> Attempt | None:
+def _newest_attempt(run: RunDir) -> Attempt | None:
     try:
         return Ledger.read(run).newest
     except (OSError, UnreadableError):  # of one point; the others are not to wait for its file system
@@ -302,7 +302,7 @@ def num_failed(sweep: Sweep) -> int:
 
 def failed_attempts(sweep: Sweep) -> dict[int, int]:
     """Return the points that have failed, and the attempt that has."""
-    newest = {point.number: _newest(sweep.dir.run(point)) for point in sweep.points}
+    newest = {point.number: _newest_attempt(sweep.dir.run(point)) for point in sweep.points}
     return {
         number: one.attempt
         for number, one in newest.items()
@@ -339,7 +339,7 @@ def points_in_queue(array: SentArray, queued: Iterable[QueuedEntry | QueueStatus
             continue
         listed = task.strip("[]").partition("%")[0]
         try:
-            tasks |= set(from_ranges(listed))
+            tasks |= set(parse_ranges(listed))
         except ValueError:  # a list that squeue has cut off, or one it writes in another way: any of them may wait
             return set(array.numbers)
     return {number for number in array.numbers if number - array.offset in tasks}

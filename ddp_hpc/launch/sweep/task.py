@@ -86,15 +86,15 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
         return None
     if has_it:
         return run  # Slurm has started the task again
-    why_not = _why_not(sweep, run, before, environ)
+    why_not = _why_not_start(sweep, run, before, environ)
     if why_not is not None:
         sys.stderr.write(f"note: {point} of {sweep_dir.name} is not started: {why_not}\n")
         return None
-    _make(sweep, point, allocation, environ)
+    _make_run_dir(sweep, point, allocation, environ)
     return run
 
 
-def _why_not(sweep: Sweep, run: RunDir, before: QueuedJob | None, environ: Mapping[str, str]) -> str | None:
+def _why_not_start(sweep: Sweep, run: RunDir, before: QueuedJob | None, environ: Mapping[str, str]) -> str | None:
     """Return why the point is not to start in this job; None where it is."""
     if before is not None:
         try:
@@ -119,10 +119,10 @@ def _why_not(sweep: Sweep, run: RunDir, before: QueuedJob | None, environ: Mappi
     return None
 
 
-def _make(sweep: Sweep, point: Point, allocation: Allocation, environ: Mapping[str, str]) -> None:
+def _make_run_dir(sweep: Sweep, point: Point, allocation: Allocation, environ: Mapping[str, str]) -> None:
     """Make the run's directory as `submit` does, or renew it; record last that this task has it."""
     run = sweep.dir.run(point)
-    resolved = PointResolver(load_base(sweep.dir, is_patient=True), environ).resolved(point)
+    resolved = PointResolver(load_base(sweep.dir, is_patient=True), environ).resolve(point)
     make_run_dir(run, render_resolved(resolved), is_new=not run.config.exists())
     make_directories(run.console.parent)
     replace_text(run.job_script, render(resolved.spec, run, sweep.import_paths, chdir=Path.cwd()))

@@ -21,7 +21,7 @@ from ddp_hpc.prove.certify.sandbox import copy_of, files_in
 from ddp_hpc.prove.certify.saved_files import is_saved_state, plain
 from ddp_hpc.prove.certify.trial import Trial
 from ddp_hpc.prove.certify.verdicts import FaultResult, judge, needs_second_run
-from ddp_hpc.run.spec.script import program_of
+from ddp_hpc.run.spec.script import parse_program
 
 RANKS = 2
 """How many ranks run, where the settings do not say: what ranks must agree on needs two."""
@@ -52,14 +52,14 @@ class Certificate:
     findings: list[FaultResult] = field(default_factory=list)
 
     @property
-    def tried(self) -> list[FaultResult]:
+    def tried_faults(self) -> list[FaultResult]:
         """The faults that came; a script that hangs undisturbed gets none."""
         return [one for one in self.findings if one.was_tried and one.fault in FAULTS]
 
     @property
     def is_good(self) -> bool:
         """Whether at least one fault was tried, and it came back from every one; a run that finished too early proves nothing."""
-        return bool(self.tried) and all(one.is_good for one in self.findings)
+        return bool(self.tried_faults) and all(one.is_good for one in self.findings)
 
 
 @dataclass(kw_only=True)
@@ -118,12 +118,12 @@ class Certification:
     def _begin(self) -> Certificate:
         """Run the script undisturbed; return what it does."""
         self._command = command_in(self.work_dir, self.command)
-        texts = texts_in_source(program_of(self._command), self.work_dir)
+        texts = texts_in_source(parse_program(self._command), self.work_dir)
         variables = [one for one in self.settings if one.startswith("env.")]
-        self._outside = self._watched(named_paths((*self._command[1:], *variables), texts))
-        refuse_saved_states(self._outside, apart_from=self._of_other_runs)
+        self._outside = self._watched_paths(named_paths((*self._command[1:], *variables), texts))
+        refuse_saved_states(self._outside, apart_from=self._other_runs_dirs)
         self.say("running the script undisturbed")
-        record = self._undisturbed("undisturbed")
+        record = self._run_undisturbed("undisturbed")
         self.baseline = Baseline(record=record)
         self.patience_s = max(self.patience_s, SILENCE_FACTOR * record.longest_silence_s)
         self.notes += _limits(self.baseline)
@@ -143,17 +143,17 @@ class Certification:
             certificate.findings.append(judge("undisturbed", evidence))
         return certificate
 
-    def _watched(self, paths: Sequence[Path]) -> tuple[Path, ...]:
+    def _watched_paths(self, paths: Sequence[Path]) -> tuple[Path, ...]:
         return tuple(path for path in paths if not any(path.is_relative_to(one) for one in self.may_change))
 
     @property
-    def _of_other_runs(self) -> tuple[Path, ...]:
+    def _other_runs_dirs(self) -> tuple[Path, ...]:
         """Directories that certify, other runs and, as the user says, others write to, also where a path that the script names contains them."""
         ours = (*self.left_out, self.folder, *self.may_change)
         return tuple(one for one in ours if not self.work_dir.is_relative_to(one))
 
-    def _undisturbed(self, name: str) -> RunRecord:
-        trial, record = self._trial(name)
+    def _run_undisturbed(self, name: str) -> RunRecord:
+        trial, record = self._run_trial(name)
         if record.outcome == "hung":
             return record
         last = record.attempts[-1]
@@ -172,7 +172,7 @@ class Certification:
             found = f"rank {rank} prints the training's {'loss' if said[0] else 'step'}, and rank zero does not"
             self.notes.append(f"{found}, so certify reads that rank's lines")
             self.say(f"{found}; certify runs the script again to read that rank's lines")
-            return self._undisturbed(f"{name}-of-rank-{rank}")
+            return self._run_undisturbed(f"{name}-of-rank-{rank}")
         known = {plain(Path(path).name) for path in record.final}  # what a save leaves is known by its own name
         self._save_names = frozenset(trial.begun_names - known) if last.saves else frozenset()
         return record
@@ -185,13 +185,13 @@ class Certification:
             words = f"not tried: {trigger}"
             return FaultResult(fault=name, description=fault.description, verdict="not tried", words=words)
         self.say(f"{name}: {fault.description}")
-        trial, record = self._trial(name, fault, trigger)
+        trial, record = self._run_trial(name, fault, trigger)
         evidence = TrialEvidence(fault, record, self.baseline)
         if self.baseline.second is None and needs_second_run(evidence):
             self.say(
                 "its result differs; certify runs the script undisturbed once more, to see whether its result is always the same"
             )
-            self.baseline = replace(self.baseline, second=self._undisturbed("undisturbed-2"))
+            self.baseline = replace(self.baseline, second=self._run_undisturbed("undisturbed-2"))
         self._records[name] = record
         finding = self._judge(name, str(trial.directory.path))
         if finding.is_good and not self.is_kept:
@@ -202,7 +202,7 @@ class Certification:
         """Return the verdict on a fault that was tried, by what the undisturbed runs have shown until now."""
         return replace(judge(name, TrialEvidence(FAULTS[name], self._records[name], self.baseline)), run=run)
 
-    def _trial(
+    def _run_trial(
         self, name: str, fault: TrialFault | None = None, trigger: Trigger | None = None
     ) -> tuple[Trial, RunRecord]:
         # A directory of its own around the copy: what the script writes to `../out` belongs to this run alone, and is seen.
@@ -211,8 +211,8 @@ class Certification:
         linked = copy_of(self.work_dir, work_dir, left_out=(*self.left_out, self.folder, *self._old_states))
         runs_dir.mkdir(parents=True, exist_ok=True)
         before = files_in(work_dir)
-        outside = (*self._outside, *self._watched(linked))
-        others = (one for one in self._of_other_runs if not any(path.is_relative_to(one) for path in outside))
+        outside = (*self._outside, *self._watched_paths(linked))
+        others = (one for one in self._other_runs_dirs if not any(path.is_relative_to(one) for path in outside))
         trial = Trial(
             name=name,
             work_dir=work_dir,
@@ -238,7 +238,7 @@ class Certification:
                 f"{', '.join(old)} of an earlier run is left out of the copies, so that each run starts from scratch"
             )
             self.say(f"{old[0]} exists from an earlier run; certify runs the script again without it")
-            return self._trial(f"{name}-anew")
+            return self._run_trial(f"{name}-anew")
         return trial, record
 
     def _settings(self, fault: TrialFault | None) -> list[str]:

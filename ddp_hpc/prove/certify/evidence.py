@@ -54,7 +54,7 @@ class Baseline:
         return differences(aligned(self.second.final, self.record.final), self.record.final)
 
     @property
-    def volatile(self) -> frozenset[tuple[str, str]]:
+    def volatile_values(self) -> frozenset[tuple[str, str]]:
         """Values that differ between two undisturbed runs: times of day, for instance."""
         return frozenset((one.file, one.path) for one in self._own_differences)
 
@@ -96,7 +96,7 @@ class TrialEvidence:
     baseline: Baseline
 
     @property
-    def injected(self) -> InjectedFault:
+    def injected_fault(self) -> InjectedFault:
         """The fault; the beginning of a run in which none was injected."""
         return self.record.injected or InjectedFault(attempt=0, at_line=0)
 
@@ -106,20 +106,20 @@ class TrialEvidence:
         return self.baseline.scale.unit or "line"
 
     @property
-    def faulty(self) -> AttemptRecord:
+    def faulty_attempt(self) -> AttemptRecord:
         """The attempt in which the fault came."""
-        return self.record.attempts[self.injected.attempt]
+        return self.record.attempts[self.injected_fault.attempt]
 
     @property
-    def _later(self) -> Sequence[AttemptRecord]:
-        return self.record.attempts[self.injected.attempt + 1 :]
+    def _next_attempts(self) -> Sequence[AttemptRecord]:
+        return self.record.attempts[self.injected_fault.attempt + 1 :]
 
     # --- how it ended --------------------------------------------------------------------------------------------------
 
     @property
-    def came_back(self) -> bool:
+    def has_come_back(self) -> bool:
         """Whether the run went on from what it had saved, to its end."""
-        return self.record.outcome in {"finished", "untouched"} and not self.starts_over and self.ended_at is None
+        return self.record.outcome in {"finished", "untouched"} and not self.has_started_over and self.early_end is None
 
     @property
     def error(self) -> str:
@@ -134,14 +134,14 @@ class TrialEvidence:
         return (others[-1] if others and first.endswith(":") else first)[:300]
 
     @property
-    def waits_in_collective(self) -> bool:
+    def is_waiting_in_collective(self) -> bool:
         """Whether it hangs, and a rank waits for the others."""
         return self.record.outcome == "hung" and any(map(_COLLECTIVE.search, self.record.stacks.values()))
 
     @property
-    def loader_died(self) -> str:
+    def dead_loader_line(self) -> str:
         """The line that says that a loader process died; empty where the attempt did not fail."""
-        attempt = self.faulty
+        attempt = self.faulty_attempt
         if self.record.injected is None or (attempt.ending == "stopped" and not attempt.failed_ranks):
             return ""
         texts = [*attempt.failed_ranks.values(), *attempt.logs.values()]
@@ -151,33 +151,33 @@ class TrialEvidence:
     @cached_property
     def num_after_signal(self) -> int:
         """Positions that were printed after the fault in the same attempt."""
-        lines = self.faulty.lines
-        before, there = (positions(some, self.baseline.scale) for some in (lines[: self.injected.at_line], lines))
+        lines = self.faulty_attempt.lines
+        before, there = (positions(some, self.baseline.scale) for some in (lines[: self.injected_fault.at_line], lines))
         return len(there) - len(before)
 
     @property
-    def ran_on(self) -> bool:
+    def has_run_on(self) -> bool:
         """Whether the script went on after the stop signal to its end, or until it was killed."""
         if not self.fault.is_stop or self.record.injected is None:
             return False
         whole = self.baseline.positions
-        has_ended = bool(whole) and positions(self.faulty.lines, self.baseline.scale)[-1:] == whole[-1:]
-        was_killed = any("killed it" in text for text in self.faulty.failed_ranks.values())
+        has_ended = bool(whole) and positions(self.faulty_attempt.lines, self.baseline.scale)[-1:] == whole[-1:]
+        was_killed = any("killed it" in text for text in self.faulty_attempt.failed_ranks.values())
         return was_killed or (has_ended and self.num_after_signal >= max(2, len(whole) // 4))
 
     # --- from which state it went on, and where ------------------------------------------------------------------------
 
     @cached_property
-    def read_back(self) -> list[str]:
+    def states_read(self) -> list[str]:
         """Saved states that the script read after the fault: what the undisturbed run read, too, is not its own."""
-        found = (path for attempt in self._later for path in attempt.reads)
+        found = (path for attempt in self._next_attempts for path in attempt.reads)
         return [path for path in dict.fromkeys(found) if path not in self.baseline.attempt.reads]
 
     @cached_property
     def _states(self) -> list[str]:
         """The states that the script could have read back, the oldest first: of the kinds that it reads, if it reads any."""
-        kinds = self.baseline.kinds.intersection(map(kind_of, self.read_back)) or self.baseline.kinds
-        present = self.injected.present
+        kinds = self.baseline.kinds.intersection(map(kind_of, self.states_read)) or self.baseline.kinds
+        present = self.injected_fault.present
         return [path for path in present if kind_of(path) in kinds and path not in self.baseline.attempt.reads]
 
     @property
@@ -192,12 +192,12 @@ class TrialEvidence:
         One of those since may count only with the file that names it (`latest`), which a kill left unwritten. A script that obeyed a
         stop has written all that it wanted to.
         """
-        has_obeyed = self.injected.signal_action == "caught" and self.faulty.ending == "stopped"
+        has_obeyed = self.injected_fault.signal_action == "caught" and self.faulty_attempt.ending == "stopped"
         went_on = {
             save.path
-            for number, attempt in enumerate(self.record.attempts[: self.injected.attempt + 1])
+            for number, attempt in enumerate(self.record.attempts[: self.injected_fault.attempt + 1])
             for save in attempt.saves
-            if number < self.injected.attempt
+            if number < self.injected_fault.attempt
             or has_obeyed
             or not save.in_place
             or {*positions(attempt.lines, self.baseline.scale)}
@@ -207,107 +207,107 @@ class TrialEvidence:
         return self._states[last:]
 
     @property
-    def half_written(self) -> list[str]:
+    def cut_off_files(self) -> list[str]:
         """Files that were cut off, and are of a kind that the undisturbed run has saved to its end, or hold text there."""
         texts = [path for path, contents in self.baseline.record.final.items() if contents.lines]
         kinds = {*map(kind_of, texts), *(kind_of(one.path) for one in self.baseline.attempt.saves)}
-        return [path for path in self.injected.half_written if kind_of(path) in kinds]
+        return [path for path in self.injected_fault.half_written if kind_of(path) in kinds]
 
     @property
     def missing_beside_state(self) -> str:
         """A file that the undisturbed run writes beside a saved state, and that the script misses there after the fault."""
         kinds = set(map(kind_of, self.baseline.record.final))
-        states = (*self.injected.present, *self.injected.half_written)
+        states = (*self.injected_fault.present, *self.injected_fault.half_written)
         for folder in {str(Path(path).parent) for path in states} - {"."}:
             found = re.search(rf"{re.escape(folder)}/[\w.-]+", self.error)
-            if found and kind_of(found[0]) in kinds and found[0] not in self.injected.present:
+            if found and kind_of(found[0]) in kinds and found[0] not in self.injected_fault.present:
                 return found[0]
         return ""
 
     @property
-    def spared_in_place(self) -> list[str]:
+    def states_spared_in_place(self) -> list[str]:
         """Saved states that the script read back, that are written under their own names, committed by no other file, and cut off by no kill.
 
         If a kill did come in a save, the script has come back from that: then only those count that each save writes again.
         """
         whole = self.baseline.attempt.saves
-        saves = [one for one in (*self.faulty.saves, *whole) if one.in_place and one.path in self.read_back]
+        saves = [one for one in (*self.faulty_attempt.saves, *whole) if one.in_place and one.path in self.states_read]
         paths = [one.path for one in saves if not one.path.endswith(COMMITTED_BY_ANOTHER)]
-        if self.injected.was_in_save:
+        if self.injected_fault.was_in_save:
             written = [one.path for one in whole]
-            paths = [one for one in paths if written.count(one) > 1 and one not in self.injected.half_written]
+            paths = [one for one in paths if written.count(one) > 1 and one not in self.injected_fault.half_written]
         return list(dict.fromkeys(paths))
 
     @cached_property
-    def _before(self) -> list[Position]:
-        earlier = self.record.attempts[: self.injected.attempt + 1]
+    def _before_fault(self) -> list[Position]:
+        earlier = self.record.attempts[: self.injected_fault.attempt + 1]
         return positions([line for attempt in earlier for line in attempt.lines], self.baseline.scale)
 
     @cached_property
-    def _after(self) -> list[Position]:
-        lines = (line for attempt in self._later for line in attempt.lines)
+    def _after_fault(self) -> list[Position]:
+        lines = (line for attempt in self._next_attempts for line in attempt.lines)
         return positions([line for line in lines if not line.is_mention], self.baseline.scale)
 
     @cached_property
     def is_measured(self) -> bool:
         """Whether its output says where it went on: as the undisturbed run's does, and not counted from the resume on."""
-        whole, after, scale = self.baseline.positions, self._after, self.baseline.scale
-        if whole and after and after[0] == whole[0] and after[-1] != whole[-1] and self.read_back:
+        whole, after, scale = self.baseline.positions, self._after_fault, self.baseline.scale
+        if whole and after and after[0] == whole[0] and after[-1] != whole[-1] and self.states_read:
             return False
-        first = next((line for attempt in self._later for line in attempt.lines if line.step is not None), None)
+        first = next((line for attempt in self._next_attempts for line in attempt.lines if line.step is not None), None)
         counts_otherwise = scale.unit == "step" and first is not None and scale.position(first) is None
         return len(whole) > 1 and not counts_otherwise
 
     @property
-    def resumed_at(self) -> Position | None:
-        return self._after[0] if self.is_measured and self._after else None
+    def resume_point(self) -> Position | None:
+        return self._after_fault[0] if self.is_measured and self._after_fault else None
 
     @property
-    def saves_nothing(self) -> bool:
+    def has_saved_nothing(self) -> bool:
         """Whether no run has written a file that is known as a saved state, and the script did not go on where it was."""
-        is_first = self._after[:1] in ([], self.baseline.positions[:1])
-        return not self.baseline.attempt.saves and bool(self._later) and is_first
+        is_first = self._after_fault[:1] in ([], self.baseline.positions[:1])
+        return not self.baseline.attempt.saves and bool(self._next_attempts) and is_first
 
     @cached_property
-    def starts_over(self) -> bool:
+    def has_started_over(self) -> bool:
         """Whether it began again, though it had saved a state after its first position: a state of the very start resumes there."""
         if not self.is_measured:
             num_saves = len(self.baseline.attempt.saves)
-            saves_all_again = any(len(attempt.saves) >= num_saves for attempt in self._later)
-            return bool(self._states) and not self.read_back and saves_all_again
+            saves_all_again = any(len(attempt.saves) >= num_saves for attempt in self._next_attempts)
+            return bool(self._states) and not self.states_read and saves_all_again
         has_saved = any(
-            save.path in {*self._states, *self.read_back}
+            save.path in {*self._states, *self.states_read}
             and positions(attempt.lines[: save.num_lines], self.baseline.scale)
-            for attempt in self.record.attempts[: self.injected.attempt + 1]
+            for attempt in self.record.attempts[: self.injected_fault.attempt + 1]
             for save in attempt.saves
         )
-        return has_saved and len(self._before) > 1 and self._after[:1] == self.baseline.positions[:1]
+        return has_saved and len(self._before_fault) > 1 and self._after_fault[:1] == self.baseline.positions[:1]
 
     @cached_property
-    def ended_at(self) -> Position | None:
+    def early_end(self) -> Position | None:
         """The last position, where the script ended well before the last one of the undisturbed run."""
         if not (self.is_measured and self.has_finished):
             return None
         # A script may print at other steps than the undisturbed one did: at each episode's end, for instance.
-        whole, last = self.baseline.positions, max(self._after or self._before, default=())
+        whole, last = self.baseline.positions, max(self._after_fault or self._before_fault, default=())
         numbers = [number for number, one in enumerate(whole) if one <= last]
-        if not numbers or len(whole) - 1 - numbers[-1] <= (_MOST_LEFT if self._after else 0):
+        if not numbers or len(whole) - 1 - numbers[-1] <= (_MOST_LEFT if self._after_fault else 0):
             return None
         return whole[numbers[-1]]
 
     @property
     def num_repeated(self) -> float:
         """Steps (or epochs) that were done again, at most."""
-        repeated = len({*self._before}.intersection(self._after)) if self.is_measured else 0
+        repeated = len({*self._before_fault}.intersection(self._after_fault)) if self.is_measured else 0
         stride = self.baseline.scale.stride
         unprinted = stride - 1 if stride >= 1 else stride
         return repeated * stride + (unprinted if repeated else 0)
 
     @property
-    def came_too_late(self) -> bool:
+    def is_fault_too_late(self) -> bool:
         """Whether the undisturbed run prints no further step or epoch after the save that was the newest when the fault came."""
-        attempts = self.record.attempts[: self.injected.attempt + 1]
-        num_saves = sum(save.at < self.injected.at for attempt in attempts for save in attempt.saves)
+        attempts = self.record.attempts[: self.injected_fault.attempt + 1]
+        num_saves = sum(save.at < self.injected_fault.at for attempt in attempts for save in attempt.saves)
         whole, scale = self.baseline.attempt, self.baseline.scale
         newest = whole.saves[:num_saves][-1:]
         until_then = [one for save in newest for one in positions(whole.lines[: save.num_lines], scale)]
@@ -318,7 +318,7 @@ class TrialEvidence:
     @cached_property
     def _losses_differ(self) -> list[bool]:
         undisturbed = losses(self.baseline.attempt.lines, self.baseline.scale)
-        mine = losses([line for attempt in self._later for line in attempt.lines], self.baseline.scale)
+        mine = losses([line for attempt in self._next_attempts for line in attempt.lines], self.baseline.scale)
         return [loss != undisturbed[position] for position, loss in mine.items() if position in undisturbed]
 
     @property
@@ -331,18 +331,18 @@ class TrialEvidence:
         return any(self._losses_differ[1:])
 
     @cached_property
-    def _left_out(self) -> set[str]:
+    def _ignored(self) -> set[str]:
         """Texts that change, and states of the middle of an epoch with the name of one that the undisturbed run saved at its end."""
-        changing_texts = {file for file, path in self.baseline.volatile if path.startswith("line ")}
-        for_the_stop = {one.path for one in self.faulty.saves if one.at >= self.injected.at}
-        return changing_texts | (for_the_stop - {one.path for attempt in self._later for one in attempt.saves})
+        changing_texts = {file for file, path in self.baseline.volatile_values if path.startswith("line ")}
+        for_the_stop = {one.path for one in self.faulty_attempt.saves if one.at >= self.injected_fault.at}
+        return changing_texts | (for_the_stop - {one.path for attempt in self._next_attempts for one in attempt.saves})
 
     @property
     def has_finished(self) -> bool:
         return self.record.outcome == "finished"
 
     @cached_property
-    def _final(self) -> dict[str, Contents]:
+    def _finals(self) -> dict[str, Contents]:
         """Its final files by the undisturbed run's names."""
         newest = {one.path for one in self.record.attempts[-1].saves}
         return aligned(self.record.final, self.baseline.record.final, newest)
@@ -357,9 +357,9 @@ class TrialEvidence:
         earlier = {*saves} - {*saves[-1:]}
         return [
             one
-            for one in differences(self._final, self.baseline.record.final)
-            if (one.file, one.path) not in self.baseline.volatile
-            and one.file not in self._left_out
+            for one in differences(self._finals, self.baseline.record.final)
+            if (one.file, one.path) not in self.baseline.volatile_values
+            and one.file not in self._ignored
             and one.undisturbed != NO_FILE
             and not one.is_of_resume
             and not (one.here == NO_FILE and one.file in earlier)
@@ -376,19 +376,19 @@ class TrialEvidence:
         return [one for one in self.differences if (last.get(one.path, one.file), one.path) in differing]
 
     @property
-    def doubled(self) -> tuple[str, str] | None:
+    def doubled_row(self) -> tuple[str, str] | None:
         """A table, and a line that stands there more often than in the undisturbed run's."""
         return doubled_line(self.record.final, self.baseline.record.final) if self.has_finished else None
 
     @cached_property
-    def compared(self) -> Sequence[str]:
+    def comparable(self) -> Sequence[str]:
         """The final files that have anything that is the same in two undisturbed runs."""
         other = self.baseline.record.final if self.has_finished else {}
-        return [file for file in other if file in self._final and file not in self._left_out and self._stable(file)]
+        return [file for file in other if file in self._finals and file not in self._ignored and self._same_parts(file)]
 
-    def _stable(self, file: str) -> list[str]:
+    def _same_parts(self, file: str) -> list[str]:
         """Return what is the same in two undisturbed runs: the values, or the whole file, as text."""
-        contents, volatile = self.baseline.record.final[file], self.baseline.volatile
+        contents, volatile = self.baseline.record.final[file], self.baseline.volatile_values
         if contents.kind == "values":
             return [text for path, text in contents.values.items() if (file, path) not in volatile]
         whole = contents.digest if contents.kind == "bytes" else contents.lines
@@ -399,18 +399,18 @@ class TrialEvidence:
         """Whether tensors were compared, and nothing differs but lines of a log, and numbers and texts in older states."""
         has_weights = any(
             text.startswith("tensor") or (text == "bytes" and is_saved_state(Path(file)))
-            for file in self.compared
-            for text in self._stable(file)
+            for file in self.comparable
+            for text in self._same_parts(file)
         )
         lasting = self.lasting_differences
         others = [one for one in self.differences if one in lasting or one.here.startswith("tensor")]
         return has_weights and all(one.is_of_log for one in others)
 
     @property
-    def differs(self) -> bool:
+    def has_other_end(self) -> bool:
         """Whether the run came back to another end, and undisturbed runs are all the same."""
         is_same = self.has_same_saved_state or self.baseline.is_deterministic is False
-        return self.came_back and not is_same and bool(self.differences)
+        return self.has_come_back and not is_same and bool(self.differences)
 
 
 def _innermost(record: RunRecord) -> str:

@@ -91,7 +91,7 @@ class LiveFiles:
         whole = (path for path in paths if path not in half and self.is_state(self.root / path))
         return half, [path for path in whole if is_committed(self.root / path)]
 
-    def emptied(self) -> Iterator[str]:
+    def empty_files(self) -> Iterator[str]:
         """Yield the other files that were begun and hold nothing, such as the one that names the newest state."""
         for path in sorted(self.written):
             with suppress(OSError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from ddp_hpc.base import processes
-from ddp_hpc.job.script.liveness import LEAST_SHARE, cpu_seconds
+from ddp_hpc.job.script.liveness import LEAST_CPU_SHARE, cpu_seconds
 from ddp_hpc.prove.certify.records import SignalAction
 from ddp_hpc.prove.drill.injector import NodeProcess, list_processes, processes_by_kind
 from ddp_hpc.run.run_dir.ledger import Ledger
@@ -64,7 +64,7 @@ class LiveProcesses:
         pids = self.scripts or ([] if newest is None else [newest.pid])
         used_s, before_s, span_s = sum(map(cpu_seconds, pids)), self._cpu_s, now - self._cpu_at
         self._cpu_at, self._cpu_s = now, used_s
-        return abs(used_s - before_s) > 2 * LEAST_SHARE * max(1, len(pids)) * span_s
+        return abs(used_s - before_s) > 2 * LEAST_CPU_SHARE * max(1, len(pids)) * span_s
 
     def ask_to_stop(self, gap_s: float) -> None:
         """Ask the ranks to stop, the last one first and rank zero last, as signals arrive at different moments."""

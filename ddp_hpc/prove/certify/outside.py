@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.spec.script import Program, program_of
+from ddp_hpc.run.spec.script import Program, parse_program
 
 STATE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".safetensors", ".distcp"})
 """Of saved states. Fewer than `SAVED_SUFFIXES`, as data sets have the others, too (`train.bin`, `shard-0.tar`)."""
@@ -23,7 +23,7 @@ _ANYBODYS = ("/", "/tmp", "/var/tmp", "/scratch", "/home")  # noqa: S108  named,
 
 def command_in(work_dir: Path, command: Sequence[str]) -> list[str]:
     """Return the command as it is run in a copy: its script by a relative path, and its Python by an absolute one."""
-    words, program = list(command), program_of(command)
+    words, program = list(command), parse_program(command)
     if program.python is not None and "/" in program.python:
         words[0] = os.path.abspath(work_dir / program.python)  # noqa: PTH100  links stay: a virtual environment's Python is one
     if program.script is None:

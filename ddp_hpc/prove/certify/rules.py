@@ -31,64 +31,64 @@ def diagnose(evidence: TrialEvidence) -> list[Defect]:
 
 
 def _ignores_signal(seen: TrialEvidence) -> str:
-    name, action = f"SIG{seen.fault.stop_signal}", seen.injected.signal_action
+    name, action = f"SIG{seen.fault.stop_signal}", seen.injected_fault.signal_action
     if action == "ignored":
         return f"the script ignores {name} (by /proc/PID/status), and printed {seen.num_after_signal} more {seen.unit}s"
-    if seen.ran_on and action == "caught":
+    if seen.has_run_on and action == "caught":
         return f"the script catches {name}, and went on for {seen.num_after_signal} {seen.unit}s, to its end or until it was killed"
     return ""
 
 
 def _loaders_die(seen: TrialEvidence) -> str:
-    is_shown = seen.fault.is_stop and seen.loader_died
-    return f"after the signal, the script ended with: {seen.loader_died}" if is_shown else ""
+    is_shown = seen.fault.is_stop and seen.dead_loader_line
+    return f"after the signal, the script ended with: {seen.dead_loader_line}" if is_shown else ""
 
 
 def _ranks_disagree(seen: TrialEvidence) -> str:
-    if seen.injected.signal_action != "caught" or seen.loader_died:
+    if seen.injected_fault.signal_action != "caught" or seen.dead_loader_line:
         return ""
-    if seen.waits_in_collective:
+    if seen.is_waiting_in_collective:
         return "after the stop signal, a rank waits in a collective for another that has exited"
-    if seen.faulty.lost_ranks:
-        ranks = ", ".join(map(str, sorted(seen.faulty.lost_ranks)))
+    if seen.faulty_attempt.lost_ranks:
+        ranks = ", ".join(map(str, sorted(seen.faulty_attempt.lost_ranks)))
         return f"the ranks got the signal at different moments; rank {ranks} lost the connection to a rank that had exited earlier"
     return ""
 
 
 def _uses_half_written(seen: TrialEvidence) -> str:
-    for file in () if seen.missing_beside_state else seen.half_written:
+    for file in () if seen.missing_beside_state else seen.cut_off_files:
         cut_off = f"{file} was cut off by a kill while the script wrote it under its final name"
-        if seen.record.outcome in {"failed", "hung"} and seen.resumed_at is None:
+        if seen.record.outcome in {"failed", "hung"} and seen.resume_point is None:
             return f"{cut_off}, and the script did not resume: {seen.error}"
-        if seen.starts_over and file in seen.read_back:
+        if seen.has_started_over and file in seen.states_read:
             return f"{cut_off}; the script read it and started over"
         if any(one.file == file and not one.path for one in seen.differences):
             return f"{cut_off}, and is incomplete at the end, too"
-    if seen.fault.moment == "in a save" and (spared := seen.spared_in_place) and not seen.missing_beside_state:
+    if seen.fault.moment == "in a save" and (spared := seen.states_spared_in_place) and not seen.missing_beside_state:
         return f"{spared[0]} is saved under the name that the script loads; no kill came while the file was open, but a later one may"
     return ""
 
 
 def _uses_torn_directory(seen: TrialEvidence) -> str:
-    if seen.record.outcome != "failed" or seen.resumed_at is not None or not (missing := seen.missing_beside_state):
+    if seen.record.outcome != "failed" or seen.resume_point is not None or not (missing := seen.missing_beside_state):
         return ""
     return f"a kill left the directory without {missing}, and the script did not resume: {seen.error}"
 
 
 def _starts_over(seen: TrialEvidence) -> str:
-    if not seen.starts_over or seen.read_back:
+    if not seen.has_started_over or seen.states_read:
         return ""
-    did = "saved as often as without the fault" if seen.resumed_at is None else f"began at its first {seen.unit}"
+    did = "saved as often as without the fault" if seen.resume_point is None else f"began at its first {seen.unit}"
     return f"{seen.newest_state} existed, but the script read no saved state, and {did}"
 
 
 def _resumes_wrong_file(seen: TrialEvidence) -> str:
     newest = seen.states_to_read
-    if not newest or not seen.read_back or {*newest}.intersection(seen.read_back) or not seen.num_repeated:
+    if not newest or not seen.states_read or {*newest}.intersection(seen.states_read) or not seen.num_repeated:
         return ""
     return (
-        f"the script continued at {seen.unit} {position_text(seen.resumed_at)}, and did {seen.unit}s again: "
-        f"it read {', '.join(seen.read_back)}, but the newest is {newest[0]}"
+        f"the script continued at {seen.unit} {position_text(seen.resume_point)}, and did {seen.unit}s again: "
+        f"it read {', '.join(seen.states_read)}, but the newest is {newest[0]}"
     )
 
 
@@ -101,7 +101,7 @@ def _miscounts(seen: TrialEvidence) -> str:
 
 def _first_at_end(seen: TrialEvidence, names: set[str]) -> str:
     """Return the first number of these names that is another one at the end; `step` of an optimizer's moments is a tensor."""
-    for one in seen.lasting_differences if seen.differs else ():
+    for one in seen.lasting_differences if seen.has_other_end else ():
         if one.path.rpartition(".")[2] in names and not one.here.startswith("tensor"):
             return f"{one.path} in {one.file} is {one.here} at the end, and {one.undisturbed} in the undisturbed run"
     return ""
@@ -120,7 +120,7 @@ def _scheduler_off(seen: TrialEvidence) -> str:
 
 def _optimizer_lost(seen: TrialEvidence) -> str:
     saved = seen.baseline.checkpoint
-    if not seen.differs or saved is None or saved.has_optimizer:
+    if not seen.has_other_end or saved is None or saved.has_optimizer:
         return ""
     is_later = seen.first_loss_differs is False and seen.later_loss_differs
     same = "the first loss after the resume is the same, later ones are not; " if is_later else ""
@@ -128,9 +128,9 @@ def _optimizer_lost(seen: TrialEvidence) -> str:
 
 
 def _doubles_metrics(seen: TrialEvidence) -> str:
-    if not seen.came_back or seen.doubled is None:
+    if not seen.has_come_back or seen.doubled_row is None:
         return ""
-    file, line = seen.doubled
+    file, line = seen.doubled_row
     return f"{file} has the line {line[:60]!r} more often than in the undisturbed run"
 
 

@@ -73,7 +73,7 @@ class _Copy:
 
     def read(self) -> None:
         """Find all that there is to copy, and decide what stays a link."""
-        tree = self._tree(self.work_dir, self.target, _MOST_SEEN, math.inf)
+        tree = self._read_tree(self.work_dir, self.target, _MOST_SEEN, math.inf)
         if not tree.is_within(MOST_FILES, MOST_BYTES):
             raise ConfigError(_too_large(tree))
         self.trees.append(tree)
@@ -85,9 +85,9 @@ class _Copy:
                 text = os.path.relpath(there.target / source.relative_to(there.root), place.parent)
                 self.links.append((place, Path(text)))
                 continue
-            found = self._copied(place, source)
+            found = self._copy_of_link(place, source)
             if found is None:
-                self._link(place, source)
+                self._add_link(place, source)
             else:
                 self.trees.append(found)
                 waiting.extend(found.elsewhere)
@@ -106,20 +106,20 @@ class _Copy:
         for place, source in self.links:
             place.symlink_to(source)
 
-    def _copied(self, place: Path, source: Path) -> _Tree | None:
+    def _copy_of_link(self, place: Path, source: Path) -> _Tree | None:
         """Return how to copy what a link leads to; None where it is too large, or what scripts do not write to."""
         if _is_only_linked(source) or self.work_dir.is_relative_to(source):
             return None
         num_files = MOST_FILES - sum(tree.num_entries for tree in self.trees)
         num_bytes = MOST_BYTES - sum(tree.num_bytes for tree in self.trees)
         if source.is_dir():
-            tree = self._tree(source, place, num_files, num_bytes)
+            tree = self._read_tree(source, place, num_files, num_bytes)
             tree.folders.insert(0, place)
         else:
             tree = _Tree(source, place, files=[(source, place)], num_bytes=_size(source))
         return tree if tree.is_within(num_files, num_bytes) else None
 
-    def _link(self, place: Path, source: Path) -> None:
+    def _add_link(self, place: Path, source: Path) -> None:
         self.links.append((place, source))
         if _is_only_linked(source):
             return
@@ -133,7 +133,7 @@ class _Copy:
             )
         self.outside.append(source)
 
-    def _tree(self, root: Path, target: Path, most_entries: int, most_bytes: float) -> _Tree:
+    def _read_tree(self, root: Path, target: Path, most_entries: int, most_bytes: float) -> _Tree:
         tree = _Tree(root, target)
         waiting = deque([(root, target)])
         while waiting:

@@ -95,7 +95,7 @@ class Trial:
         self._outer = FileEvents(*folders, only=self.outside, apart_from=self.apart_from)
         try:
             while len(attempts) < MOST_ATTEMPTS:
-                attempt = self._attempt(len(attempts))
+                attempt = self._run_attempt(len(attempts))
                 attempts.append(attempt)
                 is_faulty = self.injected is not None and self.injected.attempt == len(attempts) - 1
                 num_vain = 0 if is_faulty or attempt.ending == "stopped" else num_vain + 1
@@ -124,7 +124,7 @@ class Trial:
 
     # --- one attempt -----------------------------------------------------------------------------------------------
 
-    def _attempt(self, number: int) -> AttemptRecord:
+    def _run_attempt(self, number: int) -> AttemptRecord:
         self._number = number
         self._output = LiveOutput(self.directory.rank_log(number, self.printing_rank), self.began)
         self._files = LiveFiles(self.work_dir, self.save_names, self.progress, self.begun_names)
@@ -158,11 +158,11 @@ class Trial:
                             submitted.wait(VANISH_S)
                         break
             finally:
-                left_behind = self._end(submitted)
+                left_behind = self._end_processes(submitted)
         self._tick()
         if self._is_injected and self.injected is not None:
             self.injected = self._with_states(self.injected)
-        return self._record(said, left_behind)
+        return self._make_record(said, left_behind)
 
     def _argv(self) -> list[str]:
         where = ["--cluster=local", "--wait"]  # also in a job: this process watches the files of its own node
@@ -172,7 +172,7 @@ class Trial:
 
     def _tick(self) -> None:
         for kind, path in self._events.wait(TICK_S):
-            self._note(kind, path)
+            self._note_event(kind, path)
         self._read_output()
         self.written_outside.update(str(path) for _, path in self._outer.wait(0.0))
         now = time.monotonic()
@@ -181,7 +181,7 @@ class Trial:
             self._processes.find()
         self._inject_if_due()
 
-    def _note(self, kind: Kind, path: Path) -> None:
+    def _note_event(self, kind: Kind, path: Path) -> None:
         """Take a file's event; inject the fault at once where it waits for it."""
         if kind != "read":
             self._alive_at = time.monotonic()
@@ -237,13 +237,13 @@ class Trial:
         half, whole = self._files.states_now()
         for kind, path in self._events.wait(0.0):
             if kind != "read":  # this process has read them
-                self._note(kind, path)
-        was_in_save, cut_off = bool(half or self._files.being_written), (*half, *self._files.emptied())
+                self._note_event(kind, path)
+        was_in_save, cut_off = bool(half or self._files.being_written), (*half, *self._files.empty_files())
         return replace(injected, half_written=cut_off, present=tuple(whole), was_in_save=was_in_save)
 
     # --- the end of an attempt -------------------------------------------------------------------------------------
 
-    def _record(self, said: Path, left_behind: Sequence[str]) -> AttemptRecord:
+    def _make_record(self, said: Path, left_behind: Sequence[str]) -> AttemptRecord:
         run = self.directory
         entry = Ledger.read(run).attempt(self._number)
         failures = read_failures(run, self._number)
@@ -254,7 +254,7 @@ class Trial:
             ending="hung" if self._stacks else ending,
             reason=text[-2000:] if entry is None else entry.reason,
             lines=tuple(self._output.lines),
-            logs=self._logs(),
+            logs=self._read_logs(),
             failed_ranks={one.rank: one.exception for one in failures},
             lost_ranks=frozenset(one.rank for one in failures if one.is_secondary),
             reads=tuple(dict.fromkeys(self._files.reads)),
@@ -263,7 +263,7 @@ class Trial:
             script_s=0.0 if since is None else time.monotonic() - since,
         )
 
-    def _logs(self, tail_bytes: int = _TAIL) -> dict[int, str]:
+    def _read_logs(self, tail_bytes: int = _TAIL) -> dict[int, str]:
         """Return the end of each rank's log."""
         paths = self.directory.attempt_logs(self._number).glob("rank-*.log")
         tails = ((path, path.read_bytes()[-tail_bytes:]) for path in paths)
@@ -276,13 +276,13 @@ class Trial:
         deadline = time.monotonic() + STACKS_S
         while time.monotonic() < deadline and len(self._stacks) < max(1, len(self._processes.scripts)):
             time.sleep(0.1)
-            for rank, text in self._logs(_STACKS_TAIL).items():
+            for rank, text in self._read_logs(_STACKS_TAIL).items():
                 _, is_there, stack = text.rpartition(_ABORTED)
                 if is_there and stack:
                     self._stacks[rank] = stack
         self._stacks = self._stacks or {-1: "no stack could be read"}
 
-    def _end(self, submitted: subprocess.Popen[bytes]) -> list[str]:
+    def _end_processes(self, submitted: subprocess.Popen[bytes]) -> list[str]:
         """Leave no process of the run behind, however this attempt ends; return those that the script has left."""
         # Not by `cancel` alone: it finds no run before the supervisor has taken the lock.
         if submitted.poll() is None:

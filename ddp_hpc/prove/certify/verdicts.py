@@ -19,14 +19,14 @@ _WORDS: Mapping[str, str] = {
 _TABLE: Mapping[str, Callable[[TrialEvidence], object]] = {
     "untouched": lambda seen: seen.record.outcome == "untouched",
     "hangs": lambda seen: seen.record.outcome == "hung",
-    "does not come back": lambda seen: not seen.came_back,
-    "does not stop": lambda seen: seen.injected.signal_action == "ignored" or seen.ran_on,
-    "differs": lambda seen: seen.differs or seen.doubled,
-    "not tried": lambda seen: seen.came_too_late,
-    "saves nothing": lambda seen: seen.saves_nothing,
+    "does not come back": lambda seen: not seen.has_come_back,
+    "does not stop": lambda seen: seen.injected_fault.signal_action == "ignored" or seen.has_run_on,
+    "differs": lambda seen: seen.has_other_end or seen.doubled_row,
+    "not tried": lambda seen: seen.is_fault_too_late,
+    "saves nothing": lambda seen: seen.has_saved_nothing,
     # which also says that the final files are the same:
     "loses": lambda seen: seen.num_repeated and seen.baseline.is_deterministic is not False,
-    "comes back": lambda seen: seen.baseline.is_deterministic is False or not seen.is_measured or not seen.compared,
+    "comes back": lambda seen: seen.baseline.is_deterministic is False or not seen.is_measured or not seen.comparable,
     "exact": lambda _: True,
 }
 """The first that holds is the verdict."""
@@ -88,15 +88,15 @@ def judge(name: str, evidence: TrialEvidence) -> FaultResult:
     if not finding.was_tried:
         finding.reason = "have the script train on for longer after its last save, or save fewer files at a time"
         return finding
-    if evidence.differs:
-        at = f"the first loss after the resume, at {evidence.unit} {position_text(evidence.resumed_at)}; "
+    if evidence.has_other_end:
+        at = f"the first loss after the resume, at {evidence.unit} {position_text(evidence.resume_point)}; "
         later = "a later loss after the resume; " if evidence.later_loss_differs else ""
         where = at if evidence.first_loss_differs else later
         finding.first_difference = f"{where}{_difference_text(evidence.differences[0])}"
-    finding.newest_state, finding.read_back = evidence.newest_state, evidence.read_back
+    finding.newest_state, finding.read_back = evidence.newest_state, evidence.states_read
     finding.defects = diagnose(evidence)
     if verdict in {"loses", "comes back"} and evidence.num_repeated:
-        saves_at_stop = evidence.fault.is_stop and evidence.injected.signal_action == "caught"
+        saves_at_stop = evidence.fault.is_stop and evidence.injected_fault.signal_action == "caught"
         between_saves = 0 if saves_at_stop else evidence.baseline.steps_between_saves
         finding.at_most = max(evidence.num_repeated, between_saves)
         lost = f"at most {finding.at_most:g} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
@@ -109,17 +109,17 @@ def judge(name: str, evidence: TrialEvidence) -> FaultResult:
 def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
     named = " and ".join(dict.fromkeys(one.name for one in finding.defects))
     # A file that could have been cut off, and was not, alters no result.
-    harmful = [one for one in finding.defects if one.name != "half-written file used" or evidence.half_written]
-    if evidence.differs and finding.verdict == "differs" and not harmful:
+    harmful = [one for one in finding.defects if one.name != "half-written file used" or evidence.cut_off_files]
+    if evidence.has_other_end and finding.verdict == "differs" and not harmful:
         missing = _missing(evidence)
         unknown = f"certify does not know why; what differs first: {finding.first_difference}{f'; its saved state has {missing}' if missing else ''}"
         return f"{unknown}; not the reason, but to be mended, too: {named}" if named else unknown
     if named:
         return named
     if finding.verdict in {"hangs", "does not come back"}:
-        if evidence.ended_at is None:
+        if evidence.early_end is None:
             return evidence.error or "the script starts over from its beginning"
-        at = f"{evidence.unit} {position_text(evidence.ended_at)}"
+        at = f"{evidence.unit} {position_text(evidence.early_end)}"
         return f"the script ended with exit code 0 at {at}, but the undisturbed run goes on after that"
     if finding.verdict == "saves nothing":
         return "certify recognised no saved state among the script's files, and the script started over; name the files with `script.progress=PATTERN`"
@@ -142,9 +142,9 @@ def _missing(evidence: TrialEvidence) -> str:
 
 def _notes(finding: FaultResult, evidence: TrialEvidence) -> Iterator[str]:
     fault = evidence.fault
-    if fault.is_stop and evidence.injected.signal_action == "default":
+    if fault.is_stop and evidence.injected_fault.signal_action == "default":
         yield f"the script sets no handler for SIG{fault.stop_signal}, so at each such stop the work since its last save is lost"
-    if fault.moment == "in a save" and not evidence.injected.was_in_save and finding.is_good:
+    if fault.moment == "in a save" and not evidence.injected_fault.was_in_save and finding.is_good:
         yield "no kill came while the script wrote a file: its saves are too short for certify to hit"
     if evidence.baseline.is_deterministic is False:
         missing = _missing(evidence)
@@ -154,11 +154,11 @@ def _notes(finding: FaultResult, evidence: TrialEvidence) -> Iterator[str]:
             f"{f'Its saved state has {missing}. ' if missing else ''}"
             "Set all seeds and `torch.use_deterministic_algorithms(True)` for the certification, and call it again"
         )
-    if finding.verdict == "exact" and not evidence.injected.present:
+    if finding.verdict == "exact" and not evidence.injected_fault.present:
         yield "the fault came before the first save, so no resume was tested"
     if finding.verdict == "comes back" and not evidence.is_measured:
         yield "the script does not print at which step it continues, so the amount of repeated work is not known"
-    if evidence.has_finished and not evidence.compared:
+    if evidence.has_finished and not evidence.comparable:
         yield "no file was compared: the script leaves none, or names or all values of files differ between undisturbed runs"
     others = [one for one in evidence.differences if not one.is_of_messages]
     if evidence.has_same_saved_state and others:

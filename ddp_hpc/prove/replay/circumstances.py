@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from ddp_hpc.prove.replay.history import History, imported_content
-from ddp_hpc.run.config.resolve import changes, load_resolved
+from ddp_hpc.run.config.resolve import changed_keys, load_resolved
 from ddp_hpc.run.run_dir.replays import CHANGES_NO_NUMBER, AttemptInputs
 from ddp_hpc.run.run_dir.software_versions import differences, read_environment
 from ddp_hpc.run.spec import RunSpec
@@ -43,7 +43,7 @@ def circumstances(one: History, other: History, step: int) -> Circumstances:
     """Return what differed between the attempts that took this step."""
     mine, others = one.inputs_at(step), other.inputs_at(step)
     environments = read_environment(one.run, mine.attempt), read_environment(other.run, others.attempt)
-    changed = changes(_spec(mine), _spec(others))
+    changed = changed_keys(_spec(mine), _spec(others))
     known = environments[0] is not None and environments[1] is not None
     return Circumstances(
         configuration=[text for key, text in changed.items() if key.partition(".")[0] not in CHANGES_NO_NUMBER],

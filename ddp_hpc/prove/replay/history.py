@@ -49,7 +49,7 @@ class History:
         notes = []
         for one in sorted((one for one in self.committed if one <= step), reverse=True):
             try:
-                checkpoint_store.verify(checkpoint_path(self.run, one))
+                checkpoint_store.verify_checkpoint(checkpoint_path(self.run, one))
             except (CorruptCheckpointError, UnreadableError, OSError) as error:
                 notes.append(f"the checkpoint of step {one} cannot be used: {error}")
             else:
@@ -61,7 +61,7 @@ class History:
         taken = [inputs for first, inputs in self.begun if first < step]
         return (taken or [self.begun[0][1]])[-1]
 
-    def stretches(self, start: int, end: int) -> list[StepRange]:
+    def ranges_computed_alike(self, start: int, end: int) -> list[StepRange]:
         """Return the steps after `start` up to `end`, in parts that were computed alike.
 
         A resume is exact, so attempts with equal inputs and equal numbers of threads are one part.

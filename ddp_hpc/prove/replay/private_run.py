@@ -26,7 +26,7 @@ from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay.history import History, StepRange, environ_of, imported_content
 from ddp_hpc.prove.replay.record import Record, record_of_replay, recorded_steps
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
-from ddp_hpc.run.config.resolve import Resolved, flat, load_resolved, render_resolved
+from ddp_hpc.run.config.resolve import Resolved, flat_spec, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import AttemptInputs, ReplayRequest
@@ -104,7 +104,7 @@ def compute_again(
     """
     history, end = wanted.history, wanted.request.end_step
     begin, damage = history.sound_checkpoint(wanted.start)
-    stretches = history.stretches(begin, end)
+    stretches = history.ranges_computed_alike(begin, end)
     # A run that was moved may have any name; that of the private run is checked as that of a new one.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", history.run.name).lstrip("._-")[:128]
     worlds = [wanted.world_size or inputs.world_size for *_, inputs in stretches]
@@ -150,7 +150,7 @@ def _compute(
             f"the run used GPUs, and this machine does not have {world}, so the steps are computed on CPUs"
         )
     spec = replay_spec(spec, run, runs_dir=original.path.parent, world=world, gpus=gpus)
-    replace_text(run.config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "replay"))), is_secret=True)
+    replace_text(run.config, render_resolved(Resolved(spec, dict.fromkeys(flat_spec(spec), "replay"))), is_secret=True)
     import_paths = [str(wanted.code.absolute())] if wanted.code else list(inputs.import_paths)
     imported = {} if wanted.code else inputs.code
     if edited := [path for path, seal in imported.items() if imported_content(Path(path), seal) is None]:

@@ -117,9 +117,9 @@ _ORDER = ("samples", "loss", "lr", "digest", "checkpoint")
 
 def compare(recorded: Record, computed: Record, *, tolerance: float = 0.0) -> Comparison:
     """Compare what both know; with a tolerance, losses may differ by so much of their size, and states are not compared."""
-    samples, all_losses = _in_both(recorded.samples, computed.samples), _in_both(recorded.losses, computed.losses)
-    digests = [] if tolerance else _in_both(recorded.digests, computed.digests)
-    states = [] if tolerance else _in_both(recorded.states, computed.states)
+    samples, all_losses = _step_pairs(recorded.samples, computed.samples), _step_pairs(recorded.losses, computed.losses)
+    digests = [] if tolerance else _step_pairs(recorded.digests, computed.digests)
+    states = [] if tolerance else _step_pairs(recorded.states, computed.states)
     differing: list[tuple[str, int, Any, Any]] = [("samples", *one) for one in samples if one[1] != one[2]]
     errors = [0.0]
     for step, before, after in all_losses:
@@ -146,7 +146,7 @@ def compare(recorded: Record, computed: Record, *, tolerance: float = 0.0) -> Co
     )
 
 
-def _in_both(one: Mapping[int, T], other: Mapping[int, T]) -> list[tuple[int, T, T]]:
+def _step_pairs(one: Mapping[int, T], other: Mapping[int, T]) -> list[tuple[int, T, T]]:
     """Return the steps that both have, with their values."""
     return [(step, one[step], other[step]) for step in sorted(one.keys() & other.keys())]
 

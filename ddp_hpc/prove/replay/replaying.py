@@ -10,7 +10,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import WantedSteps, compute_again, private_folder
 from ddp_hpc.prove.replay.record import Comparison, compare, recorded_steps, state_of_checkpoint
-from ddp_hpc.run.run_dir.software_versions import capture, differences, read_environment
+from ddp_hpc.run.run_dir.software_versions import differences, environment_here, read_environment
 
 _MOST_CHANGES = 5
 OTHER_WORLD_TOLERANCE = 1e-3
@@ -100,7 +100,7 @@ def _what_differs_here(history: History, step: int, environ: Mapping[str, str]) 
     recorded = read_environment(history.run, history.inputs_at(step).attempt)
     if recorded is None:
         return ["the run has no record of its environment, so whether this environment is the same is not known"]
-    here = capture(environ)
+    here = environment_here(environ)
     variables = {*recorded.variables, *here.variables}
     changed = [text for text in differences(recorded, here) if text.partition(" ")[0] not in variables]
     if not changed:

@@ -13,8 +13,8 @@ from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.patience import is_there
 from ddp_hpc.run.run_dir.paths import RunDir
 
-MANIFEST = "manifest.json"
-COMMITTED = re.compile(r"step-(\d{8,})")
+MANIFEST_NAME = "manifest.json"
+COMMITTED_NAME = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = re.compile(r"step-(\d{8,})\.corrupt-\d+")
 
 
@@ -30,8 +30,8 @@ def committed_steps(run: RunDir) -> list[int]:
         UnreadableError: if the file system does not answer.
     """
     try:
-        steps = numbers_in_names(run.checkpoints, COMMITTED)
-        return [step for step in steps if is_there(checkpoint_path(run, step) / MANIFEST)]
+        steps = numbers_in_names(run.checkpoints, COMMITTED_NAME)
+        return [step for step in steps if is_there(checkpoint_path(run, step) / MANIFEST_NAME)]
     except OSError as error:
         raise UnreadableError(
             f"The checkpoints in {run.checkpoints} cannot be read ({type(error).__name__}: {error}). Check that the file system "
@@ -40,5 +40,5 @@ def committed_steps(run: RunDir) -> list[int]:
 
 
 def steps_set_aside(run: RunDir) -> list[int]:
-    """Return the steps whose checkpoints did not verify and were renamed (`checkpoint_store.set_aside`)."""
+    """Return the steps whose checkpoints did not verify and were renamed (`checkpoint_store.set_checkpoint_aside`)."""
     return sorted(set(numbers_in_names(run.checkpoints, _SET_ASIDE)))

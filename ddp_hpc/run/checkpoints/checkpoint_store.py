@@ -40,22 +40,22 @@ from ddp_hpc.base.durable import (
 )
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, UnreadableError
 from ddp_hpc.base.patience import is_answer
-from ddp_hpc.run.checkpoints.checkpoint_names import COMMITTED, MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_names import COMMITTED_NAME, MANIFEST_NAME, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.shards import (
-    FORMAT,
+    FORMAT_VERSION,
     ITEM_BYTES,
     RawTensor,
     ShardRecord,
     TensorEntry,
-    below,
     header_length,
+    named_below,
     parse_header,
     raw_tensor,
     shard_header,
     shard_record,
     stored_tensors,
 )
-from ddp_hpc.run.run_dir.ownership import claim_again, claim_path, has_claim
+from ddp_hpc.run.run_dir.ownership import claim_path, has_claim, renew_claim
 from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:  # `checkpoints` reads and verifies without it
@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # `checkpoints` reads and verifies without it
 
 CHUNK_BYTES = 8 << 20
 """Each of these parts of a file has a checksum of its own, so that several ranks can share in reading one file."""
-FOREIGN = "foreign_files"
+FOREIGN_KEY = "foreign_files"
 """The key in a manifest's state that says that a script wrote the files, of which nothing is known but the bytes."""
 _READ_BYTES = 1 << 20
 """How much is read before it is hashed: little enough to be still in the processor's cache then."""
@@ -82,7 +82,7 @@ class Manifest:
     """The evaluation made at this step, if there was one."""
     made: Mapping[str, Any] = field(default_factory=dict)
     """When and by which versions it was written, and the order of DDP's buckets; not part of the digest."""
-    format: int = FORMAT
+    format: int = FORMAT_VERSION
 
 
 def uncommitted_path(run: RunDir, step: int, attempt: int) -> Path:
@@ -160,12 +160,12 @@ def make_uncommitted(run: RunDir, step: int, attempt: int) -> Path:
         try:
             make_directory(uncommitted)
         except FileNotFoundError:  # the attempt's claim is gone: a newer attempt removed it, or a person did
-            claim_again(run, attempt)
+            renew_claim(run, attempt)
             make_directory(uncommitted)
     return uncommitted
 
 
-def commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
+def commit_checkpoint(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
     """Publish the directory `uncommitted` as a checkpoint; call it after all of them are on the disk.
 
     If the step has a directory already, it can only be a checkpoint that did not verify: it is renamed first.
@@ -173,12 +173,12 @@ def commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
     Raises:
         FencedError: if another attempt has claimed the run.
     """
-    with unless_fenced(uncommitted):
+    with explain_if_fenced(uncommitted):
         return _commit(run, uncommitted, manifest)
 
 
 @contextmanager
-def unless_fenced(uncommitted: Path) -> Iterator[None]:
+def explain_if_fenced(uncommitted: Path) -> Iterator[None]:
     """Raise a FencedError where the directory `uncommitted` is gone because another attempt has claimed the run."""
     try:
         yield
@@ -196,7 +196,7 @@ def _commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
     # The order is what survives a power cut: the shards' bytes (`write_shard`), the manifest's, the names of both in their
     # directory, and only then the rename. rename(2) is atomic, but reaches the disk with the directory that holds the new name,
     # so that one is flushed last (https://man7.org/linux/man-pages/man2/fsync.2.html, on directories).
-    with open_private(uncommitted / MANIFEST, "wb") as file:
+    with open_private(uncommitted / MANIFEST_NAME, "wb") as file:
         file.write(manifest_bytes(manifest))
         file.flush()
         os.fsync(file.fileno())
@@ -207,9 +207,9 @@ def _commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
     try:
         uncommitted.rename(target)
     except OSError as error:
-        if error.errno not in _TAKEN:
+        if error.errno not in _TAKEN_ERRNOS:
             raise
-        aside = set_aside(target)
+        aside = set_checkpoint_aside(target)
         try:
             uncommitted.rename(target)
         except FileNotFoundError:  # fenced between the two
@@ -220,11 +220,11 @@ def _commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
     return target
 
 
-_TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+_TAKEN_ERRNOS = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 """What rename(2) answers where something is at the new name; ENOTDIR: it is a file."""
 
 
-def set_aside(path: Path) -> Path:
+def set_checkpoint_aside(path: Path) -> Path:
     """Rename a checkpoint that does not verify: no command reads it again, but a person can."""
     for count in range(1000):
         aside = path.with_name(f"{path.name}.corrupt-{count}")
@@ -236,7 +236,7 @@ def set_aside(path: Path) -> Path:
     )
 
 
-def prune(run: RunDir, *, attempt: int, keep: CheckpointSpec) -> list[int]:
+def prune_checkpoints(run: RunDir, *, attempt: int, keep: CheckpointSpec) -> list[int]:
     """Delete all but the newest `keep.keep_last` and the best `keep.keep_best` checkpoints; return the deleted steps.
 
     A deletion begins with a rename, so a half-deleted directory is not a checkpoint. Each
@@ -274,12 +274,12 @@ def _best_steps(run: RunDir, steps: Iterable[int], keep: CheckpointSpec) -> list
 
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of the checkpoint at `path`."""
-    with _explained(path / MANIFEST):
-        raw = record_bytes(path / MANIFEST)
+    with _explain_os_errors(path / MANIFEST_NAME):
+        raw = record_bytes(path / MANIFEST_NAME)
     manifest = parse_manifest(raw, path)
-    if COMMITTED.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
+    if COMMITTED_NAME.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
         raise CorruptCheckpointError(
-            f"{path} is damaged: its {MANIFEST} is that of another checkpoint, of step {manifest.step}."
+            f"{path} is damaged: its {MANIFEST_NAME} is that of another checkpoint, of step {manifest.step}."
         )
     return manifest
 
@@ -288,15 +288,15 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """Return the manifest that `raw` holds; `path` is the checkpoint's, for messages. Of a newer format, it is a NewerFormatError."""
     try:
         content = dict(json.loads(raw)["content"])
-        is_sound = _sealed(content) == raw
+        is_sound = _sealed_json(content) == raw
     except (ValueError, TypeError, KeyError) as error:
-        raise CorruptCheckpointError(f"{path / MANIFEST} is damaged ({type(error).__name__}: {error}).") from error
+        raise CorruptCheckpointError(f"{path / MANIFEST_NAME} is damaged ({type(error).__name__}: {error}).") from error
     if not is_sound:
-        raise CorruptCheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
-    if content["format"] > FORMAT:
+        raise CorruptCheckpointError(f"{path / MANIFEST_NAME} is damaged: it does not match its checksum.")
+    if content["format"] > FORMAT_VERSION:
         raise NewerFormatError(
             f"{path} is a checkpoint of format {content['format']}, but this ddp_hpc {ddp_hpc.__version__} reads formats up "
-            f"to {FORMAT}. Nothing was changed. Update ddp_hpc, or start over from step 0 with `ddp-hpc submit --fresh`."
+            f"to {FORMAT_VERSION}. Nothing was changed. Update ddp_hpc, or start over from step 0 with `ddp-hpc submit --fresh`."
         )
     return Manifest(**{**content, "shards": tuple(map(shard_record, content["shards"]))})
 
@@ -345,7 +345,7 @@ def _read_into(
 def check_sizes(path: Path, manifest: Manifest, on_progress: Callable[[], object] = lambda: None) -> None:
     """Compare the size of each shard with the manifest, so that a truncated one is found before anything is read."""
     for shard in manifest.shards:
-        with _explained(path / shard.file):
+        with _explain_os_errors(path / shard.file):
             _open_shard(path / shard.file, shard).close()
         on_progress()
 
@@ -354,7 +354,7 @@ def check_headers(path: Path, on_progress: Callable[[], object] = lambda: None) 
     """Read back which tensors a checkpoint has, as a restore would, but not the tensors; call it before older ones are deleted."""
     manifest, headers = read_manifest(path), []
     for shard in manifest.shards:
-        with _explained(path / shard.file), closing(_open_shard(path / shard.file, shard)) as file:
+        with _explain_os_errors(path / shard.file), closing(_open_shard(path / shard.file, shard)) as file:
             headers.append(memoryview(bytearray(shard.header_bytes)))
             _read_into(file, headers[-1], path / shard.file)
         on_progress()
@@ -371,7 +371,7 @@ def _open_shard(path: Path, record: ShardRecord) -> RawIOBase:
     return file
 
 
-def verify(path: Path, on_progress: Callable[[], object] = lambda: None) -> Manifest:
+def verify_checkpoint(path: Path, on_progress: Callable[[], object] = lambda: None) -> Manifest:
     """Read every byte of the checkpoint at `path`; return its manifest if all is as written. Calls `on_progress` as it reads."""
     manifest = read_manifest(path)
     check_sizes(path, manifest)
@@ -383,7 +383,7 @@ def verify(path: Path, on_progress: Callable[[], object] = lambda: None) -> Mani
     return manifest
 
 
-def digest(path: Path) -> str:
+def checkpoint_digest(path: Path) -> str:
     """Return one hex digest of the whole training state in the (verified) checkpoint at `path`.
 
     It covers weights, buffers, optimizer, scaler, averages, random generators and data position. It does not depend on which
@@ -391,13 +391,13 @@ def digest(path: Path) -> str:
     """
     manifest = read_manifest(path)
     seal = xxhash.xxh3_128()
-    if FOREIGN in manifest.state:
-        seal.update(_canonical([[shard.file, shard.size, shard.chunks] for shard in manifest.shards]))
+    if FOREIGN_KEY in manifest.state:
+        seal.update(_canonical_json([[shard.file, shard.size, shard.chunks] for shard in manifest.shards]))
         return seal.hexdigest()
     for name, tensor in sorted(read_tensors(path, manifest).items()):
         described = [name, tensor.dtype, list(tensor.shape), xxhash.xxh3_128_hexdigest(tensor.data)]
-        seal.update(_canonical(described))
-    seal.update(_canonical(manifest.state))
+        seal.update(_canonical_json(described))
+    seal.update(_canonical_json(manifest.state))
     return seal.hexdigest()
 
 
@@ -408,16 +408,16 @@ def export_weights(path: Path, output: Path, *, ema: bool | None = None) -> tupl
     without `module.`.
     """
     with output_at(output) as file:
-        entries, parts, is_average = _weights(path, ema)
+        entries, parts, is_average = _weight_bytes(path, ema)
         header = shard_header(entries)
         write_shard(file, [header, *parts], size=len(header) + sum(part.nbytes for part in parts))
     return len(entries), is_average
 
 
-def _weights(path: Path, ema: bool | None) -> tuple[list[TensorEntry], list[memoryview], bool]:
+def _weight_bytes(path: Path, ema: bool | None) -> tuple[list[TensorEntry], list[memoryview], bool]:
     """Return the weights as a shard holds them: the entries, and the bytes of each; and whether they are the average."""
     manifest = read_manifest(path)
-    if FOREIGN in manifest.state:
+    if FOREIGN_KEY in manifest.state:
         files = ", ".join(shard.file for shard in manifest.shards[:3])
         raise ConfigError(
             f"{path} holds files that a script wrote ({files}), so ddp-hpc cannot export weights. Read them as the script does."
@@ -425,7 +425,7 @@ def _weights(path: Path, ema: bool | None) -> tuple[list[TensorEntry], list[memo
     found = read_tensors(path, manifest)
     present = sorted({name.partition("/")[0] for name in found})
     prefix = "ema" if ema or (ema is None and "ema" in present) else "model"
-    chosen = below(f"{prefix}/", found)
+    chosen = named_below(f"{prefix}/", found)
     if not chosen:
         hint = " Export without `--ema`, or from a run with `train.ema_decay`." if prefix == "ema" else ""
         raise ConfigError(f"{path} has no {prefix!r} weights; it has {', '.join(present)}.{hint}")
@@ -437,22 +437,22 @@ def _weights(path: Path, ema: bool | None) -> tuple[list[TensorEntry], list[memo
     return entries, [raw.data for _, raw in ordered], prefix == "ema"
 
 
-def _canonical(value: object) -> bytes:
+def _canonical_json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the text of `manifest.json`."""
-    return _sealed(asdict(manifest))
+    return _sealed_json(asdict(manifest))
 
 
-def checksum(manifest: Manifest) -> str:
+def manifest_checksum(manifest: Manifest) -> str:
     """Return a number that no other manifest has."""
-    return xxhash.xxh3_128_hexdigest(_canonical(asdict(manifest)))
+    return xxhash.xxh3_128_hexdigest(_canonical_json(asdict(manifest)))
 
 
-def _sealed(content: Mapping[str, Any]) -> bytes:
-    seal = xxhash.xxh3_128_hexdigest(_canonical(content))
+def _sealed_json(content: Mapping[str, Any]) -> bytes:
+    seal = xxhash.xxh3_128_hexdigest(_canonical_json(content))
     return (json.dumps({"content": content, "xxh3_128": seal}, indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -474,7 +474,7 @@ class ChunkReader:
             self._on_progress()
 
         # On NFS, an open file may stay stale (ESTALE) for ever; the next try opens it again.
-        with _explained(self._path, self.close):
+        with _explain_os_errors(self._path, self.close):
             if self._file is None:
                 self._file = _open_shard(self._path, self._record)
             self._file.seek(number * self._record.chunk_bytes)
@@ -491,7 +491,7 @@ class ChunkReader:
 
 
 @contextmanager
-def _explained(path: Path, on_error: Callable[[], object] = lambda: None) -> Iterator[None]:
+def _explain_os_errors(path: Path, on_error: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Raise what an OSError means: the file is surely missing or not a file, or nothing can be known now.
 
     A file is surely missing if its directory can be listed and does not have it. If the whole mount is away, the directory

@@ -21,19 +21,19 @@ import xxhash
 import ddp_hpc
 from ddp_hpc.base.durable import delete_directory, fsync_path, make_directory, open_private, record_bytes
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NewerFormatError, NotARecordError
-from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import (
     CHUNK_BYTES,
-    FOREIGN,
+    FOREIGN_KEY,
     Manifest,
     check_sizes,
-    commit,
+    commit_checkpoint,
+    explain_if_fenced,
     make_uncommitted,
     parse_manifest,
     read_manifest,
-    set_aside,
-    unless_fenced,
-    verify,
+    set_checkpoint_aside,
+    verify_checkpoint,
 )
 from ddp_hpc.run.checkpoints.shards import ShardRecord
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -43,7 +43,7 @@ _FICLONE = 0x40049409
 """ioctl(2): make a file of another one's blocks, which the file system copies where one of the two is written to."""
 
 
-def step_of(folder: Path) -> int | None:
+def step_in_name(folder: Path) -> int | None:
     """Return the number at the end of a directory's name: 500 of `checkpoint-500` and of `step_500.tmp`."""
     found = re.search(r"(\d+)$", folder.name.removesuffix(".tmp"))
     return int(found[1]) if found else None
@@ -78,19 +78,19 @@ def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what t
 
 def _publish(run: RunDir, uncommitted: Path, step: int, attempt: int, world_size: int) -> Path:
     with suppress(FileNotFoundError):
-        (uncommitted / MANIFEST).unlink()  # of a directory that was committed before
-    shards = tuple(_record(path, uncommitted) for path in _files(uncommitted))
+        (uncommitted / MANIFEST_NAME).unlink()  # of a directory that was committed before
+    shards = tuple(_flush_and_record(path, uncommitted) for path in _files(uncommitted))
     for directory in [path for path in uncommitted.rglob("*") if path.is_dir()]:
         fsync_path(directory)
     made = {"at": time.time(), "attempt": attempt, "ddp_hpc": ddp_hpc.__version__}
-    manifest = Manifest(step=step, world_size=world_size, shards=shards, state={FOREIGN: True}, made=made)
+    manifest = Manifest(step=step, world_size=world_size, shards=shards, state={FOREIGN_KEY: True}, made=made)
     target = checkpoint_path(run, step)
     if target.exists():  # the newest save of a step counts, as with `os.replace`
         delete_directory(target)
-    return commit(run, uncommitted, manifest)
+    return commit_checkpoint(run, uncommitted, manifest)
 
 
-def newest(run: RunDir, *, reads_all: bool, on_progress: Callable[[], object] = lambda: None) -> int | None:
+def newest_whole_step(run: RunDir, *, reads_all: bool, on_progress: Callable[[], object] = lambda: None) -> int | None:
     """Return the newest step with a committed checkpoint that is whole; one that is not is renamed, and the one before counts.
 
     With `reads_all`, every byte is compared with its checksum, else only the files' sizes. `on_progress` is called for each chunk.
@@ -99,11 +99,11 @@ def newest(run: RunDir, *, reads_all: bool, on_progress: Callable[[], object] = 
         path = checkpoint_path(run, step)
         try:
             if reads_all:
-                verify(path, on_progress)
+                verify_checkpoint(path, on_progress)
             else:
                 check_sizes(path, read_manifest(path))
         except CorruptCheckpointError:
-            set_aside(path)
+            set_checkpoint_aside(path)
         else:
             return step
     return None
@@ -121,7 +121,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _refuse_other_manifest(folder: Path) -> None:
-    path = folder / MANIFEST
+    path = folder / MANIFEST_NAME
     if not os.path.lexists(path):
         return
     try:
@@ -131,14 +131,14 @@ def _refuse_other_manifest(folder: Path) -> None:
     except (CorruptCheckpointError, RecursionError, FileNotFoundError, IsADirectoryError, NotARecordError) as error:
         raise ConfigError(
             f"`commit` was asked to commit {str(folder)!r}, but {str(path)!r} is not what ddp-hpc has written, or it is damaged. The "
-            f"name {MANIFEST} at the top of a committed folder is ddp-hpc's own. Name your file otherwise, or put it into a subfolder. "
+            f"name {MANIFEST_NAME} at the top of a committed folder is ddp-hpc's own. Name your file otherwise, or put it into a subfolder. "
             "Nothing was changed."
         ) from error
 
 
 def _move(folder: Path, uncommitted: Path) -> None:
     try:
-        with unless_fenced(uncommitted):
+        with explain_if_fenced(uncommitted):
             folder.rename(uncommitted)
     except OSError as error:
         raise ConfigError(
@@ -148,7 +148,7 @@ def _move(folder: Path, uncommitted: Path) -> None:
 
 
 def _copy_tree(folder: Path, uncommitted: Path) -> None:
-    with unless_fenced(uncommitted):
+    with explain_if_fenced(uncommitted):
         make_directory(uncommitted)
         for path in sorted(folder.rglob("*")):
             target = uncommitted / path.relative_to(folder)
@@ -164,7 +164,7 @@ def _copy_tree(folder: Path, uncommitted: Path) -> None:
 
 
 def _copy_file(path: Path, target: Path) -> None:
-    """Copy a file; `_record` flushes it."""
+    """Copy a file; `_flush_and_record` flushes it."""
     # Not a hard link: scripts write their next save into the same file (`torch.save` truncates it), which is every link's file.
     mode = stat.S_IMODE(path.stat().st_mode) | stat.S_IRUSR
     if not _clone(path, target):
@@ -183,7 +183,7 @@ def _clone(path: Path, target: Path) -> bool:
     return True
 
 
-def _record(path: Path, folder: Path) -> ShardRecord:
+def _flush_and_record(path: Path, folder: Path) -> ShardRecord:
     """Flush a file, and return what a reader compares it with."""
     checksums: list[str] = []
     checksum, size = xxhash.xxh3_128(), 0

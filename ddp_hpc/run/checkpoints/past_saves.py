@@ -11,11 +11,11 @@ from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, read_marks
 
-NEWEST = 8
+NUM_NEWEST_FAILURES = 8
 """So many failures count, and the training since the oldest of them: what a run did before says little of it now."""
 _NEWEST_SAVES = 5
 
-_IS_SUDDEN: Mapping[Cause, Literal["yes", "no", "if steps are lost"]] = {
+_SUDDEN_CAUSES: Mapping[Cause, Literal["yes", "no", "if steps are lost"]] = {
     Cause.WORKER_CRASHED: "yes",
     Cause.HANG: "yes",
     Cause.NODE_FAILED: "yes",
@@ -71,26 +71,26 @@ def read_past(run: RunDir, *, before: int, now: float) -> Past:
     """Return what the attempts before `before` say; where none has trained, how long that one took from its start until now."""
     ledger = Ledger.read(run)
     earlier = [one for one in ledger.attempts if one.attempt < before]
-    past, this = past_of(earlier, read_marks(run)), ledger.attempt(before)
+    past, this = make_past(earlier, read_marks(run)), ledger.attempt(before)
     if past.restart_s is None and this is not None:
         return replace(past, restart_s=max(0.0, now - this.started_at))
     return past
 
 
-def past_of(attempts: Sequence[Attempt], marks: Sequence[Mark]) -> Past:
+def make_past(attempts: Sequence[Attempt], marks: Sequence[Mark]) -> Past:
     """Return what attempts, oldest first, and their notes say."""
     all_marks = [[mark for mark in marks if mark.attempt == one.attempt] for one in attempts]
-    past = [found for one, some in zip(attempts, all_marks, strict=True) if (found := _attempt(one, some))]
+    past = [found for one, some in zip(attempts, all_marks, strict=True) if (found := _past_attempt(one, some))]
     known = [mark for some in all_marks for mark in some]  # of these attempts only, in the order of time
     writes = [mark.seconds for mark in known if mark.kind == "save" and mark.seconds is not None]
     stalls = [mark.interval["stall_s"] for mark in known if mark.interval.get("is_measured")]
-    return summary(past, stalls_s=stalls, writes_s=writes)
+    return summarize_attempts(past, stalls_s=stalls, writes_s=writes)
 
 
-def summary(past: Sequence[PastAttempt], *, stalls_s: Sequence[float], writes_s: Sequence[float]) -> Past:
+def summarize_attempts(past: Sequence[PastAttempt], *, stalls_s: Sequence[float], writes_s: Sequence[float]) -> Past:
     """Return what attempts, oldest first, say together; with the stalls and the times of writing of their saves."""
     failed = [number for number, one in enumerate(past) if one.is_sudden]
-    counted = past[failed[-NEWEST] :] if len(failed) >= NEWEST else past
+    counted = past[failed[-NUM_NEWEST_FAILURES] :] if len(failed) >= NUM_NEWEST_FAILURES else past
     return Past(
         num_failures=sum(one.is_sudden for one in counted),
         trained_s=sum(one.trained_s for one in counted),
@@ -100,14 +100,14 @@ def summary(past: Sequence[PastAttempt], *, stalls_s: Sequence[float], writes_s:
     )
 
 
-def _attempt(one: Attempt, marks: Sequence[Mark]) -> PastAttempt | None:
+def _past_attempt(one: Attempt, marks: Sequence[Mark]) -> PastAttempt | None:
     begin = next((mark for mark in marks if mark.kind == "begin"), None)
     if begin is None:
         return None
     phases = [mark for mark in marks if mark.kind == "phases"]
     reached = max(mark.step for mark in marks)
     saved = max([begin.step, *(mark.step for mark in marks if mark.kind == "save")])
-    sudden = _IS_SUDDEN[one.cause or Cause.UNEXPLAINED]
+    sudden = _SUDDEN_CAUSES[one.cause or Cause.UNEXPLAINED]
     return PastAttempt(
         is_sudden=sudden == "yes" or (sudden == "if steps are lost" and reached > saved),
         trained_s=sum(phases[-1].phases.values()) if phases else 0.0,

@@ -11,16 +11,16 @@ if TYPE_CHECKING:  # `status` needs no keys
 
 ASSUMED_STALL_S = 1.0
 """How long training waits for a save, where none was measured yet."""
-FIRST_S = 60.0
+FIRST_SAVE_S = 60.0
 """Where none was measured yet, the first save comes after so much training at the latest: it measures, and a wrong guess costs little."""
-WRITES_APART = 2.0
+LEAST_WRITES_APART = 2.0
 """An interval is at least so many times as long as the newest saves took to be written: a save never waits for the one before
 it, and the file system rests half of the time."""
-CHANGE = 1.3
+LEAST_CHANGE_FACTOR = 1.3
 """An interval is changed where the best one is so many times longer or shorter. One that is so much off costs 4 % more than the
 best: not of the time, but of what saves and repeated steps take of it."""
 
-Why = Literal["least cost", "shortest", "longest", "written"]
+DecidedBy = Literal["least cost", "shortest", "longest", "written"]
 
 
 def between_failures_s(*, num_failures: int, trained_s: float) -> float:
@@ -57,7 +57,7 @@ class SaveCosts:
     restart_s: float = 0.0
     """From a failure until the run trains again."""
 
-    def share(self, interval_s: float) -> float:
+    def cost_share(self, interval_s: float) -> float:
         """Return which share of the time saves, repeated steps and restarts are expected to take, if failures are independent.
 
         A run that has restarted commits after `restart + interval + stall + write`, and then after each `interval + stall`, until it fails.
@@ -71,7 +71,7 @@ class SaveCosts:
         return 1 - interval_s / mean_s / (math.exp(delay) * math.expm1(period))
 
 
-def choose(costs: SaveCosts, keys: CheckpointSpec, *, is_measured: bool = True) -> tuple[float, Why]:
+def choose_interval(costs: SaveCosts, keys: CheckpointSpec, *, is_measured: bool = True) -> tuple[float, DecidedBy]:
     """Return how long to train between two saves, in seconds, and what decided that.
 
     Args:
@@ -80,25 +80,25 @@ def choose(costs: SaveCosts, keys: CheckpointSpec, *, is_measured: bool = True) 
         is_measured: whether `stall_s` was measured.
     """
     best_s = best_interval_s(costs.stall_s, costs.between_failures_s)
-    found: tuple[float, Why] = (best_s if is_measured else min(best_s, FIRST_S), "least cost")
+    found: tuple[float, DecidedBy] = (best_s if is_measured else min(best_s, FIRST_SAVE_S), "least cost")
     if found[0] > keys.max_interval_s:
         found = (keys.max_interval_s, "longest")
     if found[0] < keys.min_interval_s:
         found = (keys.min_interval_s, "shortest")
-    if found[0] < WRITES_APART * costs.write_s:
-        found = (WRITES_APART * costs.write_s, "written")
+    if found[0] < LEAST_WRITES_APART * costs.write_s:
+        found = (LEAST_WRITES_APART * costs.write_s, "written")
     return found
 
 
 def is_worth_changing(now: float, best: float) -> bool:
     """Tell whether an interval is so far from the best one that it is changed."""
-    return not now / CHANGE < best < now * CHANGE
+    return not now / LEAST_CHANGE_FACTOR < best < now * LEAST_CHANGE_FACTOR
 
 
 _UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
-def roughly(seconds: float) -> str:
+def rough_duration(seconds: float) -> str:
     """Return `40 ms`, `1.2 s`, `9 min`, `11 h` or `154 d`."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
@@ -129,31 +129,31 @@ class SaveInterval:
         values = {**asdict(self), **asdict(self.costs)}
         return {name: round(value, 6) for name, value in values.items() if isinstance(value, (int, float))}
 
-    def often(self) -> str:
+    def interval_text(self) -> str:
         """Return `every 340 steps (about 9 min)`."""
         steps = "step" if self.every_steps == 1 else f"{self.every_steps} steps"
-        return f"every {steps} (about {roughly(self.seconds)})"
+        return f"every {steps} (about {rough_duration(self.seconds)})"
 
-    def numbers(self) -> str:
+    def numbers_text(self) -> str:
         """Return the numbers that the interval follows from."""
-        costs, often = self.costs, roughly(self.costs.between_failures_s)
+        costs, often = self.costs, rough_duration(self.costs.between_failures_s)
         failures = f"one failure every {often} is expected ({self.num_failures} so far)"
         if self.num_failures == 0:
             failures = f"no failure so far, one every {often} is assumed"
-        start = f"a start takes {roughly(costs.restart_s)}, " if costs.restart_s else ""
+        start = f"a start takes {rough_duration(costs.restart_s)}, " if costs.restart_s else ""
         stops = "stops" if self.is_measured else "is assumed to stop"
-        return f"a save {stops} training for {roughly(costs.stall_s)}, {start}{failures}"
+        return f"a save {stops} training for {rough_duration(costs.stall_s)}, {start}{failures}"
 
-    def reason(self, why: Why) -> str:
+    def reason_text(self, why: DecidedBy) -> str:
         """Return why the interval is as long as it is."""
         limit = {
             "shortest": "; not more often, because of `checkpoint.min_interval_s`",
             "longest": "; not less often, because of `checkpoint.max_interval_s`",
-            "written": f"; not more often, because a save takes {roughly(self.costs.write_s)} to be written",
+            "written": f"; not more often, because a save takes {rough_duration(self.costs.write_s)} to be written",
         }
-        return self.numbers() + limit.get(why, "")
+        return self.numbers_text() + limit.get(why, "")
 
     def sentence(self) -> str:
         """Return `every 340 steps (about 9 min): saves and failures take 1.2% of the time by estimate, and have taken 0.9%; ...`."""
         so_far = "" if self.measured_cost is None else f", and have taken {self.measured_cost:.1%}"
-        return f"{self.often()}: saves and failures take {self.expected_cost:.1%} of the time by estimate{so_far}; {self.numbers()}"
+        return f"{self.interval_text()}: saves and failures take {self.expected_cost:.1%} of the time by estimate{so_far}; {self.numbers_text()}"

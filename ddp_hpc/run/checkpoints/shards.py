@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from ddp_hpc.base.errors import CorruptCheckpointError
 
 T = TypeVar("T")
-FORMAT = 2
+FORMAT_VERSION = 2
 """The format that is written. Format 1 had one checksum for each file, and did not say which part of a larger tensor it held."""
 _METADATA, _MARK = "__metadata__", "ddp_hpc.format"
 
@@ -84,7 +84,7 @@ def shard_header(entries: Sequence[TensorEntry]) -> bytes:
         entry.name: _place_text(entry.global_shape, entry.offset) for entry in entries if entry.global_shape is not None
     }
     if metadata:
-        table[_METADATA] = {_MARK: str(FORMAT), **metadata}
+        table[_METADATA] = {_MARK: str(FORMAT_VERSION), **metadata}
     for entry in entries:
         table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
     text = json.dumps(table, separators=(",", ":")).encode()
@@ -246,7 +246,7 @@ def _overlaps(boxes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bool]:
             yield all(a < b + length and b < a + size for (a, size), (b, length) in zip(box, other, strict=True))
 
 
-def below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+def named_below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     """Return what has a name that begins with a prefix, by the rest of its name."""
     return {name.removeprefix(prefix): one for name, one in named.items() if name.startswith(prefix)}
 

@@ -10,7 +10,7 @@ from string import Template
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.config.sources import Setting
 
-_PATHS = (
+_PATH_KEYS = (
     "runs_dir",
     "container.image",
     "container.binds",
@@ -23,15 +23,15 @@ _PATHS = (
 _OWN_HOME = re.compile(r"~(?=/|$)")
 
 
-def filled(settings: Sequence[Setting], environ: Mapping[str, str]) -> list[Setting]:
+def fill_settings(settings: Sequence[Setting], environ: Mapping[str, str]) -> list[Setting]:
     """Return the settings with their paths filled in. Of several settings for one key only the last counts and is filled in."""
     last = {setting.key: setting for setting in settings}
-    return [fill(setting, environ) if setting is last[setting.key] else setting for setting in settings]
+    return [fill_one(setting, environ) if setting is last[setting.key] else setting for setting in settings]
 
 
-def fill(setting: Setting, environ: Mapping[str, str]) -> Setting:
+def fill_one(setting: Setting, environ: Mapping[str, str]) -> Setting:
     """Return a path setting with its variables and `~` replaced; other settings unchanged."""
-    if setting.key not in _PATHS or not isinstance(setting.value, (str, list)):
+    if setting.key not in _PATH_KEYS or not isinstance(setting.value, (str, list)):
         return setting
     is_text = isinstance(setting.value, str)
     texts = [setting.value] if is_text else setting.value
@@ -39,8 +39,8 @@ def fill(setting: Setting, environ: Mapping[str, str]) -> Setting:
     return Setting(setting.key, full[0] if is_text else full, setting.origin)
 
 
-def literal(path: object) -> str:
-    """Return a path's text with `$` doubled, so that `fill` returns it unchanged."""
+def escape_dollars(path: object) -> str:
+    """Return a path's text with `$` doubled, so that `fill_one` returns it unchanged."""
     return str(path).replace("$", "$$")
 
 

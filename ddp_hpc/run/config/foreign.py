@@ -62,14 +62,14 @@ _OTHER_NAMES: Mapping[str, str] = {
 }
 """Our key -> its names in other tools."""
 
-FOREIGN: Mapping[str, str] = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
+KEY_BY_OTHER_NAME: Mapping[str, str] = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 """Name in another tool -> our key."""
-_VARIABLES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "CUDA_", "UCX_", "FI_", "HF_")
+_VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "CUDA_", "UCX_", "FI_", "HF_")
 """Prefixes of environment variables that users write as if they were keys."""
 
 
-def ours_for(name: str) -> str | None:
+def our_key_for(name: str) -> str | None:
     """Return our key for a name from another tool, whatever its section and spelling (`--batch-size`, `data.batch_size`)."""
     leaf = name.rpartition(".")[2]
-    known = FOREIGN.get(leaf.lower().replace("-", "_"))
-    return f"env.{leaf}" if known is None and leaf.isupper() and leaf.startswith(_VARIABLES) else known
+    known = KEY_BY_OTHER_NAME.get(leaf.lower().replace("-", "_"))
+    return f"env.{leaf}" if known is None and leaf.isupper() and leaf.startswith(_VARIABLE_PREFIXES) else known

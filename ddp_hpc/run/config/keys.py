@@ -15,7 +15,7 @@ from ddp_hpc.base.field_types import annotations_of, is_optional, type_in_words,
 from ddp_hpc.base.names import nearest
 from ddp_hpc.run.spec import RunSpec
 
-OF_A_VARIABLE = str | int | None
+VariableValue = str | int | None
 """The type of the values in `env`: a file may leave out the quotes around whole numbers."""
 
 
@@ -39,21 +39,21 @@ class Key:
     def is_text(self) -> bool:
         """Whether its values are text, so that an unquoted `3` is text, too."""
         wanted = without_none(self.annotation)
-        return wanted in (str, without_none(OF_A_VARIABLE)) or get_origin(wanted) is Literal
+        return wanted in (str, without_none(VariableValue)) or get_origin(wanted) is Literal
 
 
 @cache
 def all_keys() -> Mapping[str, Key]:
     """Return every key by its name, in the order of the spec."""
-    return {key.name: key for key in _rows(RunSpec, "")}
+    return {key.name: key for key in _keys_of_section(RunSpec, "")}
 
 
-def _rows(section: type, prefix: str) -> Iterator[Key]:
+def _keys_of_section(section: type, prefix: str) -> Iterator[Key]:
     annotations = annotations_of(section)
     for field in dataclasses.fields(section):
         name, annotation = prefix + field.name, annotations[field.name]
         if dataclasses.is_dataclass(annotation):
-            yield from _rows(annotation, f"{name}.")  # type: ignore[arg-type]  # mypy thinks it may be an instance
+            yield from _keys_of_section(annotation, f"{name}.")  # type: ignore[arg-type]  # mypy thinks it may be an instance
         else:
             default = field.default if field.default_factory is MISSING else field.default_factory()
             yield Key(name, annotation, default, section)
@@ -65,7 +65,7 @@ def key_of(name: str) -> Key | None:
         return all_keys()[name]
     if not is_below_open_key(name):
         return None
-    return Key(name, OF_A_VARIABLE if is_below(name, "env") else Any, MISSING)
+    return Key(name, VariableValue if is_below(name, "env") else Any, MISSING)
 
 
 def is_below_open_key(name: str) -> bool:
@@ -97,7 +97,7 @@ def is_below(name: str, section: str) -> bool:
     return not section or name == section or name.startswith(f"{section}.")
 
 
-def unknown_key(name: str, location: str) -> ConfigError:
+def unknown_key_error(name: str, location: str) -> ConfigError:
     """Return the error for an unknown key, with the nearest key and all keys of its section; or with what replaces it."""
     from ddp_hpc.run.config.removed import removed_key_error  # late: only an error needs the table
 
@@ -114,34 +114,34 @@ def unknown_key(name: str, location: str) -> ConfigError:
 
 def did_you_mean(name: str) -> str:
     """Return ` Did you mean ...?`, or the empty string if no key is near."""
-    meant = " or ".join(f"`{key}`" for key in _meant_by(name))
+    meant = " or ".join(f"`{key}`" for key in _likely_keys(name))
     return f" Did you mean {meant}?" if meant else ""
 
 
-def _meant_by(name: str) -> list[str]:
+def _likely_keys(name: str) -> list[str]:
     """Return the keys that a name may mean: another tool's name, a key of another section, or the nearest spelling."""
-    from ddp_hpc.run.config.foreign import ours_for  # late: only an error needs the table
+    from ddp_hpc.run.config.foreign import our_key_for  # late: only an error needs the table
 
-    if ours := ours_for(name):
+    if ours := our_key_for(name):
         return [ours]
-    near, leaf = nearest(name, all_keys()), _leaf(name.lower())
-    if near is not None and _leaf(near) == leaf:
+    near, leaf = nearest(name, all_keys()), _last_part(name.lower())
+    if near is not None and _last_part(near) == leaf:
         return [near]
-    elsewhere = [key for key in all_keys() if _leaf(key) == leaf]
+    elsewhere = [key for key in all_keys() if _last_part(key) == leaf]
     if elsewhere or near is not None:
         return elsewhere or [str(near)]
-    close = nearest(leaf, map(_leaf, all_keys()))
-    return [key for key in all_keys() if _leaf(key) == close]
+    close = nearest(leaf, map(_last_part, all_keys()))
+    return [key for key in all_keys() if _last_part(key) == close]
 
 
-def _leaf(name: str) -> str:
+def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-_NOTHING = {"", "~", "null", "none"}
+_NULL_WORDS = {"", "~", "null", "none"}
 
 
-def convert(key: Key, value: Any, location: str) -> Any:
+def convert_value(key: Key, value: Any, location: str) -> Any:
     """Return `value` as the key's type. Text is not converted to numbers, nor booleans to whole numbers, but 1 to 1.0."""
     try:
         return msgspec.convert(value, key.annotation, strict=True)
@@ -160,11 +160,11 @@ def parse_text(key: Key | None, text: str, location: str) -> Any:
     from ddp_hpc.run.config.yaml_text import plain_scalar, read_yaml  # late: `status` reads no YAML
 
     stripped = text.strip()
-    is_variable = key is not None and key.annotation is OF_A_VARIABLE
+    is_variable = key is not None and key.annotation is VariableValue
     if (
         key is not None
         and is_optional(key.annotation)
-        and stripped.lower() in ({"~", "null"} if is_variable else _NOTHING)
+        and stripped.lower() in ({"~", "null"} if is_variable else _NULL_WORDS)
     ):
         return None
     if key is not None and key.is_text:

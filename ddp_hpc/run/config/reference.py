@@ -12,14 +12,14 @@ from functools import cache
 from itertools import pairwise
 
 from ddp_hpc.base.field_types import type_in_words
-from ddp_hpc.run.config.keys import Key, all_keys, is_below, is_below_open_key, is_section, unknown_key
+from ddp_hpc.run.config.keys import Key, all_keys, is_below, is_below_open_key, is_section, unknown_key_error
 from ddp_hpc.run.config.yaml_text import dump_value
 
 NO_DEFAULT = "the file's name"
 """The default of `name`, the one key without a default in the spec."""
 
 
-def reference() -> list[dict[str, str]]:
+def reference_rows() -> list[dict[str, str]]:
     """Return a row for every key, in the order of the spec: its `key`, `type`, `default` and `meaning`."""
     return [
         {
@@ -35,10 +35,10 @@ def reference() -> list[dict[str, str]]:
 def rows_of(name: str) -> list[dict[str, str]]:
     """Return the rows of a key, or of a section."""
     if name and not is_section(name) and name not in all_keys() and not is_below_open_key(name):
-        raise unknown_key(name, "the command line")
+        raise unknown_key_error(name, "the command line")
     return [
         row
-        for row in reference()
+        for row in reference_rows()
         if is_below(row["key"], name) or (is_below_open_key(name) and is_below(name, row["key"]))
     ]
 

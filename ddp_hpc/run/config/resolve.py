@@ -13,10 +13,10 @@ from ddp_hpc.base.discretion import HIDDEN, is_key_shown
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.field_types import annotations_of
 from ddp_hpc.base.patience import await_answer
-from ddp_hpc.run.config.fill_paths import filled, literal
-from ddp_hpc.run.config.keys import all_keys, convert, key_of
-from ddp_hpc.run.config.removed import REMOVED, drop_removed
-from ddp_hpc.run.config.site import Profile, find_profile, refuse_unwelcome
+from ddp_hpc.run.config.fill_paths import escape_dollars, fill_settings
+from ddp_hpc.run.config.keys import all_keys, convert_value, key_of
+from ddp_hpc.run.config.removed import REMOVED_KEYS, drop_removed
+from ddp_hpc.run.config.site import Profile, find_profile, refuse_no_write_dir
 from ddp_hpc.run.config.sources import (
     COMMAND_LINE,
     DEFAULT,
@@ -32,7 +32,7 @@ from ddp_hpc.run.config.sources import (
     settings_in,
 )
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.spec import RunSpec, program_of
+from ddp_hpc.run.spec import RunSpec, parse_program
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     those on which all agree. `site` names the profile; None means the one for this host.
     """
     profile = find_profile(environ, site)
-    stem = path.stem if path is not None else program_of(command).name if command else ""
+    stem = path.stem if path is not None else parse_program(command).name if command else ""
     asked: list[Setting] = []
     run = RunDir(Path() if path is None else path.parent)
     if path is not None:
@@ -76,7 +76,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
         told = {one.key: str(one.value) for one in asked}
         if os.path.realpath(run.path) != os.path.realpath(Path(told.get("runs_dir", ""), told.get("name", ""))):
             place, of_run = Path(os.path.abspath(run.path)), Origin(f"file {path.name}", str(path))  # noqa: PTH100  as `find_run` does
-            asked += [Setting("name", place.name, of_run), Setting("runs_dir", literal(place.parent), of_run)]
+            asked += [Setting("name", place.name, of_run), Setting("runs_dir", escape_dollars(place.parent), of_run)]
     if isinstance(overrides, Mapping):
         asked += settings_in(overrides, Origin("Python", "Python"))
     else:
@@ -90,7 +90,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
         )
     of_shell = from_sbatch_variables(environ) if is_for_slurm else []
     before = [*from_defaults(), Setting("name", name, DEFAULT), *of_shell, *(profile.settings if profile else ())]
-    after = filled(asked, environ)
+    after = fill_settings(asked, environ)
     between: Sequence[Setting] = ()
     if is_for_slurm and profile is not None:
         partition = [setting.value for setting in [*before, *after] if setting.key == "slurm.partition"][-1]
@@ -100,7 +100,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
             one for key, one in of_each[0].items() if all(key in of and of[key].value == one.value for of in of_each)
         ]
     resolved = replace(_build([*before, *between, *after]), profile=profile)
-    refuse_unwelcome(resolved.spec.path, profile)
+    refuse_no_write_dir(resolved.spec.path, profile)
     return resolved
 
 
@@ -122,11 +122,11 @@ def _load(path: Path, *, is_known: bool) -> RunSpec:
         raise UnreadableError(str(error)) from error
 
 
-def dropped_from(path: Path) -> list[str]:
+def removed_key_notes(path: Path) -> list[str]:
     """Return a line for each key that is removed, but that the configuration of a run sets to something else than its default then."""
     return [
-        f"note: `{name}` is {value!r} in {path}, but since {REMOVED[name].since} it is no longer a key, and it has no effect. "
-        f"{REMOVED[name].instead}"
+        f"note: `{name}` is {value!r} in {path}, but since {REMOVED_KEYS[name].since} it is no longer a key, and it has no effect. "
+        f"{REMOVED_KEYS[name].instead}"
         for name, value in drop_removed(read_mapping(path)).items()
     ]
 
@@ -134,23 +134,23 @@ def dropped_from(path: Path) -> list[str]:
 def resolve_key(name: str, environ: Mapping[str, str]) -> Any:
     """Return one key's value for commands without a run: default < site profile < environment."""
     profile = find_profile(environ)
-    own = filled(from_environment(environ), environ)
+    own = fill_settings(from_environment(environ), environ)
     given = [*from_defaults(), *(profile.settings if profile else ()), *own]
     setting = [setting for setting in given if setting.key == name][-1]
-    return _value(setting)
+    return _converted_value(setting)
 
 
 def _build(settings: Iterable[Setting]) -> Resolved:
-    chosen = _merge(settings)
-    values = {key: _value(setting) for key, setting in chosen.items()}
+    chosen = _merge_settings(settings)
+    values = {key: _converted_value(setting) for key, setting in chosen.items()}
     try:
-        spec = _section(RunSpec, "", values)
+        spec = _make_section(RunSpec, "", values)
     except ConfigError as error:
-        raise type(error)(f"{error}{_origins(str(error), chosen)}") from error
+        raise type(error)(f"{error}{_origins_text(str(error), chosen)}") from error
     return Resolved(spec, {key: setting.origin.source for key, setting in chosen.items()})
 
 
-def _merge(settings: Iterable[Setting]) -> dict[str, Setting]:
+def _merge_settings(settings: Iterable[Setting]) -> dict[str, Setting]:
     """Keep the last setting of each key. Below an open key, a setting also replaces earlier ones above and below it."""
     chosen: dict[str, Setting] = {}
     for setting in settings:
@@ -162,22 +162,22 @@ def _merge(settings: Iterable[Setting]) -> dict[str, Setting]:
     return chosen
 
 
-def _value(setting: Setting) -> Any:
+def _converted_value(setting: Setting) -> Any:
     if setting.origin is DEFAULT:
         return setting.value
     key = key_of(setting.key)
     assert key is not None  # noqa: S101  # sources yield known keys only
-    return convert(key, setting.value, str(setting.origin))
+    return convert_value(key, setting.value, str(setting.origin))
 
 
-def _section(section: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:
+def _make_section(section: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:
     """Make a section, and the sections in it, from the values of its keys."""
     annotations = annotations_of(section)  # type: ignore[arg-type]  # a class has a hash
     made: dict[str, Any] = {}
     for field in fields(section):
         name, annotation = prefix + field.name, annotations[field.name]
         if is_dataclass(annotation):
-            made[field.name] = _section(annotation, f"{name}.", values)  # type: ignore[arg-type]  # it is a class
+            made[field.name] = _make_section(annotation, f"{name}.", values)  # type: ignore[arg-type]  # it is a class
         elif name in values:
             made[field.name] = values[name]
         elif all_keys()[name].is_open:
@@ -202,7 +202,7 @@ def unflatten(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _origins(message: str, chosen: Mapping[str, Setting]) -> str:
+def _origins_text(message: str, chosen: Mapping[str, Setting]) -> str:
     """Return the sources of the keys that a message names, except for defaults."""
     named = dict.fromkeys(re.findall(r"`([a-z_.]+)`", message))
     sources = [
@@ -213,7 +213,7 @@ def _origins(message: str, chosen: Mapping[str, Setting]) -> str:
     return f" ({'; '.join(sources)}.)" if sources else ""
 
 
-def flat(spec: RunSpec) -> dict[str, Any]:
+def flat_spec(spec: RunSpec) -> dict[str, Any]:
     """Return every leaf of a spec by its key, in the order of the spec."""
     leaves: dict[str, Any] = {}
     for name, key in all_keys().items():
@@ -224,22 +224,22 @@ def flat(spec: RunSpec) -> dict[str, Any]:
     return leaves
 
 
-def changes(old: RunSpec, new: RunSpec) -> dict[str, str]:
+def changed_keys(old: RunSpec, new: RunSpec) -> dict[str, str]:
     """Return the keys that differ, in the order of the spec, each with a text: `train.lr 0.1 -> 0.2`.
 
     None is also the value of a key that a spec lacks. Values that may be secrets are hidden.
     """
-    before, after = flat(old), flat(new)
+    before, after = flat_spec(old), flat_spec(new)
     found: dict[str, str] = {}
     for key in dict.fromkeys([*after, *before]):
         values = before.get(key), after.get(key)
-        if values[0] != values[1] and not _is_filled(key, before, after):
+        if values[0] != values[1] and not _is_empty_only_once(key, before, after):
             told = (repr(value) if is_key_shown(key, value) else HIDDEN for value in values)
             found[key] = f"{key} {' -> '.join(told)}"
     return found
 
 
-def _is_filled(key: str, *leaves: Mapping[str, Any]) -> bool:
+def _is_empty_only_once(key: str, *leaves: Mapping[str, Any]) -> bool:
     """Tell whether a section is empty in one spec and has keys in the other: these keys are the changes then."""
     is_empty = any(of_spec.get(key) == {} for of_spec in leaves)
     return is_empty and any(other.startswith(f"{key}.") for of_spec in leaves for other in of_spec)
@@ -254,7 +254,7 @@ def render_resolved(resolved: Resolved, *, for_eyes: bool = False) -> str:
 
     lines: list[tuple[str, str]] = []
     opened: list[str] = []
-    leaves = flat(resolved.spec)
+    leaves = flat_spec(resolved.spec)
     hidden = [key for key, value in leaves.items() if for_eyes and not is_key_shown(key, value)]
     for key, value in leaves.items():
         if key in hidden:
@@ -271,7 +271,7 @@ def render_resolved(resolved: Resolved, *, for_eyes: bool = False) -> str:
     return "".join([*(f"{text:<{width if source else 0}}{source}\n" for text, source in lines), *notes])
 
 
-_WRITTEN = re.compile(r"( *)([^ :][^:]*):(?:| .*  # (.*))")
+_RENDERED_LINE = re.compile(r"( *)([^ :][^:]*):(?:| .*  # (.*))")
 
 
 def keys_of_source(path: Path, source: str) -> list[str]:
@@ -279,7 +279,7 @@ def keys_of_source(path: Path, source: str) -> list[str]:
     sections: list[str] = []
     found: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        if match := _WRITTEN.fullmatch(line):
+        if match := _RENDERED_LINE.fullmatch(line):
             indent, leaf, origin = match.groups()
             sections[len(indent) // 2 :] = [leaf]
             if origin and origin.startswith(source):

@@ -15,8 +15,8 @@ from typing import Any, get_type_hints
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import nearest
 from ddp_hpc.base.processes import host_name
-from ddp_hpc.run.config.fill_paths import fill
-from ddp_hpc.run.config.keys import Key, convert
+from ddp_hpc.run.config.fill_paths import fill_one
+from ddp_hpc.run.config.keys import Key, convert_value
 from ddp_hpc.run.config.removed import removed_key_error
 from ddp_hpc.run.config.sources import Origin, Setting, read_mapping, settings_in
 from ddp_hpc.run.run_dir.paths import is_folder, settings_dirs
@@ -161,20 +161,20 @@ def read_profile(path: Path, why: str, environ: Mapping[str, str] | None) -> Pro
             raise ConfigError(
                 f"`{name}` is {section!r} ({path}, line {lines[name]}), but it must be a section: set the keys below it."
             )
-    source, fills = f"site profile {path}", (lambda one: one) if environ is None else partial(fill, environ=environ)
+    source, fills = f"site profile {path}", (lambda one: one) if environ is None else partial(fill_one, environ=environ)
     return Profile(
         path=path,
         why=why,
-        site=_site(path, about, fills),
+        site=_parse_site(path, about, fills),
         settings=tuple(map(fills, settings_in(content, Origin(source, str(path))))),
         partitions={
-            str(name): _partition(str(name), section, Origin(f"{source}, partition {name}", str(path)), fills)
+            str(name): _parse_section(str(name), section, Origin(f"{source}, partition {name}", str(path)), fills)
             for name, section in partitions.items()
         },
     )
 
 
-def _partition(name: str, section: Any, origin: Origin, fills: Callable[[Setting], Setting]) -> tuple[Setting, ...]:
+def _parse_section(name: str, section: Any, origin: Origin, fills: Callable[[Setting], Setting]) -> tuple[Setting, ...]:
     if not isinstance(section, dict):
         if section is None:
             return ()
@@ -189,7 +189,7 @@ def _partition(name: str, section: Any, origin: Origin, fills: Callable[[Setting
     return settings
 
 
-def _site(path: Path, section: Mapping[str, Any], fills: Callable[[Setting], Setting]) -> Site:
+def _parse_site(path: Path, section: Mapping[str, Any], fills: Callable[[Setting], Setting]) -> Site:
     annotations = get_type_hints(Site)
     lines = getattr(section, "lines", {})
     values: dict[str, Any] = {}
@@ -203,7 +203,7 @@ def _site(path: Path, section: Mapping[str, Any], fills: Callable[[Setting], Set
             valid = ", ".join(field.name for field in fields(Site))
             raise ConfigError(f"`site.{name}` ({origin}) is not a key.{hint} Keys of `site`: {valid}.")
         given = Setting(f"site.{name}", [value] if name == "hosts" and isinstance(value, str) else value, origin)
-        values[name] = convert(Key(given.key, annotations[name], MISSING), fills(given).value, str(origin))
+        values[name] = convert_value(Key(given.key, annotations[name], MISSING), fills(given).value, str(origin))
     site = Site(**{"name": path.stem, **values})
     if not PLAIN_NAME.fullmatch(site.name):
         raise ConfigError(
@@ -212,7 +212,7 @@ def _site(path: Path, section: Mapping[str, Any], fills: Callable[[Setting], Set
     return site
 
 
-def refuse_unwelcome(path: Path, profile: Profile | None) -> None:
+def refuse_no_write_dir(path: Path, profile: Profile | None) -> None:
     """Refuse a run's directory in one of the directories `site.no_write`."""
     if profile is None:
         return

@@ -10,18 +10,18 @@ from typing import Any
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.slurm_times import seconds
-from ddp_hpc.run.config.foreign import ours_for
-from ddp_hpc.run.config.keys import all_keys, is_below_open_key, is_section, key_of, parse_text, unknown_key
+from ddp_hpc.run.config.foreign import our_key_for
+from ddp_hpc.run.config.keys import all_keys, is_below_open_key, is_section, key_of, parse_text, unknown_key_error
 from ddp_hpc.run.config.removed import drop_removed
 
 ENVIRONMENT_PREFIX = "DDP_HPC__"
-_OF_SBATCH = {
+_SBATCH_VARIABLES = {
     **{f"SBATCH_{name.upper()}": f"slurm.{name}" for name in ("partition", "account", "qos", "constraint")},
     "SBATCH_RESERVATION": "slurm.extra.reservation",
     "SBATCH_TIMELIMIT": "resources.time_limit_min",
 }
 """Variables by which a user's shell gives defaults to sbatch -> our keys."""
-_OF_A_JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
+_JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID")
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 _MOST_BYTES = 4 << 20
@@ -83,7 +83,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
 
 def settings_in(mapping: Mapping[Any, Any], origin: Origin) -> list[Setting]:
     """Return the settings in a file's mapping, or in a part of it."""
-    return list(_once(_flatten_mapping("", mapping, origin)))
+    return list(_refuse_repeats(_flatten_mapping("", mapping, origin)))
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -113,7 +113,7 @@ def from_environment(environ: Mapping[str, str]) -> list[Setting]:
         if variable.upper().startswith(ENVIRONMENT_PREFIX):
             source = f"environment {variable}"
             settings += _from_text(_key_name(variable), text, Origin(source, source))
-    return list(_once(settings))
+    return list(_refuse_repeats(settings))
 
 
 def from_sbatch_variables(environ: Mapping[str, str]) -> list[Setting]:
@@ -121,10 +121,10 @@ def from_sbatch_variables(environ: Mapping[str, str]) -> list[Setting]:
 
     A time that is not a length, such as `UNLIMITED`, stays as it is, so that an error names it where no other source sets the key.
     """
-    if any(environ.get(name) for name in _OF_A_JOB):
+    if any(environ.get(name) for name in _JOB_VARIABLES):
         return []
     settings = []
-    for variable, key in _OF_SBATCH.items():
+    for variable, key in _SBATCH_VARIABLES.items():
         if text := environ.get(variable, "").strip():
             length_s = seconds(text) if variable == "SBATCH_TIMELIMIT" else None
             source = f"environment {variable}"
@@ -170,8 +170,8 @@ def _from_text(name: str, text: str, origin: Origin) -> list[Setting]:
             ) from error
     key = None if is_section(name) else key_of(name)
     if key is None and not is_section(name):
-        raise unknown_key(name, str(origin))
-    return list(_flatten(name, _plain(parse_text(key, text, str(origin))), origin))
+        raise unknown_key_error(name, str(origin))
+    return list(_flatten(name, _plain_value(parse_text(key, text, str(origin))), origin))
 
 
 def _flatten_mapping(section: str, mapping: Mapping[Any, Any], origin: Origin) -> Iterator[Setting]:
@@ -190,20 +190,20 @@ def _flatten(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
     if is_section(name):
         yield from _flatten_section(name, value, origin)
     elif key_of(name) is None:
-        raise unknown_key(name, str(origin))
+        raise unknown_key_error(name, str(origin))
     elif is_below_open_key(name) and not all(map(_PLAIN_NAME.fullmatch, name.split("."))):
         raise ConfigError(f"`{name}` ({origin}) is not a key: only letters, digits, `_` and `-` may follow a `.`.")
     elif is_below_open_key(name) and _is_tree(value):
         yield from _flatten_mapping(name, value, origin)
     else:
-        yield Setting(name, _plain(value), origin)
+        yield Setting(name, _plain_value(value), origin)
 
 
 def _flatten_section(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
     if value is None:
         return  # an empty section: `train:` with nothing below it
     if not isinstance(value, dict):
-        ours = ours_for(name) or ""
+        ours = our_key_for(name) or ""
         such = f", such as `{ours}`" if ours.startswith(f"{name}.") else ""
         raise ConfigError(f"`{name}` is {value!r} ({origin}), but it must be a section: set the keys below it{such}.")
     if not value and name in all_keys():
@@ -220,14 +220,14 @@ def _is_tree(value: Any) -> bool:
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     """Return the value as plain dictionaries and lists, without line numbers."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        return {key: _plain_value(item) for key, item in value.items()}
+    return [_plain_value(item) for item in value] if isinstance(value, list) else value
 
 
-def _once(settings: Iterable[Setting]) -> Iterator[Setting]:
+def _refuse_repeats(settings: Iterable[Setting]) -> Iterator[Setting]:
     """Yield the settings of one source, and refuse a key that is set twice."""
     seen: dict[str, Origin] = {}
     for setting in settings:

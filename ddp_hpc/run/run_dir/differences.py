@@ -16,7 +16,7 @@ from ddp_hpc.run.run_dir.paths import ATTEMPT, RunDir
 
 _MOST_NAMED = 4
 
-ToldBy = Literal["", "vote", "repetition", "undecided"]
+ProofKind = Literal["", "vote", "repetition", "undecided"]
 """How it is known which ranks were wrong. Empty: it is not known, and the step has not been computed again. vote: more than half of
 the ranks agree. repetition: another attempt has computed the step again, and its values are those of the other ranks, or clearly near
 them; this counts more than a vote, which several ranks that are wrong alike may win. undecided: it has, and its values do not tell."""
@@ -60,7 +60,7 @@ class Difference:
     """Whether it is the loss of the step that was not finite on some ranks alone. The digests say of which: `FINITE`, `NOT_FINITE`."""
     odd_ranks: tuple[int, ...] = ()
     """The ranks that were wrong, where that is known."""
-    told_by: ToldBy = ""
+    told_by: ProofKind = ""
     told_in: int | None = None
     """The attempt whose digests show it."""
     repeated_in: int | None = None
@@ -87,32 +87,32 @@ class Difference:
         return tuple(dict.fromkeys(self.hosts[rank] for rank in self.odd_ranks))
 
     @property
-    def what(self) -> str:
+    def finding(self) -> str:
         """Say after which step which tensors differ."""
         if self.of_loss:
-            return f"the ranks differ after step {self.step}: the loss is not finite {self.where_not_finite}"
+            return f"the ranks differ after step {self.step}: the loss is not finite {self.not_finite_ranks_text}"
         others = self.num_tensors - 1
         more = "" if others < 1 else " and 1 other tensor" if others == 1 else f" and {others} other tensors"
         are = "are" if more else "is"
         return f"the ranks differ after step {self.step}: `{self.tensors[0]}`{more} {are} not equal on all of them, but must be"
 
     @property
-    def where_not_finite(self) -> str:
+    def not_finite_ranks_text(self) -> str:
         """Say on which ranks the loss is not finite."""
         bad = [f"rank {rank} on {self.hosts[rank]}" for rank, one in enumerate(self.digests) if one == NOT_FINITE]
         return f"on {few(bad, _MOST_NAMED)} alone"
 
     @property
-    def who(self) -> str:
+    def blame(self) -> str:
         """Say which ranks were wrong, or why that is not known."""
         if self.unlike:
             return f"{self.unlike}, so the code does not do the same on each rank"
         if self.odd_ranks:
             named = few([f"rank {rank} on {self.hosts[rank]}" for rank in self.odd_ranks], _MOST_NAMED)
             were = "was wrong" if len(self.odd_ranks) == 1 else "were wrong"
-            return f"{named} {were} ({self._proof})"
+            return f"{named} {were} ({self._proof_text})"
         if self.told_by == "undecided":
-            return f"{self._repetition}, but its values do not show which rank was wrong, because {self._why_undecided}"
+            return f"{self._repetition_text}, but its values do not show which rank was wrong, because {self._why_undecided}"
         if self.of_loss:
             return "a processor was wrong, or the training diverges; the next attempt computes the step again, which shows what it was"
         if self.is_of_processors:
@@ -129,21 +129,21 @@ class Difference:
         )
 
     @property
-    def _proof(self) -> str:
+    def _proof_text(self) -> str:
         num, num_odd = len(self.digests), len(self.odd_ranks)
         agree = f"{num - num_odd} of {num} ranks agree"
         if self.told_by == "vote":
-            doubt = f"; {self._repetition}, but its values cannot confirm this, because {self._why_undecided}"
+            doubt = f"; {self._repetition_text}, but its values cannot confirm this, because {self._why_undecided}"
             return agree if self.repeated_in is None else agree + doubt
         again = f"attempt {self.told_in} computed the step again"
         if self.of_loss:
             return f"{again}, and its losses are finite"
         if num_odd * 2 > num:
             return f"{again}, and its result equals that of the minority of ranks"
-        return f"{agree}, and {again}" if num_odd * 2 < num and _majority(self.digests) else again
+        return f"{agree}, and {again}" if num_odd * 2 < num and _majority_digest(self.digests) else again
 
     @property
-    def _repetition(self) -> str:
+    def _repetition_text(self) -> str:
         return f"attempt {self.repeated_in if self.repeated_in is not None else self.told_in} computed the step again without a difference"
 
     @property
@@ -153,22 +153,22 @@ class Difference:
         )
 
 
-def _majority(digests: Sequence[str]) -> str:
+def _majority_digest(digests: Sequence[str]) -> str:
     """Return what more than half of the ranks have; empty where no more than half agree."""
     digest, count = Counter(digests).most_common(1)[0]
     return digest if count * 2 > len(digests) else ""
 
 
-def by_vote(difference: Difference) -> Difference:
+def judge_by_vote(difference: Difference) -> Difference:
     """Return the difference with the ranks that were wrong, if more than half of the ranks agree."""
-    digest = _majority(difference.digests)
+    digest = _majority_digest(difference.digests)
     if not digest or difference.is_of_processors or difference.unlike:
         return difference
     odd = tuple(rank for rank, one in enumerate(difference.digests) if one != digest)
     return replace(difference, odd_ranks=odd, told_by="vote", told_in=difference.attempt)
 
 
-def by_repetition(
+def judge_by_repetition(
     difference: Difference,
     attempt: int,
     digest: str,
@@ -189,50 +189,50 @@ def by_repetition(
     if not_comparable:
         odd = ()
     elif len(odd) == len(difference.digests):
-        odd = _odd_by_values(difference, values)
+        odd = _odd_ranks_by_values(difference, values)
     repeated = replace(difference, repeated_in=attempt, not_comparable=not_comparable)
     if odd:
         return replace(repeated, odd_ranks=odd, told_by="repetition", told_in=attempt)
     return repeated if difference.told_by == "vote" else replace(repeated, told_by="undecided", told_in=attempt)
 
 
-def _odd_by_values(difference: Difference, found: Mapping[str, Sequence[float]]) -> tuple[int, ...]:
+def _odd_ranks_by_values(difference: Difference, found: Mapping[str, Sequence[float]]) -> tuple[int, ...]:
     kinds = [
-        _kinds(values, value)
+        _nearness_of_ranks(values, value)
         for sample in difference.samples
         for values, value in zip(zip(*sample.values, strict=True), found.get(sample.tensor, ()), strict=False)
     ]
     counts = [Counter(of_rank).most_common(1)[0] for of_rank in zip(*kinds, strict=True)]
-    by_rank = [kind if count >= _MOST * len(kinds) else "" for kind, count in counts]
+    by_rank = [kind if count >= _MOST_PLACES * len(kinds) else "" for kind, count in counts]
     return tuple(rank for rank, kind in enumerate(by_rank) if kind == "far") if set(by_rank) == {"near", "far"} else ()
 
 
-_Kind = Literal["near", "far", ""]
+_Nearness = Literal["near", "far", ""]
 _NEAR, _FAR = 1e-3, 0.5
 """Distances from what was found, in parts of the spread: of the longest distance between two ranks."""
 _LEAST_SPREAD = 1024 * 2.0**-23
 """In parts of the largest value: 1024 units in the last place of a float32. Rounding makes smaller ones within a few steps."""
-_MOST = 0.95
+_MOST_PLACES = 0.95
 """Of the places."""
 
 
-def _kinds(values: Sequence[float], found: float) -> list[_Kind]:
+def _nearness_of_ranks(values: Sequence[float], found: float) -> list[_Nearness]:
     """Return whether each rank's value is near what was found, or far from it; nothing where the spread is too small to tell."""
     finite = [value for value in values if math.isfinite(value)]
     spread = max(finite) - min(finite) if len(finite) == len(values) else math.inf
     if not math.isfinite(spread):  # a value that is not finite is far from all others; these must be near by themselves
         spread = abs(found)
-        return [_kind(abs(value - found), spread) if math.isfinite(value) else "far" for value in values]
+        return [_nearness(abs(value - found), spread) if math.isfinite(value) else "far" for value in values]
     if spread <= _LEAST_SPREAD * max(map(abs, values)):
         return [""] * len(values)
-    return [_kind(abs(value - found), spread) for value in values]
+    return [_nearness(abs(value - found), spread) for value in values]
 
 
-def _kind(distance: float, spread: float) -> _Kind:
+def _nearness(distance: float, spread: float) -> _Nearness:
     return "near" if distance <= _NEAR * spread else "far" if distance >= _FAR * spread else ""
 
 
-def is_same_again(before: Difference, newest: Difference) -> bool:
+def is_same_difference(before: Difference, newest: Difference) -> bool:
     """Tell whether each rank had the same values after the same step in both attempts, so that nothing happened by chance.
 
     Equal digests prove it whatever the attempts computed with: other data, code or numbers of ranks give other digests.

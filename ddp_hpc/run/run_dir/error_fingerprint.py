@@ -1,6 +1,6 @@
 """What an exception concerns, and whether another attempt may get past it: asked in the process that has caught it.
 
-Two failures of the same sample end a run at once (`requeue.fails_again`). So what is not proved to last may recover, and only the
+Two failures of the same sample end a run at once (`requeue.repeated_sample`). So what is not proved to last may recover, and only the
 loader of a recipe proves it (`train/data/loader.py`): a message that quotes a file does not say that the file was decoded.
 """
 
@@ -18,11 +18,11 @@ from types import FrameType
 from ddp_hpc.base.errors import text_of
 from ddp_hpc.base.patience import answers_within
 
-_OF_CONTENT = (ValueError, LookupError, ArithmeticError)
+_DATA_ERRORS = (ValueError, LookupError, ArithmeticError)
 """What code raises that meets content which it does not expect. TypeError, AttributeError and AssertionError are left out, because
 some readers return None where a file system fails (`cv2.imread`); RuntimeError, because PyTorch raises it for devices, the network
 and processes that are gone; EOFError, because `multiprocessing` raises it where a peer is gone."""
-_OF_DECODING = frozenset(
+_DECODING_ERRORS = frozenset(
     {
         *("PIL.UnidentifiedImageError", "builtins.UnicodeDecodeError", "json.decoder.JSONDecodeError"),
         *("_lzma.LZMAError", "lzma.LZMAError", "_pickle.UnpicklingError", "pickle.UnpicklingError"),
@@ -58,28 +58,28 @@ def affected_by(error: BaseException) -> Affected:
     if isinstance(known, Affected):
         return known
     files = [] if isinstance(error, OSError) and error.errno is not None else quoted_files(text_of(error))
-    version = _version(files[0]) if len(files) == 1 else ""
-    return Affected(entity=files[0] if version else "", version=version, place=place_of(error))
+    version = _file_version(files[0]) if len(files) == 1 else ""
+    return Affected(entity=files[0] if version else "", version=version, place=raising_place(error))
 
 
-def is_of_content(error: BaseException) -> bool:
+def is_content_error(error: BaseException) -> bool:
     """Tell whether code has met content that it does not accept, and nothing of a file system, the network or a device.
 
     All exceptions that led to this one count, also those that `raise ... from None` hides.
     """
     return all(
-        (isinstance(one, _OF_CONTENT) and not isinstance(one, OSError)) or _is_of_decoder(one) for one in _chain(error)
+        (isinstance(one, _DATA_ERRORS) and not isinstance(one, OSError)) or _is_bad_format(one) for one in _chain(error)
     )
 
 
-def is_of_decoder(error: BaseException) -> bool:
+def is_decoder_error(error: BaseException) -> bool:
     """Tell whether a decoder has rejected content, and all that led to it is of content, too."""
-    return is_of_content(error) and any(map(_is_of_decoder, _chain(error)))
+    return is_content_error(error) and any(map(_is_bad_format, _chain(error)))
 
 
-def place_of(error: BaseException) -> str:
+def raising_place(error: BaseException) -> str:
     """Return `file.py in function`, where an exception was raised."""
-    frame = _innermost(error)
+    frame = _innermost_frame(error)
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)} in {frame.f_code.co_name}"  # noqa: PTH119  a name of any system
 
 
@@ -95,13 +95,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
 
 
-def _is_of_decoder(error: BaseException) -> bool:
+def _is_bad_format(error: BaseException) -> bool:
     """Tell whether a decoder found that bytes are not of its format."""
-    frame = _innermost(error)
+    frame = _innermost_frame(error)
     module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
     if module == "torch._utils":  # passed on by a loader process; what led to it is not known here
         return False
-    if any(f"{kind.__module__}.{kind.__name__}" in _OF_DECODING for kind in type(error).__mro__):
+    if any(f"{kind.__module__}.{kind.__name__}" in _DECODING_ERRORS for kind in type(error).__mro__):
         return not isinstance(error, OSError) or error.errno is None
     # Pillow says of a truncated image `OSError`, without a number. What the operating system reports has one.
     # Other modules of it say the same where a font or a colour profile cannot be opened.
@@ -109,14 +109,14 @@ def _is_of_decoder(error: BaseException) -> bool:
     return type(error) is OSError and error.errno is None and is_of_images
 
 
-def _innermost(error: BaseException) -> FrameType | None:
+def _innermost_frame(error: BaseException) -> FrameType | None:
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
     return None if at is None else at.tb_frame
 
 
-def _version(path: str) -> str:
+def _file_version(path: str) -> str:
     """Return size and time of a file; empty where there is none, or it may still be written."""
     if len(path) > _LONGEST or not path.isprintable():
         return ""
@@ -150,7 +150,7 @@ _CIRCUMSTANCES = (
 """What differs from rank to rank, from node to node and from time to time."""
 
 
-def mechanism(text: str, *, hosts: tuple[str, ...] = ()) -> str:
+def invariant_text(text: str, *, hosts: tuple[str, ...] = ()) -> str:
     """Return a text without rank, node, time, addresses, temporary paths and counts."""
     if names := "|".join(map(re.escape, sorted({host for host in hosts if host}, key=len, reverse=True))):
         text = re.sub(rf"\b(?:{names})\b", "<node>", text)
@@ -163,11 +163,11 @@ def fingerprint(failure: str, text: str, place: str, *, hosts: tuple[str, ...] =
     """Return a short hash that two failures share if they are of one class, one text and one place in the code."""
     import hashlib  # late: agents and workers read error reports, but compute no hash
 
-    whole = "\n".join([failure, mechanism(text[:_MOST_SEARCHED], hosts=hosts), place])
+    whole = "\n".join([failure, invariant_text(text[:_MOST_SEARCHED], hosts=hosts), place])
     return hashlib.sha256(whole.encode("utf-8", errors="replace")).hexdigest()[:12]
 
 
-def entity(text: str) -> str:
+def sample_or_file(text: str) -> str:
     """Return the sample or the file that a message names; empty where it names none, or a temporary file."""
     if sample := _SAMPLE.search(text):
         return sample[1]

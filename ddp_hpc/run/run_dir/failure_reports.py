@@ -86,7 +86,7 @@ class WorkerFailure:
         return self.is_input_error or self.is_diverged or self.ranks_differ
 
 
-def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "") -> WorkerFailure:
+def make_failure(error: BaseException, *, rank: int, log: Path, phase: Phase = "") -> WorkerFailure:
     """Return the report of a process that ends because of `error`, which its caller has just caught."""
     import traceback  # late: only a process that fails pays for it
 
@@ -102,7 +102,7 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
         is_input_error=isinstance(error, ConfigError),
         is_diverged=isinstance(error, DivergedError),
         ranks_differ=isinstance(error, RanksDifferError),
-        is_hardware=is_of_hardware(error),
+        is_hardware=is_hardware_error(error),
         phase=phase,
         exception_type=type(error).__name__,
         entity=affected.entity,
@@ -120,10 +120,10 @@ _LOST_CONNECTION = (
     *("socketStartConnect: Connect to", "socketPollConnect"),
     *("SocketProgressOpt: Call to", "socketProgressOpt: Call to"),
 )
-_OF_THIS_RANK = ("The server socket has failed to listen", "(gai error:")
+_STORE_ERRORS = ("The server socket has failed to listen", "(gai error:")
 """The store's own errors before it has met any other rank: its port is in use, or the address has no name."""
-_OF_DEVICE = ("CUDA error", "Cuda failure", "HIP error", "ECC error", "cuDNN error")
-_OF_CODE = (
+_DEVICE_ERRORS = ("CUDA error", "Cuda failure", "HIP error", "ECC error", "cuDNN error")
+_CODE_ERRORS = (
     *("device-side assert triggered", "invalid device ordinal", "invalid argument", "invalid configuration argument"),
     *("invalid resource handle", "invalid device function", "no kernel image is available", "out of memory"),
     *("operation not permitted", "operation not supported", "_STATUS_ALLOC_FAILED", "_STATUS_INVALID_VALUE"),
@@ -135,10 +135,10 @@ access that was illegal is not among them, as a broken device causes it, too."""
 
 def is_lost_connection(text: str) -> bool:
     """Tell whether an exception's text, with its type, says that another rank is gone: gloo, NCCL and the store say so."""
-    return any(phrase in text for phrase in _LOST_CONNECTION) and not any(phrase in text for phrase in _OF_THIS_RANK)
+    return any(phrase in text for phrase in _LOST_CONNECTION) and not any(phrase in text for phrase in _STORE_ERRORS)
 
 
-def is_of_hardware(error: BaseException) -> bool:
+def is_hardware_error(error: BaseException) -> bool:
     """Tell whether an exception says that a device, or the library that drives it, has failed.
 
     PyTorch has a type for the device's errors since 2.8, `torch.AcceleratorError`; before, and for NCCL and cuDNN still, it
@@ -147,15 +147,15 @@ def is_of_hardware(error: BaseException) -> bool:
     """
     if not isinstance(error, RuntimeError):
         return False
-    is_of_device = type(error).__name__ == "AcceleratorError" or any(text in text_of(error) for text in _OF_DEVICE)
-    return is_of_device and not _is_of_code(text_of(error))
+    is_of_device = type(error).__name__ == "AcceleratorError" or any(text in text_of(error) for text in _DEVICE_ERRORS)
+    return is_of_device and not _is_code_error(text_of(error))
 
 
-def _is_of_code(text: str) -> bool:
-    return any(phrase in text for phrase in _OF_CODE)
+def _is_code_error(text: str) -> bool:
+    return any(phrase in text for phrase in _CODE_ERRORS)
 
 
-_WATCHDOG_SAYS = ("watchdog thread terminated with exception: ", "Watchdog caught collective operation timeout")
+_WATCHDOG_TEXTS = ("watchdog thread terminated with exception: ", "Watchdog caught collective operation timeout")
 _LOG_END_BYTES = 64 * 1024
 """NCCL's watchdog writes why it aborts its process; the frames of C++ and Python follow."""
 
@@ -164,7 +164,7 @@ def _why_aborted(log: Path) -> str:
     """Return what NCCL's watchdog wrote before it aborted its process; empty where it did not."""
     with suppress(OSError):
         lines = read_end_of_file(log, _LOG_END_BYTES)[1].decode("utf-8", errors="replace").splitlines()
-        return "\n".join(line for line in lines if any(text in line for text in _WATCHDOG_SAYS))
+        return "\n".join(line for line in lines if any(text in line for text in _WATCHDOG_TEXTS))
     return ""
 
 
@@ -177,9 +177,9 @@ def write_failure(path: Path, failure: WorkerFailure) -> None:
         write_record(path, failure, indent=1)
 
 
-def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
+def report_failed_start(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
     """Print and write the error of a process that failed before its worker began; `rank` is -1 for an agent."""
-    failure = failure_of(error, rank=rank, log=log, phase="starting")
+    failure = make_failure(error, rank=rank, log=log, phase="starting")
     sys.stderr.write(f"error: {error}\n" if failure.is_input_error else failure.traceback)
     write_failure(path, failure)
 
@@ -203,7 +203,7 @@ def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_o
         signal=number,
         memory_ran_out=memory_ran_out if number == signal.SIGKILL else "",
         is_secondary=is_lost_connection(watchdogs),
-        is_code_error=_is_of_code(watchdogs),
+        is_code_error=_is_code_error(watchdogs),
     )
     write_failure(path, failure)
 

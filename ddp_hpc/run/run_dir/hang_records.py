@@ -12,9 +12,9 @@ from ddp_hpc.base.patience import ask_once
 from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
-MOST_ENTRIES = 400
+MOST_COLLECTIVES = 400
 """Newest collectives that are kept of a rank; each has about 500 bytes."""
-MOST_TEXT = 256 << 10
+MOST_STACK_CHARACTERS = 256 << 10
 """Characters of stacks that are kept of a rank."""
 SAME_HANG_S = 120.0
 """Records that are older than the newest one by more are of an earlier time, when a rank was slow and went on."""
@@ -54,8 +54,8 @@ def write_hang_record(run: RunDir, attempt: int, record: RankInHang) -> None:
     """Write a record, in place of an older one of the same rank."""
     flight = record.flight_record
     if flight is not None and isinstance(flight.get("entries"), list):
-        flight = {**flight, "entries": flight["entries"][-MOST_ENTRIES:]}
-    kept = replace(record, flight_record=flight, stacks=record.stacks and record.stacks[:MOST_TEXT])
+        flight = {**flight, "entries": flight["entries"][-MOST_COLLECTIVES:]}
+    kept = replace(record, flight_record=flight, stacks=record.stacks and record.stacks[:MOST_STACK_CHARACTERS])
     write_record(run.hang_record(attempt, record.rank), kept, durable=False)
 
 

@@ -22,7 +22,7 @@ from ddp_hpc.base.processes import host_name, start_ticks
 from ddp_hpc.base.record import convert_to_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
-_odd: set[tuple[Path, str]] = set()
+_odd_lines: set[tuple[Path, str]] = set()
 """Lines of ledgers that were skipped, each of which is logged once."""
 
 Cluster = str
@@ -146,12 +146,12 @@ class End(PartialEnd):
     @property
     def as_record(self) -> Mapping[str, Any]:
         """The keys of the line that say something; the others leave what an earlier line says of the same attempt."""
-        flat, default = _flat(self), _flat(End(ending=self.ending))
+        flat, default = _flatten_end(self), _flatten_end(End(ending=self.ending))
         always = {"ending", "exit_code", "reason", *(["next"] if self.cause else [])}
         return {key: value for key, value in flat.items() if key in always or value != default[key]}
 
 
-def _flat(end: End) -> dict[str, Any]:
+def _flatten_end(end: End) -> dict[str, Any]:
     record = asdict(end)
     root = record.pop("root")
     return {**record, **root}
@@ -193,7 +193,7 @@ class Attempt(PartialEnd):
         """Whether it has ended, and no other is to follow."""
         return self.ending is not None and not self.next
 
-    def lives(self, host: str) -> bool:
+    def is_alive_on(self, host: str) -> bool:
         """Return whether its supervisor runs on this `host`; a later process with the same pid does not count."""
         if self.host != host:
             return False
@@ -214,7 +214,7 @@ class Ledger:
     def read(cls, run: RunDir) -> Ledger:
         """Read the ledger; skip a line that does not record an attempt, and log that once."""
         said = _fields_by_attempt(run)
-        attempts = tuple(_attempt_of(known) for _, known in sorted(said.items()) if known.keys() >= _BEGUN)
+        attempts = tuple(_attempt_of(known) for _, known in sorted(said.items()) if known.keys() >= _START_KEYS)
         return cls(attempts, max(said, default=-1))
 
     @property
@@ -239,7 +239,7 @@ class Ledger:
         """The newest step of which the ledger says that a checkpoint was committed; 0 without one."""
         return max((step or 0 for one in self.attempts for step in (one.first_step, one.last_step)), default=0)
 
-    def other_image(self, image: str) -> str:
+    def image_warning(self, image: str) -> str:
         """Return a warning where an earlier attempt ran in another image than this; else an empty text."""
         before = next((one for one in reversed(self.attempts) if one.image), None)
         if before is None or not image or before.image == image:
@@ -254,7 +254,7 @@ def _fields_by_attempt(run: RunDir) -> dict[int, dict[str, Any]]:
     """Return what the ledger says of each attempt, by its number."""
     attempts: dict[int, dict[str, Any]] = {}
     for line in read_json_lines(run.attempts, on_odd=lambda text: _note_odd_line(run, text)):
-        said = _fields(line)
+        said = _parse_line(line)
         if said is None:
             _note_odd_line(run, json.dumps(line))
             continue
@@ -265,11 +265,11 @@ def _fields_by_attempt(run: RunDir) -> dict[int, dict[str, Any]]:
     return attempts
 
 
-_BEGUN = {"attempt", "job_id", "host", "pid", "started_at"}
+_START_KEYS = {"attempt", "job_id", "host", "pid", "started_at"}
 """Keys of the line of a start; an attempt without them has only the line of its end."""
 
 
-def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
+def _parse_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a line says of an attempt, by the names of fields; None where a value is not of its field's type."""
     found = convert_to_record(line, _line_type())
     said = {} if found is None else msgspec.structs.asdict(found)
@@ -293,7 +293,7 @@ def _line_type() -> type[msgspec.Struct]:
 
 def _attempt_of(known: Mapping[str, Any]) -> Attempt:
     start, end, root = (
-        {name: known[name] for name in kind if name in known} for kind in (_OF_START, _OF_END, _OF_ROOT)
+        {name: known[name] for name in kind if name in known} for kind in (_START_FIELDS, _OF_END, _OF_ROOT)
     )
     if "ending" not in end:
         return Attempt(**start)
@@ -301,14 +301,14 @@ def _attempt_of(known: Mapping[str, Any]) -> Attempt:
 
 
 _OF_ROOT, _OF_END = ({one.name for one in fields(kind)} for kind in (Root, End))
-_OF_START = {one.name for one in fields(Attempt)} - _OF_END
+_START_FIELDS = {one.name for one in fields(Attempt)} - _OF_END
 
 
 def _note_odd_line(run: RunDir, text: str) -> None:
-    if (run.attempts, text) not in _odd:
+    if (run.attempts, text) not in _odd_lines:
         import logging  # late: the import takes each command 4 ms, and such a line is rare
 
-        _odd.add((run.attempts, text))
+        _odd_lines.add((run.attempts, text))
         log = logging.getLogger(__name__)
         log.warning(
             "%s has a line that does not record an attempt: %.80r. ddp-hpc skips this line and uses all others; nothing needs to be done.",
@@ -323,7 +323,7 @@ def record_start(run: RunDir, *, attempt: int, job_id: str, first_step: int = 0,
     Raises:
         TypeError: where `of_job` has another name.
     """
-    if unknown := of_job.keys() - _OF_START:
+    if unknown := of_job.keys() - _START_FIELDS:
         raise TypeError(f"an attempt has no {', '.join(sorted(unknown))}")
     start = {
         "attempt": attempt,
@@ -338,7 +338,7 @@ def record_start(run: RunDir, *, attempt: int, job_id: str, first_step: int = 0,
     append_json_line(run.attempts, {**start, **known})
 
 
-def record_more(run: RunDir, *, attempt: int, **known: object) -> None:
+def record_addition(run: RunDir, *, attempt: int, **known: object) -> None:
     """Write into the ledger what has become known of an attempt: the nodes it failed on, another end of its job."""
     append_json_line(run.attempts, {"attempt": attempt, **known})
 

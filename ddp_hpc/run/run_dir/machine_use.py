@@ -10,7 +10,7 @@ from ddp_hpc.base.durable import append_json_line, read_end_of_file
 from ddp_hpc.base.record import decode_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
-FULL = 0.9
+FULL_SHARE = 0.9
 """From this share of the limit on, memory is about to run out."""
 _MOST_BYTES = 16 << 20
 """What is read of all nodes together, the newest records: it takes about half a second of a CPU."""
@@ -77,7 +77,7 @@ def newest_uses(run: RunDir, attempt: int) -> list[MachineUse]:
     return [*{use.node_rank: use for use in read_uses(run, attempt, most_bytes=0)}.values()]
 
 
-def merged(uses: Sequence[MachineUse]) -> MachineUse | None:
+def merge_uses(uses: Sequence[MachineUse]) -> MachineUse | None:
     """Return several records as one, of the mean node: means by time, and memory where the least was left; None without any."""
     if not uses:
         return None
@@ -91,16 +91,16 @@ def merged(uses: Sequence[MachineUse]) -> MachineUse | None:
         fullest,
         at=newest.at,
         seconds=max(lengths.values()),
-        gpu_busy=_mean(uses, lambda use: use.gpu_busy),
+        gpu_busy=_mean_over_time(uses, lambda use: use.gpu_busy),
         gpu_memory_gib=fullest_gpu.gpu_memory_gib,
         gpu_memory_total_gib=fullest_gpu.gpu_memory_total_gib,
         gpu_problem=newest.gpu_problem,
         num_cpus=max((use.num_cpus for use in uses if use.num_cpus), default=None),
-        cpu_busy=_mean(uses, lambda use: use.cpu_busy),
+        cpu_busy=_mean_over_time(uses, lambda use: use.cpu_busy),
     )
 
 
-def _mean(uses: Sequence[MachineUse], value: Callable[[MachineUse], float | None]) -> float | None:
+def _mean_over_time(uses: Sequence[MachineUse], value: Callable[[MachineUse], float | None]) -> float | None:
     """Return the mean over the time in which the value is known."""
     known = [(one, use.seconds) for use in uses if (one := value(use)) is not None]
     return sum(one * seconds for one, seconds in known) / sum(seconds for _, seconds in known) if known else None
@@ -110,7 +110,7 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def in_words(use: MachineUse) -> list[str]:
+def use_texts(use: MachineUse) -> list[str]:
     """Return what is known: `GPUs 35% busy, 61.0 of 80.0 GiB of GPU memory`, `16 CPUs a node 98% busy`, `memory 40.2 of 64.0 GiB on node3`."""
     gpus = [] if use.gpu_busy is None else [f"GPUs {use.gpu_busy:.0%} busy"]
     if use.gpu_problem and not gpus:
@@ -122,13 +122,13 @@ def in_words(use: MachineUse) -> list[str]:
         cpus = f"{use.num_cpus:g} CPUs a node {use.cpu_busy:.0%} busy"
     memory = ""
     if use.memory_gib is not None and use.memory_limit_gib is not None:
-        nearly = ", nearly all" if (use.memory_share or 0.0) >= FULL else ""
+        nearly = ", nearly all" if (use.memory_share or 0.0) >= FULL_SHARE else ""
         memory = f"memory {use.memory_gib:.1f} of {use.memory_limit_gib:.1f} GiB on {use.node}{nearly}"
     return [part for part in (", ".join(gpus), cpus, memory) if part]
 
 
-def record_of(uses: Sequence[MachineUse]) -> dict[str, Any] | None:
+def uses_as_json(uses: Sequence[MachineUse]) -> dict[str, Any] | None:
     """Return what `--json` prints as `machines`: all nodes as one, and the newest record of each; None where nothing was measured."""
-    whole = merged(uses)
+    whole = merge_uses(uses)
     newest = {use.node_rank: use for use in sorted(uses, key=lambda use: use.at)}
     return None if whole is None else {**asdict(whole), "nodes": [asdict(newest[rank]) for rank in sorted(newest)]}

@@ -92,7 +92,7 @@ class NetworkFindings:
         return node in self.bad_nodes or any(node in pair.nodes for pair in self.pairs)
 
     @property
-    def carries(self) -> bool:
+    def carries_everywhere(self) -> bool:
         """Whether all pairs that were probed carry, and each node was."""
         return bool(self.num_pairs) and not (self.is_faulty or self.silent or self.unknown or self.problem)
 
@@ -113,7 +113,7 @@ class NetworkFindings:
         """Say in a sentence or two what was found."""
         if self.problem:
             return f"the network between the nodes could not be probed: {self.problem}"
-        parts = [*self._of_nodes(), *self._of_pairs()]
+        parts = [*self._node_sentences(), *self._pair_sentences()]
         if not parts and self.num_pairs:
             num = self.num_nodes - len(self.silent)
             all_pairs = f"all {num} nodes that were probed" if not self.unknown else f"{self.num_pairs} pairs of nodes"
@@ -125,7 +125,7 @@ class NetworkFindings:
             )
         return "; ".join(parts)
 
-    def _of_nodes(self) -> list[str]:
+    def _node_sentences(self) -> list[str]:
         said = []
         for node in self.bad_nodes:
             if node in self.off_network:
@@ -145,7 +145,7 @@ class NetworkFindings:
             said.append(f"{node} does not reach the other nodes on the network of {self.address}: {how}")
         return said
 
-    def _of_pairs(self) -> list[str]:
+    def _pair_sentences(self) -> list[str]:
         pairs = self.own_pairs
         if pairs and not self.bad_nodes and len(pairs) == self.num_pairs and self.num_nodes > 2:
             return [

@@ -34,7 +34,7 @@ def claim_path(run: RunDir, attempt: int) -> Path:
     return run.checkpoints / f"attempt-{attempt}.writing"
 
 
-def claim(run: RunDir, attempt: int) -> list[str]:
+def claim_run(run: RunDir, attempt: int) -> list[str]:
     """Make `attempt` the only one that can commit from now on; return what it deleted of older ones.
 
     Raises:
@@ -91,10 +91,10 @@ def refuse_fenced(run: RunDir, attempt: int) -> None:
         FencedError: if a newer attempt has claimed the run.
     """
     if is_fenced(run, attempt):
-        raise _fenced(run, attempt)
+        raise _fenced_error(run, attempt)
 
 
-def _fenced(run: RunDir, attempt: int) -> FencedError:
+def _fenced_error(run: RunDir, attempt: int) -> FencedError:
     return FencedError(f"A newer attempt of {run.name} has begun, so attempt {attempt} stops. You need do nothing.")
 
 
@@ -125,19 +125,19 @@ def _is_newest(run: RunDir, attempt: int) -> bool:
     return max([Ledger.read(run).newest_number, *claiming_attempts(run)]) <= attempt
 
 
-def claim_again(run: RunDir, attempt: int) -> None:
+def renew_claim(run: RunDir, attempt: int) -> None:
     """Make a claim again that was deleted by hand."""
     # First make it, then look for newer attempts: a newer attempt that begins meanwhile either is seen here, or sees
     # this claim and deletes it. The other way round, both could miss each other.
-    for path in (run.checkpoints, claim_path(run, attempt)):  # not their parents: see `claim`
+    for path in (run.checkpoints, claim_path(run, attempt)):  # not their parents: see `claim_run`
         with suppress(FileExistsError):
             make_directory(path)
     if not _is_newest(run, attempt):
         delete_directory(claim_path(run, attempt))
-        raise _fenced(run, attempt)
+        raise _fenced_error(run, attempt)
 
 
-def release(run: RunDir, attempt: int) -> None:
+def release_claim(run: RunDir, attempt: int) -> None:
     """Give up the claim of an attempt that is the last for now."""
     delete_directory(claim_path(run, attempt))
 

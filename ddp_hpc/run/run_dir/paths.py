@@ -31,7 +31,7 @@ SWEEP_LEDGER = "sweep.jsonl"
 """In a sweep's directory: its points, and the arrays of them that were sent."""
 
 
-def holds_sweep(path: Path) -> bool:
+def is_sweep_dir(path: Path) -> bool:
     """Return whether this is the directory of a sweep, which has no run of its own but holds its points' runs."""
     return (path / SWEEP_LEDGER).is_file()
 
@@ -201,7 +201,7 @@ class RunDir:
         return shlex.quote(str(self.path))
 
     @property
-    def copies(self) -> list[Path]:
+    def code_copies(self) -> list[Path]:
         """Where the job's copy of the code may lie: in the run's directory; for a point, in its sweep's."""
         return [place for run in (self, RunDir(self.path.parent)) for place in (run.snapshot, run.snapshots)]
 

@@ -29,12 +29,12 @@ _NUM_PARTS = 64
 _NUM_COMPARED = 256
 """How many bytes before the newest line are compared, to know whether it is still the same file."""
 
-Mark = tuple[int, int, int, int]
+FileMark = tuple[int, int, int, int]
 """Inode, size, modification time, status change time."""
 T = TypeVar("T")
 
 
-def mark(path: Path) -> Mark | None:
+def file_mark(path: Path) -> FileMark | None:
     """Return what changes if a file is written or replaced, or a directory's entries change; None if it does not exist."""
     # Open it first: NFS asks its server at open(2), but may answer stat(2) alone from a cache that is up to a minute old
     # (nfs(5), "close-to-open cache consistency").
@@ -43,12 +43,12 @@ def mark(path: Path) -> Mark | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return _mark_of(fd)
+        return _mark_of_open_file(fd)
     finally:
         os.close(fd)
 
 
-def _mark_of(fd: int) -> Mark:
+def _mark_of_open_file(fd: int) -> FileMark:
     found = os.fstat(fd)
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
@@ -58,13 +58,13 @@ class LastRead:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: dict[Path, tuple[Mark | None, float, float, object]] = {}
+        self._known: dict[Path, tuple[FileMark | None, float, float, object]] = {}
         """By path: its mark, when that was first seen, when the path was read, and what was read."""
 
     def read(self, path: Path, read: Callable[[], T]) -> T:
         """Return the result of `read`, which reads `path`; call it again only if `path` changed. Errors are those of `read`."""
         try:
-            seen, now = mark(path), self._clock()
+            seen, now = file_mark(path), self._clock()
         except OSError:  # the file system does not answer: let `read` raise the error, with its own message
             return read()
         before, since, read_at, value = self._known.get(path, (None, now, now, None))
@@ -111,7 +111,7 @@ class Tail:
         except FileNotFoundError:
             return []
         with stream:
-            inode, size, *_ = _mark_of(stream.fileno())
+            inode, size, *_ = _mark_of_open_file(stream.fileno())
             if inode == self._inode and size == self._offset:
                 return []
             stream.seek(max(0, self._offset - len(self._last)))
@@ -122,7 +122,7 @@ class Tail:
             parts, begin = [], self._offset
             if begin == 0 and self._most_bytes is not None and size > self._most_bytes:
                 begin = size - self._most_bytes // 2
-                parts = _spread(stream, begin, self._most_bytes // 2)
+                parts = _spread_lines(stream, begin, self._most_bytes // 2)
                 stream.seek(begin)
             text = stream.read()
         whole = text[: text.rfind(b"\n") + 1]
@@ -133,7 +133,7 @@ class Tail:
         return whole.split(b"\n")
 
 
-def _spread(stream: BinaryIO, end: int, num_bytes: int) -> list[bytes]:
+def _spread_lines(stream: BinaryIO, end: int, num_bytes: int) -> list[bytes]:
     """Return evenly spaced parts of a file before `end`, of whole lines, which have `num_bytes` or less together."""
     length = num_bytes // _NUM_PARTS
     parts = []
@@ -153,7 +153,7 @@ class SaveWatch:
         self._run, self._attempt, self._files = run, attempt, files
         self._is_failing = False
 
-    def look(self) -> None:
+    def warn_of_failures(self) -> None:
         path = self._run.progress
         progress = ask_once(path, lambda: self._files.read(path, lambda: read_progress(self._run)), unknown=None)
         error = progress.save_error if progress is not None and progress.attempt >= self._attempt else None
@@ -167,7 +167,7 @@ def await_news(newest: Attempt | None) -> None:
 
     The wait ends early if the newest attempt's supervisor is a process of this host, and exits.
     """
-    if newest is not None and newest.lives(processes.host_name()):
+    if newest is not None and newest.is_alive_on(processes.host_name()):
         processes.await_exit(newest.pid, newest.pid_start, LOOK_INTERVAL_S)
     else:
         time.sleep(LOOK_INTERVAL_S)

@@ -47,7 +47,7 @@ class QueuedJob:
     """The ClusterName of the Slurm that has it; empty where that is not known."""
 
 
-def since_submission(ledger: Ledger, queued: QueuedJob | None) -> Sequence[Attempt]:
+def attempts_of_submission(ledger: Ledger, queued: QueuedJob | None) -> Sequence[Attempt]:
     """Return the attempts that belong to the user's newest submission; `queued` is the run's record of it."""
     return ledger.since(queued.since if queued else 0)
 
@@ -62,29 +62,29 @@ def read_queued_job(run: RunDir) -> QueuedJob | None:
     return read_record(run.submission, QueuedJob)
 
 
-When = Literal["ok", "notok", "any"]
+EndCondition = Literal["ok", "notok", "any"]
 """How a run has to end before another one starts: finished, otherwise, or in any way."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Awaited:
+class AwaitedRun:
     """A run whose end a job waits for."""
 
     path: str
     """The run's directory."""
     job_id: str
-    when: When = "ok"
+    when: EndCondition = "ok"
 
 
-def write_awaited(run: RunDir, job_id: str, awaited: Sequence[Awaited]) -> None:
+def write_awaited(run: RunDir, job_id: str, awaited: Sequence[AwaitedRun]) -> None:
     """Record what a run's job waits for, for `status`; Slurm knows only the numbers of the jobs."""
     write_record(run.awaited, {"job_id": job_id, "awaited": [*map(asdict, awaited)]}, durable=False)
 
 
-def read_awaited(run: RunDir, job_id: str) -> list[Awaited]:
+def read_awaited(run: RunDir, job_id: str) -> list[AwaitedRun]:
     """Return what this job of a run waits for; empty where that is not known."""
     record = read_json(run.awaited) or {}
-    return convert_to_record(record.get("awaited"), list[Awaited]) or [] if record.get("job_id") == job_id else []
+    return convert_to_record(record.get("awaited"), list[AwaitedRun]) or [] if record.get("job_id") == job_id else []
 
 
 def write_done(run: RunDir, goal: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ def ask_to_stop(
     replace_text(run.stop_request, json.dumps({"by": by, "then": then}), durable=False)
 
 
-def after_stop(run: RunDir) -> str:
+def resume_text(run: RunDir) -> str:
     """Say what a run that was asked to stop continues from, as far as that is known: a script may save nothing."""
     progress = read_progress(run)
     if progress is None or progress.saves is None or progress.saves or newest_committed(run):
@@ -216,7 +216,7 @@ LINE_FIELDS = ("kind", "step", "epoch", "at")
 """The fields of each line of `metrics.jsonl`; the others are the numbers of its step, by name."""
 
 
-def numbers_of(line: dict[str, Any]) -> dict[str, float]:
+def numbers_of_line(line: dict[str, Any]) -> dict[str, float]:
     """Return a line's numbers, without the step, epoch and time at which they were measured."""
     return {name: value for name, value in line.items() if name not in LINE_FIELDS and isinstance(value, (int, float))}
 
@@ -244,17 +244,17 @@ def failed_save(error: str) -> str:
     )
 
 
-REPORTED = ("step", "loss", "samples_per_s", "metrics", "last_checkpoint", "last_checkpoint_at")
+REPORTED_FIELDS = ("step", "loss", "samples_per_s", "metrics", "last_checkpoint", "last_checkpoint_at")
 """The fields of `Progress` that a script may report by `attach`; the last two count in later attempts, too."""
 
 
 def write_report(run: RunDir, report: Mapping[str, Any]) -> None:
-    """Replace what a script says of itself, its attempt and some of `REPORTED`; the process beside the script adds it to its progress."""
+    """Replace what a script says of itself, its attempt and some of `REPORTED_FIELDS`; the process beside the script adds it to its progress."""
     replace_text(run.script_report, json.dumps(report), durable=False)
 
 
 def with_script_report(run: RunDir, progress: Progress) -> Progress:
     """Return a script's progress with what the script says of itself, if it does."""
     record = read_json(run.script_report) or {}
-    names = REPORTED if record.get("attempt") == progress.attempt else REPORTED[-2:]
+    names = REPORTED_FIELDS if record.get("attempt") == progress.attempt else REPORTED_FIELDS[-2:]
     return replace(progress, **{key: record[key] for key in names if record.get(key) is not None})

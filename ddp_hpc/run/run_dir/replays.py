@@ -35,7 +35,7 @@ class ReplayRequest:
     trace_to: int | None = None
     """The last such step; None: the end."""
 
-    def traces(self, step: int) -> bool:
+    def is_traced(self, step: int) -> bool:
         """Return whether each tensor of this step is written down."""
         return self.trace_from is not None and self.trace_from <= step <= (self.trace_to or self.end_step)
 

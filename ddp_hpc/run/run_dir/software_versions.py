@@ -16,11 +16,11 @@ from ddp_hpc.base.processes import kernel_text
 from ddp_hpc.base.record import known_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
-_RECORDED = re.compile(r"(?:NCCL|FI|UCX|GLOO|TORCH|CUDA|CUBLAS|HSA|OMP|MKL|RDMAV|OFI)_|PYTHONHASHSEED")
+_RECORDED_VARIABLES = re.compile(r"(?:NCCL|FI|UCX|GLOO|TORCH|CUDA|CUBLAS|HSA|OMP|MKL|RDMAV|OFI)_|PYTHONHASHSEED")
 """How variables begin that change results or speed."""
 _DIFFERENT_EACH_TIME = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 """Variables that differ between workers or jobs without any meaning for the run."""
-_INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
+_PACKAGE_DIR_NAME = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ class Environment:
     """Installed package -> its version."""
 
 
-def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Environment:
+def environment_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Environment:
     """Return the environment of this process."""
     packages = _packages()
-    built = _built_with()
+    built = _torch_build()
     return Environment(
         python=platform.python_version(),
         machine=f"{platform.system()} {'-'.join(filter(None, platform.libc_ver()))} {platform.machine()}",
@@ -59,15 +59,15 @@ def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Enviro
         cuda=built.get("cuda", ""),
         hip=built.get("hip", ""),
         nccl=next((version for name, version in packages.items() if name.startswith("nvidia-nccl")), ""),
-        driver=_first(proc / "driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)"),
+        driver=_search(proc / "driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)"),
         gpus=tuple(
-            sorted(_first(path, r"^Model:\s*(.+)$") for path in (proc / "driver/nvidia/gpus").glob("*/information"))
+            sorted(_search(path, r"^Model:\s*(.+)$") for path in (proc / "driver/nvidia/gpus").glob("*/information"))
         ),
         modules=tuple(filter(None, environ.get("LOADEDMODULES", "").split(":"))),
         variables={
             name: value.encode(errors="replace").decode()  # what is no UTF-8 could not be read again
             for name, value in sorted(environ.items())
-            if _RECORDED.match(name) and name not in _DIFFERENT_EACH_TIME and is_shown(name)
+            if _RECORDED_VARIABLES.match(name) and name not in _DIFFERENT_EACH_TIME and is_shown(name)
         },
         packages=packages,
     )
@@ -75,7 +75,7 @@ def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Enviro
 
 def cpu_name(proc: Path = Path("/proc")) -> str:
     """Return the name of this machine's kind of CPU; empty where the kernel does not say it."""
-    return _first(proc / "cpuinfo", r"^model name\s*:\s*(.+)$")
+    return _search(proc / "cpuinfo", r"^model name\s*:\s*(.+)$")
 
 
 def _packages() -> dict[str, str]:
@@ -87,12 +87,12 @@ def _packages() -> dict[str, str]:
         except OSError:  # Python's import ignores such a directory, too
             continue
         for name in names:
-            if match := _INSTALLED.fullmatch(name):
+            if match := _PACKAGE_DIR_NAME.fullmatch(name):
                 found.setdefault(re.sub(r"[-_.]+", "-", match["name"]).lower(), match["version"])
     return dict(sorted(found.items()))
 
 
-def _built_with() -> dict[str, str]:
+def _torch_build() -> dict[str, str]:
     """Return the assignments in `torch/version.py`; importing torch would take seconds."""
     spec = importlib.util.find_spec("torch")
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
@@ -102,7 +102,7 @@ def _built_with() -> dict[str, str]:
     return dict(re.findall(r"^(\w+)\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, flags=re.MULTILINE))
 
 
-def _first(path: Path, pattern: str) -> str:
+def _search(path: Path, pattern: str) -> str:
     found = re.search(pattern, kernel_text(path), flags=re.MULTILINE)
     return found[1].strip() if found else ""
 

@@ -12,7 +12,7 @@ from ddp_hpc.base.durable import lines_of
 from ddp_hpc.base.record import append_record, decode_record, read_records
 from ddp_hpc.run.run_dir.paths import RunDir
 
-Kind = Literal["begin", "phases", "save", "evaluation", "interval"]
+MarkKind = Literal["begin", "phases", "save", "evaluation", "interval"]
 MOST_LOOKS = 20_000
 """How many comparisons are read. A run of ten weeks has fewer; of more, evenly spaced ones show the same."""
 
@@ -21,7 +21,7 @@ MOST_LOOKS = 20_000
 class Mark:
     """One line of `timeline.jsonl`."""
 
-    kind: Kind
+    kind: MarkKind
     attempt: int
     at: float
     """When it was written: at the end of a save or an evaluation."""
@@ -41,7 +41,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class RanksLook:
     """One line of `waits.jsonl`: one comparison of all ranks."""
 
     attempt: int
@@ -53,7 +53,7 @@ class Look:
     """Rank -> how much later than the middle one of the others it was in the middle one of its steps; below zero, it was earlier."""
 
 
-def encode(record: Mark | Look) -> bytes:
+def as_line(record: Mark | RanksLook) -> bytes:
     """Return a record as a line; fields that say nothing are left out."""
     return json.dumps({key: value for key, value in asdict(record).items() if value not in (None, {})}).encode() + b"\n"
 
@@ -66,14 +66,14 @@ def read_marks(run: RunDir) -> list[Mark]:
     return [*read_records(run.timeline, Mark)]
 
 
-def read_looks(run: RunDir) -> list[Look]:
+def read_looks(run: RunDir) -> list[RanksLook]:
     """Return the comparisons of all ranks, oldest first; empty where none was made. Of very many, some are left out.
 
     A line that is half written, or not ours, is skipped.
     """
     every = 1 + sum(1 for _ in lines_of(run.waits)) // MOST_LOOKS
     chosen = islice(lines_of(run.waits), 0, None, every)
-    return [look for line in chosen if (look := decode_record(line, Look)) is not None]
+    return [look for line in chosen if (look := decode_record(line, RanksLook)) is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Alarm(SlowRank):
         return f"rank {self.rank} on {self.node} is slow: {who} {lost} ({self.share:.0%}) of each step for it{cause}"
 
 
-def record(run: RunDir, alarms: Iterable[Alarm]) -> None:
+def record_alarms(run: RunDir, alarms: Iterable[Alarm]) -> None:
     """Add to the run's history what has changed."""
     for alarm in alarms:
         append_record(run.slow_ranks, alarm)

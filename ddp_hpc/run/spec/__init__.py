@@ -19,7 +19,7 @@ from ddp_hpc.run.spec.launch import TorchrunSpec as TorchrunSpec
 from ddp_hpc.run.spec.run import RunSpec as RunSpec
 from ddp_hpc.run.spec.script import Program as Program
 from ddp_hpc.run.spec.script import ScriptSpec as ScriptSpec
-from ddp_hpc.run.spec.script import program_of as program_of
+from ddp_hpc.run.spec.script import parse_program as parse_program
 from ddp_hpc.run.spec.training import CheckpointSpec as CheckpointSpec
 from ddp_hpc.run.spec.training import DataSpec as DataSpec
 from ddp_hpc.run.spec.training import EvalSpec as EvalSpec

@@ -10,8 +10,8 @@ from typing import Literal
 
 from ddp_hpc.run.spec.checked import Checked, require, require_command
 
-_PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?")
-_CLUSTER = re.compile(r"-(?P<flags>[^-cmWX][^cmWX]*)?(?P<last>[cmWX])(?P<value>.*)", re.DOTALL)
+_PYTHON_NAME = re.compile(r"python(?:3(?:\.\d+)?)?")
+_OPTION_CLUSTER = re.compile(r"-(?P<flags>[^-cmWX][^cmWX]*)?(?P<last>[cmWX])(?P<value>.*)", re.DOTALL)
 """Options of Python in one word, of which the last has a value; where nothing follows it, the next word is the value."""
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 
@@ -40,11 +40,11 @@ class Program:
         return PurePath(self.script or self.words[0]).stem
 
 
-def program_of(command: Sequence[str]) -> Program:
+def parse_program(command: Sequence[str]) -> Program:
     """Read a command as a shell would: `python [options] script.py ...`, `python -m module ...`, or another program."""
     words = tuple(command)
     other = Program(words=words, arguments=words[1:])
-    if _PYTHON.fullmatch(PurePath(words[0]).name) is None:
+    if _PYTHON_NAME.fullmatch(PurePath(words[0]).name) is None:
         return other
     number = 1
     while number < len(words):
@@ -54,7 +54,7 @@ def program_of(command: Sequence[str]) -> Program:
         if not word.startswith("-"):
             options, arguments = words[1:number], words[number + 1 :]
             return Program(words=words, python=words[0], options=options, script=word, arguments=arguments)
-        cluster = _CLUSTER.fullmatch(word)
+        cluster = _OPTION_CLUSTER.fullmatch(word)
         takes_next = word == _LONG_WITH_VALUE if cluster is None else not cluster["value"]
         following = number + (2 if takes_next else 1)
         if cluster is not None and cluster["last"] in "cm":
@@ -117,7 +117,7 @@ class ScriptSpec(Checked, section="script", above_zero=("stop_within_s",)):
     @property
     def program(self) -> Program:
         """What the command starts."""
-        return program_of(self.command)
+        return parse_program(self.command)
 
 
 _MOST_EXIT_CODE = 255

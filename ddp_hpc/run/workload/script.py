@@ -45,12 +45,12 @@ class ScriptWorkload(Workload):
         # Each of them only grows, so their sum does.
         files, wait_s = self.spec.script.progress or str(run.checkpoints), LISTING_PATIENCE_S if is_patient else 0.0
         try:
-            return await_answer(files, lambda: self._count(run), patience_s=wait_s)
+            return await_answer(files, lambda: self._num_changes(run), patience_s=wait_s)
         except UnreadableError as error:
             sys.stderr.write(f"note: {error} ddp-hpc takes the script's progress from the run's ledger instead.\n")
             return max((one.last_step or one.first_step for one in ledger.attempts), default=0)
 
-    def _count(self, run: RunDir) -> int:
+    def _num_changes(self, run: RunDir) -> int:
         pattern = self.spec.script.progress
         committed = max(checkpoint_names.committed_steps(run), default=0)
         return committed + (
@@ -60,7 +60,7 @@ class ScriptWorkload(Workload):
     def progress_on_disk(self, run: RunDir) -> int | None:
         """Return the same; None also where neither the key names the files that the script saves, nor has it committed one."""
         try:
-            count = self._count(run)
+            count = self._num_changes(run)
         except (OSError, UnreadableError):
             return None
         return None if self.spec.script.progress is None and not count else count

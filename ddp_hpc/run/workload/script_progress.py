@@ -18,7 +18,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 MOST_FILES = 20_000
 """The most files of a pattern that are recorded: one with more names something else than saved states."""
-Files = Mapping[str, tuple[int, int]]
+FileStates = Mapping[str, tuple[int, int]]
 """Path -> size and modification time in ns."""
 
 
@@ -27,10 +27,10 @@ class SeenFiles:
     """The last record of the files."""
 
     num_changes: int = 0
-    files: Files = field(default_factory=dict)
+    files: FileStates = field(default_factory=dict)
 
 
-def find_saved_files(pattern: str, work_dir: Path) -> Files:
+def find_saved_files(pattern: str, work_dir: Path) -> FileStates:
     """Return the files that a pattern matches now, and those in directories that it matches; not those of writers (`*.tmp`)."""
     found: dict[str, tuple[int, int]] = {}
     for name in glob.iglob(_absolute(pattern, work_dir), recursive=True):  # noqa: PTH207  text, with `**`
@@ -47,7 +47,7 @@ def find_saved_files(pattern: str, work_dir: Path) -> Files:
     return found
 
 
-def folder_of(pattern: str, work_dir: Path) -> Path:
+def fixed_folder(pattern: str, work_dir: Path) -> Path:
     """Return the directory that a pattern names before its first wildcard."""
     return Path(os.path.dirname(re.split(r"[*?\[]", _absolute(pattern, work_dir), maxsplit=1)[0]))  # noqa: PTH120  text
 
@@ -56,7 +56,7 @@ def _absolute(pattern: str, work_dir: Path) -> str:
     return os.path.join(work_dir, os.path.expanduser(pattern))  # noqa: PTH111, PTH118  text, with `~`
 
 
-def num_changes(seen: SeenFiles, files: Files) -> int:
+def num_changes(seen: SeenFiles, files: FileStates) -> int:
     """Return how often they have changed, the change since they were recorded included."""
     return seen.num_changes + any(seen.files.get(path) != find_saved_files for path, find_saved_files in files.items())
 
@@ -66,7 +66,7 @@ def read_seen(run: RunDir) -> SeenFiles:
     return read_record(run.script_progress, SeenFiles) or SeenFiles()
 
 
-def record_changes(run: RunDir, seen: SeenFiles, files: Files) -> SeenFiles:
+def record_changes(run: RunDir, seen: SeenFiles, files: FileStates) -> SeenFiles:
     """Record that the files have changed, if they have; return what is recorded now."""
     count = num_changes(seen, files)
     if count == seen.num_changes:

@@ -97,7 +97,7 @@ class ScriptRanks:
             self._world, self._group = weakref.ref(dist.group.WORLD), weakref.ref(group)
         return group
 
-    def from_rank_zero(self, value: int) -> int:
+    def broadcast_from_rank_zero(self, value: int) -> int:
         """Return rank zero's number on every rank; all ranks call this in the same order.
 
         Before the script has made its process group, it goes through the store that the launcher hosts.
@@ -119,7 +119,7 @@ class ScriptRanks:
         return f"from-rank-zero-{self._num_shared + 1}"
 
     def report_work(self) -> None:
-        """On rank zero: keep the others waiting in `from_rank_zero`, as it still works on its number; nearly free if called often."""
+        """On rank zero: keep the others waiting in `broadcast_from_rank_zero`, as it still works on its number; nearly free if called often."""
         if self.rank_info.world_size > 1 and self.rank_info.is_store_hosted and not _has_group():
             self._own_store().heartbeat(self._next_key)
 

@@ -30,7 +30,7 @@ class ScriptReport:
     _is_pending: bool = False
     _pid: int = field(default_factory=os.getpid)
 
-    def say(self, values: Mapping[str, Any], *, samples: float | None = None, now: bool = False) -> None:
+    def take_values(self, values: Mapping[str, Any], *, samples: float | None = None, now: bool = False) -> None:
         """Take the newest values; write them if the last time is long enough ago, or `now`."""
         # A tensor is kept as it is: to read its value waits for the device, and most of them are never written.
         new = {**values, "metrics": {**self._said.get("metrics", {}), **values.get("metrics", {})}}

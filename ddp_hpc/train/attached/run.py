@@ -27,9 +27,9 @@ from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.cluster.rank_probe.server import serve
 from ddp_hpc.cluster.rendezvous.worker_env import ATTACHED, PROBE_FOLDER
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
-from ddp_hpc.run.checkpoints.checkpoint_store import prune
-from ddp_hpc.run.checkpoints.foreign_files import commit_files, flush_files, newest, step_of
-from ddp_hpc.run.run_dir.ownership import claim_again, is_fenced, next_attempt, release
+from ddp_hpc.run.checkpoints.checkpoint_store import prune_checkpoints
+from ddp_hpc.run.checkpoints.foreign_files import commit_files, flush_files, newest_whole_step, step_in_name
+from ddp_hpc.run.run_dir.ownership import is_fenced, next_attempt, release_claim, renew_claim
 from ddp_hpc.run.run_dir.paths import RunDir, RunPath
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
 from ddp_hpc.run.spec import CheckpointSpec
@@ -151,7 +151,7 @@ class AttachedRun:
             sys.exit(FENCED)
         if self._is_stopping and self._ranks.rank_info.is_rank_zero:
             if self._report:
-                self._report.say({"step": int(step)}, now=True)
+                self._report.take_values({"step": int(step)}, now=True)
             sys.stderr.write(f"note: the ranks were asked to stop; all of them stop after step {step}\n")
         return self._is_stopping
 
@@ -183,12 +183,12 @@ class AttachedRun:
             try:
                 found = await_answer(
                     str(self._run.checkpoints),
-                    lambda: newest(self._run, reads_all=verify, on_progress=self._ranks.report_work),
+                    lambda: newest_whole_step(self._run, reads_all=verify, on_progress=self._ranks.report_work),
                 )
                 step = -1 if found is None else found
             except (DdpHpcError, OSError) as one:
                 step, error = -2, one
-        step = self._ranks.from_rank_zero(step)
+        step = self._ranks.broadcast_from_rank_zero(step)
         if error is not None:
             raise error
         if step == -1:
@@ -213,7 +213,7 @@ class AttachedRun:
             CheckpointError: on the others, if a rank has failed.
         """
         folder, info = Path(folder).resolve(), self._ranks.rank_info  # of a link, what it leads to
-        step = step_of(folder) if step is None else step
+        step = step_in_name(folder) if step is None else step
         if step is None or step < 0:
             raise ConfigError(
                 f"`commit` got the directory {folder.name!r}, whose name does not end with a step. Name it `step-120.tmp`, or pass `step=120`."
@@ -225,7 +225,7 @@ class AttachedRun:
             num_problems = self._ranks.sum(torch.tensor([int(problem is not None)], dtype=torch.int64)).item()
             if info.is_rank_zero and not num_problems:
                 problem = self._publish(folder, step, keeps_folder=keeps_folder, keep_last=keep_last)
-            num_problems += self._ranks.from_rank_zero(int(problem is not None))
+            num_problems += self._ranks.broadcast_from_rank_zero(int(problem is not None))
         if problem is not None:
             raise problem
         if num_problems:
@@ -250,7 +250,7 @@ class AttachedRun:
             if not self._is_managed:  # no supervisor has claimed the directory
                 make_directories(run.checkpoints)
                 attempt = next_attempt(run)
-                claim_again(run, attempt)
+                renew_claim(run, attempt)
             commit_files(run, folder, step, attempt=attempt, world_size=world_size, keeps_folder=keeps_folder)
             later = [one for one in committed_steps(run) if one > step]
             if later:
@@ -259,14 +259,14 @@ class AttachedRun:
                     "If this training starts over, give it a directory of its own\n"
                 )
             elif keep_last is not None:
-                prune(run, attempt=attempt, keep=CheckpointSpec(keep_last=max(keep_last, 1)))
+                prune_checkpoints(run, attempt=attempt, keep=CheckpointSpec(keep_last=max(keep_last, 1)))
             if not self._is_managed:
-                release(run, attempt)
+                release_claim(run, attempt)
         except (OSError, DdpHpcError) as error:
             return error
         if self._report:
             at = (checkpoint_path(run, step) / "manifest.json").stat().st_mtime
-            self._report.say({"last_checkpoint": step, "last_checkpoint_at": at}, now=True)
+            self._report.take_values({"last_checkpoint": step, "last_checkpoint_at": at}, now=True)
         return None
 
     # --- reporting and data --------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class AttachedRun:
         seconds apart, costs some microseconds, and does not read a tensor's value from its device.
         """
         if self._report is not None and self._ranks.rank_info.is_rank_zero:
-            self._report.say({"step": int(step), "loss": loss, "metrics": metrics}, samples=samples)
+            self._report.take_values({"step": int(step), "loss": loss, "metrics": metrics}, samples=samples)
 
     def order(self, dataset: Sized | int, *, batch_size: int, seed: int = 0, drop_last: bool = False) -> StepSampler:
         """Return the order of a data set's samples as a `batch_sampler`; `batch_size` counts the samples of one rank.

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from ddp_hpc.base.errors import DdpHpcError, text_of
 from ddp_hpc.base.processes import die_with_parent, ignore_stop_signals, sigchld_blocked, unblock_signals
-from ddp_hpc.run.run_dir.error_fingerprint import Affected, is_of_decoder, place_of
+from ddp_hpc.run.run_dir.error_fingerprint import Affected, is_decoder_error, raising_place
 from ddp_hpc.run.spec import DataSpec
 from ddp_hpc.train import unsaved
 from ddp_hpc.train.data.sample_files import content_of, recorded_sources
@@ -102,7 +102,7 @@ class SeededFetch(Dataset[Any]):
                 ) from error
         if is_watched and self._watch is not None:
             self._num_watched += 1
-            unsaved.warn_of_changes(self._watch.changed(), "a batch")
+            unsaved.warn_of_changes(self._watch.changed_places(), "a batch")
         return Fetched(wanted.indices, batch)
 
     def _fetch(self, epoch: int, index: int) -> Any:
@@ -116,7 +116,7 @@ class SeededFetch(Dataset[Any]):
             raise SampleError(
                 f"`{sample}` raised {type(error).__name__}: {text_of(error).rstrip('.')}. Check this sample and the "
                 "dataset's `__getitem__`; the rank's log has the traceback.",
-                Affected(entity=sample, version=content, may_recover=not content, place=place_of(error)),
+                Affected(entity=sample, version=content, may_recover=not content, place=raising_place(error)),
             ) from error
 
     def _read(self, epoch: int, index: int) -> Any:
@@ -134,7 +134,7 @@ class SeededFetch(Dataset[Any]):
         The sample fails twice more in the same way, and between the two its one file can be read. A reader that returns
         nothing where a file system fails may look like that, so another sample has to be readable, too.
         """
-        if not is_of_decoder(error):
+        if not is_decoder_error(error):
             return ""
         with recorded_sources() as sources:
             fails_alike = self._fails_alike(error, epoch, index)
@@ -147,7 +147,7 @@ class SeededFetch(Dataset[Any]):
 
     def _fails_alike(self, error: Exception, epoch: int, index: int) -> bool:
         again = self._error_of(epoch, index)
-        return type(again) is type(error) and place_of(again) == place_of(error) and is_of_decoder(again)
+        return type(again) is type(error) and raising_place(again) == raising_place(error) and is_decoder_error(again)
 
     def _error_of(self, epoch: int, index: int) -> Exception | None:
         try:
@@ -185,7 +185,7 @@ class InLoaderProcessError(Exception):
     """Holds the traceback of an error in a loader process, as a text."""
 
 
-def or_raise(fetched: Fetched | SampleError) -> Fetched:
+def raise_if_error(fetched: Fetched | SampleError) -> Fetched:
     """Return what a loader has fetched."""
     if isinstance(fetched, SampleError):
         raise fetched from InLoaderProcessError(f"\n{fetched.traceback}")
@@ -205,7 +205,7 @@ def load_global_batches(
     micro_batches = ([one] for global_batch in ahead for one in global_batch.micro_batches)
     fetched: Iterator[Fetched]
     if data.num_workers or pin_memory:
-        fetched = map(or_raise, start_loader(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory)))
+        fetched = map(raise_if_error, start_loader(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory)))
     else:
         # What a DataLoader without processes does, without its overhead.
         fetched = map(fetch.fetched, micro_batches)

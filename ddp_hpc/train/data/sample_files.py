@@ -23,7 +23,7 @@ _NO_READERS = ("checkpoint-writer", "ddp-hpc-", "QueueFeederThread")
 sends batches to the training."""
 
 
-_source_sets: list[set[str | None]] = []
+_active_recordings: list[set[str | None]] = []
 _add_audit_hook = functools.cache(sys.addaudithook)
 
 
@@ -35,16 +35,16 @@ def recorded_sources() -> Iterator[set[str | None]]:
     """
     _add_audit_hook(_note)
     sources = set[str | None]()
-    _source_sets.append(sources)
+    _active_recordings.append(sources)
     try:
         yield sources
     finally:
-        _source_sets.remove(sources)
+        _active_recordings.remove(sources)
 
 
 def _note(event: str, args: tuple[Any, ...]) -> None:
     """Note an audit event; it must not raise."""
-    if not _source_sets:
+    if not _active_recordings:
         return
     thread = threading.current_thread()
     # multiprocessing's thread that hands the memory of sent batches over, through a socket. By itself, not by its name
@@ -52,7 +52,7 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
     sharer = getattr(sys.modules.get("multiprocessing.resource_sharer"), "_resource_sharer", None)
     if thread.name.startswith(_NO_READERS) or thread is getattr(sharer, "_thread", None):
         return
-    for sources in _source_sets:
+    for sources in _active_recordings:
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             sources.add(os.fsdecode(args[0]))
         elif event == "open" or event.startswith(_OTHER_SOURCES):

@@ -34,7 +34,7 @@ def warn_of_single_samples(order: SampleOrder, model: nn.Module) -> None:
         )
 
 
-def explain_error(error: Exception, plan: MicroBatch, global_batch: GlobalBatch) -> ConfigError | None:
+def clearer_error(error: Exception, plan: MicroBatch, global_batch: GlobalBatch) -> ConfigError | None:
     """For batch norm's error on a single sample, return one that names the batch and the setting that helps; else None."""
     if len(plan.indices) > 1 or _ERROR_OF_TORCH not in str(error):
         return None

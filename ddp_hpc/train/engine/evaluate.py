@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.train.data.loader import SeededFetch, make_loader, or_raise, start_loader, to_device
+from ddp_hpc.train.data.loader import SeededFetch, make_loader, raise_if_error, start_loader, to_device
 from ddp_hpc.train.data.sample_order import MicroBatch
 from ddp_hpc.train.engine.modes import evaluation_mode
 from ddp_hpc.train.engine.precision import Precision
@@ -95,7 +95,7 @@ class Evaluator:
         called = (self._recipe.loss, self._recipe.inputs_and_targets, *self._recipe.metrics.values())
         before = _num_collectives(self._group.device)
         with undo_trial(model, called, self._group.device), evaluation_mode(model), torch.no_grad():
-            for fetched in map(or_raise, start_loader(self._loader)):
+            for fetched in map(raise_if_error, start_loader(self._loader)):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 self._score(model, batch, len(fetched.indices))
         most, fewest = self._held_out.num_batches
@@ -118,7 +118,7 @@ class Evaluator:
         if self._group.rank_info.world_size > 1:
             _take_from_rank_zero(list(model.buffers()))
         with evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
-            for fetched in map(or_raise, self._loader):
+            for fetched in map(raise_if_error, self._loader):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 sums += self._score(model, batch, len(fetched.indices))
                 self._on_batch()

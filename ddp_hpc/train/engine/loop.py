@@ -15,7 +15,7 @@ from torch import Tensor
 from ddp_hpc.base.errors import StopAskedError
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
-from ddp_hpc.train.engine.batch_norm_check import explain_error
+from ddp_hpc.train.engine.batch_norm_check import clearer_error
 from ddp_hpc.train.engine.ddp_warmup import copy_batch, explain_unused, warm_up_ddp
 from ddp_hpc.train.engine.optimizer import lr_factor, set_rates, trained_parameters
 from ddp_hpc.train.engine.set_aside import undo_trial
@@ -36,7 +36,7 @@ def train(t: Training) -> bool:
         restore(t)
     except StopAskedError:
         log.info("stopped as asked before the first step; nothing was saved, because nothing is new")
-        t.group.let_all_read("stopped")
+        t.group.wait_until_all_read("stopped")
         return False
     metrics: Mapping[str, float] = {}
     due = 0
@@ -56,7 +56,7 @@ def train(t: Training) -> bool:
         if is_last or step % t.spec.log.every_steps == 0:
             log_loss(t)
         if t.after_step is not None and t.after_step():
-            t.recorder.progress(position, now=True)
+            t.recorder.record_progress(position, now=True)
             return True
         metrics = evaluate(t) if is_last or (ends_epoch and position.epoch % t.spec.eval.every_epochs == 0) else {}
         if is_last:
@@ -68,7 +68,7 @@ def train(t: Training) -> bool:
             t.losses.check()
             if t.stop_consensus.agree_to_stop(step):
                 break
-            t.recorder.progress(position)
+            t.recorder.record_progress(position)
             t.watchdog.feed()
         due = next_due(t, step)
         t.phases.enter("data")
@@ -91,9 +91,9 @@ def restore(t: Training) -> None:
         log.info("training from the beginning, to step %d", t.total_steps)
     else:
         log.info("resumed at step %d of %d", step, t.total_steps)
-        t.recorder.resumed(step)
+        t.recorder.record_resume(step)
         if t.state.loss_steps:
-            t.numbers.resumed_between_lines()
+            t.numbers.note_resume_between_lines()
     t.recorder.open(t.state.position)
     if t.spec.train.on_nonfinite != "ignore":
         t.checkpointer.refuse_nonfinite(t.state.model)
@@ -125,12 +125,12 @@ def finish(t: Training, metrics: Mapping[str, float]) -> bool:
     t.watchdog.feed()
     t.losses.check(is_last=t.state.position.step >= t.total_steps)
     t.phases.enter("checkpoint")
-    with t.recorder.paused():
+    with t.recorder.exclude_from_rates():
         t.replicas.compare(t.state)
         t.checkpointer.check_again(t.state)
         t.checkpointer.save_and_wait(t.state, metrics=metrics)
     t.phases.enter("other")
-    t.recorder.progress(t.state.position, now=True)
+    t.recorder.record_progress(t.state.position, now=True)
     return t.state.position.step >= t.total_steps
 
 
@@ -161,7 +161,7 @@ def accumulate_gradients(t: Training, whole: GlobalBatch, loaded: Iterator[Fetch
     """Add up the gradients of the mean loss of a global batch; DDP all-reduces them once, in the last micro step."""
     state, last = t.state, whole.micro_batches[-1]
     if t.guard.is_active:
-        t.guard.keep()
+        t.guard.keep_values()
     weighted: list[Tensor] = []
     for plan, fetched in zip(whole.micro_batches, loaded, strict=True):
         if plan is last:
@@ -214,7 +214,7 @@ def backward(
                 warn_of_no_mean(t.recipe.loss, outputs, targets, num_parts)
             loss, weight = loss_of(t.recipe.loss, outputs, targets)
     except Exception as error:
-        if (clearer := explain_error(error, plan, global_batch) or explain_unused(error, t.state.model)) is not None:
+        if (clearer := clearer_error(error, plan, global_batch) or explain_unused(error, t.state.model)) is not None:
             raise clearer from error
         raise
     # DDP averages the gradients over the ranks, so the loss is multiplied by their number. The sum over all micro batches of
@@ -267,7 +267,7 @@ def log_loss(t: Training) -> None:
     if t.state.position.step % t.spec.log.every_steps == 0:
         t.state.loss_meter.zero_()
         t.state.loss_steps = 0
-    t.recorder.train(
+    t.recorder.record_training(
         t.state.position,
         loss=loss,
         lr=t.state.optimizer.param_groups[0].get("lr"),
@@ -283,7 +283,7 @@ def is_logged(t: Training, step: int) -> bool:
 
 def save(t: Training, metrics: Mapping[str, float]) -> None:
     """Copy the state after the last step; it is committed while the training goes on, or at once where saves have failed for too long."""
-    with t.save_plan.saving(t.state.position.step):
+    with t.save_plan.count_from_save(t.state.position.step):
         t.phases.enter("checkpoint")
         t.replicas.compare(t.state)
         t.checkpointer.check_again(t.state)
@@ -297,8 +297,8 @@ def save(t: Training, metrics: Mapping[str, float]) -> None:
 def evaluate(t: Training) -> dict[str, float]:
     """Evaluate the weights (or their moving average) on the held-out samples, and record the metrics."""
     t.phases.enter("evaluation")
-    with t.recorder.paused():
+    with t.recorder.exclude_from_rates():
         metrics = t.evaluator.evaluate(t.evaluated_model)
-    t.recorder.evaluated(t.state.position, metrics)
+    t.recorder.record_evaluation(t.state.position, metrics)
     t.phases.enter("other")
     return metrics

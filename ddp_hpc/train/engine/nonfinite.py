@@ -93,13 +93,13 @@ class LossWatch:
                 if self._may_try_again:
                     self.replicas.note_finite_losses(step)
             if self._began is not None and step - self._began[0] + 1 == self._limit:
-                self.end(f"the loss is not finite since step {self._began[0]}")
+                self.end_run(f"the loss is not finite since step {self._began[0]}")
         if is_last and self._began is not None and self.policy == "stop":
-            self.end(f"the loss is not finite since step {self._began[0]}")
+            self.end_run(f"the loss is not finite since step {self._began[0]}")
         if is_refused:
-            self.end(str(self.checkpointer.refused))
+            self.end_run(str(self.checkpointer.refused))
 
-    def end(self, what: str) -> NoReturn:
+    def end_run(self, what: str) -> NoReturn:
         """End the run on all ranks as diverged; or with a RanksDifferError, where that is a better reason."""
         run, group = self.replicas.run, self.replicas.group
         self.checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
@@ -108,7 +108,7 @@ class LossWatch:
             step, is_mine = self._began
             what += self.replicas.where_losses_began(step, is_mine=is_mine)
         text = divergence_message(run, what) if group.rank_info.is_rank_zero else None
-        raise DivergedError(group.last_word("diverged", text))
+        raise DivergedError(group.broadcast_last_word("diverged", text))
 
 
 def explain_nan_check(error: BaseException, run: RunDir, *, rank: int, step: int) -> DivergedError | None:
@@ -149,7 +149,7 @@ class UpdateGuard:
     _last_word: str = ""
     """Why the run ends at the next check."""
 
-    def keep(self) -> None:
+    def keep_values(self) -> None:
         """Copy what the forward may change, to put it back if the update is skipped."""
         if self._places is None:  # a copy of the weights, beside the optimizer's state
             self._attributes = _attributes(self.model)
@@ -160,7 +160,7 @@ class UpdateGuard:
             self._copies = copy_places(self._places)
         if self._keeps_attributes:
             try:
-                self._restores = to_keep(self.model, ()).restores()
+                self._restores = to_keep(self.model, ()).copy_for_restore()
             except NotKeptError as error:
                 self._not_kept = str(error)
 

@@ -80,7 +80,7 @@ class _StepTrace(StepObserver):
                 "the run has deleted the other, as a training run keeps only its newest checkpoints. Give the same command again."
             )
         self._is_start_checked = True
-        if request.traces(step):
+        if request.is_traced(step):
             options = [
                 {"kind": "option", "name": f"group {number}, {key}", "hash": repr(value)}
                 for number, group in enumerate(t.state.optimizer.param_groups)
@@ -114,7 +114,7 @@ class _StepTrace(StepObserver):
 
     def _is_wanted(self) -> bool:
         """Tell whether the step that is computed now is one to write down."""
-        return self._request.traces(self._t.state.position.step + 1)
+        return self._request.is_traced(self._t.state.position.step + 1)
 
     # --- in the order of a step ---
 

@@ -65,7 +65,7 @@ def set_aside(
     tensors = _registered(modules)
     copies_on = room_for_copies(tensors, device)
     restores = [
-        *to_keep(model, others, refused=refused).restores(),
+        *to_keep(model, others, refused=refused).copy_for_restore(),
         *(refilled(held) for one in modules for name in _OF_PYTORCH if isinstance(held := vars(one).get(name), dict)),
         *(kept_tensor(one, copies_on=copies_on) for one in tensors),
     ]

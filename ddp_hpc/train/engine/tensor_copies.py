@@ -21,13 +21,13 @@ class Copied(NamedTuple):
     before: Tensor | None
     version: int
 
-    def now(self) -> Tensor | None:
+    def current_value(self) -> Tensor | None:
         """Return what the module has there now."""
         return getattr(self.module, self.name)  # type: ignore[no-any-return]  # a tensor or None
 
     def is_changed(self) -> bool:
         """Tell whether a pass may have changed it; this reads it from the device."""
-        now = self.now()
+        now = self.current_value()
         if now is None or self.before is None:
             return now is not self.tensor
         if now is not self.tensor or now._version != self.version:  # noqa: SLF001
@@ -36,7 +36,7 @@ class Copied(NamedTuple):
 
     def can_be_chosen(self, device: torch.device) -> bool:
         """Tell whether each element can come from before or from now, as a tensor on this device says."""
-        now, before = self.now(), self.before
+        now, before = self.current_value(), self.before
         if now is None or before is None:
             return now is before
         kinds = [(one.shape, one.dtype, one.device, one.layout) for one in (now, before)]
@@ -77,6 +77,6 @@ def restore(found: list[Copied]) -> None:
 def restore_where(found: list[Copied], is_wrong: Tensor) -> None:
     """Put back what was copied if a tensor on the device is true; the host does not wait to know."""
     for one in found:
-        now = one.now()
+        now = one.current_value()
         if now is not None and one.before is not None:
             now.copy_(torch.where(is_wrong, one.before, now))

@@ -186,7 +186,7 @@ def assemble_training(  # noqa: PLR0913  it assembles these parts
         stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt), news=save_plan),
         checkpointer=checkpointer,
         losses=losses,
-        guard=UpdateGuard(bare, is_active=on_nonfinite == "skip", end=losses.end),
+        guard=UpdateGuard(bare, is_active=on_nonfinite == "skip", end=losses.end_run),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
         recorder=recorder,
         passes=CompiledPasses(order, rank_info.rank) if spec.train.compile else PlainPasses(),
@@ -211,8 +211,8 @@ def _checkpointer(  # noqa: PLR0913  it tells these parts of its saves
     watchdog: Watchdog,
 ) -> Checkpointer:
     def on_result(step: int, seconds: float, error: str | None) -> None:
-        save_plan.written(seconds if error is None else None)
-        recorder.saved(step, seconds, error)
+        save_plan.note_written(seconds if error is None else None)
+        recorder.record_save(step, seconds, error)
 
     return Checkpointer(
         run,
@@ -222,7 +222,7 @@ def _checkpointer(  # noqa: PLR0913  it tells these parts of its saves
         before_commit=recorder.flush,
         on_result=on_result,
         on_progress=watchdog.feed,
-        on_buffers=recorder.buffers_made,
+        on_buffers=recorder.record_buffers,
         is_stop_asked=partial(stop.is_set, look_at_file=group.rank_info.is_rank_zero),
     )
 
@@ -238,8 +238,8 @@ def _save_plan(  # noqa: PLR0913  what measures needs all of these
         return AutoInterval(
             spec,
             ask_once(run.timeline, read, unknown=Past()),
-            phases=phases.so_far,
-            note=timeline.planned,
+            phases=phases.times_so_far,
+            note=timeline.note_interval,
             wait_for_device=on_gpu if group.device.type == "cuda" else lambda: None,
         )
 

@@ -214,7 +214,7 @@ class ToKeep:
         self._num_values = 0
         self._num_bytes = 0
 
-    def restores(self) -> list[Restore]:
+    def copy_for_restore(self) -> list[Restore]:
         """Copy what was found, and return what puts it back."""
         return [keep(value) for keep, value in self._found]
 
@@ -231,7 +231,7 @@ class ToKeep:
         if self._num_values > MOST_VALUES or is_constant(kind) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        keep = self._how(value, kind, place)
+        keep = self._find_way(value, kind, place)
         if keep is None:  # refused: nobody knows what is in it
             return
         if keep is not _nothing:
@@ -247,7 +247,7 @@ class ToKeep:
                 return
             self.add(one, place + name, depth + 1)
 
-    def _how(self, value: Any, kind: type, place: str) -> Keep | None:
+    def _find_way(self, value: Any, kind: type, place: str) -> Keep | None:
         if kind in _TYPES:
             return _TYPES[kind]
         if issubclass(kind, tuple) and not hasattr(value, "__dict__"):

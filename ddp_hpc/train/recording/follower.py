@@ -24,7 +24,7 @@ from typing import Any, cast
 from ddp_hpc.base import processes
 from ddp_hpc.base.discretion import is_key_shown, masked, masked_record, secret_values
 from ddp_hpc.base.durable import make_directories, reader_bits
-from ddp_hpc.run.config.resolve import flat, load_resolved
+from ddp_hpc.run.config.resolve import flat_spec, load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.poll_files import Tail
 from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Subject, identity_of, row_of
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in (QUIET | FEW_TRIES).items():
         os.environ.setdefault(name, value)
     os.umask(0o077 & ~reader_bits(run.path))  # what a library writes has the readers of the run's directory
-    values = flat(spec)
+    values = flat_spec(spec)
     secrets = secret_values(values, os.environ)
     subject = Subject(run=run, id=identity_of(run), config=masked_config(values, secrets), environ=os.environ)
 

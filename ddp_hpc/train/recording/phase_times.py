@@ -33,6 +33,6 @@ class PhaseTimes:
     def close(self) -> None:
         """End what was begun beside the timer; the timer itself needs no end."""
 
-    def so_far(self) -> Phases:
+    def times_so_far(self) -> Phases:
         """Return the times so far; another thread may call it."""
         return Phases(num_steps=self.num_steps, seconds=dict(self._seconds))

@@ -75,20 +75,20 @@ class RunRecorder:
         if not self._is_writer:
             return
         try:
-            self._recall(self._file.open(position.step))
+            self._load_newest(self._file.open(position.step))
         except FencedError as error:  # before the first step, the ranks agree to stop
             log.warning("%s", error)
             self._is_writer = False
             return
         self._followers.start()
-        self.timeline.begin(position.step)
+        self.timeline.note_begin(position.step)
         self._write_progress(position)
 
     def flush(self) -> None:
         """Have the metrics so far on the disk; the checkpoint writer's thread calls this before it commits."""
         self._file.flush()
 
-    def _recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def _load_newest(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Load the newest loss and evaluation, so that `status` shows them before there are new ones."""
         for line in lines:
             numbers = {key: value for key, value in line.items() if isinstance(value, float) and key != "at"}
@@ -104,7 +104,7 @@ class RunRecorder:
         return self._num_taken
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def exclude_from_rates(self) -> Iterator[None]:
         """Exclude the time of an evaluation or a save from the rates."""
         began = self._clock()
         try:
@@ -113,7 +113,7 @@ class RunRecorder:
             self._newest_pause_s = self._clock() - began
             self._paused_s += self._newest_pause_s
 
-    def train(
+    def record_training(
         self,
         position: Position,
         *,
@@ -146,18 +146,18 @@ class RunRecorder:
                 position.step,
             )
 
-    def evaluated(self, position: Position, metrics: Mapping[str, float]) -> None:
+    def record_evaluation(self, position: Position, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation."""
         if not self._is_writer or not metrics:
             return
-        self.timeline.took("evaluation", position.step, self._newest_pause_s)
+        self.timeline.note_duration("evaluation", position.step, self._newest_pause_s)
         self._known["metrics"] = dict(metrics)
         self._write("eval", position, metrics)
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info("evaluation at step %d  %s", position.step, numbers)
         self._write_progress(position)
 
-    def saved(self, step: int, seconds: float, error: str | None) -> None:
+    def record_save(self, step: int, seconds: float, error: str | None) -> None:
         """Record how a save ended; the checkpoint writer's thread calls this."""
         self._known["save_error"] = error
         if error is not None:
@@ -168,21 +168,21 @@ class RunRecorder:
             )
             return
         self._known.update(last_checkpoint=step, save_s=seconds, last_checkpoint_at=time.time())
-        self.timeline.took("save", step, seconds)
+        self.timeline.note_duration("save", step, seconds)
         log.info("checkpoint of step %d committed in %.2f s", step, seconds)
 
-    def buffers_made(self, num_bytes: Mapping[str, int]) -> None:
+    def record_buffers(self, num_bytes: Mapping[str, int]) -> None:
         """Record how much memory a save takes; the checkpoint writer's thread calls this."""
         self._known["save_bytes"] = dict(num_bytes)
 
-    def resumed(self, step: int) -> None:
+    def record_resume(self, step: int) -> None:
         """Record the checkpoint from which the run resumes."""
-        manifest = checkpoint_names.checkpoint_path(self._run, step) / checkpoint_names.MANIFEST
+        manifest = checkpoint_names.checkpoint_path(self._run, step) / checkpoint_names.MANIFEST_NAME
         self._known["last_checkpoint"] = step
         with suppress(OSError):  # the file system does not answer: leave the time unknown
             self._known["last_checkpoint_at"] = manifest.stat().st_mtime
 
-    def progress(self, position: Position, *, now: bool = False) -> None:
+    def record_progress(self, position: Position, *, now: bool = False) -> None:
         """Replace progress.json, at most about once a second; nothing before `open`. The loop also calls this after its first step."""
         if not self._is_writer or not self._written_at:
             return
@@ -190,7 +190,7 @@ class RunRecorder:
             self._measure_rate(position)
         if now or time.monotonic() - self._written_at > PROGRESS_INTERVAL_S:
             self._measure_rate(position)
-            self.timeline.look(position.step, now=now)
+            self.timeline.note_phases(position.step, now=now)
             self._write_progress(position)
 
     def close(self, ending: Ending = "finished") -> None:

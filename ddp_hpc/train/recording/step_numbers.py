@@ -36,7 +36,7 @@ class StepNumbers:
         if self._num_skipped is not None:
             self._num_skipped = self._num_skipped + num
 
-    def resumed_between_lines(self) -> None:
+    def note_resume_between_lines(self) -> None:
         """Note that an earlier attempt took steps of the next line: how many updates it skipped there is not known."""
         self._num_skipped = None
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.timeline import Kind, Mark, encode
+from ddp_hpc.run.run_dir.timeline import Mark, MarkKind, as_line
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 
@@ -32,10 +32,10 @@ class Timeline:
         self._began_at = self._looked_at = time.time()
         self._fd: int | None = None
 
-    def begin(self, step: int) -> None:
+    def note_begin(self, step: int) -> None:
         """Note that the training state is there, and training begins after `step`."""
         self._began_at = self._looked_at = time.time()
-        self._before = self._phases.so_far().seconds
+        self._before = self._phases.times_so_far().seconds
         with suppress(OSError):
             with open_private(self._run.timeline, "ab") as file:
                 self._fd = os.dup(file.fileno())
@@ -43,21 +43,21 @@ class Timeline:
             num_gpus = world_size if self._group.device.type == "cuda" else 0
             self._note("begin", step, self._began_at, world_size=world_size, num_gpus=num_gpus)
 
-    def look(self, step: int, *, now: bool = False) -> None:
+    def note_phases(self, step: int, *, now: bool = False) -> None:
         """Note the time in each phase, if it was not noted recently, or `now`."""
         at = time.time()
         if not now and at - self._looked_at < max(FIRST_PAUSE_S, SHARE * (at - self._began_at)):
             return
         self._looked_at = at
-        so_far = self._phases.so_far()
+        so_far = self._phases.times_so_far()
         seconds = {name: round(one - self._before.get(name, 0.0), 4) for name, one in so_far.seconds.items()}
         self._note("phases", step, at, num_steps=so_far.num_steps, phases=seconds)
 
-    def took(self, kind: Literal["save", "evaluation"], step: int, seconds: float) -> None:
+    def note_duration(self, kind: Literal["save", "evaluation"], step: int, seconds: float) -> None:
         """Note a committed checkpoint or an evaluation that has just ended; the checkpoint writer's thread calls this, too."""
         self._note(kind, step, time.time(), seconds=round(seconds, 4))
 
-    def planned(self, step: int, interval: Mapping[str, float]) -> None:
+    def note_interval(self, step: int, interval: Mapping[str, float]) -> None:
         """Note a new interval between checkpoints, and the numbers that it was chosen by."""
         self._note("interval", step, time.time(), interval=interval)
 
@@ -67,9 +67,9 @@ class Timeline:
             os.close(self._fd)
             self._fd = None
 
-    def _note(self, kind: Kind, step: int, at: float, **more: Any) -> None:
+    def _note(self, kind: MarkKind, step: int, at: float, **more: Any) -> None:
         if self._fd is not None:
             # One write(2) with O_APPEND: two threads never mix their lines. The line break before it ends what a killed writer
             # may have left incomplete.
             with suppress(OSError):
-                os.write(self._fd, b"\n" + encode(Mark(kind=kind, attempt=self._attempt, at=at, step=step, **more)))
+                os.write(self._fd, b"\n" + as_line(Mark(kind=kind, attempt=self._attempt, at=at, step=step, **more)))

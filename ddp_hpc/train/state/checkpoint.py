@@ -129,10 +129,8 @@ class Checkpointer:
         """When this is called for the first time, do `check_again`, and have the writer's thread make the buffers; nothing later."""
         if self._is_checked_again:
             return
-        changed = [] if self._watch is None else self._watch.changed()
-        is_first = (
-            state.position.step == 1
-        )  # of the run: a later attempt goes on from what an earlier one was let train
+        changed = [] if self._watch is None else self._watch.changed_places()
+        is_first = state.position.step == 1  # an earlier attempt was let train on
         lost = self._watch.why_refused(changed) if self._watch is not None and is_first else ""
         self.check_again(state, why=round_trip.why_not_restored(state) or lost)
         self._compare_between_ranks(state)
@@ -152,11 +150,11 @@ class Checkpointer:
         if rank_info.world_size == 1:
             return
         mine = round_trip.of_all_ranks(state)
-        if len({*self.group.digests_of_all(digests.combined_digest(mine))}) == 1:
+        if len({*self.group.gather_digests(digests.combined_digest(mine))}) == 1:
             return
-        reports = self.group.gathered_by_rank_zero(mine)
+        reports = self.group.gather_on_rank_zero(mine)
         text = round_trip.why_ranks_differ(reports) if rank_info.is_rank_zero else None
-        raise ConfigError(self.group.last_word("ranks-differ", text))
+        raise ConfigError(self.group.broadcast_last_word("ranks-differ", text))
 
     def check_again(self, state: TrainingState, *, why: str = "") -> None:
         """Find out whether what would be saved now could be restored, as a forward may have changed what the model has; `why` says why not, if known.
@@ -170,8 +168,8 @@ class Checkpointer:
         if not self.group.sum(torch.tensor([bool(why)], dtype=torch.int64, device=self.group.device)).item():
             return
         self.wait()  # commit the checkpoint that is being written: it can be restored
-        found = self.group.gathered_by_rank_zero(why) if self.group.rank_info.world_size > 1 else [why]
-        raise ConfigError(self.group.last_word("changed-model", next(filter(None, found), None)))
+        found = self.group.gather_on_rank_zero(why) if self.group.rank_info.world_size > 1 else [why]
+        raise ConfigError(self.group.broadcast_last_word("changed-model", next(filter(None, found), None)))
 
     def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
         """Restore the newest checkpoint that is not damaged, the same on all ranks; return its step, or None (see `restore`)."""
@@ -206,7 +204,7 @@ class Checkpointer:
         self._num_saves += 1
         is_looked_at = is_final or self._num_saves.bit_count() == 1  # a teacher may begin to follow late
         if self._watch is not None and is_looked_at:
-            unsaved.warn_of_changes(self._watch.changed(), "the training")
+            unsaved.warn_of_changes(self._watch.changed_places(), "the training")
         with without_garbage_collection():
             kept = state.kept_of_optimizer()
             self._buffers.fill(self._tensors_to_write(state, kept))
@@ -256,7 +254,7 @@ class Checkpointer:
             # It was tried by a periodic save: a disk that was full then, or a network, may work again.
             was_tried, self._last_saved = False, None
             self._num_tries += 1
-        self.group.let_all_read(self._key(step, "read"), store=self.group.side_store)
+        self.group.wait_until_all_read(self._key(step, "read"), store=self.group.side_store)
         if refused is not None:
             raise DivergedError(divergence_message(self.run, refused))
         if error is not None:
@@ -328,7 +326,7 @@ class Checkpointer:
             reports = [report, *(json.loads(store.take(key, on_heartbeat=send_heartbeat)) for key in others)]
             shards = tuple(_shard_of(item, manifest.step) for item in reports)
             self.before_commit()
-            checkpoint_store.commit(self.run, uncommitted, replace(manifest, shards=shards))
+            checkpoint_store.commit_checkpoint(self.run, uncommitted, replace(manifest, shards=shards))
             message = self._why_not_read_back(manifest.step, send_heartbeat)
             if message is None:
                 self._prune()
@@ -359,7 +357,7 @@ class Checkpointer:
 
     def _prune(self) -> None:
         try:
-            checkpoint_store.prune(self.run, attempt=self.attempt, keep=self.keep)
+            checkpoint_store.prune_checkpoints(self.run, attempt=self.attempt, keep=self.keep)
         except (OSError, UnreadableError) as error:
             log.warning("Old checkpoints could not be deleted: %s. The next save tries again.", str(error).rstrip("."))
 

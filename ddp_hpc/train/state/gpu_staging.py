@@ -58,12 +58,12 @@ class Side:
 
     def staging_block(self, num_bytes: int) -> Tensor:
         """Return memory of the GPU, from the part of PyTorch's cache that is our stream's."""
-        with self.stream():
+        with self.use_stream():
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def take_again(self, block: Tensor) -> None:
         """Give a staging block memory again, the same as before unless the training has needed it."""
-        with self.stream():
+        with self.use_stream():
             block.untyped_storage().resize_(block.nbytes)
 
     def host_block(self, num_bytes: int) -> Tensor:
@@ -72,7 +72,7 @@ class Side:
         # node (https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers).
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def stream(self) -> AbstractContextManager[object]:
+    def use_stream(self) -> AbstractContextManager[object]:
         """Have what follows run on this stream."""
         return torch.cuda.stream(self._stream)
 
@@ -80,7 +80,7 @@ class Side:
         """Have this stream wait for what the training has enqueued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def mark(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         """Return an event: all that this stream has to do so far has ended."""
         # `blocking`: the thread that waits for it sleeps. Else it would keep a CPU busy, and a worker may have only one.
         event = torch.cuda.Event(blocking=True)
@@ -177,19 +177,19 @@ class Staging:
         for copies in self._first:
             copies.make(tensors)
         side.wait_for_training()
-        with side.stream():
-            gathered = side.mark()
+        with side.use_stream():
+            gathered = side.record_event()
             for window in self._windows:
                 for copies in window.gather:
                     copies.make(tensors)
                 if window.large is None:
-                    gathered = side.mark()
+                    gathered = side.record_event()
                     send(window.begin, self._block[: window.end - window.begin])
                 else:
                     large = tensors[window.large].resolve_conj().resolve_neg()
                     send(window.begin, large.reshape(-1).view(torch.uint8))
-                    gathered = side.mark()
-            self._copied = side.mark()
+                    gathered = side.record_event()
+            self._copied = side.record_event()
         side.hold_training(gathered)
 
     def finish(self, send: Send) -> None:

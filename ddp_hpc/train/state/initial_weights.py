@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.base.patience import is_there
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
-from ddp_hpc.run.checkpoints.shards import below
+from ddp_hpc.run.checkpoints.shards import named_below
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.process_group import Group
@@ -70,7 +70,7 @@ def _load(spec: RunSpec, state: TrainingState, group: Group, on_progress: Callab
     offer = group.broadcast_through_store("init_from", offer, on_heartbeat=on_progress)
     if "refusal" in offer:
         kind, text = offer["refusal"]
-        group.let_all_read("init_from/refused")
+        group.wait_until_all_read("init_from/refused")
         raise (ConfigError if kind == ConfigError.__name__ else UnreadableError)(text)
     state.model.load_state_dict(_received(fitting, offer["tensors"], group), strict=False)
     if state.ema is not None:
@@ -84,7 +84,7 @@ def _fitting(
     """Return the weights in a file or checkpoint that fit the model, and how the others differ."""
     for prefix in _WRAPPERS:
         if all(name.startswith(prefix) for name in found):
-            found = below(prefix, found)
+            found = named_below(prefix, found)
     for name in own:
         one = found.get(name)
         if one is not None and (why_not_plain(one) or type(one) not in (Tensor, nn.Parameter)):
@@ -137,7 +137,7 @@ def find_weights(text: str, *, runs_dir: Path) -> Path:
     """
     candidates = [Path(os.path.expanduser(text)).absolute(), runs_dir / text]  # noqa: PTH111  a Path raises an error for `~nobody`
     for path in candidates:
-        if (is_there(path) and path.is_file()) or is_there(path / checkpoint_names.MANIFEST):
+        if (is_there(path) and path.is_file()) or is_there(path / checkpoint_names.MANIFEST_NAME):
             return path
         if is_there(path / "config.yaml"):
             run = RunDir(path)

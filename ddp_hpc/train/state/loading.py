@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.run.checkpoints import checkpoint_store
-from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.run.checkpoints.shards import below
+from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME, checkpoint_path, committed_steps
+from ddp_hpc.run.checkpoints.shards import named_below
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.state.restore import to_torch
 
@@ -49,7 +49,7 @@ def load_checkpoint(source: str | Path | os.PathLike[str], *, step: int | None =
         UnreadableError: where the file system does not answer.
     """
     path = Path(source)
-    if step is None and (path / MANIFEST).is_file():
+    if step is None and (path / MANIFEST_NAME).is_file():
         return _load(path)
     run = RunDir(path.absolute())
     while True:
@@ -86,8 +86,8 @@ def _newest_sound(run: RunDir, steps: Sequence[int]) -> Checkpoint:
 def _load(path: Path) -> Checkpoint:
     manifest = checkpoint_store.read_manifest(path)
     raw: Mapping[str, Any] = {}
-    if checkpoint_store.FOREIGN in manifest.state:
-        checkpoint_store.verify(path)
+    if checkpoint_store.FOREIGN_KEY in manifest.state:
+        checkpoint_store.verify_checkpoint(path)
     else:
         raw = checkpoint_store.read_tensors(path, manifest)
     weights, ema = _copies(raw, "model/"), _copies(raw, "ema/")
@@ -96,4 +96,4 @@ def _load(path: Path) -> Checkpoint:
 
 def _copies(raw: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
     # Copied, because each of them keeps all that was read from its file in memory, the optimizer's state too.
-    return {name: to_torch(one).clone() for name, one in below(prefix, raw).items()}
+    return {name: to_torch(one).clone() for name, one in named_below(prefix, raw).items()}

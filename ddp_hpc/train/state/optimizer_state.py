@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.checkpoints.shards import below
+from ddp_hpc.run.checkpoints.shards import named_below
 from ddp_hpc.train.engine.value_copies import is_constant
 from ddp_hpc.train.state import group_options
 
@@ -169,7 +169,7 @@ def restored(
         raise _unfit_error("optimizer has state that this version of ddp_hpc cannot load", "version of ddp_hpc")
     named, group_of = dict(model.named_parameters()), _groups(optimizer)
     state, into = defaultdict[Tensor, dict[str, Any]](dict), dict[str, Tensor]()
-    for place, value in {**below("optimizer/", saved), **content["plain"]}.items():
+    for place, value in {**named_below("optimizer/", saved), **content["plain"]}.items():
         name, _, key = place.rpartition("/")
         if name not in named:
             there = f"optimizer has state of the parameter {name!r}, which this model does not have"

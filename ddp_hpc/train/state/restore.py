@@ -119,7 +119,7 @@ class Restorer:
             except CorruptCheckpointError as error:
                 self._set_aside(step, str(error), key)
                 continue
-            return {"step": step, "checksum": checkpoint_store.checksum(manifest)}
+            return {"step": step, "checksum": checkpoint_store.manifest_checksum(manifest)}
         self._refuse_to_begin_anew(damaged)
         return None
 
@@ -128,7 +128,7 @@ class Restorer:
         ownership.refuse_fenced(self.run, self.attempt)  # by now, the directory may be a newer attempt's
         path, moved = checkpoint_names.checkpoint_path(self.run, step), partial(self._send_heartbeat, key)
         with suppress(FileNotFoundError):  # renamed already: NFS may repeat a rename whose answer was lost
-            aside = await_answer(str(path), partial(checkpoint_store.set_aside, path), on_wait=moved)
+            aside = await_answer(str(path), partial(checkpoint_store.set_checkpoint_aside, path), on_wait=moved)
             log.warning(
                 "%s So the checkpoint was renamed to %s, and ddp-hpc looks for an older one to continue from.",
                 found,
@@ -215,8 +215,8 @@ def _manifest(path: Path, checksum: str) -> Manifest:
         manifest = checkpoint_store.read_manifest(path)
     except CorruptCheckpointError as error:
         raise UnreadableError(str(error)) from error
-    if checkpoint_store.checksum(manifest) != checksum:
-        raise UnreadableError(f"{path / checkpoint_names.MANIFEST} is not the one that rank 0 has read.")
+    if checkpoint_store.manifest_checksum(manifest) != checksum:
+        raise UnreadableError(f"{path / checkpoint_names.MANIFEST_NAME} is not the one that rank 0 has read.")
     return manifest
 
 
@@ -303,7 +303,7 @@ def read_some(prefix: str, path: Path, group: Group, on_progress: Callable[[], o
     """Read and verify the tensors of a checkpoint whose names begin with `prefix`, by the rest of their names, and nothing else but headers."""
     manifest = checkpoint_store.read_manifest(path)
     reader = ShardReader(path, manifest, group, on_progress)
-    stored = shards.below(prefix, shards.stored_tensors(path, manifest.shards, reader.headers()))
+    stored = shards.named_below(prefix, shards.stored_tensors(path, manifest.shards, reader.headers()))
     into = {name: torch.empty(one.shape, dtype=_TORCH_DTYPES[one.dtype]) for name, one in stored.items()}
     reader.read_into(stored, into, whole=False)
     return into

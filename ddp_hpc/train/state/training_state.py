@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import few
-from ddp_hpc.run.checkpoints.shards import below
+from ddp_hpc.run.checkpoints.shards import named_below
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.state import group_options, optimizer_state, rng
 from ddp_hpc.train.state.moving_average import MovingAverage
@@ -325,7 +325,7 @@ class Restoration:
         state, own = self._state, f"rank.{self._state.rank}/"
         if self._num_ranks == state.world_size:
             state.loss_meter.copy_(self._own[f"{own}loss_meter"])
-            rng.restore(below(f"{own}rng.", self._own), state.device)
+            rng.restore(named_below(f"{own}rng.", self._own), state.device)
             return
         meters = [one for name, one in sorted(self._own.items()) if name.endswith("/loss_meter")]
         state.loss_meter.copy_(torch.stack(meters).sum() if state.rank == 0 else torch.zeros(()))

@@ -40,7 +40,7 @@ class Chart:
     unit: str = ""
 
     @property
-    def about(self) -> str:
+    def description(self) -> str:
         """The unit, and which axes are logarithmic."""
         scales = [f"{name} axis logarithmic" for name, one in (("x", self.x), ("y", self.y)) if one.is_log]
         return ", ".join(filter(None, [self.unit, *scales]))

@@ -10,9 +10,9 @@ from typing import Any
 
 from ddp_hpc.run.checkpoints.save_interval import SaveInterval
 from ddp_hpc.run.run_dir.joined_ranks import MeetingRecord
-from ddp_hpc.run.run_dir.machine_use import MachineUse, merged
+from ddp_hpc.run.run_dir.machine_use import MachineUse, merge_uses
 from ddp_hpc.run.run_dir.software_versions import Environment
-from ddp_hpc.run.run_dir.timeline import Alarm, Look, Mark
+from ddp_hpc.run.run_dir.timeline import Alarm, Mark, RanksLook
 from ddp_hpc.watch.attempt_times import AttemptTime
 from ddp_hpc.watch.checkpoints import CheckpointInfo
 from ddp_hpc.watch.goodput import Goodput
@@ -33,7 +33,7 @@ class RunData:
     """With `checkpoint.every_steps=auto`: how often it saves, and what that costs."""
     series: Series
     marks: Sequence[Mark]
-    looks: Sequence[Look]
+    looks: Sequence[RanksLook]
     alarms: Sequence[Alarm]
     meetings: Mapping[int, MeetingRecord]
     """Attempt -> where its ranks met."""
@@ -89,7 +89,7 @@ class RunData:
     def use_in_training(self) -> MachineUse | None:
         """How busy all nodes were since training began; since workers began where that is not known, as of a script."""
         begun = {mark.attempt: mark.at for mark in self.marks if mark.kind == "begin"}
-        return merged(
+        return merge_uses(
             [
                 use
                 for attempt, uses in self.machines.items()

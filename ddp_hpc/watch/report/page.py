@@ -10,7 +10,7 @@ from typing import Any
 from ddp_hpc import __version__
 from ddp_hpc.base.discretion import as_shown, masked, visible
 from ddp_hpc.base.names import plural
-from ddp_hpc.run.run_dir.machine_use import in_words, merged
+from ddp_hpc.run.run_dir.machine_use import merge_uses, use_texts
 from ddp_hpc.run.run_dir.software_versions import Environment, differences
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.checkpoints import CheckpointInfo
@@ -140,9 +140,9 @@ def _about_phases(num_steps: int, run: RunData) -> str:
 
 def _about_machines(run: RunData) -> str:
     """Return how busy the machines were, in one sentence; empty where nothing was measured."""
-    use = run.use_in_training or merged([use for uses in run.machines.values() for use in uses])
+    use = run.use_in_training or merge_uses([use for uses in run.machines.values() for use in uses])
     since = "Since training began" if run.use_in_training and run.marks else "While the workers ran"
-    return "" if use is None else f"{since}, on average (memory: at most): {'; '.join(in_words(use))}."
+    return "" if use is None else f"{since}, on average (memory: at most): {'; '.join(use_texts(use))}."
 
 
 def _checkpoint(one: CheckpointInfo) -> dict[str, str]:

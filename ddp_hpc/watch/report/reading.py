@@ -17,7 +17,7 @@ from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import read_uses
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.software_versions import read_environment
-from ddp_hpc.run.run_dir.timeline import Look, Mark, read_alarms, read_looks, read_marks
+from ddp_hpc.run.run_dir.timeline import Mark, RanksLook, read_alarms, read_looks, read_marks
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare_runs import config_values
@@ -57,7 +57,7 @@ def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingPro
     values = config_values(run)
     secrets = secret_values(values, environ)
     series = read("The metrics", partial(read_series, run), Series())
-    looks: list[Look] = read("The comparison of the ranks", partial(read_looks, run), [])
+    looks: list[RanksLook] = read("The comparison of the ranks", partial(read_looks, run), [])
     is_script = bool(values.get("script.command")) or status.saves is not None
     missing += _gaps(ledger, series, marks, is_script=is_script)
     return RunData(

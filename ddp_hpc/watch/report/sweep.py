@@ -70,7 +70,7 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
     if valued:
         first, value = valued[0]
         state = "" if first.status.state == "finished" else f"{first.status.state}; "
-        best = f"Best {goal.words}: {compact(value)}, {first.name} ({state}{_settings_text(first)})."
+        best = f"Best {goal.goal_text}: {compact(value)}, {first.name} ({state}{_settings_text(first)})."
     missing = [*unreadable]
     if len(points) > MOST_CHARTS:
         missing.append(f"Only the best {MOST_CHARTS} points have a chart of their loss; the table has all.")

@@ -46,7 +46,7 @@ class Goal:
         return value if value is not None and math.isfinite(value) else None
 
     @property
-    def words(self) -> str:
+    def goal_text(self) -> str:
         return f"{self.metric} of the {'evaluation' if self.is_evaluated else 'training'}"
 
 

@@ -88,24 +88,24 @@ class Verdict:
     """Other ranks that failed in the same way."""
 
     @property
-    def about(self) -> FailureClass:
+    def failure_class(self) -> FailureClass:
         """What the registry says of the failure, if there is one."""
         return REGISTRY[self.failure]
 
     @property
-    def root(self) -> str:
+    def root_text(self) -> str:
         """The rank that failed first, its host and its step, as far as they are known: `rank 1 on node1, at step 7`."""
         rank = "" if self.rank is None else f"rank {self.rank}"
         where = " ".join(filter(None, [rank, self.host and f"on {self.host}"]))
         return f"{where}, at step {self.step}" if rank and self.step else where
 
     @property
-    def is_of_silent(self) -> bool:
+    def is_from_log(self) -> bool:
         """Whether it rests on a traceback in the log of a rank that left no report."""
         return self.is_traceback and not self.has_report
 
     @property
-    def order(self) -> tuple[int, float, int]:
+    def sort_key(self) -> tuple[int, float, int]:
         """The root comes first: by role, then by time."""
         strength = {"root": 0, "either": 1, "confirmation": 2, "cascade": 3}[self.role]
         return strength, self.at, -1 if self.rank is None else self.rank

@@ -77,6 +77,6 @@ def _of_attempt(lines: Sequence[LogLine], ledger: Ledger, attempt: Attempt) -> S
 
 def to_do(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> str:
     """Return what to do next, with commands that name this run by its `word`."""
-    about = verdict.about.to_do
+    about = verdict.failure_class.to_do
     again = effect_of_resubmitting(run) if "{again}" in about else ""
     return about.format(run=word, attempt=attempt.attempt, rank=verdict.rank or 0, again=again)

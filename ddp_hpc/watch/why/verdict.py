@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from ddp_hpc.run.run_dir.differences import Difference
-from ddp_hpc.run.run_dir.error_fingerprint import entity, fingerprint
+from ddp_hpc.run.run_dir.error_fingerprint import fingerprint, sample_or_file
 from ddp_hpc.run.run_dir.ledger import Cause, Ending
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 from ddp_hpc.watch.why.hangs import is_network_to_blame, verdict_on_hang, verdict_on_missing_ranks, verdict_on_network
@@ -54,7 +54,7 @@ _ANY_NUMBER = re.compile(r"(?:line |:)\d+")
 def verdict_of(facts: AttemptFacts) -> Verdict:
     """Return why an attempt ended."""
     attempt = facts.attempt
-    findings = sorted(_findings(facts), key=lambda one: one.order)
+    findings = sorted(_findings(facts), key=lambda one: one.sort_key)
     said = next((one for one in findings if _came_before(one, attempt.cause)), None)
     has_failed = (attempt.cause, attempt.ending) == (Cause.STOP_ASKED, Ending.FAILED)  # as it saved, or before
     is_good = attempt.ending in _GOOD_ENDS or (attempt.cause in _NO_FAILURE and not has_failed)
@@ -75,7 +75,7 @@ def _verdict_from_first_rank(facts: AttemptFacts, findings: Sequence[Verdict]) -
     """Return what the first rank says; where it only lost a connection, the rank without a report, or what all have met."""
     first = next(iter(findings), None)
     reported = [one for one in findings if one.has_report]
-    if reported and all(one.role == "cascade" for one in reported) and (first is None or first.is_of_silent):
+    if reported and all(one.role == "cascade" for one in reported) and (first is None or first.is_from_log):
         first = reported[0]
     if first is None or first.role != "cascade":
         return first
@@ -97,9 +97,9 @@ def _verdict_from_ledger(facts: AttemptFacts) -> Verdict:
 
 def _came_before(finding: Verdict, cause: Cause | None) -> bool:
     """Tell whether a rank said it before its attempt ended in this way, and not because of that."""
-    if cause is None or cause not in MAY_FOLLOW or not (finding.role == "root" or finding.is_of_silent):
+    if cause is None or cause not in MAY_FOLLOW or not (finding.role == "root" or finding.is_from_log):
         return False
-    return finding.failure not in (_OF_ANY_END if finding.is_of_silent else MAY_FOLLOW[cause])
+    return finding.failure not in (_OF_ANY_END if finding.is_from_log else MAY_FOLLOW[cause])
 
 
 def _of_record(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | None:
@@ -135,8 +135,8 @@ def _of_difference(difference: Difference) -> Verdict:
         rank=only,
         host=", ".join(difference.odd_hosts),
         step=difference.step,
-        detail=difference.what,
-        evidence=(EvidenceLine("root", only, difference.who),),
+        detail=difference.finding,
+        evidence=(EvidenceLine("root", only, difference.blame),),
     )
 
 
@@ -231,7 +231,7 @@ def _with_others(first: Verdict, findings: Sequence[Verdict], facts: AttemptFact
     return replace(
         first,
         in_short=short,
-        entity=entity(first.detail) if first.failure in _OF_ENTITIES else "",
+        entity=sample_or_file(first.detail) if first.failure in _OF_ENTITIES else "",
         fingerprint=fingerprint(first.failure, first.detail, where, hosts=hosts),
         evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE],
         num_cascades=len({one.rank for one in cascades}),

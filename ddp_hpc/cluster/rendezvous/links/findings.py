@@ -59,7 +59,7 @@ def findings_of(
     known = pairs - unknown.keys()
     bad_nodes = off if len(off) < len(nodes) else set[int]()
     if len(bad) < len(known):  # where no pair carries, no node is the odd one
-        bad_nodes = bad_nodes | _bad_nodes(known, {pair for pair in bad if not links[pair].carried})
+        bad_nodes = bad_nodes | _bad_nodes(known, {pair for pair in bad if not links[pair].has_carried})
     return NetworkFindings(
         at=at,
         seconds=round(seconds, 1),
@@ -135,12 +135,12 @@ class _Link:
     """Whether the receiver's process read all datagrams that its kernel received."""
 
     @property
-    def carried(self) -> bool:
+    def has_carried(self) -> bool:
         """Whether a connection passed all of its bytes, both ways."""
-        return self.of("good") is not None
+        return self.first_way_with("good") is not None
 
     @property
-    def passes(self) -> list[Way]:
+    def passing_ways(self) -> list[Way]:
         """The ways on which small datagrams arrive."""
         return [way for way in self.heard if self.heard[way][0]]
 
@@ -148,7 +148,7 @@ class _Link:
     def lossiest_way(self) -> Way:
         return max(self.loss, key=lambda way: self.loss[way])
 
-    def of(self, *found: str) -> Way | None:
+    def first_way_with(self, *found: str) -> Way | None:
         """Return the first way whose connection came to one of these."""
         return next((way for way in self.tcp if self.tcp[way] in found), None)
 
@@ -165,7 +165,7 @@ def _link_of(answers: Mapping[int, LinkAnswer], low: int, high: int) -> _Link:
 
 
 def _fault_of(nodes: Sequence[str], link: _Link) -> PairFault | None:
-    found = _fault_of_working(link) if link.carried else _fault_of_failed(link)
+    found = _fault_of_working(link) if link.has_carried else _fault_of_failed(link)
     if found is None:
         return None
     (one, other), fault = found
@@ -177,12 +177,12 @@ def _fault_of_working(link: _Link) -> tuple[Way, Fault] | None:
 
     Lost datagrams are no more than worth a remark. Where none arrive, a firewall drops them, which does not concern the workers.
     """
-    refused = link.of("refused")
+    refused = link.first_way_with("refused")
     if refused is not None:
         return refused, "refused"
-    if link.of("connect") is not None:
+    if link.first_way_with("connect") is not None:
         return next(iter(link.tcp)), "TCP"
-    if len(link.passes) < len(link.tcp) or link.loss[link.lossiest_way] < LITTLE_LOSS:
+    if len(link.passing_ways) < len(link.tcp) or link.loss[link.lossiest_way] < LITTLE_LOSS:
         return None
     return link.lossiest_way, "little loss"
 
@@ -191,15 +191,15 @@ def _fault_of_failed(link: _Link) -> tuple[Way, Fault]:
     """Return what is wrong where no connection passed all of its bytes."""
     if not {"connect", "refused"}.issuperset(link.tcp.values()):
         return _fault_after_connect(link)
-    plain, refused = next(iter(link.tcp)), link.of("refused")
-    if len(link.passes) == 1 and link.of("connect") is not None:
-        ((one, other),) = link.passes
+    plain, refused = next(iter(link.tcp)), link.first_way_with("refused")
+    if len(link.passing_ways) == 1 and link.first_way_with("connect") is not None:
+        ((one, other),) = link.passing_ways
         return (other, one), "one way"
-    if link.passes and link.loss[link.lossiest_way] >= MUCH_LOSS:
+    if link.passing_ways and link.loss[link.lossiest_way] >= MUCH_LOSS:
         return link.lossiest_way, "loss"
     if refused is not None:
         return refused, "refused"
-    return plain, "TCP" if link.passes else "nothing passes"
+    return plain, "TCP" if link.passing_ways else "nothing passes"
 
 
 def _fault_after_connect(link: _Link) -> tuple[Way, Fault]:
@@ -208,12 +208,12 @@ def _fault_after_connect(link: _Link) -> tuple[Way, Fault]:
     It proves that small packets pass both ways. What came of it depends on the processes, too, which may not run for seconds:
     only packets that are lost prove that the network loses them.
     """
-    stuck = [way for way in link.passes if not link.heard[way][1] and link.is_counted[way]]
+    stuck = [way for way in link.passing_ways if not link.heard[way][1] and link.is_counted[way]]
     if stuck:
         return stuck[0], "large packets"
     if link.loss[link.lossiest_way] >= MUCH_LOSS:
         return link.lossiest_way, "loss"
-    halted = link.of("large")
+    halted = link.first_way_with("large")
     if halted is not None and all(link.is_counted.values()) and not any(large for _, large in link.heard.values()):
         return halted, "large packets"
     return next(iter(link.tcp)), "no answer"

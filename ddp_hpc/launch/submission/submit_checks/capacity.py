@@ -27,7 +27,7 @@ from ddp_hpc.cluster.slurm.queries import (
     Partition,
     chosen_partition,
 )
-from ddp_hpc.launch.submission.submit_checks.sbatch_errors import Cluster, asked, explain, may_wait
+from ddp_hpc.launch.submission.submit_checks.sbatch_errors import KnownCluster, explain_refusal, may_wait, request_text
 from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
@@ -36,13 +36,13 @@ from ddp_hpc.run.workload.missing_files import PRIVATE_PLACES
 
 T = TypeVar("T")
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
-_OF_PYTHON = (Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR)
-_SOURCED = re.compile(r"\s*(?:source|\.)\s+(~?/?[\w.+-]+(?:/[\w.+-]+)+)\s*$")
+_PYTHON_PLACES = (Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR)
+_SOURCE_LINE = re.compile(r"\s*(?:source|\.)\s+(~?/?[\w.+-]+(?:/[\w.+-]+)+)\s*$")
 """A line of shell that reads one file, and fails without it."""
 _SOON_S = 60.0
 
 
-def refuse_private(path: Path, pythons: Sequence[Path] = _OF_PYTHON) -> None:
+def refuse_private_place(path: Path, pythons: Sequence[Path] = _PYTHON_PLACES) -> None:
     """Refuse a run directory, or a Python and its packages, that each node has for itself."""
     if (place := _private_place(path)) is not None:
         raise ConfigError(
@@ -70,7 +70,7 @@ def _private_place(path: Path) -> str | None:
     return place if is_private else None
 
 
-def _meanwhile(ask: Callable[[], T]) -> Callable[[], T]:
+def _ask_in_thread(ask: Callable[[], T]) -> Callable[[], T]:
     """Ask Slurm in a thread, as each of its commands takes several milliseconds; return what waits for the answer, or raises the error."""
     answers: list[T] = []
     errors: list[BaseException] = []
@@ -92,34 +92,34 @@ def _meanwhile(ask: Callable[[], T]) -> Callable[[], T]:
     return answer
 
 
-class Questions:
+class SlurmQuestions:
     """What Slurm is asked before a submission. The questions are asked at once, and while the caller prepares the submission."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         """Begin to ask about the cluster."""
         self.environ = environ
-        self._partitions = _meanwhile(lambda: client.partitions(environ))
-        self.config = _meanwhile(lambda: client.config(environ))
+        self._partitions = _ask_in_thread(lambda: client.partitions(environ))
+        self.config = _ask_in_thread(lambda: client.config(environ))
         """Waits for the cluster's configuration."""
         self._test: Callable[[], Estimate] | None = None
 
     def ask_about(self, script: Path) -> None:
         """Begin to ask whether Slurm would accept this script."""
-        self._test = _meanwhile(lambda: client.estimate_start(script, self.environ))
+        self._test = _ask_in_thread(lambda: client.estimate_start(script, self.environ))
 
     def refusal(self, said: str, spec: RunSpec) -> ConfigError:
         """Return what sbatch's refusal means, by what the cluster has."""
-        return ConfigError(explain(said, spec, self._cluster()))
+        return ConfigError(explain_refusal(said, spec, self._cluster()))
 
-    def _cluster(self) -> Cluster:
+    def _cluster(self) -> KnownCluster:
         partitions = self._partitions()
         associations = client.accounts(self.environ) if partitions else ()
         shapes: Sequence[NodeShape] = ()
         with suppress(ConfigError, SlurmUnavailableError):
             shapes = client.shapes(self.environ)
-        return Cluster(partitions, associations, shapes)
+        return KnownCluster(partitions, associations, shapes)
 
-    def notes(self, spec: RunSpec, run: RunDir) -> list[str]:
+    def wait_for_notes(self, spec: RunSpec, run: RunDir) -> list[str]:
         """Wait for the answers, and return what the user should know. The caller has asked about the script."""
         assert self._test is not None  # noqa: S101
         for each in (self._test, self._partitions, self.config):
@@ -127,22 +127,22 @@ class Questions:
                 each()  # so that none is still being asked where another has failed
         answer, partitions = self._test(), self._partitions()
         client.refuse_other_cluster(self.config().name, self.environ)
-        notes = [*_costs(spec, answer.starts_at)]
+        notes = [*_cost_notes(spec, answer.starts_at)]
         if answer.refusal is not None:
             cluster = self._cluster()
             if not may_wait(answer.refusal, spec, cluster):
-                raise ConfigError(explain(answer.refusal, spec, cluster))
+                raise ConfigError(explain_refusal(answer.refusal, spec, cluster))
             notes.append(
                 "note: Slurm cannot start the job on the nodes that take jobs now. If it could with nodes that are down or drained, "
                 "the job waits for them; else sbatch refuses the job."
             )
         progress = read_progress(run)
-        return [*notes, *_misfits(spec, self.config(), partitions, progress.save_s if progress else None)]
+        return [*notes, *_misfit_notes(spec, self.config(), partitions, progress.save_s if progress else None)]
 
 
 def notes_on_setup(spec: RunSpec) -> Iterator[str]:
     """Yield a note for each file that `slurm.setup` reads and this host does not have."""
-    for named in (match[1] for line in spec.slurm.setup if (match := _SOURCED.match(line))):
+    for named in (match[1] for line in spec.slurm.setup if (match := _SOURCE_LINE.match(line))):
         if not Path(os.path.expanduser(named)).exists():  # noqa: PTH111  a Path raises an error for `~nobody`
             yield (
                 f"note: only the job can check this: `slurm.setup` reads {named}, which this host does not have; where a node does not have it "
@@ -150,21 +150,21 @@ def notes_on_setup(spec: RunSpec) -> Iterator[str]:
             )
 
 
-def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
+def _cost_notes(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
     """Yield notes on what the job asks for, when it would start, and how much of the account it may use."""
     when = ""
     if starts_at is not None:
         wait_s = starts_at - time.time()
         is_held = spec.slurm.extra.get("hold")
-        when = "; it is held until you release it (`slurm.extra.hold`)" if is_held else f"; {_start(wait_s)}"
-    yield f"the job asks for {asked(spec)}{when}"
+        when = "; it is held until you release it (`slurm.extra.hold`)" if is_held else f"; {_start_text(wait_s)}"
+    yield f"the job asks for {request_text(spec)}{when}"
     hours = (spec.resources.time_limit_min or 0) / 60
     num_gpus = spec.resources.nodes * spec.resources.num_gpus
     if hours and num_gpus:
         yield f"it uses up to {round(num_gpus * hours, 2):g} GPU-hours ({num_gpus} GPUs for {hours:.4g} h)"
 
 
-def _start(wait_s: float) -> str:
+def _start_text(wait_s: float) -> str:
     if wait_s < _SOON_S:
         return "it could start now"
     if wait_s > NEVER_S:
@@ -184,7 +184,7 @@ def _refuse_no_time(spec: RunSpec, limit_min: float | None) -> None:
         )
 
 
-def _misfits(
+def _misfit_notes(
     spec: RunSpec, config: ClusterConfig, partitions: Sequence[Partition], save_s: float | None
 ) -> Iterator[str]:
     """Yield notes where the plan does not fit the cluster, though Slurm accepts the job."""

@@ -25,7 +25,7 @@ from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
 
-def look_at_image(
+def image_notes(
     spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str], *, is_for_slurm: bool
 ) -> Iterator[str]:
     """Yield what the user should know of the run's image."""
@@ -61,5 +61,5 @@ def look_at_image(
     architecture = sif_architecture(Path(inside.image))
     if architecture is not None and architecture != platform.machine():
         yield f"the image is for {architecture}, but this host is {platform.machine()}; it runs only if the nodes are {architecture}; else choose or build another image"
-    if told := Ledger.read(run).other_image(identity_of(inside.image)):
+    if told := Ledger.read(run).image_warning(identity_of(inside.image)):
         yield told

@@ -12,7 +12,7 @@ from ddp_hpc.run.spec import RunSpec
 
 
 @dataclass(frozen=True)
-class Cluster:
+class KnownCluster:
     """What is known of the cluster when a job is refused."""
 
     partitions: Sequence[Partition] = ()
@@ -22,68 +22,68 @@ class Cluster:
     """What nodes have; empty where Slurm did not say."""
 
 
-def explain(said: str, spec: RunSpec, cluster: Cluster) -> str:
+def explain_refusal(said: str, spec: RunSpec, cluster: KnownCluster) -> str:
     """Return what sbatch's refusal means for this spec."""
     lines = said.strip().splitlines()
     errors = [
         line for line in lines if re.search(r"error|failure|failed", line, re.IGNORECASE)
     ] or lines  # without a site's banner
     told = re.sub(r"^(sbatch|allocation failure)?:? ?(error: )?", "", errors[0] if errors else "")
-    for pattern, words in _WORDS.items():
+    for pattern, words in _EXPLANATIONS.items():
         if re.search(pattern, "\n".join(errors), flags=re.IGNORECASE):
             return f"Slurm refuses the job ({told}). {words(spec, cluster)}"
     return f"Slurm refuses the job. Correct what sbatch names, or ask your cluster's support: {said.strip()}"
 
 
-def may_wait(said: str, spec: RunSpec, cluster: Cluster) -> bool:
+def may_wait(said: str, spec: RunSpec, cluster: KnownCluster) -> bool:
     """Tell whether `sbatch --test-only` may have refused a job that sbatch accepts: it counts no nodes that are down or drained.
 
     `job_start_data` of Slurm's source.
     """
-    return "node configuration is not available" in said and not _too_large(spec, _shapes(spec, cluster))
+    return "node configuration is not available" in said and not _too_large_text(spec, _shapes(spec, cluster))
 
 
-def _partition(spec: RunSpec, cluster: Cluster) -> str:
-    names = ", ".join(_described(partition) for partition in cluster.partitions) or "none that you can see (`sinfo`)"
+def _explain_partition(spec: RunSpec, cluster: KnownCluster) -> str:
+    names = ", ".join(_sized_name(partition) for partition in cluster.partitions) or "none that you can see (`sinfo`)"
     return (
         f"`slurm.partition` is {spec.slurm.partition!r}; the cluster has {names}. Set `slurm.partition` to one of them."
     )
 
 
-def _size(spec: RunSpec, cluster: Cluster) -> str:
+def _explain_size(spec: RunSpec, cluster: KnownCluster) -> str:
     chosen = chosen_partition(spec.slurm.partition, cluster.partitions)
-    has = f"partition {_described(chosen)}" if chosen else ", ".join(map(_described, cluster.partitions))
-    return _too_large(spec, _shapes(spec, cluster)) or (
-        f"The run asks for {asked(spec)}; the cluster has {has}. Choose another `slurm.partition`, or lower `resources.nodes`, "
+    has = f"partition {_sized_name(chosen)}" if chosen else ", ".join(map(_sized_name, cluster.partitions))
+    return _too_large_text(spec, _shapes(spec, cluster)) or (
+        f"The run asks for {request_text(spec)}; the cluster has {has}. Choose another `slurm.partition`, or lower `resources.nodes`, "
         "`resources.workers_per_node`, `resources.cpus_per_worker` or other keys of `resources`."
     )
 
 
-def _gpus(spec: RunSpec, cluster: Cluster) -> str:
+def _explain_gpus(spec: RunSpec, cluster: KnownCluster) -> str:
     chosen, shapes = chosen_partition(spec.slurm.partition, cluster.partitions), _shapes(spec, cluster)
     has = f"; Slurm lists {plural(chosen.num_gpus, 'GPU')} in partition {chosen.name}" if chosen else ""
-    return (any(shape.num_gpus for shape in shapes) and _too_large(spec, shapes)) or (
-        f"The run asks for {asked(spec)}, by `--{spec.slurm.gpu_option}` (`slurm.gpu_option`){has}. Correct `resources.gpu_type` or `slurm.partition`; "
+    return (any(shape.num_gpus for shape in shapes) and _too_large_text(spec, shapes)) or (
+        f"The run asks for {request_text(spec)}, by `--{spec.slurm.gpu_option}` (`slurm.gpu_option`){has}. Correct `resources.gpu_type` or `slurm.partition`; "
         "where the site takes `--gres` only, set `slurm.gpu_option=gres`; where it gives whole nodes and counts no GPUs, `slurm.gpu_option=none`."
     )
 
 
-def _too_large(spec: RunSpec, shapes: Sequence[NodeShape]) -> str:
+def _too_large_text(spec: RunSpec, shapes: Sequence[NodeShape]) -> str:
     asked_type, types = spec.resources.gpu_type, {shape.gpu_type for shape in shapes if shape.gpu_type}
     if asked_type and types and asked_type not in types:
         return (
-            f"`resources.gpu_type` is {asked_type!r}, but nodes of {_where(shapes)} have {', '.join(sorted(types))}. Set it to one of these, or "
+            f"`resources.gpu_type` is {asked_type!r}, but nodes of {_partitions_text(shapes)} have {', '.join(sorted(types))}. Set it to one of these, or "
             "choose another `slurm.partition`."
         )
     causes = " ".join(_oversized_requests(spec, shapes))
     return causes and f"{causes} Lower it, or choose another `slurm.partition`."
 
 
-def _where(shapes: Sequence[NodeShape]) -> str:
+def _partitions_text(shapes: Sequence[NodeShape]) -> str:
     return f"partition {', '.join(sorted({shape.partition for shape in shapes}))}"
 
 
-def _shapes(spec: RunSpec, cluster: Cluster) -> Sequence[NodeShape]:
+def _shapes(spec: RunSpec, cluster: KnownCluster) -> Sequence[NodeShape]:
     """Return the nodes that the job may get; none if unknown."""
     chosen = chosen_partition(spec.slurm.partition, cluster.partitions)
     names = (spec.slurm.partition or (chosen.name if chosen else "")).split(",")
@@ -94,7 +94,7 @@ def _oversized_requests(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[
     """Yield a sentence for each key that asks for more than any node has."""
     if not shapes:
         return
-    asks, where = spec.resources, _where(shapes)
+    asks, where = spec.resources, _partitions_text(shapes)
     nodes, cpus = sum(shape.num_nodes for shape in shapes), asks.local_world_size * spec.cpus_per_task
     most_cpus, most_mb = max(shape.num_cpus for shape in shapes), max(shape.mem_mb for shape in shapes)
     most_gpus = max(shape.num_gpus for shape in shapes)
@@ -114,7 +114,7 @@ def _oversized_requests(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[
         yield f"`resources.gpus_per_node` is {asks.num_gpus}, but a node of {where} has at most {plural(most_gpus, 'GPU')}."
 
 
-def _time(spec: RunSpec, cluster: Cluster) -> str:
+def _explain_time(spec: RunSpec, cluster: KnownCluster) -> str:
     chosen = chosen_partition(spec.slurm.partition, cluster.partitions)
     most = f"; {chosen.name} allows {chosen.max_time_min:.0f} min" if chosen and chosen.max_time_min else ""
     goes_on = spec.slurm.requeue or spec.restart.by == "successor"
@@ -128,7 +128,7 @@ def _time(spec: RunSpec, cluster: Cluster) -> str:
     return f"`resources.time_limit_min` is {asked_for}{most}. {to_do} it: a run that reaches the limit writes a checkpoint and {follows}."
 
 
-def _account(spec: RunSpec, cluster: Cluster) -> str:
+def _explain_account(spec: RunSpec, cluster: KnownCluster) -> str:
     yours = "; ".join(cluster.associations)
     told = (
         f"you may use {yours}. Set one of these"
@@ -138,21 +138,21 @@ def _account(spec: RunSpec, cluster: Cluster) -> str:
     return f"`slurm.account` is {spec.slurm.account!r} and `slurm.qos` {spec.slurm.qos!r}; {told}."
 
 
-def _policy(spec: RunSpec, cluster: Cluster) -> str:
+def _explain_policy(spec: RunSpec, cluster: KnownCluster) -> str:
     return (
-        f"The run asks for {asked(spec)}, more than your account or QOS allows at once, or you have as many jobs as it allows (`squeue "
-        f"--me`). Ask for less, or wait until a job has ended. {_account(spec, cluster)}"
+        f"The run asks for {request_text(spec)}, more than your account or QOS allows at once, or you have as many jobs as it allows (`squeue "
+        f"--me`). Ask for less, or wait until a job has ended. {_explain_account(spec, cluster)}"
     )
 
 
-_WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
-    r"invalid partition": _partition,
-    r"invalid account|invalid qos|account/partition combination": _account,
+_EXPLANATIONS: Mapping[str, Callable[[RunSpec, KnownCluster], str]] = {
+    r"invalid partition": _explain_partition,
+    r"invalid account|invalid qos|account/partition combination": _explain_account,
     r"MaxSubmit|MaxJobCount": lambda *_: (
         "You have as many jobs in the queue as your account or QOS allows. Wait until one has ended, or cancel one (`squeue --me`), and submit again."
     ),
-    r"accounting/QOS policy": _policy,  # it goes on: "(job submit limit, user's size and/or time limits)"
-    r"time limit": _time,
+    r"accounting/QOS policy": _explain_policy,  # it goes on: "(job submit limit, user's size and/or time limits)"
+    r"time limit": _explain_time,
     r"feature specification": lambda spec, _: (
         f"`slurm.constraint` is {spec.slurm.constraint!r}, but no node has that. Name features that `sinfo -o '%N %f'` lists."
     ),
@@ -168,14 +168,14 @@ _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
     r"(unrecognized|invalid|ambiguous) option": lambda spec, _: (
         f"sbatch does not know one of the options in `slurm.extra`: {', '.join(spec.slurm.extra)}. Name options that `sbatch --help` lists."
     ),
-    r"generic resource": _gpus,
-    r"node configuration is not available|node count|more processors|memory (specification|required)|nodes? .*not available": _size,
-    r"QOS|policy|limit": _policy,
+    r"generic resource": _explain_gpus,
+    r"node configuration is not available|node count|more processors|memory (specification|required)|nodes? .*not available": _explain_size,
+    r"QOS|policy|limit": _explain_policy,
 }
 """What sbatch says -> what we say to it; the first that matches."""
 
 
-def asked(spec: RunSpec) -> str:
+def request_text(spec: RunSpec) -> str:
     """Return `2 nodes with 4 tasks of 8 CPUs and 4 GPUs each, 64 GiB a node`."""
     resources = spec.resources
     cpus = plural(spec.cpus_per_task, "CPU")
@@ -185,6 +185,6 @@ def asked(spec: RunSpec) -> str:
     return f"{plural(resources.nodes, 'node')} with {tasks} of {cpus}{gpus} each{memory}"
 
 
-def _described(partition: Partition) -> str:
+def _sized_name(partition: Partition) -> str:
     """Return `batch (4 nodes)`."""
     return f"{partition.name} ({plural(partition.total_nodes, 'node')})"

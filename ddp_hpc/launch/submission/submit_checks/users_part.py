@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.job.node.python_environ import IMPORT_PATH, SAFE_PATH
-from ddp_hpc.run.config.resolve import Resolved, flat, render_resolved
+from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME, SAFE_PATH_VARIABLE
+from ddp_hpc.run.config.resolve import Resolved, flat_spec, render_resolved
 from ddp_hpc.run.config.sources import DEFAULT
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.protocol import UsersCode
@@ -32,12 +32,12 @@ def check_users_part(specs: Sequence[RunSpec], import_paths: Sequence[Path], env
     """Check a run, or the points of a sweep; return a line for each thing that could not be checked on this host."""
     spec, workload = specs[0], workload_of(specs[0])
     code = workload.users_code(import_paths)
-    paths = {} if code is None else {IMPORT_PATH: str(code.directory)}
+    paths = {} if code is None else {IMPORT_PATH_NAME: str(code.directory)}
     try:
         with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
             answer, configs = Path(folder, "answer.json"), [Path(folder, f"{one}.yaml") for one in range(len(specs))]
             for config, one in zip(configs, specs, strict=True):
-                text = render_resolved(Resolved(one, dict.fromkeys(flat(one), DEFAULT.source)))
+                text = render_resolved(Resolved(one, dict.fromkeys(flat_spec(one), DEFAULT.source)))
                 replace_text(config, text, is_secret=True)
             argv = [
                 sys.executable,
@@ -47,7 +47,7 @@ def check_users_part(specs: Sequence[RunSpec], import_paths: Sequence[Path], env
                 str(answer),
                 *map(str, configs),
             ]
-            ended = _run(argv, {**SAFE_PATH, **NO_BYTECODE, **environ, **spec.environ, **paths})
+            ended = _run_check(argv, {**SAFE_PATH_VARIABLE, **NO_BYTECODE, **environ, **spec.environ, **paths})
             refused, unchecked = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else ("", [ended])
     except OSError as error:  # such as a full /tmp, which says nothing of the run
         refused, unchecked = "", [str(error)]
@@ -70,7 +70,7 @@ def _note_on_hydra(command: Sequence[str], code: UsersCode | None) -> Iterator[s
             )
 
 
-def _run(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+def _run_check(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     """Run a command within the deadline; return how it ended."""
     process = subprocess.Popen(
         argv,

@@ -16,7 +16,7 @@ from ddp_hpc.cluster.slurm.own_job import TO_DO, Standing, standing
 from ddp_hpc.cluster.slurm.queries import NEVER_S, NodeState, Partition, chosen_partition, takes_jobs
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.preflight import Finding, Level
-from ddp_hpc.run.run_dir.software_versions import capture
+from ddp_hpc.run.run_dir.software_versions import environment_here
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.watch.diagnose.doctor import quota
 from ddp_hpc.watch.diagnose.doctor.questions import SlurmAnswers, ask, has_commands
@@ -37,26 +37,26 @@ class LoginSite:
         return self.resolved.spec
 
     @cached_property
-    def told(self) -> SlurmAnswers:
+    def slurm_answers(self) -> SlurmAnswers:
         """What the cluster and the file system answered."""
         return ask(self.spec, self.environ)
 
     @property
     def has_slurm(self) -> bool:
-        return has_commands(self.environ) and self.told.controller != "none"
+        return has_commands(self.environ) and self.slurm_answers.controller != "none"
 
     @property
     def partition(self) -> Partition | None:
         """The partition that the job would be in; None where it is not known."""
-        return chosen_partition(self.spec.slurm.partition, self.told.partitions or ())
+        return chosen_partition(self.spec.slurm.partition, self.slurm_answers.partitions or ())
 
     @cached_property
-    def job(self) -> tuple[Standing, str]:
+    def job_standing(self) -> tuple[Standing, str]:
         """Whether the job of this shell's variables runs, and why that is so."""
-        is_answered = "job" not in self.told.problems and has_commands(self.environ)
-        asked = "" if self.told.config is None else self.told.config.name
-        problem = "" if is_answered else self.told.why_not("job")
-        return standing(self.environ, self.told.job, problem, asked=asked)
+        is_answered = "job" not in self.slurm_answers.problems and has_commands(self.environ)
+        asked = "" if self.slurm_answers.config is None else self.slurm_answers.config.name
+        problem = "" if is_answered else self.slurm_answers.why_not("job")
+        return standing(self.environ, self.slurm_answers.job, problem, asked=asked)
 
 
 def findings_of(site: LoginSite) -> list[Finding]:
@@ -71,9 +71,9 @@ def findings_of(site: LoginSite) -> list[Finding]:
 
 def why_no_job(site: LoginSite, findings: Sequence[Finding]) -> str:
     """Return why a job that checks nodes would not start, or must not be submitted; empty where it may."""
-    if site.job[0] == "unknown":
+    if site.job_standing[0] == "unknown":
         return "ddp-hpc does not know whether this shell is in a running job"
-    if site.job[0] == "runs":
+    if site.job_standing[0] == "runs":
         return ""
     if any(one.check == "controller" for one in findings):
         return "the controller does not answer"
@@ -94,7 +94,7 @@ def _profile(site: LoginSite) -> Iterator[Finding]:
 
 
 def _shells_job(site: LoginSite) -> Iterator[Finding]:
-    is_so, said = site.job
+    is_so, said = site.job_standing
     if is_so == "runs":
         yield Finding("ok", f"{said}; `--nodes` checks its nodes")
     elif is_so == "gone":
@@ -104,7 +104,7 @@ def _shells_job(site: LoginSite) -> Iterator[Finding]:
 
 
 def _driver(site: LoginSite) -> Iterator[Finding]:
-    here = asdict(capture(site.environ, proc=site.proc))
+    here = asdict(environment_here(site.environ, proc=site.proc))
     if site.spec.container.image or not here["torch"] or not (here["driver"] or site.spec.resources.gpus_per_node):
         return  # an image has a PyTorch of its own
     if found := why_gpus_unused(here):
@@ -123,11 +123,11 @@ _FASTER = "set `runs_dir` to a directory on a faster file system, if there is on
 
 def _runs_dir(site: LoginSite) -> Iterator[Finding]:
     place = site.spec.path.parent
-    if site.told.disk is None:
+    if site.slurm_answers.disk is None:
         to_do = "run `ls` on this directory; if that does not answer either, tell your cluster's support"
-        yield Finding("unknown", f"{place}: {site.told.why_not('disk')}", to_do)
+        yield Finding("unknown", f"{place}: {site.slurm_answers.why_not('disk')}", to_do)
         return
-    existing, found_there = site.told.disk
+    existing, found_there = site.slurm_answers.disk
     where = f"{place}" if existing == place else f"{place} (does not exist yet; {existing} does)"
     if found_there.error:
         to_do = "set `runs_dir` to a directory of yours that all nodes share, or free space of your quota"
@@ -143,20 +143,20 @@ def _runs_dir(site: LoginSite) -> Iterator[Finding]:
 
 
 def _controller(site: LoginSite) -> Iterator[Finding]:
-    said = site.told.controller
+    said = site.slurm_answers.controller
     if said == "up":
         return  # the next lines say what it answers
     if said == "down":
         to_do = "wait, or ask your cluster's support; no job starts meanwhile, and those that run go on"
         yield Finding("fail", "the controller does not answer: `scontrol ping` says DOWN", to_do)
     else:
-        why = site.told.why_not("controller") if said is None else "`scontrol ping` says neither UP nor DOWN"
+        why = site.slurm_answers.why_not("controller") if said is None else "`scontrol ping` says neither UP nor DOWN"
         to_do = "try again; if it lasts, ask your cluster's support"
         yield Finding("unknown", f"the controller does not answer: {why}", to_do)
 
 
 def _version(site: LoginSite) -> Iterator[Finding]:
-    config = site.told.config
+    config = site.slurm_answers.config
     if config is not None and config.version:
         yield Finding("ok", f"{config.version}, cluster {config.name}")
     else:
@@ -165,12 +165,12 @@ def _version(site: LoginSite) -> Iterator[Finding]:
 
 def _partition(site: LoginSite) -> Iterator[Finding]:
     partition = site.partition
-    if site.told.partitions is None:
+    if site.slurm_answers.partitions is None:
         yield _unanswered(site, "partitions")
     elif partition is None:
         asked = site.spec.slurm.partition
         what = f"there is no partition {asked!r}" if asked else "Slurm has no default partition"
-        names = ", ".join(one.name for one in site.told.partitions)
+        names = ", ".join(one.name for one in site.slurm_answers.partitions)
         yield Finding("fail", what, f"set `slurm.partition` to one of {names}")
     elif partition.is_up:
         yield Finding("ok", f"{partition.name}, {partition.total_nodes} nodes")
@@ -180,7 +180,7 @@ def _partition(site: LoginSite) -> Iterator[Finding]:
 
 
 def _preemption(site: LoginSite) -> Iterator[Finding]:
-    config, partition, told = site.told.config, site.partition, site.told
+    config, partition, told = site.slurm_answers.config, site.partition, site.slurm_answers
     if config is None or told.partitions is None:
         yield _unanswered(site, "partitions" if config else "config")
         return
@@ -200,7 +200,7 @@ def _preemption(site: LoginSite) -> Iterator[Finding]:
 
 
 def _requeue(site: LoginSite) -> Iterator[Finding]:
-    config = site.told.config
+    config = site.slurm_answers.config
     if config is None:
         yield _unanswered(site, "config")
     elif not site.spec.slurm.requeue:
@@ -212,7 +212,7 @@ def _requeue(site: LoginSite) -> Iterator[Finding]:
 
 
 def _arrays(site: LoginSite) -> Iterator[Finding]:
-    size = None if site.told.config is None else site.told.config.max_array_size
+    size = None if site.slurm_answers.config is None else site.slurm_answers.config.max_array_size
     if size is None:
         yield _unanswered(site, "config")
     elif size <= 1:
@@ -222,7 +222,7 @@ def _arrays(site: LoginSite) -> Iterator[Finding]:
 
 
 def _accounts(site: LoginSite) -> Iterator[Finding]:
-    config, known, asked = site.told.config, site.told.associations, site.spec.slurm.account
+    config, known, asked = site.slurm_answers.config, site.slurm_answers.associations, site.spec.slurm.account
     if config is not None and not config.has_accounting:
         yield Finding("ok", "this cluster has no accounting, so jobs need no account")
     elif known is None:
@@ -240,7 +240,7 @@ def _accounts(site: LoginSite) -> Iterator[Finding]:
 
 
 def _start(site: LoginSite) -> Iterator[Finding]:
-    answer, nodes = site.told.test_only, plural(site.spec.resources.nodes, "node")
+    answer, nodes = site.slurm_answers.test_only, plural(site.spec.resources.nodes, "node")
     if answer is None:
         yield _unanswered(site, "test_only")
     elif answer.refusal is not None:
@@ -259,7 +259,7 @@ def _start(site: LoginSite) -> Iterator[Finding]:
 
 
 def _nodes(site: LoginSite) -> Iterator[Finding]:
-    nodes = site.told.nodes
+    nodes = site.slurm_answers.nodes
     if nodes is None:
         yield _unanswered(site, "nodes")
         return
@@ -322,10 +322,10 @@ def _unanswered(site: LoginSite, question: str) -> Finding:
     to_do = "try again; `scontrol ping` says more"
     if question == "associations":
         to_do = "try again; the accounting daemon (slurmdbd) must answer this; meanwhile, Slurm still accepts and starts jobs"
-    if "denied" in site.told.why_not(question).lower():
+    if "denied" in site.slurm_answers.why_not(question).lower():
         who = "a policy of the site keeps this from its users (PrivateData, or an access list)"
         to_do = f"{who}: ask your administrators"
-    return Finding("unknown", site.told.why_not(question), to_do)
+    return Finding("unknown", site.slurm_answers.why_not(question), to_do)
 
 
 Checks = Sequence[tuple[str, Callable[[LoginSite], Iterator[Finding]]]]
@@ -334,7 +334,7 @@ ALWAYS: Checks = (
     ("job", _shells_job),
     ("driver", _driver),
     ("runs directory", _runs_dir),
-    ("quota", lambda site: quota.findings_on_quota(site.told.quota, site.told.why_not("quota"))),
+    ("quota", lambda site: quota.findings_on_quota(site.slurm_answers.quota, site.slurm_answers.why_not("quota"))),
 )
 OF_SLURM: Checks = (
     ("controller", _controller),

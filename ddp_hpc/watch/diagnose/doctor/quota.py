@@ -39,7 +39,7 @@ class Quota:
     """Above the soft limit, nothing can be written once the grace time is over."""
 
     @property
-    def left(self) -> int:
+    def left_bytes(self) -> int:
         return max(self.limit - self.used, 0)
 
 
@@ -102,15 +102,15 @@ def findings_on_quota(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[
         yield Finding("ok", "you have no limit of bytes or files on this file system")
     for one in quotas or ():
         full, tight = (FULL_BYTES, TIGHT_BYTES) if one.of == "bytes" else (1, FEW_FILES)
-        left = f"{one.left} of {one.limit} files left"
+        left = f"{one.left_bytes} of {one.limit} files left"
         if one.of == "bytes":
-            left = f"{in_words(one.left)} of {in_words(one.limit)} left"
-        if one.left >= tight and not one.is_over_soft:
+            left = f"{in_words(one.left_bytes)} of {in_words(one.limit)} left"
+        if one.left_bytes >= tight and not one.is_over_soft:
             yield Finding("ok", left)
             continue
         over = "; the use is above the soft limit, so writing fails after the grace time" if one.is_over_soft else ""
         to_do = "delete runs that you no longer need (`ddp-hpc delete RUN`), or ask for a higher quota"
-        yield Finding("fail" if one.left < full else "warn", f"{left}{over}", to_do)
+        yield Finding("fail" if one.left_bytes < full else "warn", f"{left}{over}", to_do)
 
 
 def in_words(num_bytes: int) -> str:
