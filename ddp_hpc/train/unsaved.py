@@ -13,7 +13,7 @@ import random
 import sys
 import zlib
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import BuiltinFunctionType, BuiltinMethodType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -48,6 +48,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _CACHED = type(functools.cache(id))
 _CONTENTS: tuple[tuple[Any, Callable[[Any], Hashable]], ...] = (
+    (OrderedDict, lambda one: {*map(type, OrderedDict.keys(one))} <= _FLAT and tuple(OrderedDict.keys(one))),
     (dict, lambda one: {*map(type, dict.keys(one))} <= _FLAT and tuple(dict.keys(one))),  # the order of its keys
     (_CACHED, lambda one: one.cache_info().currsize),
     (GeneratorType, lambda one: one.gi_frame and one.gi_frame.f_lasti),
@@ -136,9 +137,14 @@ def warn_of_changes(places: Sequence[str], what: str = "the first step") -> None
         )
 
 
-def unsaved(roots: Mapping[str, object], *, saved: Iterable[Tensor] = (), optimizer: object = None) -> dict[str, int]:
-    """Return a number for each place below `roots`, except for tensors that are `saved` and for what the `optimizer` keeps."""
-    walk = _Walk(saved, optimizer)
+def unsaved(
+    roots: Mapping[str, object], *, saved: Iterable[Tensor] = (), optimizer: object = None, sees_files: bool = True
+) -> dict[str, int]:
+    """Return a number for each place below `roots`, except for tensors that are `saved` and for what the `optimizer` keeps.
+
+    Without `sees_files`, where a file is read does not count: one that was opened late is mostly read at places that follow from the index.
+    """
+    walk = _Walk(saved, optimizer, sees_files=sees_files)
     try:
         for root in roots.values():
             walk.names |= {id(one): path for path, one in root.named_modules()} if isinstance(root, nn.Module) else {}
@@ -157,7 +163,8 @@ def unsaved(roots: Mapping[str, object], *, saved: Iterable[Tensor] = (), optimi
 class _Walk:
     """Goes through values, each once, and notes those of which a number can be taken."""
 
-    def __init__(self, saved: Iterable[Tensor], optimizer: object) -> None:
+    def __init__(self, saved: Iterable[Tensor], optimizer: object, *, sees_files: bool) -> None:
+        self._sees_files = sees_files
         self.found: dict[str, list[int]] = {}
         self._memory = {_memory(one) for one in saved}
         self._optimizers = {id(optimizer)} - {id(None)}
@@ -218,7 +225,7 @@ class _Walk:
             if isinstance(value, kinds):
                 return hash(content_of(value))
         with suppress(OSError, ValueError):  # it is closed, or lies in another file
-            if isinstance(value, io.IOBase) and value.readable() and not value.writable():
+            if self._sees_files and isinstance(value, io.IOBase) and value.readable() and not value.writable():
                 return os.lseek(value.fileno(), 0, os.SEEK_CUR)
         return None
 

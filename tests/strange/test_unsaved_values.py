@@ -72,9 +72,9 @@ class Keeps(nn.Module):
 
 @contextmanager
 def changes_logged(**roots: object) -> Iterator[None]:
-    watch = unsaved.Watch(nn.Module(), None, **roots)
+    before = unsaved.unsaved(roots)
     yield
-    unsaved.warn_of_changes(watch.changed_places(), "a batch")
+    unsaved.warn_of_changes(unsaved.changed(before, unsaved.unsaved(roots)), "a batch")
 
 
 def _set(name: str, value: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], object]:
@@ -217,6 +217,10 @@ MODELS: dict[str, tuple[Callable[[], Keeps], str]] = {
         lambda: Keeps(lambda model, _: model.used.update(a=model.used.pop("a")), used={"a": 1, "b": 1}),
         "model.used",
     ),
+    "order of an OrderedDict": (
+        lambda: Keeps(lambda model, _: model.used.move_to_end("a"), used=collections.OrderedDict(a=1, b=1)),
+        "model.used",
+    ),
     "bits of NumPy": (lambda: Keeps(lambda model, _: model.g.random_raw(), g=np.random.PCG64(0)), "model.g"),
     "seeds of NumPy": (lambda: Keeps(lambda model, _: model.g.spawn(1), g=np.random.SeedSequence(0)), "model.g"),
     "masked array": (lambda: Keeps(_write, memory=np.ma.masked_array(np.zeros(9))), "model.memory"),
@@ -250,6 +254,22 @@ def test_state_of_a_model_that_is_no_buffer_is_named(
     assert f"the first step changes `{place}`, which no checkpoint holds" in caplog.text
 
 
+class Archive:
+    def __init__(self) -> None:
+        self.lines = Path(__file__).open("rb")  # noqa: SIM115  as data sets do
+
+
+def _read_late(rows: Rows, index: int) -> None:
+    rows.file = getattr(rows, "file", None) or Archive()
+    rows.file.lines.seek(index)
+    rows.file.lines.read(9)
+
+
+def _count_late(rows: Rows, _index: int) -> None:
+    rows.file = rows.file or Tally()
+    rows.file.add()
+
+
 def test_the_count_of_a_hook_of_all_layers_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     handles: list[Any] = []
     register = torch.nn.modules.module.register_module_forward_hook
@@ -261,6 +281,19 @@ def test_the_count_of_a_hook_of_all_layers_is_named(tmp_path: Path, caplog: pyte
     assert "`global_hooks.seen`, which no checkpoint holds" in caplog.text
 
 
+def test_a_file_that_the_first_sample_opens_and_weights_that_the_data_set_reads_are_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, model = Rows(_read_late), nn.Linear(3, 2)
+    rows.source = {"model": model}
+    del rows.file
+
+    trained(tmp_path / "run", Recipe(model=model, train_data=rows, loss=nn.CrossEntropyLoss()), train__max_steps=6)
+    rows.file.lines.close()
+
+    assert "which no checkpoint holds" not in caplog.text
+
+
 def test_what_the_evaluation_data_keep_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = Rows(lambda rows, _: setattr(rows, "count", rows.count + 1))
     recipe = Recipe(model=nn.Linear(3, 2), train_data=Rows(), eval_data=data, loss=nn.CrossEntropyLoss())
@@ -268,11 +301,6 @@ def test_what_the_evaluation_data_keep_is_named(tmp_path: Path, caplog: pytest.L
     trained(tmp_path / "run", recipe, train__max_steps=4, eval__batch_size=4)
 
     assert "a batch changes `eval_data.count`, which no checkpoint holds" in caplog.text
-
-
-def _count_late(rows: Rows, _index: int) -> None:
-    rows.file = rows.file or Tally()
-    rows.file.add()
 
 
 DATA: dict[str, tuple[Callable[[Rows, int], object], str]] = {

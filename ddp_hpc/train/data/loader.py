@@ -13,7 +13,6 @@ from itertools import islice, tee
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 from ddp_hpc.base.errors import DdpHpcError, text_of
@@ -62,8 +61,7 @@ class SeededFetch(Dataset[Any]):
         self._collate = collate
         # Exactly TensorDataset, so no code of the user runs and no random number is drawn: all rows are taken at once.
         self._is_of_tensors = collate is None and type(dataset) is TensorDataset
-        self._num_watched = 0
-        self._watch: unsaved.Watch | None = None
+        self._num_watched, self._named = 0, list[str]()
         self._needs_seeds = collate is not None or not reads_no_generator(dataset)
         self._has_plain_rows = self._is_of_tensors and all(map(_has_plain_rows, dataset.tensors))  # type: ignore[attr-defined]  # TensorDataset's
 
@@ -87,10 +85,13 @@ class SeededFetch(Dataset[Any]):
                 return Fetched(wanted.indices, self._dataset[rows])
             tensors = self._dataset.tensors  # type: ignore[attr-defined]
             return Fetched(wanted.indices, tuple([one.index_select(0, rows) for one in tensors]))
-        is_watched = self._num_watched < 2 and getattr(get_worker_info(), "id", 0) == 0
-        if is_watched and self._watch is None:  # two batches, as the first may make what the second changes
-            place = "train_data" if wanted.epoch >= 0 else "eval_data"
-            self._watch = unsaved.Watch(nn.Module(), None, **{place: self._dataset}, collate_fn=self._collate)
+        look = None
+        if (
+            self._num_watched < 2 and getattr(get_worker_info(), "id", 0) == 0
+        ):  # the first may make what the second changes
+            roots = {"train_data" if wanted.epoch >= 0 else "eval_data": self._dataset, "collate_fn": self._collate}
+            look = partial(unsaved.unsaved, roots, sees_files=self._num_watched == 0)
+        before = look() if look else {}
         with host_preserved() if self._needs_seeds and get_worker_info() is None else nullcontext():
             samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
             try:
@@ -100,9 +101,11 @@ class SeededFetch(Dataset[Any]):
                 raise RuntimeError(
                     "`collate_fn` raised StopIteration. Check each `next` in it: the iterator had nothing left."
                 ) from error
-        if is_watched and self._watch is not None:
+        if look:
             self._num_watched += 1
-            unsaved.warn_of_changes(self._watch.changed_places(), "a batch")
+            found = [place for place in unsaved.changed(before, look()) if place not in self._named]
+            self._named += found
+            unsaved.warn_of_changes(found, "a batch")
         return Fetched(wanted.indices, batch)
 
     def _fetch(self, epoch: int, index: int) -> Any:
