@@ -101,7 +101,7 @@ class Replicas:
         if len(set(found)) > 1:
             self._end(step, found, mine, state)
         if self.group.rank_info.is_rank_zero:
-            self._agreed_ranks(step, found[0], state)
+            self._record_agreed(step, found[0], state)
 
     def _read_open(self) -> None:
         """Find the steps after which an earlier attempt's ranks differed, the same on all ranks: they are compared again."""
@@ -125,7 +125,7 @@ class Replicas:
         if len(new) > _MOST_NAMED:
             log.warning("%d more tensors are not compared between the ranks", len(new) - _MOST_NAMED)
 
-    def _agreed_ranks(self, step: int, digest: str, state: TrainingState) -> None:
+    def _record_agreed(self, step: int, digest: str, state: TrainingState) -> None:
         """Record the digest, and who was wrong where earlier attempts' ranks differed after this step."""
         world_size = self.group.rank_info.world_size
         with self._errors_logged():

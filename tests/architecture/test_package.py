@@ -60,8 +60,8 @@ def test_what_was_installed_finds_its_own_template(wheel: zipfile.ZipFile, tmp_p
 def test_what_was_installed_finds_its_own_sites_and_recipes_of_images(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
     program = (
-        "from ddp_hpc.run.config.site import examples_dir; from ddp_hpc.launch.submission.image_build import FILES, files_dir; "
-        "print(len(list(examples_dir().glob('*.yaml'))), all((files_dir() / name).exists() for name in FILES))"
+        "from ddp_hpc.run.config.site import examples_dir; from ddp_hpc.launch.submission.image_build import BUILD_FILES, files_dir; "
+        "print(len(list(examples_dir().glob('*.yaml'))), all((files_dir() / name).exists() for name in BUILD_FILES))"
     )
 
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)

@@ -164,7 +164,7 @@ def test_of_512_nodes_two_bad_ones_a_bad_pair_and_a_silent_one_are_found_with_18
 def test_a_probe_whose_supervisor_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
     code = (
         "import json, sys; from ddp_hpc.job.ending import network_probe as p; from tests.distributed.node_networks import step_argv; "
-        f"p.probe(['a', 'b'], '127.0.0.1', step_argv=lambda nodes: ['sh', '-c', 'echo $$ > {tmp_path}/step; exec sleep 600'], ready_s=50)"
+        f"p.probe_network(['a', 'b'], '127.0.0.1', step_argv=lambda nodes: ['sh', '-c', 'echo $$ > {tmp_path}/step; exec sleep 600'], ready_s=50)"
     )
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(Path.cwd())})
     step = tmp_path / "step"

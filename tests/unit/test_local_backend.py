@@ -177,7 +177,7 @@ import subprocess, sys
 from ddp_hpc.launch.submission import local
 quiet = subprocess.DEVNULL
 process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=int(sys.argv[1]), stdout=quiet, stderr=quiet)
-local.keep(process)
+local.let_outlive(process)
 print(process.poll())
 """
     read, write = os.pipe()

@@ -80,7 +80,7 @@ class LazySide(Side):
         return torch.full((num_bytes,), 0xDD, dtype=torch.uint8)
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
+    def use_stream(self) -> Iterator[None]:
         copies = self._copies
 
         class Late(TorchDispatchMode):
@@ -98,7 +98,7 @@ class LazySide(Side):
     def wait_for_training(self) -> None:
         """Do nothing: the training's own work is done at once."""
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         return Mark(self, len(self._copies))
 
     def hold_training(self, event: Any) -> None:

@@ -423,10 +423,10 @@ RUN_HERE = """
 import os
 from pathlib import Path
 from ddp_hpc.job.script.interpreter import run_as_main
-from ddp_hpc.job.script.plan import plan_of
+from ddp_hpc.job.script.plan import make_script_plan
 from ddp_hpc.run.spec import ScriptSpec
 command = os.environ.pop("COMMAND").split("|")
-plan = plan_of(ScriptSpec(command=("python", *command)), None, os.environ, Path.cwd())
+plan = make_script_plan(ScriptSpec(command=("python", *command)), None, os.environ, Path.cwd())
 assert not plan.why_exec, plan.why_exec
 os._exit(run_as_main(plan, {**os.environ}, ["/users/own"], lambda error: None))
 """

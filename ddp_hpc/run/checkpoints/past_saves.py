@@ -15,7 +15,7 @@ NUM_NEWEST_FAILURES = 8
 """So many failures count, and the training since the oldest of them: what a run did before says little of it now."""
 _NEWEST_SAVES = 5
 
-_SUDDEN_CAUSES: Mapping[Cause, Literal["yes", "no", "if steps are lost"]] = {
+_SUDDEN_BY_CAUSE: Mapping[Cause, Literal["yes", "no", "if steps are lost"]] = {
     Cause.WORKER_CRASHED: "yes",
     Cause.HANG: "yes",
     Cause.NODE_FAILED: "yes",
@@ -107,7 +107,7 @@ def _past_attempt(one: Attempt, marks: Sequence[Mark]) -> PastAttempt | None:
     phases = [mark for mark in marks if mark.kind == "phases"]
     reached = max(mark.step for mark in marks)
     saved = max([begin.step, *(mark.step for mark in marks if mark.kind == "save")])
-    sudden = _SUDDEN_CAUSES[one.cause or Cause.UNEXPLAINED]
+    sudden = _SUDDEN_BY_CAUSE[one.cause or Cause.UNEXPLAINED]
     return PastAttempt(
         is_sudden=sudden == "yes" or (sudden == "if steps are lost" and reached > saved),
         trained_s=sum(phases[-1].phases.values()) if phases else 0.0,
