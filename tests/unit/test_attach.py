@@ -466,5 +466,5 @@ def test_an_order_whose_epochs_are_not_those_that_were_trained_is_refused_at_a_s
             next(batches)
     next(iter(order))
 
-    with pytest.raises(ConfigError, match="whole epochs"):
+    with pytest.raises(ConfigError, match="Iterate over it once for each epoch"):
         order.state_dict({"epochs that end early": 3, "more steps than batches": 18}.get(how, 9))

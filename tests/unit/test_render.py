@@ -135,7 +135,7 @@ def test_a_site_of_whole_nodes_is_asked_for_no_gpus_but_by_the_users_own_option(
 def test_two_options_that_ask_for_gpus_are_refused(option: str, extra: dict[str, Any]) -> None:
     spec = make_spec(gpus_per_node=4, slurm={"gpu_option": option, "extra": extra})
 
-    with pytest.raises(ConfigError, match=r"or set `slurm\.gpu_option=none`, which leaves the request to it"):
+    with pytest.raises(ConfigError, match=r"or set `slurm\.gpu_option=none` to keep only the first"):
         options(spec)
 
 

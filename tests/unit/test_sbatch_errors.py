@@ -565,7 +565,7 @@ def test_a_job_that_waits_for_drained_nodes_is_submitted_and_one_that_the_cluste
         with pytest.raises(ConfigError, match=r"`resources.nodes` is 2, but partition batch has 1 node"):
             slurm.check(asked)
     else:
-        assert "If nodes are down or drained, the job waits for them" in slurm.check(asked)[1]
+        assert "If it could with nodes that are down or drained, the job waits for them" in slurm.check(asked)[1]
 
 
 @pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
