@@ -61,7 +61,7 @@ _SECRETS = tuple(
 """Passwords in addresses, values of names such as `token`, and tokens that are known by how they begin."""
 
 
-def visible(text: str) -> str:
+def printable(text: str) -> str:
     r"""Return text without colours, and with every other control character as `\x1b`."""
     return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], _COLOURS.sub("", text))
 

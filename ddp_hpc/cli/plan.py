@@ -12,7 +12,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster import containers
 from ddp_hpc.cluster.rendezvous import worker_env
 from ddp_hpc.cluster.rendezvous.address import this_host
-from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK
+from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK_ADDRESS
 from ddp_hpc.cluster.rendezvous.worker_env import OURS, Fact
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.job_context import JobContext
@@ -116,10 +116,10 @@ _StartPlan = tuple[dict[str, str], dict[str, Fact], bool]
 
 def _plan_local(context: JobContext, spec: RunSpec) -> _StartPlan:
     resources = spec.resources
-    address = Fact(value=LOOPBACK, source=OURS, rule="the run uses this machine only")
+    address = Fact(value=LOOPBACK_ADDRESS, source=OURS, rule="the run uses this machine only")
     computing = share_node_cpus({}, resources.local_world_size, resources.cpus_per_worker).threads
     port = Fact(rule="ddp-hpc takes a free port when the workers start")
-    interface = this_host().interface_towards(LOOPBACK)
+    interface = this_host().interface_towards(LOOPBACK_ADDRESS)
     facts = {**worker_env.endpoint(address, port), **worker_env.node_variables(interface, computing)}
     return {"the workers": shlex.join(agent_argv(context))}, facts, True
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ddp_hpc.base.discretion import visible
+from ddp_hpc.base.discretion import printable
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import plural
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
@@ -81,5 +81,5 @@ def _row_cells(point: Point, state: PointState, keys: Sequence[str]) -> tuple[st
         known = (steps_text(status), number(status.loss), evaluation, attempt, age)
     values = [point.shown.get(key) for key in keys]
     texts = [one if isinstance(one, str) or one is None else json.dumps(one, default=str) for one in values]
-    shown = [or_dash(text and visible(text.replace("\n", "\\n"))) for text in texts]
+    shown = [or_dash(text and printable(text.replace("\n", "\\n"))) for text in texts]
     return (point.name, state.word, *known, *shown)

@@ -67,7 +67,7 @@ def refuse_older_start(run: RunDir, ledger: Ledger, job: SlurmJob | None) -> Non
         )
 
 
-def begin_without_workers(run: RunDir, job: SlurmJob | None) -> int:
+def record_empty_start(run: RunDir, job: SlurmJob | None) -> int:
     """Write the start of an attempt that only records why no workers are started; return its number."""
     attempt = ownership.next_attempt(run)
     job_id, facts = (job.job_id, job.ledger_fields()) if job else (str(os.getpid()), {})
@@ -78,4 +78,4 @@ def begin_without_workers(run: RunDir, job: SlurmJob | None) -> int:
 def record_unbegun_attempt(run: RunDir, job: SlurmJob | None, cause: Cause, reason: str, exit_code: int) -> None:
     """Write the start and the end of an attempt that started no workers."""
     end = End(ending=TABLE[cause].ending, exit_code=exit_code, reason=reason, cause=cause)
-    record_end(run, begin_without_workers(run, job), end)
+    record_end(run, record_empty_start(run, job), end)

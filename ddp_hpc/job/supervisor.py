@@ -86,7 +86,7 @@ def _main(arguments: argparse.Namespace) -> int:
         processes.request_stop([os.getpid()])
     job: SlurmJob | None = None
     try:
-        _clean_environ(arguments.import_path, is_for_slurm=is_for_slurm)
+        _leave_outer_run(arguments.import_path, is_for_slurm=is_for_slurm)
         if is_for_slurm:
             with suppress(OSError):  # there is no log, or the file system has no modes
                 run.console.chmod(private_mode(run.console))  # Slurm has made it by the umask
@@ -192,7 +192,7 @@ def _record_own_failure(run: RunDir, job: SlurmJob | None, reason: str, *, is_gu
         ledger = Ledger.read(run)
         newest = ledger.newest
         if newest is None or newest.ending is not None or newest.pid != os.getpid():
-            attempt_start.begin_without_workers(run, job)
+            attempt_start.record_empty_start(run, job)
             ledger = Ledger.read(run)
         end = takeover.record_death(run, ledger, job, reason, may_go_on=is_guarded)
     except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
@@ -201,7 +201,7 @@ def _record_own_failure(run: RunDir, job: SlurmJob | None, reason: str, *, is_gu
     return exit_codes.UNDECIDED if end.next else exit_codes.FAILED
 
 
-def _clean_environ(import_path: Sequence[str], *, is_for_slurm: bool) -> None:
+def _leave_outer_run(import_path: Sequence[str], *, is_for_slurm: bool) -> None:
     """Take away what a rank of another run was given, from whose script this run was submitted; say where workers import from."""
     if not is_for_slurm:
         take_back_cpus(os.environ)

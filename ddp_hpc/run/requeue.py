@@ -202,7 +202,7 @@ def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float |
     return None
 
 
-def script_problem(*, stop_within_s: float, lead_s: float) -> str | None:
+def stop_within_problem(*, stop_within_s: float, lead_s: float) -> str | None:
     """Return why a script does not get the time to save that it may need before a time limit; None where it does."""
     left_s = lead_s - reserve_s(lead_s)
     if stop_within_s <= left_s:

@@ -60,7 +60,7 @@ class LineReader:
         return lines
 
 
-def log_files(run: RunDir, selection: LogSelection) -> list[tuple[Path, str, str]]:
+def labelled_logs(run: RunDir, selection: LogSelection) -> list[tuple[Path, str, str]]:
     """Return the selected files that exist now, the oldest attempt first, each with a prefix for its lines and a header above them."""
     if selection == LogSelection():
         return [(run.console, "", "")] if run.console.exists() else []
@@ -99,7 +99,7 @@ def follow_lines(
     header = ""
     while True:
         is_last_read = is_over()  # called first, so that the last read gets all lines written before it
-        for path, prefix, of_file in await_answer(str(run.path), lambda: log_files(run, selection)):
+        for path, prefix, of_file in await_answer(str(run.path), lambda: labelled_logs(run, selection)):
             reader = readers.setdefault(path, LineReader(path, only_final_text, prefix))
             for line in reader.new_lines(is_over=is_last_read):
                 if of_file != header:
@@ -113,7 +113,7 @@ def follow_lines(
 
 def require_log(run: RunDir, selection: LogSelection) -> None:
     """Check that one of the selected logs exists."""
-    if log_files(run, selection):
+    if labelled_logs(run, selection):
         return
     attempts = numbers_in_names(run.path / "logs", ATTEMPT)
     if selection.attempt is not None and selection.attempt not in attempts:

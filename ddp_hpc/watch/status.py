@@ -389,7 +389,7 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
         is_gone = not queue_status.problem and not seen.has_begun
         gone = f"Slurm has no job {queue_status.job_id} any more, and the job wrote nothing to the run directory: submit again"
         return gone if is_gone else ""
-    phrase = states.phrase(queue_status.state)
+    phrase = states.state_as_verb(queue_status.state)
     if queue_status.has_ended and not seen.has_begun:
         said = f"before ddp-hpc began in it: {seen.last_words}"
         nothing = "and wrote nothing to the run directory: check that its nodes can write there, and submit again"

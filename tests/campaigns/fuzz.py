@@ -115,7 +115,7 @@ def in_log(text: str) -> object:
     path = Path("odd.log")
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     found = lines.tail(path)
-    discretion.visible(discretion.masked(text))
+    discretion.printable(discretion.masked(text))
     return of_rank.matches_in(found), exceptions.tracebacks([line.text for line in found])
 
 

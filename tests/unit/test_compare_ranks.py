@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.cluster.rank_probe.compare_ranks import compare, main_frames
+from ddp_hpc.cluster.rank_probe.compare_ranks import compare, main_thread_frames
 from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import RankInHang
 
@@ -115,4 +115,4 @@ def test_a_group_whose_ranks_are_listed_counts_a_rank_that_has_not_used_it() -> 
 
 def test_a_run_of_one_rank_waits_for_nobody() -> None:
     assert compare([rank(0, OPEN)], 1).kind == ""
-    assert main_frames("") == []
+    assert main_thread_frames("") == []

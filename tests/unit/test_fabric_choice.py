@@ -6,7 +6,7 @@ import pytest
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.choose_network import (
-    choose_fabric,
+    choose_address,
     fabric,
     source_address,
     usable_interfaces,
@@ -112,7 +112,7 @@ def test_the_fastest_comes_first_then_speed_then_name() -> None:
 def test_all_nodes_meet_on_the_fastest_network_they_share() -> None:
     facts = {name: node(number) for number, name in enumerate(NODES, 1)}
 
-    choice = choose_fabric(facts, NODES)
+    choice = choose_address(facts, NODES)
 
     assert (interface_of(choice), choice.value) == ("ib0", "10.78.0.11")
     assert choice.rule == "ib0, the fastest network that all 3 nodes are on: 10.78.0.0/24, InfiniBand, 10000 Mbit/s"
@@ -126,7 +126,7 @@ def test_all_nodes_meet_on_the_fastest_network_they_share() -> None:
 def test_the_network_that_the_user_prefers_comes_before_a_faster_one() -> None:
     facts = {name: node(number) for number, name in enumerate(NODES, 1)}
 
-    choice = choose_fabric(facts, NODES, ["hsn*", "eth*"])
+    choice = choose_address(facts, NODES, ["hsn*", "eth*"])
 
     assert (interface_of(choice), choice.value) == ("eth0", "10.77.0.11")
     assert choice.rule.startswith(
@@ -141,14 +141,14 @@ def test_of_several_preferred_networks_the_first_named_is_taken_then_the_fastest
         "node1": [interface(name, f"10.{number}.0.1/24", speed_mbps=10**number) for number, name in enumerate(names, 3)]
     }
 
-    assert interface_of(choose_fabric(facts, ["node1"], ["eth*"])) == "eth1"
-    assert interface_of(choose_fabric(facts, ["node1"], ["eth0", "eth*"])) == "eth0"
+    assert interface_of(choose_address(facts, ["node1"], ["eth*"])) == "eth1"
+    assert interface_of(choose_address(facts, ["node1"], ["eth0", "eth*"])) == "eth0"
 
 
 def test_a_preferred_network_that_does_not_lead_to_all_nodes_is_passed_over_and_said_so() -> None:
     facts = {"node1": node(1), "node2": (interface("ib0", "10.78.0.12/24"),)}
 
-    choice = choose_fabric(facts, ["node1", "node2"], ["eth*"])
+    choice = choose_address(facts, ["node1", "node2"], ["eth*"])
 
     assert interface_of(choice) == "ib0"
     assert choice.rule.startswith("ib0, no interface that `network.interfaces` names (eth*) reaches all nodes; ")
@@ -157,7 +157,7 @@ def test_a_preferred_network_that_does_not_lead_to_all_nodes_is_passed_over_and_
 def test_names_may_differ_from_node_to_node() -> None:
     facts = {"node1": node(1, eth="eno1", ib="ib0"), "node2": node(2, eth="eth7", ib="ib1")}
 
-    choice = choose_fabric(facts, ["node1", "node2"])
+    choice = choose_address(facts, ["node1", "node2"])
 
     assert (interface_of(choice), choice.value) == ("ib0", "10.78.0.11")
     assert choice.rule.endswith("; node2 calls it ib1")
@@ -167,7 +167,7 @@ def test_a_network_that_one_node_lacks_is_passed_over() -> None:
     down = interface("ib0", "10.78.0.12/24", is_up=False)
     facts = {"node1": node(1), "node2": (interface("eth0", "10.77.0.12/24"), down)}
 
-    choice = choose_fabric(facts, ["node1", "node2"])
+    choice = choose_address(facts, ["node1", "node2"])
 
     assert (interface_of(choice), choice.value) == ("eth0", "10.77.0.11")
     assert choice.refused["ib0"] == "node2 has no address in 10.78.0.0/24"
@@ -178,7 +178,7 @@ def test_the_same_address_on_two_nodes_is_no_network() -> None:
     bogus = interface("ibridge", "192.168.0.1/24")
     facts = {name: (bogus, interface("eth0", f"10.0.0.{number}/24")) for number, name in enumerate(NODES)}
 
-    choice = choose_fabric(facts, NODES)
+    choice = choose_address(facts, NODES)
 
     assert interface_of(choice) == "eth0"
     assert "node1 and node2 both have the address 192.168.0.1" in choice.refused["ibridge"]
@@ -190,7 +190,7 @@ def test_where_no_subnet_is_shared_routers_must_do() -> None:
         "node2": (interface("eth1", "10.2.2.1/24"),),
     }
 
-    choice = choose_fabric(facts, ["node1", "node2"])
+    choice = choose_address(facts, ["node1", "node2"])
 
     assert (interface_of(choice), choice.value) == ("eth0", "10.2.1.1")
     assert "routers must connect them" in choice.rule
@@ -199,7 +199,7 @@ def test_where_no_subnet_is_shared_routers_must_do() -> None:
 def test_where_nothing_is_shared_rank_zeros_fastest_must_do() -> None:
     facts = {"node1": (interface("ib0", "10.1.0.1/24"),), "node2": (interface("eth1", "10.2.2.1/24"),)}
 
-    choice = choose_fabric(facts, ["node1", "node2"])
+    choice = choose_address(facts, ["node1", "node2"])
 
     assert choice.value == "10.1.0.1"
     assert "neither a subnet nor a kind" in choice.rule
@@ -209,7 +209,7 @@ def test_where_nothing_is_shared_rank_zeros_fastest_must_do() -> None:
     ("order", "told"), [(["node1"], "the only node:"), (NODES, "the only node whose networks are known:")]
 )
 def test_with_facts_of_one_node_its_fastest_is_taken(order: list[str], told: str) -> None:
-    choice = choose_fabric({"node1": node(1)}, order)
+    choice = choose_address({"node1": node(1)}, order)
 
     assert choice.value == "10.78.0.11"
     assert told in choice.rule
@@ -218,13 +218,13 @@ def test_with_facts_of_one_node_its_fastest_is_taken(order: list[str], told: str
 def test_ipv4_comes_before_ipv6() -> None:
     both = {name: (interface("eth0", f"fd00::{n}/64", f"10.0.0.{n}/24"),) for n, name in enumerate(NODES, 1)}
 
-    assert choose_fabric(both, NODES).value == "10.0.0.1"
+    assert choose_address(both, NODES).value == "10.0.0.1"
 
 
 def test_ipv6_alone_will_do() -> None:
     facts = {name: (LO, interface("eth0", f"fe80::{n}/64", f"fd00::{n}/64")) for n, name in enumerate(NODES, 1)}
 
-    choice = choose_fabric(facts, NODES)
+    choice = choose_address(facts, NODES)
 
     assert choice.value == "fd00::1"
     assert "fd00::/64" in choice.rule
@@ -232,7 +232,7 @@ def test_ipv6_alone_will_do() -> None:
 
 def test_a_node_without_a_network_is_told_so() -> None:
     with pytest.raises(ConfigError, match=r"node1 has no network interface .*docker0: Docker's bridge; lo: loopback"):
-        choose_fabric({"node1": (DOCKER, LO)}, ["node1"])
+        choose_address({"node1": (DOCKER, LO)}, ["node1"])
 
 
 def test_the_kernel_says_where_an_address_is_reached_from() -> None:

@@ -111,7 +111,7 @@ def test_a_job_that_waits_for_its_turn_cannot_be_hastened_and_that_is_said(
     slurm.knows_job(state="PENDING", reason="Priority")
     run = make_run(tmp_path)
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0, since=0))
-    monkeypatch.setattr(requeue, "END_PATIENCE_S", 0.1)
+    monkeypatch.setattr(requeue, "CLEANUP_PATIENCE_S", 0.1)
     monkeypatch.setenv("PATH", slurm.environ["PATH"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # what Slurm said to others of a job 7 is kept for a while
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from ddp_hpc.cluster.slurm.states import ENDED, JobState, explain_reason, has_ended, parse_state, phrase
+from ddp_hpc.cluster.slurm.states import ENDED, JobState, explain_reason, has_ended, parse_state, state_as_verb
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_every_end_is_a_state() -> None:
     "code", ["PENDING", "COMPLETING", "REQUEUED", "CANCELLED by 1", "OUT_OF_ME+", "NODE_FAIL", "?"]
 )
 def test_every_state_has_a_phrase(code: str) -> None:
-    assert " " in f"job 7 {phrase(code)}".strip()
-    assert "_" not in phrase(code).replace("ddp_hpc", "")
+    assert " " in f"job 7 {state_as_verb(code)}".strip()
+    assert "_" not in state_as_verb(code).replace("ddp_hpc", "")
 
 
 @pytest.mark.parametrize(

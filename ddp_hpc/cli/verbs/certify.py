@@ -29,7 +29,7 @@ from ddp_hpc.cli.runs import add_flag, add_patience_option, add_setting_argument
 if TYPE_CHECKING:
     from ddp_hpc.prove.certify.certificate import Certificate, Certification
 
-LONGEST_SEED = 1 << 20
+SEED_BOUND = 1 << 20
 ON_A_NODE = "srun --nodes=1 --ntasks=1 --cpus-per-task=8 ddp-hpc certify ..."
 
 
@@ -125,7 +125,7 @@ def _make_certification(
         folder=runs_dir / f"certify-{parse_program(args.command).name}-{time.strftime('%m%d-%H%M%S')}",
         left_out=(runs_dir, *runs_dir.glob("certify-*")),
         may_change=args.may_change,
-        seed=secrets.randbelow(LONGEST_SEED) if args.random_seed is None else args.random_seed,
+        seed=secrets.randbelow(SEED_BOUND) if args.random_seed is None else args.random_seed,
         patience_s=args.patience,
         is_kept=args.keep,
         environ=environment,

@@ -185,11 +185,11 @@ def _worker_argv(run_dir: RunDir, options: Sequence[str]) -> list[str]:
 
 def _node_argv(run_dir: RunDir, resolved: Resolved, place: RankPlace, options: Sequence[str]) -> list[str]:
     """Return the command that starts torchrun on this node."""
-    from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK
+    from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK_ADDRESS
     from ddp_hpc.job.wire.endpoint import Endpoint
     from ddp_hpc.run.workload.table import workload_of
 
-    endpoint = Endpoint(LOOPBACK, 0)
+    endpoint = Endpoint(LOOPBACK_ADDRESS, 0)
     if place.num_nodes > 1:
         endpoint = Endpoint(str(place.address.value), int(str(place.port.value)))
     stop_signal = workload_of(resolved.spec).stop_signal

@@ -12,7 +12,7 @@ from ddp_hpc.base.processes import kernel_text
 
 _MEMBER = re.compile(r"^\d+:([^:]*):(/.*)$", re.MULTILINE)
 _ROW = re.compile(r"^(\w+) (\d+)$", re.MULTILINE)
-_MEMORY = (
+_MEMORY_FILES = (
     ("memory.max", "memory.current", ("file", "slab_reclaimable"), "shmem"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_cache",), "total_shmem"),
 )
@@ -40,7 +40,7 @@ def own_cgroups(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup"))
 def memory_of(cgroups: Sequence[Path]) -> tuple[int, int] | None:
     """Return the bytes that are used and the limit, of the cgroup with the lowest limit; None where none has one."""
     found: list[tuple[int, int]] = []
-    for folder, (limit_file, used_file, freed, shared) in product(cgroups, _MEMORY):
+    for folder, (limit_file, used_file, freed, shared) in product(cgroups, _MEMORY_FILES):
         limit, used = (kernel_text(folder / name).strip() for name in (limit_file, used_file))
         if limit.isdecimal() and used.isdecimal() and int(limit) < _NO_LIMIT:
             stat = _rows(folder / "memory.stat")

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddp_hpc.base.processes import host_name, kernel_text
 from ddp_hpc.cluster.rank_probe.client import ANSWER_S, NoAnswerError, NoHandlerError, RankProbe
-from ddp_hpc.cluster.rank_probe.compare_ranks import is_in_distributed, main_frames
+from ddp_hpc.cluster.rank_probe.compare_ranks import is_in_distributed, main_thread_frames
 from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -82,13 +82,13 @@ def flight_record_of_all(probe: RankProbe) -> dict[str, Any]:
         nccl = probe.nccl_flight_record()
     except NoHandlerError:  # a PyTorch without NCCL
         return record
-    entries = [*_entries(record), *_entries(nccl)]
+    entries = [*_collectives_of(record), *_collectives_of(nccl)]
     keys = [key for key in ("pg_config", "pg_status") if all(isinstance(one.get(key), dict) for one in (record, nccl))]
     groups = {key: {**nccl[key], **record[key]} for key in keys}
     return {**nccl, **record, **groups, "entries": sorted(entries, key=_launched_at)}
 
 
-def _entries(record: Mapping[str, Any]) -> list[Any]:
+def _collectives_of(record: Mapping[str, Any]) -> list[Any]:
     entries = record.get("entries", [])
     if not isinstance(entries, list):
         raise NoAnswerError("the flight record has no list of collectives")
@@ -102,7 +102,7 @@ def _launched_at(entry: object) -> float:
 
 def _innermost_line(stacks: str) -> str:
     """Return the source in which the main thread is, where it may show a wait that has no frame of its own."""
-    frames = main_frames(stacks)
+    frames = main_thread_frames(stacks)
     if not frames or is_in_distributed(stacks):
         return ""
     path, _, number = frames[0].partition(" in ")[0].rpartition(":")

@@ -236,21 +236,21 @@ def _is_unclear(record: RankInHang) -> bool:
 
 def _loads(record: RankInHang) -> bool:
     """Tell whether a rank waits for its samples."""
-    return any(_LOADER in frame for frame in main_frames(record.stacks or "")[:8])
+    return any(_LOADER in frame for frame in main_thread_frames(record.stacks or "")[:8])
 
 
 def is_in_distributed(stacks: str) -> bool:
     """Tell whether the main thread is in PyTorch's calls that wait for other ranks."""
-    return any("torch/distributed/" in frame or "sealed_store.py" in frame for frame in main_frames(stacks)[:4])
+    return any("torch/distributed/" in frame or "sealed_store.py" in frame for frame in main_thread_frames(stacks)[:4])
 
 
 def place(record: RankInHang) -> str:
     """Return the innermost line of the user's code in the main thread, or else the innermost line."""
-    frames = main_frames(record.stacks or "")
+    frames = main_thread_frames(record.stacks or "")
     return next((frame for frame in frames if not any(part in frame for part in _NOT_USERS)), "".join(frames[:1]))
 
 
-def main_frames(stacks: str) -> list[str]:
+def main_thread_frames(stacks: str) -> list[str]:
     """Return the frames of the main thread: the one whose outermost frame is not in `threading`."""
     for thread in _THREAD.finditer(stacks):
         frames = [f"{match['file']}:{match['line']} in {match['function']}" for match in _FRAME.finditer(thread[1])]

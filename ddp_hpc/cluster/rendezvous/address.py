@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.cluster.rendezvous.choose_network import (
-    LOOPBACK,
+    LOOPBACK_ADDRESS,
     ONE_NODE,
     by_speed,
-    choose_fabric,
+    choose_address,
     interface_with_address,
     is_routable,
     source_address,
@@ -104,7 +104,7 @@ def address_for_task(environ: Mapping[str, str], allocation: Allocation | None, 
     if users := environ.get("MASTER_ADDR"):
         return Fact(value=users, source=USERS, rule="already set in the environment, so not changed")
     if allocation is None:
-        return Fact(value=LOOPBACK, source=OURS, rule="a single process, no Slurm job")
+        return Fact(value=LOOPBACK_ADDRESS, source=OURS, rule="a single process, no Slurm job")
     try:
         return find_address(allocation, host)
     except DdpHpcError as error:
@@ -125,13 +125,13 @@ def find_address(allocation: Allocation, host: Host, *, preferred: Sequence[str]
         )
     others = [node for node in nodes if node != zero]
     if not others and not preferred:
-        return Fact(value=LOOPBACK, source=OURS, rule=ONE_NODE)
+        return Fact(value=LOOPBACK_ADDRESS, source=OURS, rule=ONE_NODE)
     if step is None:
         own = {zero: host.interfaces} if here == zero else {}
         is_plain = own and (not others or sum(why_unusable(interface) is None for interface in host.interfaces) == 1)
         facts = own if is_plain or ask is None else {**ask(), **own}
         if zero in facts:
-            return choose_fabric(facts, nodes, preferred)
+            return choose_address(facts, nodes, preferred)
     if step and here == zero:
         return _find_own_address(zero, others[:_MOST_NEIGHBOURS], host)
     return _resolve_zero(zero, host, is_for_all=ask is not None)

@@ -13,7 +13,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.interfaces import Address, Interface, Network
 from ddp_hpc.cluster.rendezvous.worker_env import Fact
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK_ADDRESS = "127.0.0.1"
 ONE_NODE = "the ranks are on one node, and no other host has to reach it"
 """Why ranks meet on loopback."""
 _DISCARD_PORT = 9
@@ -121,7 +121,7 @@ def _preference(nic: Interface, preferred: Sequence[str]) -> int:
     return next((number for number, pattern in enumerate(preferred) if fnmatchcase(nic.name, pattern)), len(preferred))
 
 
-def choose_fabric(
+def choose_address(
     facts_by_node: Mapping[str, Sequence[Interface]], order: Sequence[str], preferred: Sequence[str] = ()
 ) -> Fact:
     """Choose the address at which the other ranks connect, among the networks of rank zero's node, which is the first in `order`.

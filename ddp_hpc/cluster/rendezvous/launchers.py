@@ -17,7 +17,7 @@ from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.address import Host, address_for_task
-from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK, usable, usable_interfaces
+from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK_ADDRESS, usable, usable_interfaces
 from ddp_hpc.cluster.rendezvous.ports import LOWEST, candidate_ports
 from ddp_hpc.cluster.rendezvous.worker_env import (
     OURS,
@@ -302,7 +302,7 @@ def _address(row: Launcher, environ: Mapping[str, str], first_node: str | None, 
         rule = "the address of the first node" if len(text) > 1 else f"{row.name} or the user set it"
         return Fact(value=text[0], source=row.address, rule=rule)
     if is_alone:
-        return Fact(value=LOOPBACK, source=OURS, rule="the run has one node only")
+        return Fact(value=LOOPBACK_ADDRESS, source=OURS, rule="the run has one node only")
     if first_node:
         return Fact(value=first_node, source="PBS_NODEFILE", rule="the first node of the job")
     raise ConfigError(

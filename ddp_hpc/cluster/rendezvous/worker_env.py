@@ -319,14 +319,14 @@ def contract_of_torchrun(
     }
 
 
-ATTACHED = "_DDP_HPC_ATTACHED"
+ATTACH_VARIABLE = "_DDP_HPC_ATTACHED"
 """The variable by which `ddp_hpc.attach` in a user's script finds its run."""
 
 
 def attach_variables(run: Path, *, attempt: int, stop_signal: str, stop_exit_code: int) -> dict[str, str]:
     """Return what `ddp_hpc.attach` reads: the run's directory, and how the script is asked to stop and says that it has."""
     facts = {"run": str(run), "attempt": attempt, "stop_signal": stop_signal, "stop_exit_code": stop_exit_code}
-    return {ATTACHED: json.dumps(facts)}
+    return {ATTACH_VARIABLE: json.dumps(facts)}
 
 
 SHARED_GPU = "_DDP_HPC_TEST_SHARED_GPU"
@@ -339,7 +339,7 @@ PROBES_ITSELF = "_DDP_HPC_PROBES_ITSELF"
 
 CPUS_BEFORE = "_DDP_HPC_CPUS_BEFORE"
 """The variable with the CPUs that a rank's process had before it was kept to its own: `0,1,2,3`."""
-_OF_RANK = frozenset({TABLE, GIVEN, USERS_CODE, NAN_CHECK, ATTACHED, PROBE_FOLDER, PROBES_ITSELF, CPUS_BEFORE})
+_OF_RANK = frozenset({TABLE, GIVEN, USERS_CODE, NAN_CHECK, ATTACH_VARIABLE, PROBE_FOLDER, PROBES_ITSELF, CPUS_BEFORE})
 """What a rank of ours reads, and no run that is submitted from its script."""
 
 

@@ -26,7 +26,7 @@ LEAST_SHARE = 0.10
 """Of a step: what the others wait for a slow rank, in the middle one of the steps."""
 LEAST_OFTEN = 0.8
 """The share of the steps in which a slow rank is late by at least half of `LEAST_SHARE`."""
-LEAST_COVERAGE = 0.8
+LEAST_EXPLAINED = 0.8
 """The share of the wait that one phase of the slow rank must explain to be named as the cause."""
 NEWEST_STEPS = 50
 """How many steps are judged at least, where there are as many."""
@@ -234,7 +234,7 @@ def cause_of(slow: SlowRank, all_slow: Sequence[SlowRank], ranks: Sequence[Summa
     longer = {phase: own[phase] - median(one.get(phase, 0.0) for one in others) for phase in own if phase != BACKWARD}
     longer[BACKWARD] = slow.lost_s - sum(longer.values())
     phase, seconds = max(longer.items(), key=lambda item: item[1])
-    return phase if LEAST_COVERAGE <= seconds / slow.lost_s <= 2 - LEAST_COVERAGE else ""
+    return phase if LEAST_EXPLAINED <= seconds / slow.lost_s <= 2 - LEAST_EXPLAINED else ""
 
 
 def _a_step(phases: Phases | None) -> Mapping[str, float]:

@@ -17,7 +17,7 @@ from ddp_hpc.cluster.slurm.allocation import (
 )
 from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
 from ddp_hpc.cluster.slurm.queries import JobRecord
-from ddp_hpc.cluster.slurm.states import parse_state, phrase
+from ddp_hpc.cluster.slurm.states import parse_state, state_as_verb
 
 Standing = Literal["none", "runs", "gone", "unknown"]
 """Of the job that a shell's variables name: there is none; it runs; it does not, or not here; Slurm does not say."""
@@ -71,7 +71,7 @@ def standing(
     state = parse_state(job.state)
     if state not in {"running", "suspended", "ending"}:
         is_unknown = state == "unknown" or job.state in _BOOTING
-        return "unknown" if is_unknown else "gone", f"{said}, which {phrase(job.state)}"
+        return "unknown" if is_unknown else "gone", f"{said}, which {state_as_verb(job.state)}"
     return _standing_by_nodes(job_id, said, claimed_nodes(environ), job.nodes)
 
 

@@ -65,7 +65,7 @@ def _rows(text: str, num_fields: int) -> Iterator[list[str]]:
             yield [(fields[0].split() or [""])[-1], *fields[1:]]
 
 
-def _lines(text: str, separator: str, num_fields: int) -> Iterator[list[str]]:
+def _line_fields(text: str, separator: str, num_fields: int) -> Iterator[list[str]]:
     """Yield the lines that have so many fields."""
     return (line.split(separator) for line in text.splitlines() if line.count(separator) + 1 == num_fields)
 
@@ -151,7 +151,7 @@ def accounting_argv(job_ids: Sequence[str]) -> list[str]:
 
 def parse_accounting(text: str) -> list[JobRecord]:
     """Return the starts, oldest first. The database counts a requeue as a new submission."""
-    rows = _lines(text, _FIELD, len(_ACCOUNTING_FIELDS))
+    rows = _line_fields(text, _FIELD, len(_ACCOUNTING_FIELDS))
     return [
         JobRecord(
             job_id=number,
@@ -370,7 +370,7 @@ def parse_associations(text: str) -> list[Association]:
             qos=tuple(filter(None, qos.split(","))),
             default_qos=_or_empty(default),
         )
-        for account, partition, qos, default in _lines(text, "|", 4)
+        for account, partition, qos, default in _line_fields(text, "|", 4)
     ]
 
 
@@ -399,7 +399,7 @@ def parse_qos(text: str) -> list[Qos]:
             preempt_mode="" if mode.lower() in {"", "cluster"} else mode.upper(),
             grace_time_s=seconds(grace) or 0,
         )
-        for name, preempts, mode, grace in _lines(text, "|", 4)
+        for name, preempts, mode, grace in _line_fields(text, "|", 4)
     ]
 
 

@@ -85,7 +85,7 @@ def parse_state(state: str) -> JobState:
     return _STATES.get(code.rstrip("*"), "unknown")
 
 
-def phrase(state: str) -> str:
+def state_as_verb(state: str) -> str:
     """Return a state as a verb with the job as its subject: `was cancelled`, `ran out of host memory`."""
     return _PHRASES[parse_state(state)]
 
@@ -100,7 +100,7 @@ _HELD_AFTER_FAILURE = (
     "Slurm holds the job, because a node could not launch it, for instance because a prolog failed there; "
     "release it with `ddp-hpc requeue RUN --now` or `scontrol release JOBID`"
 )
-_NODE_MISSING = "the job waits for a node that is down, drained or reserved, for instance for maintenance"
+_NODE_MISSING_TEXT = "the job waits for a node that is down, drained or reserved, for instance for maintenance"
 
 _REASONS: dict[str, str] = {
     "": "",
@@ -141,8 +141,8 @@ _REASONS: dict[str, str] = {
     "associationtimelimit": "the job's account has used all the time that it was granted; submit with another `slurm.account`, or ask your cluster's support",
     "badconstraints": "no node that the job may use has all that the job asks for, so it will not start; if it excludes nodes on which the run failed, allow them: `ddp-hpc requeue RUN --now`; else cancel it, and ask for less (`ddp-hpc config resources` lists the keys)",
     "constraints": "the nodes that match the job's constraints are in use or down; this job starts when enough are free",
-    "reqnodenotavail": _NODE_MISSING,
-    "nodedown": _NODE_MISSING,
+    "reqnodenotavail": _NODE_MISSING_TEXT,
+    "nodedown": _NODE_MISSING_TEXT,
     "nodes required for job are down, drained or reserved for jobs in higher priority partitions": (
         "the job waits for nodes that are down, drained, or kept for jobs of partitions with higher priority"
     ),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from ddp_hpc.base.durable import make_directories, read_end_of_file, replace_text
-from ddp_hpc.cluster.rank_probe.compare_ranks import main_frames
+from ddp_hpc.cluster.rank_probe.compare_ranks import main_thread_frames
 from ddp_hpc.cluster.rank_probe.hang_verdict import RankStack, judge_hang
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.job_context import JobContext
@@ -66,7 +66,7 @@ def _timeout_text(context: JobContext, phase: Phase) -> str:
 
 def read_rank_stacks(run: RunDir, attempt: int, world_size: int, records: Sequence[RankInHang] = ()) -> list[RankStack]:
     """Return the stacks of the ranks whose watchdogs timed out, and of those that only their node has asked: a script's."""
-    asked = {one.rank: RankStack(one.rank, main_frames(one.stacks), one.stacks) for one in records if one.stacks}
+    asked = {one.rank: RankStack(one.rank, main_thread_frames(one.stacks), one.stacks) for one in records if one.stacks}
     found = [_read_rank_stack(run, attempt, rank) or asked.get(rank) for rank in range(world_size)]
     return [stand for stand in found if stand is not None]
 
@@ -85,4 +85,4 @@ def _read_rank_stack(run: RunDir, attempt: int, rank: int) -> RankStack | None:
     if not dumps:
         return None
     stacks = text[dumps[-1].start() :]
-    return RankStack(rank, main_frames(stacks), stacks)
+    return RankStack(rank, main_thread_frames(stacks), stacks)

@@ -34,7 +34,7 @@ from ddp_hpc.cluster.machine.cgroups import MemoryKills, memory_kills, ran_out_s
 from ddp_hpc.cluster.rank_probe.deadlines import HangCollector, in_child, in_thread
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.address import this_host
-from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK
+from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK_ADDRESS
 from ddp_hpc.cluster.rendezvous.worker_env import (
     PROBE_FOLDER,
     PROBES_ITSELF,
@@ -66,7 +66,7 @@ from ddp_hpc.run.workload.protocol import WorkerModule, load_worker
 
 GRACE_S = 1.0
 """How long the others may take to write their error reports, after the first worker has failed."""
-LOOPBACK_ENDPOINT = Endpoint(LOOPBACK, 0)
+LOOPBACK_ENDPOINT = Endpoint(LOOPBACK_ADDRESS, 0)
 """The endpoint of a run on this machine alone: the kernel chooses the port."""
 
 

@@ -280,11 +280,11 @@ def check(
         ),
         Check("lost steps", lost <= may_lose, f"{lost} steps had to be trained again, at most {may_lose} may be"),
         Check("same bits", mine == other, mine if mine == other else told),
-        _samples(*taken),
+        _check_samples(*taken),
     ]
 
 
-def _samples(taken: StepsTaken, unbroken: StepsTaken) -> Check:
+def _check_samples(taken: StepsTaken, unbroken: StepsTaken) -> Check:
     mine, others, twice = taken.steps, unbroken.steps, used_twice(taken)
     other = [step for step in sorted({*mine, *others}) if mine.get(step) != others.get(step)]
     if not others:

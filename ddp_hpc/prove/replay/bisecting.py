@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import CorruptCheckpointError, UnreadableError
-from ddp_hpc.prove.replay.circumstances import Circumstances, circumstances
+from ddp_hpc.prove.replay.circumstances import Circumstances, changed_circumstances
 from ddp_hpc.prove.replay.first_difference import Divergence, Entry, Lines, first_difference
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import Replayed, WantedSteps, compute_again, private_folder
@@ -123,12 +123,12 @@ def bisect(
         step = report.parting.first.step
         report.verdict = "different"
         report.same_up_to = step - 1 if step > (equal_at or 0) else None
-        report.circumstances = circumstances(*histories, max(step, 1))
+        report.circumstances = changed_circumstances(*histories, max(step, 1))
     elif unequal_at is None:
         report.same_up_to = end
     else:
         report.verdict = "not reproduced"
-        report.circumstances = circumstances(*histories, end)
+        report.circumstances = changed_circumstances(*histories, end)
     return report
 
 
@@ -136,7 +136,7 @@ def _search(compute: Compute, start: int, end: int) -> tuple[Divergence | None, 
     """Compute the steps of both again, once or twice; return where they differ, and the replays that went over all steps."""
     if end - start <= MOST_TRACED:
         both = compute(start, ReplayRequest(end_step=end, trace_from=start + 1))
-        return first_difference(*map(_lines, both)), both
+        return first_difference(*map(_rank_traces, both)), both
     both = compute(start, ReplayRequest(end_step=end, every_state=True))
     mine, others = map(_hashes, both)
     step = min((step for step in mine.keys() & others.keys() if mine[step] != others[step]), default=None)
@@ -144,10 +144,10 @@ def _search(compute: Compute, start: int, end: int) -> tuple[Divergence | None, 
         return None, both
     # One step more before it, so that the state that the step begins with is compared, too.
     traced = compute(start, ReplayRequest(end_step=step, trace_from=max(step - 1, 1), trace_to=step))
-    return first_difference(*map(_lines, traced)), both
+    return first_difference(*map(_rank_traces, traced)), both
 
 
-def _lines(replayed: Replayed) -> list[Lines]:
+def _rank_traces(replayed: Replayed) -> list[Lines]:
     """Return what each rank of a replay has written down of its steps."""
     return [lines_by_step(read_json_lines(replayed.run.rank_trace(rank))) for rank in range(max(replayed.world_sizes))]
 

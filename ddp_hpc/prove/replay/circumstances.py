@@ -39,7 +39,7 @@ class Circumstances:
     """Empty where both had as many ranks."""
 
 
-def circumstances(one: History, other: History, step: int) -> Circumstances:
+def changed_circumstances(one: History, other: History, step: int) -> Circumstances:
     """Return what differed between the attempts that took this step."""
     mine, others = one.inputs_at(step), other.inputs_at(step)
     environments = read_environment(one.run, mine.attempt), read_environment(other.run, others.attempt)

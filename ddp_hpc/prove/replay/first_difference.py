@@ -10,7 +10,7 @@ Entry = Mapping[str, Any]
 Lines = Mapping[int, Sequence[Entry]]
 """Step -> what a rank computed in it, in its order; the line of the start has the state before the first step."""
 
-NOT_TENSORS = frozenset({"samples", "option", "random generator"})
+NON_TENSOR_KINDS = frozenset({"samples", "option", "random generator"})
 """Kinds of entries that are causes, and no value that the training computes."""
 
 
@@ -57,7 +57,7 @@ def first_difference(one: Sequence[Lines], other: Sequence[Lines]) -> Divergence
         if found:
             found.sort(key=lambda differing: differing[0][0])
             values = [value for differing in found for _, value in differing]
-            tensor = next((value for value in values if value.kind not in NOT_TENSORS), None)
+            tensor = next((value for value in values if value.kind not in NON_TENSOR_KINDS), None)
             return Divergence(first=values[0], tensor=tensor, ranks=[differing[0][1].rank for differing in found])
     return None
 
@@ -68,7 +68,7 @@ def _differing(step: int, rank: int, one: Sequence[Entry], other: Sequence[Entry
         return []
     mine, others = _keyed(one), _keyed(other)
     values = []
-    for place, key in enumerate(_merged([*mine], [*others])):
+    for place, key in enumerate(_merged_keys([*mine], [*others])):
         a, b = mine.get(key), others.get(key)
         if a is not None and b is not None and (a["hash"], a.get("type")) == (b["hash"], b.get("type")):
             continue
@@ -101,7 +101,7 @@ def _keyed(entries: Sequence[Entry]) -> dict[Key, Entry]:
     return keyed
 
 
-def _merged(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
+def _merged_keys(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
     """Return the keys of both, each list in its own order; what only one of them has stands where it has it."""
     places = {key: place for place, key in enumerate(other)}
     merged: list[Key] = []

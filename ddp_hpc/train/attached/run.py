@@ -25,7 +25,7 @@ from ddp_hpc.base.patience import await_answer, is_there
 from ddp_hpc.base.processes import SLURMS_SIGNALS, signal_number
 from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.cluster.rank_probe.server import serve
-from ddp_hpc.cluster.rendezvous.worker_env import ATTACHED, PROBE_FOLDER
+from ddp_hpc.cluster.rendezvous.worker_env import ATTACH_VARIABLE, PROBE_FOLDER
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import prune_checkpoints
 from ddp_hpc.run.checkpoints.foreign_files import commit_files, flush_files, newest_whole_step, step_in_name
@@ -69,7 +69,7 @@ def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[s
             raise ConfigError(
                 "`attach` was called in a thread, but only the main thread can handle signals. Call it there."
             )
-        facts: dict[str, Any] = json.loads(os.environ.get(ATTACHED) or "{}")  # what the worker says of the run
+        facts: dict[str, Any] = json.loads(os.environ.get(ATTACH_VARIABLE) or "{}")  # what the worker says of the run
         names = {*stop_signals, facts["stop_signal"]} if facts else {*stop_signals}
         try:
             signals = {*SLURMS_SIGNALS, *(signal_number(str(name).removeprefix("SIG")) for name in names)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc import __version__
-from ddp_hpc.base.discretion import as_shown, masked, visible
+from ddp_hpc.base.discretion import as_shown, masked, printable
 from ddp_hpc.base.names import plural
 from ddp_hpc.run.run_dir.machine_use import merge_uses, use_texts
 from ddp_hpc.run.run_dir.software_versions import Environment, differences
@@ -64,7 +64,7 @@ def view_of(run: RunData) -> dict[str, Any]:
         "phases_about": _about_phases(num_steps, run),
         "machines": _about_machines(run),
         "checkpoints": [_checkpoint(one) for one in run.checkpoints],
-        "cost": _cost(run),
+        "cost": _saving_cost(run),
         "environment": _environment(run),
         "changed": list(_changes(run)),
         "notes": notes_of(run),
@@ -156,7 +156,7 @@ def _checkpoint(one: CheckpointInfo) -> dict[str, str]:
     }
 
 
-def _cost(run: RunData) -> str:
+def _saving_cost(run: RunData) -> str:
     """Say what checkpoints cost a run that itself chooses how often it saves."""
     return "" if run.saves is None else f"`checkpoint.every_steps=auto` saves {run.saves.sentence()}."
 
@@ -227,7 +227,7 @@ def render_page(template: str, view: dict[str, Any], *, now: float, secrets: Seq
     from markupsafe import Markup, escape
 
     def shown(value: Any) -> Any:
-        return visible(masked(value, secrets)) if type(value) is str else value
+        return printable(masked(value, secrets)) if type(value) is str else value
 
     templates = Templates(
         autoescape=True,

@@ -35,7 +35,7 @@ _BY_CAUSE: Mapping[Cause | None, str] = {
     Cause.RANKS_DIFFER: "ranks-differ",
     Cause.PREFLIGHT: "preflight",
 }
-_WITHOUT_REPORT: Mapping[Cause | None, str] = {Cause.SUPERVISOR_DIED: "supervisor-died", Cause.NOT_SAVED: "not-saved"}
+_BY_CAUSE_ALONE: Mapping[Cause | None, str] = {Cause.SUPERVISOR_DIED: "supervisor-died", Cause.NOT_SAVED: "not-saved"}
 _OF_PEERS = frozenset({"collective-timeout", "ranks-missing", "peer-gone"})
 _OF_ANY_END = _OF_PEERS | {"killed", "unknown", "signal", "exit-code", "native-crash", "user-exception"}
 MAY_FOLLOW: Mapping[Cause, AbstractSet[str]] = {
@@ -79,7 +79,7 @@ def _verdict_from_first_rank(facts: AttemptFacts, findings: Sequence[Verdict]) -
         first = reported[0]
     if first is None or first.role != "cascade":
         return first
-    silent = _of_silent_rank(facts, findings)
+    silent = _of_unreported_rank(facts, findings)
     memory = _of_lost_memory(facts) if silent is None or silent.failure == "unknown" else None
     first = memory or silent or replace(first, rank=None, host="", step=None, at=float("inf"))
     if first.failure == "peer-gone" and len(facts.logs) == 1:  # no other rank was there
@@ -89,7 +89,7 @@ def _verdict_from_first_rank(facts: AttemptFacts, findings: Sequence[Verdict]) -
 
 def _verdict_from_ledger(facts: AttemptFacts) -> Verdict:
     """Return what the ledger says where no rank said more."""
-    name = _WITHOUT_REPORT.get(facts.attempt.cause)
+    name = _BY_CAUSE_ALONE.get(facts.attempt.cause)
     if name is None:
         return Verdict(failure="unknown", role="either", basis="none")
     return Verdict(failure=name, host=facts.attempt.host)
@@ -196,7 +196,7 @@ def _verdict_from_console(facts: AttemptFacts) -> Iterator[Verdict]:
             return
 
 
-def _of_silent_rank(facts: AttemptFacts, findings: Iterable[Verdict]) -> Verdict | None:
+def _of_unreported_rank(facts: AttemptFacts, findings: Iterable[Verdict]) -> Verdict | None:
     """Return the one rank that left no report while all others lost a connection."""
     silent = sorted(set(facts.logs) - {one.rank for one in findings if one.has_report})
     if len(silent) != 1:

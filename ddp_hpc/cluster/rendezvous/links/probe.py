@@ -62,7 +62,7 @@ _BURST = 10
 _BURST_PAUSE_S = 0.005
 _TOKEN_BYTES = 16
 _HEADER = struct.Struct(f"!{_TOKEN_BYTES}sHBH")
-_UNCOUNTED = 0xFFFF
+_UNCOUNTED_NUMBER = 0xFFFF
 """Stands for the number of a datagram that is not counted."""
 _GREETING = struct.Struct(f"!{_TOKEN_BYTES}sH?")
 """The token, the sender's number, and whether it measures (`pace`)."""
@@ -205,7 +205,7 @@ class NodeProbe:
                     )
 
             for _ in range(_NUM_UNCOUNTED):
-                send(_UNCOUNTED, _SMALL_BYTES)
+                send(_UNCOUNTED_NUMBER, _SMALL_BYTES)
                 time.sleep(_UNCOUNTED_PAUSE_S)
             for begin in range(0, NUM_DATAGRAMS, _BURST):
                 for size in (_SMALL_BYTES, large):
@@ -244,7 +244,7 @@ class NodeProbe:
             if len(datagram) < _HEADER.size:
                 continue
             token, sender, is_large, number = _HEADER.unpack_from(datagram)
-            if number != _UNCOUNTED and hmac.compare_digest(token, self.token):
+            if number != _UNCOUNTED_NUMBER and hmac.compare_digest(token, self.token):
                 self.heard[sender, bool(is_large)] += 1
                 self.first.setdefault((sender, bool(is_large)), number)
 

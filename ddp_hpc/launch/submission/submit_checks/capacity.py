@@ -208,7 +208,7 @@ def _misfit_notes(
     if problem is not None:
         yield f"warning: {problem}"
     if spec.script.is_set and effective_min is not None:
-        problem = requeue.script_problem(stop_within_s=spec.script.stop_within_s, lead_s=spec.slurm.signal_lead_s)
+        problem = requeue.stop_within_problem(stop_within_s=spec.script.stop_within_s, lead_s=spec.slurm.signal_lead_s)
         if problem is not None:
             yield f"note: {problem}"
     for found in findings_on_preemption(config, partition, partitions, (), None) or ():
@@ -223,7 +223,7 @@ def vanished_job_message(run: RunDir, job_id: str, job: JobRecord | None, since:
     how = (
         "is no longer known to Slurm"
         if job is None
-        else f"{states.phrase(job.state)}{job.reason and f' ({job.reason})'}"
+        else f"{states.state_as_verb(job.state)}{job.reason and f' ({job.reason})'}"
     )
     from ddp_hpc.watch.failed_worker_log import last_words  # late: most jobs begin
 
