@@ -212,6 +212,32 @@ def test_where_undisturbed_runs_differ_it_is_said_which_verdicts_are_not_possibl
     assert "no state of a random generator" not in note
 
 
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [values({"model.weight": f"tensor FloatStorage [1] {end}"}) for end in ("one", "two", "mine")],
+        [Contents(kind="bytes", digest=end) for end in ("one", "two", "mine")],
+        [Contents(kind="bytes", num_bytes=MOST_BYTES + 1)] * 3,
+    ],
+    ids=["the other tensors differ in any two runs", "the other file does", "the other file is too large to be read"],
+)
+def test_states_of_which_only_a_part_was_compared_are_not_said_to_be_the_same(ends: list[Contents]) -> None:
+    """Of an unseeded script, the constants alone are the same in two runs."""
+    constant = Contents(kind="bytes", digest="constant")
+    one, two, mine = ({"step/__0_0.distcp": end, "step/__1_0.distcp": constant} for end in ends)
+    saves = [Save(path=path, num_lines=4, at=4.0) for path in one]
+    baseline = baseline_of(lines_of(1, 10), saves=saves, final=one)
+    baseline = replace(baseline, second=replace(baseline.record, final=two))
+
+    finding = found("kill-at-random", faulty(then=lines_of(5, 10, loss=2.0), final=mine, later=LOADED), baseline)
+
+    assert finding.is_good
+    said = " ".join(finding.notes)
+    assert "same states" not in said
+    assert "so the resume is right" not in said
+    assert "is not known whether the resume is right" in said or "would not be found" in said
+
+
 # --- exports beside the state (6) --------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from ddp_hpc.prove.certify.faults import TrialFault
 from ddp_hpc.prove.certify.file_differences import NO_FILE, FileDifference, aligned, differences, doubled_line
 from ddp_hpc.prove.certify.output_lines import Position, Scale, losses, positions, scale_of
 from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord
-from ddp_hpc.prove.certify.saved_files import COMMITTED_BY_ANOTHER, Contents, is_saved_state, kind_of
+from ddp_hpc.prove.certify.saved_files import COMMITTED_BY_ANOTHER, Contents, kind_of
 
 _MOST_LEFT = 2
 """So many positions may be missing at the end where a step was counted twice: the script did finish."""
@@ -53,7 +53,7 @@ class Baseline:
             return []
         return differences(aligned(self.second.final, self.record.final), self.record.final)
 
-    @property
+    @cached_property
     def volatile_values(self) -> frozenset[tuple[str, str]]:
         """Values that differ between two undisturbed runs: times of day, for instance."""
         return frozenset((one.file, one.path) for one in self._own_differences)
@@ -316,19 +316,11 @@ class TrialEvidence:
     # --- its result ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _losses_differ(self) -> list[bool]:
+    def losses_differ(self) -> list[bool]:
+        """Of each loss after the fault, whether the undisturbed run's at the same position is another; without those that have none."""
         undisturbed = losses(self.baseline.attempt.lines, self.baseline.scale)
         mine = losses([line for attempt in self._next_attempts for line in attempt.lines], self.baseline.scale)
         return [loss != undisturbed[position] for position, loss in mine.items() if position in undisturbed]
-
-    @property
-    def first_loss_differs(self) -> bool | None:
-        """The first loss after the fault against the undisturbed run's at the same position; None where there is none to compare."""
-        return self._losses_differ[0] if self._losses_differ else None
-
-    @property
-    def later_loss_differs(self) -> bool:
-        return any(self._losses_differ[1:])
 
     @cached_property
     def _ignored(self) -> set[str]:
@@ -381,30 +373,39 @@ class TrialEvidence:
         return doubled_line(self.record.final, self.baseline.record.final) if self.has_finished else None
 
     @cached_property
-    def comparable(self) -> Sequence[str]:
-        """The final files that have anything that is the same in two undisturbed runs."""
+    def _parts(self) -> dict[tuple[str, str], str]:
+        """What the final files that both runs have hold: the text of each value, or the kind of a file without values."""
         other = self.baseline.record.final if self.has_finished else {}
-        return [file for file in other if file in self._finals and file not in self._ignored and self._same_parts(file)]
+        files = [(file, one) for file, one in other.items() if file in self._finals and file not in self._ignored]
+        return {
+            (file, path): text
+            for file, one in files
+            for path, text in (one.values if one.kind == "values" else {"": one.kind}).items()
+        }
 
-    def _same_parts(self, file: str) -> list[str]:
-        """Return what is the same in two undisturbed runs: the values, or the whole file, as text."""
-        contents, volatile = self.baseline.record.final[file], self.baseline.volatile_values
-        if contents.kind == "values":
-            return [text for path, text in contents.values.items() if (file, path) not in volatile]
-        whole = contents.digest if contents.kind == "bytes" else contents.lines
-        return [contents.kind] if whole and (file, "") not in volatile else []
+    def _is_comparable(self, part: tuple[str, str]) -> bool:
+        """Tell whether a part was read, and is the same in two undisturbed runs."""
+        contents = self.baseline.record.final[part[0]]
+        holds = contents.values or contents.lines or (contents.kind == "bytes" and contents.digest)
+        return bool(holds) and part not in self.baseline.volatile_values
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the final files have anything that can be compared."""
+        return any(map(self._is_comparable, self._parts))
 
     @property
     def has_same_saved_state(self) -> bool:
-        """Whether tensors were compared, and nothing differs but lines of a log, and numbers and texts in older states."""
-        has_weights = any(
-            text.startswith("tensor") or (text == "bytes" and is_saved_state(Path(file)))
-            for file in self.comparable
-            for text in self._same_parts(file)
-        )
+        """Whether all weights were compared, and nothing differs but lines of a log, and numbers and texts in older states."""
+        weights = [
+            part
+            for part, text in self._parts.items()
+            if text.startswith("tensor") or (text == "bytes" and kind_of(part[0]) in self.baseline.kinds)
+        ]
+        has_all = bool(weights) and all(map(self._is_comparable, weights))
         lasting = self.lasting_differences
         others = [one for one in self.differences if one in lasting or one.here.startswith("tensor")]
-        return has_weights and all(one.is_of_log for one in others)
+        return has_all and all(one.is_of_log for one in others)
 
     @property
     def has_other_end(self) -> bool:

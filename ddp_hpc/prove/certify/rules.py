@@ -122,7 +122,7 @@ def _optimizer_lost(seen: TrialEvidence) -> str:
     saved = seen.baseline.checkpoint
     if not seen.has_other_end or saved is None or saved.has_optimizer:
         return ""
-    is_later = seen.first_loss_differs is False and seen.later_loss_differs
+    is_later = seen.losses_differ[:1] == [False] and any(seen.losses_differ)
     same = "the first loss after the resume is the same, later ones are not; " if is_later else ""
     return f"{same}its saved states have no `param_groups`, which every optimizer's state has"
 
