@@ -186,6 +186,38 @@ def test_saved_states_of_an_earlier_run_are_known_by_what_the_undisturbed_run_do
     assert earlier_states(before, tmp_path, replace(ending, outcome="failed")) == ["epoch_1.pt", "last.pt"]
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern", "is_state"),
+    [
+        ("checkpoint.pth.tar", None, True),
+        ("checkpoint.pth.tar", "checkpoint.pth.tar", True),
+        ("last.pt.pkl", None, True),
+        ("model.state", "model.*", True),
+        ("saves/newest", "saves", True),
+        ("shard-0.tar", None, False),
+        ("shard-0.tar", "saves", False),
+        ("last.pt.json", None, False),
+    ],
+)
+def test_a_state_that_a_finished_run_has_left_is_known_by_any_of_its_endings_or_by_the_users_pattern(
+    tmp_path: Path, name: str, pattern: str | None, is_state: bool
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    before = files_in(tmp_path)
+    record = RunRecord(outcome="finished", attempts=(AttemptRecord(reads=(name,)),))
+
+    assert earlier_states(before, tmp_path, record, pattern) == [name] * is_state
+
+
+def test_a_state_that_a_run_overwrites_is_known_by_the_users_pattern(tmp_path: Path) -> None:
+    (tmp_path / "newest").touch()
+    before = files_in(tmp_path)
+    (tmp_path / "newest").write_text("changed")
+
+    assert earlier_states(before, tmp_path, RunRecord(outcome="failed"), "new*") == ["newest"]
+
+
 # --- named paths -------------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +233,12 @@ def test_the_named_paths_are_those_of_words_settings_and_the_source_but_not_dire
 def test_a_named_path_with_saved_states_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "out" / "deep").mkdir(parents=True)
     refuse_saved_states([tmp_path / "out", tmp_path / "missing"])
-    (tmp_path / "out" / "deep" / "last.pt").touch()
+    (tmp_path / "out" / "deep" / "shard-0.tar").touch()
+    refuse_saved_states([tmp_path / "out"])
+    (tmp_path / "out" / "deep" / "last.pth.tar").touch()
+    with pytest.raises(ConfigError, match=r"last.pth.tar is there: a saved state"):
+        refuse_saved_states([tmp_path / "out"])
+    (tmp_path / "out" / "deep" / "last.pth.tar").rename(tmp_path / "out" / "deep" / "last.pt")
 
     with pytest.raises(ConfigError, match=r"names .*out, and .*last.pt is there: a saved state.*a relative path"):
         refuse_saved_states([tmp_path / "out"])

@@ -15,7 +15,7 @@ from ddp_hpc.base.names import plural
 from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS, TrialFault, Trigger, trigger_of
 from ddp_hpc.prove.certify.output_lines import PrintedLine, losses, parse, scale_of
-from ddp_hpc.prove.certify.outside import STATE_SUFFIXES, command_in, named_paths, refuse_saved_states, texts_in_source
+from ddp_hpc.prove.certify.outside import command_in, is_surely_state, named_paths, refuse_saved_states, texts_in_source
 from ddp_hpc.prove.certify.records import RunRecord
 from ddp_hpc.prove.certify.sandbox import copy_of, files_in
 from ddp_hpc.prove.certify.saved_files import is_saved_state, plain
@@ -231,7 +231,7 @@ class Certification:
         )
         record = trial.run()
         self._refuse_outputs_elsewhere(trial)
-        old = [] if fault else earlier_states(before, work_dir, record)
+        old = [] if fault else earlier_states(before, work_dir, record, trial.progress)
         if old and not self._old_states.issuperset(self.work_dir / path for path in old):
             self._old_states.update(self.work_dir / path for path in old)
             self.notes.append(
@@ -334,7 +334,9 @@ def command_without_secrets(command: Sequence[str]) -> list[str]:
     return shown
 
 
-def earlier_states(before: Mapping[str, tuple[int, int]], work_dir: Path, record: RunRecord) -> list[str]:
+def earlier_states(
+    before: Mapping[str, tuple[int, int]], work_dir: Path, record: RunRecord, pattern: str | None = None
+) -> list[str]:
     """Return saved states of an earlier run: this run has changed or deleted them, or saves under names of their kind.
 
     Where it finished and saved nothing, an earlier run has finished already, and those that it read are such states.
@@ -342,7 +344,7 @@ def earlier_states(before: Mapping[str, tuple[int, int]], work_dir: Path, record
     after = files_in(work_dir)
     saves = {one.path for attempt in record.attempts for one in attempt.saves}
     if not saves and record.outcome == "finished":
-        saves = {one for attempt in record.attempts for one in attempt.reads if Path(one).suffix in STATE_SUFFIXES}
+        saves = {one for attempt in record.attempts for one in attempt.reads if is_surely_state(Path(one), pattern)}
     kinds = {plain(path) for path in saves}
-    states = [path for path in before if is_saved_state(Path(path))]
+    states = [path for path in before if any(is_saved_state(Path(path), one) for one in (None, pattern))]
     return sorted(path for path in states if after.get(path) != before[path] or plain(path) in kinds)

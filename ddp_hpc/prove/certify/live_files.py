@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
@@ -61,10 +60,7 @@ class LiveFiles:
 
     def is_state(self, path: Path) -> bool:
         """Tell by its name whether a file is a saved state."""
-        if self.pattern is not None:
-            relative = self.relative(path)
-            return fnmatch.fnmatch(relative, self.pattern) or fnmatch.fnmatch(relative, f"{self.pattern}/*")
-        return is_saved_state(path)
+        return is_saved_state(Path(self.relative(path)), self.pattern)
 
     def is_of_save(self, path: Path) -> bool:
         """Tell by its name whether a file is a saved state, or one that is renamed to it when it is whole."""

@@ -11,10 +11,11 @@ from itertools import islice
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.prove.certify.saved_files import is_saved_state
 from ddp_hpc.run.spec.script import Program, parse_program
 
-STATE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".safetensors", ".distcp"})
-"""Of saved states. Fewer than `SAVED_SUFFIXES`, as data sets have the others, too (`train.bin`, `shard-0.tar`)."""
+_STATE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".safetensors", ".distcp"})
+"""Of saved states, also before another suffix (`last.pth.tar`). Fewer than `SAVED_SUFFIXES`, as data sets have the others, too (`train.bin`, `shard-0.tar`)."""
 MOST_ENTRIES = 50_000
 """So many files below a path are checked; a data set may have millions."""
 _ANYBODYS = ("/", "/tmp", "/var/tmp", "/scratch", "/home")  # noqa: S108  named, not written
@@ -98,8 +99,13 @@ def refuse_saved_states(paths: Collection[Path], *, apart_from: Collection[Path]
 def saved_state_at_risk(path: Path, *, apart_from: Collection[Path] = ()) -> Path | None:
     """Return a saved state at or below a path that this user may overwrite, rename or delete; None where none was found."""
     files = islice(_files_below(path, apart_from), MOST_ENTRIES)
-    states = (file for file in files if file.suffix in STATE_SUFFIXES)
+    states = filter(is_surely_state, files)
     return next((file for file in states if _may_write(file) or _may_write(file.parent)), None)
+
+
+def is_surely_state(path: Path, pattern: str | None = None) -> bool:
+    """Tell by its name whether a file is a saved state for sure; by the user's own pattern, where there is one."""
+    return is_saved_state(path, pattern) and (pattern is not None or not _STATE_SUFFIXES.isdisjoint(path.suffixes))
 
 
 def _files_below(path: Path, apart_from: Collection[Path]) -> Iterator[Path]:

@@ -12,6 +12,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -68,9 +69,11 @@ def kind_of(path: str) -> str:
     return plain(PurePosixPath(path).name)
 
 
-def is_saved_state(path: Path) -> bool:
-    """Tell by its name whether a file holds a saved state."""
-    return path.suffix in SAVED_SUFFIXES
+def is_saved_state(path: Path, pattern: str | None = None) -> bool:
+    """Tell by its name whether a file holds a saved state; by the user's own pattern, where there is one."""
+    if pattern is None:
+        return path.suffix in SAVED_SUFFIXES
+    return fnmatch(str(path), pattern) or fnmatch(str(path), f"{pattern}/*")
 
 
 def is_committed(path: Path) -> bool:
