@@ -216,6 +216,37 @@ def test_each_defect_is_named_by_its_evidence_and_no_other_is(name: str) -> None
     assert all(defect.evidence and defect.mend and defect.what for defect in finding.defects)
 
 
+@pytest.mark.parametrize(
+    ("missing", "name"),
+    [(".metadata", "half-written directory used"), ("__1_0.distcp", "half-written file used")],
+)
+def test_a_file_that_a_kill_kept_from_being_written_is_looked_for_in_the_whole_exception(
+    missing: str, name: str
+) -> None:
+    """torch.distributed.checkpoint names it below the exceptions of all ranks; what was cut off is there, and is not missing."""
+    saved = [f"out/step-{step}/__{rank}_0.distcp" for step in (4, 8) for rank in (0, 1)]
+    end = {
+        f"out/step-12/{one}": Contents(kind="bytes", digest=one)
+        for one in ("__0_0.distcp", "__1_0.distcp", ".metadata")
+    }
+    failure = f"CheckpointException: ranks:dict_keys([0, 1])\nTraceback (most recent call last): (RANK 0)\nOSError: 'out/step-8/{missing}'"
+    record = faulty(
+        then=(),
+        attempt={"saves": [Save(path=path, num_lines=4, at=4.0) for path in saved[:3]]},
+        later={"ending": "failed", "failed_ranks": {0: failure}},
+        present=saved[:2],
+        half_written=saved[3:] if missing in saved[3] else (),
+    )
+    saves = [Save(path=path, num_lines=12, at=12.0) for path in end if path.endswith(".distcp")]
+    baseline = undisturbed(final=end)
+    attempt = replace(baseline.attempt, saves=tuple(saves))
+
+    finding = found("kill-in-save", record, replace(baseline, record=replace(baseline.record, attempts=(attempt,))))
+
+    assert [one.name for one in finding.defects] == [name]
+    assert missing in finding.defects[0].evidence
+
+
 def test_a_counter_that_ends_elsewhere_is_the_reason_of_a_learning_rate_that_does() -> None:
     """As in fairseq's checkpoints, whose schedule is a function of the number of updates."""
     counted, rate = "optimizer_history.0.num_updates", "last_optimizer_state.param_groups.0.lr"

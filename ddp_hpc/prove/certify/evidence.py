@@ -122,14 +122,18 @@ class TrialEvidence:
         return self.record.outcome in {"finished", "untouched"} and not self.has_started_over and self.early_end is None
 
     @property
+    def _exception(self) -> str:
+        """The text of the exception that ended the last attempt."""
+        last = self.record.attempts[-1]
+        first_causes = [text for rank, text in sorted(last.failed_ranks.items()) if rank not in last.lost_ranks]
+        return [*first_causes, *last.failed_ranks.values(), last.reason][0].strip()
+
+    @property
     def error(self) -> str:
         """How the last attempt failed, or where it hangs."""
         if self.record.outcome == "hung":
             return f"the script stopped printing and computing; the stack of {_innermost(self.record)}"
-        last = self.record.attempts[-1]
-        first_causes = [text for rank, text in sorted(last.failed_ranks.items()) if rank not in last.lost_ranks]
-        texts = first_causes or list(last.failed_ranks.values()) or [last.reason]
-        first, *others = texts[0].strip().splitlines() or [""]
+        first, *others = self._exception.splitlines() or [""]
         # PyTorch's `mp.spawn` says only at the end of a traceback what happened in its process.
         return (others[-1] if others and first.endswith(":") else first)[:300]
 
@@ -217,10 +221,11 @@ class TrialEvidence:
     def missing_beside_state(self) -> str:
         """A file that the undisturbed run writes beside a saved state, and that the script misses there after the fault."""
         kinds = set(map(kind_of, self.baseline.record.final))
-        states = (*self.injected_fault.present, *self.injected_fault.half_written)
-        for folder in {str(Path(path).parent) for path in states} - {"."}:
-            found = re.search(rf"{re.escape(folder)}/[\w.-]+", self.error)
-            if found and kind_of(found[0]) in kinds and found[0] not in self.injected_fault.present:
+        saved = (save.path for save in self.faulty_attempt.saves)
+        there = {*self.injected_fault.present, *self.injected_fault.half_written}
+        for folder in {str(Path(path).parent) for path in (*saved, *there)} - {"."}:
+            found = re.search(rf"{re.escape(folder)}/[\w.-]+", self._exception)
+            if found and kind_of(found[0]) in kinds and found[0] not in there:
                 return found[0]
         return ""
 
@@ -376,11 +381,10 @@ class TrialEvidence:
     def _parts(self) -> dict[tuple[str, str], str]:
         """What the final files that both runs have hold: the text of each value, or the kind of a file without values."""
         other = self.baseline.record.final if self.has_finished else {}
-        files = [(file, one) for file, one in other.items() if file in self._finals and file not in self._ignored]
         return {
             (file, path): text
-            for file, one in files
-            for path, text in (one.values if one.kind == "values" else {"": one.kind}).items()
+            for file in other.keys() & self._finals.keys() - self._ignored
+            for path, text in (other[file].values or {"": other[file].kind}).items()
         }
 
     def _is_comparable(self, part: tuple[str, str]) -> bool:
@@ -402,10 +406,8 @@ class TrialEvidence:
             for part, text in self._parts.items()
             if text.startswith("tensor") or (text == "bytes" and kind_of(part[0]) in self.baseline.kinds)
         ]
-        has_all = bool(weights) and all(map(self._is_comparable, weights))
-        lasting = self.lasting_differences
-        others = [one for one in self.differences if one in lasting or one.here.startswith("tensor")]
-        return has_all and all(one.is_of_log for one in others)
+        others = [one for one in self.differences if one in self.lasting_differences or one.here.startswith("tensor")]
+        return bool(weights) and all(map(self._is_comparable, weights)) and all(one.is_of_log for one in others)
 
     @property
     def has_other_end(self) -> bool:

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from ddp_hpc.prove.certify.saved_files import Contents
 
-NO_FILE = "no such file"
+NO_FILE, _NOTHING = "no such file", "nothing"
 _TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".jsonl"})
 _MESSAGE_SUFFIXES = frozenset({".log", ".out", ".err"})
 
@@ -61,24 +61,17 @@ def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents
             found.append(FileDifference(file, "", here_text, there_text))
         elif mine.kind == other.kind and mine.kind != "bytes":
             paths = dict.fromkeys([*other.values, *mine.values])
-            pairs = {path: (mine.values.get(path), other.values.get(path)) for path in paths}
+            pairs = {path: (mine.values.get(path, _NOTHING), other.values.get(path, _NOTHING)) for path in paths}
             if not _has_all_lines(mine.lines, other.lines):
-                lines = enumerate(zip_longest(mine.lines, other.lines), 1)
+                lines = enumerate(zip_longest(mine.lines, other.lines, fillvalue=_NOTHING), 1)
                 pairs |= {f"line {number}": pair for number, pair in lines}
             is_of_records = _are_records(other.lines) and {*mine.lines} <= {*other.lines}
-            found += [
-                FileDifference(file, path, _shown(pair[0]), _shown(pair[1]), is_of_records)
-                for path, pair in pairs.items()
-                if pair[0] != pair[1]
-            ]
+            both = ((path, pair) for path, pair in pairs.items() if pair[0] != pair[1])
+            found += [FileDifference(file, path, *pair, is_of_records) for path, pair in both]
         elif (mine.digest, mine.num_bytes) != (other.digest, other.num_bytes):
             here_text, there_text = (one.digest[:16] or f"{one.num_bytes} bytes" for one in (mine, other))
             found.append(FileDifference(file, "", here_text, there_text))
     return found
-
-
-def _shown(text: str | None) -> str:
-    return "nothing" if text is None else text
 
 
 def _are_records(lines: Sequence[str]) -> bool:

@@ -164,7 +164,7 @@ RULES: Mapping[str, tuple[str, str, Callable[[TrialEvidence], str]]] = {
     ),
     "half-written directory used": (
         "The script writes the files of a saved state one after another into the directory that it loads, so a kill in a save leaves only some of them.",
-        "save(path + '.tmp'); os.rename(path + '.tmp', path)   # Transformers: resume from the newest directory that has a trainer_state.json",
+        "save(path + '.tmp'); os.rename(path + '.tmp', path)   # or resume from the newest directory that has a trainer_state.json (Transformers), a .metadata (torch.distributed.checkpoint)",
         _uses_torn_directory,
     ),
     "starts over": (
