@@ -247,6 +247,14 @@ def test_a_file_that_a_kill_kept_from_being_written_is_looked_for_in_the_whole_e
     assert missing in finding.defects[0].evidence
 
 
+def test_an_exception_without_a_message_is_named_without_a_colon() -> None:
+    record = faulty(then=(), later={"ending": "failed", "failed_ranks": {0: "EOFError: "}}, half_written=("step_4.pt",))
+
+    (defect,) = found("kill-in-save", record, undisturbed()).defects
+
+    assert defect.evidence.endswith(", and the script did not resume: EOFError")
+
+
 def test_a_counter_that_ends_elsewhere_is_the_reason_of_a_learning_rate_that_does() -> None:
     """As in fairseq's checkpoints, whose schedule is a function of the number of updates."""
     counted, rate = "optimizer_history.0.num_updates", "last_optimizer_state.param_groups.0.lr"

@@ -135,7 +135,7 @@ class TrialEvidence:
             return f"the script stopped printing and computing; the stack of {_innermost(self.record)}"
         first, *others = self._exception.splitlines() or [""]
         # PyTorch's `mp.spawn` says only at the end of a traceback what happened in its process.
-        return (others[-1] if others and first.endswith(":") else first)[:300]
+        return (others[-1] if others and first.endswith(":") else first)[:300].rstrip(": ")
 
     @property
     def is_waiting_in_collective(self) -> bool:
