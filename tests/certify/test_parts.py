@@ -18,7 +18,7 @@ from ddp_hpc.cli.verbs.certify import as_text
 from ddp_hpc.prove.certify.certificate import Certificate
 from ddp_hpc.prove.certify.faults import FAULTS, trigger_of
 from ddp_hpc.prove.certify.file_events import FileEvents, Kind
-from ddp_hpc.prove.certify.live_files import LiveFiles
+from ddp_hpc.prove.certify.live_files import LiveFiles, LiveOutput
 from ddp_hpc.prove.certify.live_processes import end_all_below
 from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
 from ddp_hpc.prove.certify.outside import texts_in_source
@@ -59,6 +59,9 @@ from tests.certify.planted import PLANTED
         ("Iter(val) [ 50/100] time: 0.1", None, None, None),
         ("global_step=7 train_loss=inf", None, 7, float("inf")),
         ("2026-01-01 12:00:00 INFO nothing to see", None, None, None),
+        ('fit(ckpt_path="last") -> version_0/epoch=3-step=40.ckpt', None, None, None),
+        ("Epoch 4: 10/10 saved to 'out/step=50-loss=0.25.pt'", 4, None, None),
+        ('{"epoch":4,"file":"epoch=3.pth","step":50,"loss":0.5}', 4, 50, 0.5),
     ],
 )
 def test_a_line_says_where_the_training_is(
@@ -68,6 +71,20 @@ def test_a_line_says_where_the_training_is(
 
     assert (line.epoch, line.step) == (epoch, step)
     assert line.loss == loss or (loss is None and str(line.loss) == "nan")
+
+
+def test_a_line_that_tells_from_which_epoch_the_script_goes_on_is_printed_before_it_has_resumed(tmp_path: Path) -> None:
+    """Lightning prints it, and reads the file then."""
+    output = LiveOutput(tmp_path / "rank-0.log", 0.0)
+    output.log.write_text("Restoring states from the checkpoint of epoch 3\n")
+
+    assert (output.read(), output.has_position()) == (True, False)
+    output.log.write_text("Restoring states from the checkpoint of epoch 3\nEpoch 4: loss 0.5\n")
+    assert (output.read(), output.has_position()) == (True, True)
+
+
+def test_a_file_may_stand_beside_the_word_that_makes_a_line_a_mention() -> None:
+    assert parse("resume=out/last.ckpt step 50").is_mention
 
 
 def test_steps_that_begin_anew_in_each_epoch_are_told_apart_by_it() -> None:

@@ -128,7 +128,7 @@ class LiveOutput:
 
     def has_position(self) -> bool:
         """Tell whether a line has said where the training is: the script has resumed by then."""
-        return bool(scale_of(self.lines).unit)
+        return bool(scale_of(line for line in self.lines if not line.is_mention).unit)
 
     def step_s(self) -> float:
         """Return how long a step takes, and half a step more, as the newest lines show."""

@@ -32,8 +32,9 @@ _EVAL = re.compile(
     r"(?<![a-zA-Z])(?:val|valid|validation|eval|evaluat\w*|test|accuracy|acc)(?![a-zA-Z])", re.IGNORECASE
 )
 
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""Colours and moves of the cursor."""
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and moves of the cursor
+_FILE = re.compile(r"(?<![\w./=-])[\w./=-]+\.(?:ckpt|pth?|safetensors)\b")
+"""The name of a file, whose `epoch=3` and `step=40` do not say where the training is."""
 _MENTION = re.compile(
     r"(?<![a-zA-Z])(?:resum\w*|restor\w*|(?:re)?load(?:ed|ing)?|continu\w*)(?![a-zA-Z])", re.IGNORECASE
 )
@@ -60,7 +61,7 @@ class PrintedLine:
 def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> PrintedLine:
     """Read one line; a step whose line names no epoch gets the last one, as from a header above the steps."""
     text = _CONTROL.sub("", text)
-    step, epoch, loss = (pattern.search(text) for pattern in (_STEP, _EPOCH, _LOSS))
+    step, epoch, loss = (pattern.search(_FILE.sub("", text)) for pattern in (_STEP, _EPOCH, _LOSS))
     return PrintedLine(
         at=at,
         step=int(step[1]) if step else None,
