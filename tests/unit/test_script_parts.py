@@ -399,6 +399,19 @@ def test_the_jobs_copy_of_the_code_is_what_starts(tmp_path: Path) -> None:
     assert frozen_code_dirs(environ, [tmp_path / "elsewhere"]) == []
 
 
+def test_the_source_of_a_module_is_found_where_its_python_finds_it(tmp_path: Path) -> None:
+    (tmp_path / "src" / "pkg").mkdir(parents=True)
+    (tmp_path / "src" / "pkg" / "train.py").write_text(
+        "import os\nfrom pkg import net\nos.environ['MASTER_PORT'] = '29500'\n"
+    )
+    spec = ScriptSpec(command=("python", "-m", "pkg.train"), start="exec")
+
+    plan = make_script_plan(spec, None, {"PYTHONPATH": f"/nowhere:{tmp_path / 'src'}"}, tmp_path)
+
+    assert plan.sets_endpoint
+    assert not plan.may_compile
+
+
 def test_status_and_list_show_when_a_script_has_last_saved_and_no_step(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run")
     record_start(run, attempt=0, job_id="7", first_step=0)

@@ -102,7 +102,8 @@ def make_script_plan(spec: ScriptSpec, code: Path | None, environ: Mapping[str, 
         file, argv0 = _script_file(program.script, code, work_dir)
     path = Path(file) if file else None
     folder = str(code or work_dir) if path is None else os.path.dirname(os.path.realpath(path))  # noqa: PTH120  text
-    source = path or _module_file(Path(folder), str(program.module))
+    folders = [folder, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    source = path or _module_file(folders, str(program.module))
     if source is not None and source.is_dir() and not (source / "__main__.py").is_file():
         raise ConfigError(
             f"`script.command` starts the script {program.script!r}, but {source} is a directory without a `__main__.py`. Name the "
@@ -111,7 +112,7 @@ def make_script_plan(spec: ScriptSpec, code: Path | None, environ: Mapping[str, 
     text = _read_source(source) if source is not None and source.is_file() else None
     why = why or (why_not_fork(text) if text else "")
     # Of a new process, nothing can be known later.
-    texts = [*([] if text is None else [text]), *(_sources_of_imports(text, Path(folder)) if text and why else [])]
+    texts = [*([] if text is None else [text]), *(_sources_of_imports(text, folders) if text and why else [])]
     return ScriptPlan(
         program=program,
         path=path,
@@ -126,11 +127,11 @@ def make_script_plan(spec: ScriptSpec, code: Path | None, environ: Mapping[str, 
     )
 
 
-def _sources_of_imports(text: str, folder: Path) -> Iterator[str]:
-    """Yield the source of the modules beside a script that it imports itself."""
+def _sources_of_imports(text: str, folders: Sequence[str]) -> Iterator[str]:
+    """Yield the source of the user's modules that a script imports itself."""
     with suppress(SyntaxError, ValueError, RecursionError, OSError):  # Python itself reports it when the script starts
         for name in imported_names(text):
-            if (file := _module_file(folder, name)) is not None:
+            if (file := _module_file(folders, name)) is not None:
                 yield file.read_text(encoding="utf-8", errors="replace")
 
 
@@ -210,10 +211,11 @@ def _script_file(script: str, code: Path | None, work_dir: Path) -> tuple[str, s
     return path, script
 
 
-def _module_file(folder: Path, module: str) -> Path | None:
-    """Return the file of a module in a directory, without an import of it; None where it is elsewhere."""
-    path = folder.joinpath(*module.split("."))
-    return next((file for file in (path.with_suffix(".py"), path / "__main__.py") if file.is_file()), None)
+def _module_file(folders: Sequence[str], module: str) -> Path | None:
+    """Return the file of a module in the first directory that has it, without an import of it; None where it is elsewhere."""
+    paths = (Path(folder, *module.split(".")) for folder in folders)
+    files = (file for path in paths for file in (path.with_suffix(".py"), path / "__main__.py"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def frozen_code_dirs(environ: Mapping[str, str], snapshots: Sequence[Path]) -> list[Path]:

@@ -30,7 +30,14 @@ from ddp_hpc.launch.submission.run_dir_setup import (
     refuse_unusable_place,
     submitting_alone,
 )
-from ddp_hpc.launch.submission.snapshot import code_top, editable_dirs, notes_on_copy, path_in_snapshot, take_snapshot
+from ddp_hpc.launch.submission.snapshot import (
+    code_top,
+    editable_dirs,
+    note_on_live_code,
+    notes_on_copy,
+    path_in_snapshot,
+    take_snapshot,
+)
 from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.launch.submission.submit_checks.image import image_notes
 from ddp_hpc.launch.submission.submit_checks.users_part import check_users_part
@@ -47,6 +54,7 @@ from ddp_hpc.run.run_dir.records import (
     write_queued_job,
 )
 from ddp_hpc.run.spec import RunSpec
+from ddp_hpc.run.workload.protocol import UsersCode
 from ddp_hpc.run.workload.script_progress import find_saved_files, fixed_folder
 from ddp_hpc.run.workload.table import workload_of
 
@@ -99,7 +107,7 @@ def check_submission(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> 
             )
     notes = [*check_settings(spec, path, environ), *capacity.notes_on_setup(spec)]
     notes += image_notes(spec, request.run, job_import_paths(request), environ, is_for_slurm=True)
-    return [*notes, *check_users_part(points or [spec], request.import_paths, environ)]
+    return [*notes, *check_users_part(points or [spec], _users_code(request), environ)]
 
 
 def check_dry_run(request: SubmitRequest, script: str, points: Sequence[RunSpec] = ()) -> list[str]:
@@ -251,21 +259,42 @@ def why_in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
 
 def job_import_paths(request: SubmitRequest) -> list[Path]:
     """Return where the job imports the user's code from: its frozen copy, or where it lies."""
-    spec, code = request.spec, workload_of(request.spec).users_code(request.import_paths)
+    spec, code = request.spec, _users_code(request)
     if code is None:
         return []
     if not spec.snapshot.enabled:
         return [code.directory]
     top = code_top(code.directory)
-    others = [path for path in editable_dirs({**request.environ, **spec.env}) if path.is_relative_to(top)]
+    others = [path for path in _other_dirs(request) if path.is_relative_to(top)]
     return list(dict.fromkeys(path_in_snapshot(request.run, top, path) for path in [code.directory, *others]))
+
+
+def _users_code(request: SubmitRequest) -> UsersCode | None:
+    """Return the code that the job's Python finds, by PYTHONPATH only where the work tree of the first path holds it."""
+    workload = workload_of(request.spec)
+    code, first = workload.users_code(request.import_paths), next(iter(request.import_paths), None)
+    if code is not None or first is None:
+        return code
+    code = workload.users_code(_other_dirs(request))
+    if code is None or not code.directory.is_relative_to(code_top(first)):
+        return None
+    # Python looks in the first path before.
+    return UsersCode(first, code.needed and Path(os.path.relpath(code.directory / code.needed, first)))
+
+
+def _other_dirs(request: SubmitRequest) -> Sequence[Path]:
+    """Return further directories that the job's Python imports from, whose code the user may edit."""
+    return editable_dirs({**request.environ, **request.spec.environ})
 
 
 def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
     """Copy the user's code into the directory of a run, or of a sweep; return notes on it."""
-    spec, code = request.spec, workload_of(request.spec).users_code(request.import_paths)
-    if code is None or not spec.snapshot.enabled:
+    spec, code = request.spec, _users_code(request)
+    if not spec.snapshot.enabled:
         return []
+    if code is None:
+        elsewhere = workload_of(spec).users_code(_other_dirs(request))
+        return [] if elsewhere is None else [note_on_live_code([elsewhere.directory])]
     saved: list[Path] = []
     notes: list[str] = []
     if (pattern := spec.script.progress) is not None:
@@ -282,9 +311,7 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
     snapshot = take_snapshot(
         code.directory, run, max_bytes=spec.snapshot.max_mb * 10**6, needed=code.needed, outputs=saved
     )
-    outside = [
-        str(path) for path in editable_dirs({**request.environ, **spec.env}) if not path.is_relative_to(snapshot.source)
-    ]
+    outside = [path for path in _other_dirs(request) if not path.is_relative_to(snapshot.source)]
     return [
         f"code: copied {snapshot.num_files} files of {snapshot.source}, {snapshot.num_bytes / 1e6:.1f} MB",
         *notes_on_copy(snapshot, run, outside),

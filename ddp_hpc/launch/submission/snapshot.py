@@ -70,7 +70,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Copy the code that `code_dir` belongs to into the run's directory, and publish it by one rename.
 
-    `needed` is a file below `code_dir` that a copy without it would be of no use. `outputs` are what the job writes: they
+    `needed` is a file, as seen from `code_dir`, that a copy without it would be of no use. `outputs` are what the job writes: they
     are linked, not copied.
     The same content again is not copied again, but for files that its copy lacks by now. Files are not flushed one by one: a
     job that starts after a crash of the file system fails to import, and loses nothing.
@@ -90,7 +90,10 @@ def take_snapshot(
         commit = (_git(source, "rev-parse", "HEAD", may_fail=True) or "").strip() or None
         _publish(source, files, target, {"source": str(source), "commit": commit})
         if needed is not None:
-            _require_copied(target / code_dir.resolve().relative_to(source) / needed, code_dir / needed)
+            copied = os.path.normpath(
+                target / code_dir.resolve().relative_to(source) / needed
+            )  # it may begin with `..`
+            _require_copied(Path(copied), code_dir / needed)
         names = [file["name"] for file in files]
         written = _link_earlier_outputs(run.snapshot, target, names)
         not_shown = _link_rest(source, target, names, hidden)
@@ -130,7 +133,7 @@ def _editables() -> Iterator[str]:
             yield from (os.path.dirname(path) for path in getattr(module, "MAPPING", {}).values())  # noqa: PTH120  text
 
 
-def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[str]) -> Iterator[str]:
+def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[Path]) -> Iterator[str]:
     """Yield what a user may not expect of a copy; `outside` are other directories that its jobs import from."""
     if len(copy.sources) > 1:
         yield f"changed: code {' -> '.join(copy.sources)}"
@@ -150,10 +153,15 @@ def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[str]) -> Iterat
             "them. Move them into a directory of their own, or set `snapshot.enabled=false`."
         )
     if outside:
-        yield (
-            f"note: the copy does not hold {few(outside, _NUM_NAMED)} (PYTHONPATH, or packages that are installed editable), so each job "
-            "imports that code as it is when the job starts."
-        )
+        yield note_on_live_code(outside)
+
+
+def note_on_live_code(folders: Sequence[Path]) -> str:
+    """Return what to expect of code that the work tree does not hold."""
+    return (
+        f"note: ddp-hpc does not copy {few([str(folder) for folder in folders], _NUM_NAMED)} (PYTHONPATH, or packages that are installed editable), so each job "
+        "imports that code as it is when the job starts."
+    )
 
 
 def _folders_of(names: Iterable[str]) -> set[str]:

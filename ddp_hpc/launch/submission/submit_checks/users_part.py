@@ -28,10 +28,9 @@ DEADLINE_S = 15.0
 """How long the check may take: a first import of PyTorch from a slow file system takes longer."""
 
 
-def check_users_part(specs: Sequence[RunSpec], import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
+def check_users_part(specs: Sequence[RunSpec], code: UsersCode | None, environ: Mapping[str, str]) -> list[str]:
     """Check a run, or the points of a sweep; return a line for each thing that could not be checked on this host."""
     spec, workload = specs[0], workload_of(specs[0])
-    code = workload.users_code(import_paths)
     paths = {} if code is None else {IMPORT_PATH_NAME: str(code.directory)}
     try:
         with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
