@@ -81,6 +81,8 @@ class Situation:
     """What those failures have in common, as a text."""
     fails_again: str = ""
     """The sample of which this attempt failed as the one before it (`repeated_sample`)."""
+    num_alike: int = 0
+    """Failures in a row that are alike, though files were saved between them (`num_alike`); 0 where progress is not counted by files."""
     differs_as: int | None = None
     """The earlier attempt in which the ranks differed after the same step in the same way (`blame.earlier_same_difference`)."""
     is_on_slurm: bool = True
@@ -162,6 +164,11 @@ def why_last(situation: Situation, policy: RestartSpec) -> str:
             f"in attempt {situation.differs_as}, each rank had the same values after the same step, so this does not happen by chance and the run "
             "ends: the code does not do the same on each rank (docs/integrity.md says what to look for), or a processor is wrong in "
             "the same way each time; correct it, and submit the run again, on other nodes if the code is right"
+        )
+    if situation.num_alike > policy.max_no_progress:
+        return (
+            f"{situation.num_alike} attempts in a row failed in the same way, each after as many saves and about as much time, so each seems to start "
+            "over and the run ends (`restart.max_no_progress`); correct the cause, have the script load what it has saved, and submit the run again"
         )
     count = situation.num_without_progress
     if not TABLE[situation.cause].is_failure or count < policy.max_no_progress:
@@ -252,6 +259,26 @@ def repeated_sample(attempts: Sequence[Attempt], root: Root, newest_step: int) -
     step, step_before = root.failed_step, earlier.failed_step
     is_no_later = step is not None and step_before is not None and step <= step_before
     return root.entity if is_same and lasts and is_next and is_without_progress and is_no_later else ""
+
+
+def num_alike(attempts: Sequence[Attempt], root: Root, newest_step: int, *, now: float) -> int:
+    """Return how many attempts in a row crashed as the newest did: with the same failure, after as many saves and about as much time.
+
+    A script that starts over each time saves the same files anew, so that these change. One that goes on meets a rare failure at other times.
+    """
+    if not attempts or not root.fingerprint:
+        return 0
+    num_saves, times = newest_step - attempts[-1].first_step, [now - attempts[-1].started_at]
+    for one in attempts[-2::-1]:
+        times.append((one.ended_at or now) - one.started_at)
+        is_alike = one.root.fingerprint == root.fingerprint and (one.last_step or 0) - one.first_step == num_saves
+        if not (is_alike and max(times) <= 2 * min(times) + _START_VARIES_S):
+            return len(times) - 1
+    return len(times)
+
+
+_START_VARIES_S = 30.0
+"""By how much the starts of two attempts may differ, as file systems and other jobs are busy or not."""
 
 
 def _avoided(attempt: Attempt) -> bool:

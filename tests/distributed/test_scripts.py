@@ -445,6 +445,30 @@ def test_a_script_that_is_killed_is_started_again_here_while_it_advances_and_is_
     assert (place.path / "seen.txt").read_text() == "python dies.py --lr 0.1"
 
 
+STARTS_OVER = """
+import os, time
+from pathlib import Path
+Path("last.pt").write_text(str(time.time()))
+time.sleep(0.2)
+os.link("last.pt", "checkpoint-0.pt")  # the first attempt has made it
+raise RuntimeError("the loader is gone")
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_saves_the_same_file_again_and_fails_again_ends(place: Place) -> None:
+    (place.path / "over.py").write_text(STARTS_OVER)
+
+    done = place.ddp_hpc(
+        "submit", "--cluster", "local", "--follow", "script.progress=last.pt", "--", "python", "over.py"
+    )
+
+    assert done.returncode == 1
+    ends = [(one.cause, one.next) for one in place.attempts("over")]
+    assert ends == [*[("worker crashed", "in place")] * 4, ("worker crashed", "")]
+    assert "4 attempts in a row failed in the same way" in place.attempts("over")[-1].why_last
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "expected"),

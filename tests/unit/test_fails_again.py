@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.job.ending.blame import root_failure
-from ddp_hpc.run.requeue import Situation, decide_next, repeated_sample
+from ddp_hpc.run.requeue import Situation, decide_next, num_alike, repeated_sample
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next, Root
 from ddp_hpc.run.spec import RestartSpec
@@ -195,3 +195,43 @@ def test_lost_connections_alone_have_no_root() -> None:
 
 def test_a_script_whose_step_is_not_known_has_none_in_the_ledger() -> None:
     assert root(report(0, of_script=True, step=0)).failed_step is None
+
+
+def scripts_attempts(lives: list[tuple[int, float, str]]) -> list[Attempt]:
+    """Return attempts that crashed, of each: how many saves it made, how long it lived, the fingerprint of its failure."""
+    made, step, at = list[Attempt](), 0, 1000.0
+    for number, (saves, lived_s, failure) in enumerate(lives):
+        root = Root(fingerprint=failure)
+        made.append(
+            attempt(number, root, first_step=step, last_step=step + saves, started_at=at, ended_at=at + lived_s)
+        )
+        step, at = step + saves, at + lived_s + 1.0
+    return made
+
+
+@pytest.mark.parametrize(
+    ("why", "lives", "is_over"),
+    [
+        ("it starts over, and saves the same again", [(1, 8.4, "f"), (1, 6.3, "f"), (1, 4.8, "f"), (1, 9.6, "f")], True),
+        ("the same in hours", [(3, 7300.0, "f"), (3, 7210.0, "f"), (3, 7260.0, "f"), (3, 7255.0, "f")], True),
+        ("only its last failures are alike", [(5, 9.0, "g"), *[(1, 8.0, "f")] * 4], True),
+        ("three may be chance", [(1, 8.0, "f")] * 3, False),
+        ("another failure", [(1, 8.0, "f"), (1, 8.0, "f"), (1, 8.0, "g"), (1, 8.0, "f")], False),
+        ("failures that nobody reported", [(1, 8.0, "")] * 6, False),
+        ("a rare failure: other numbers of saves", [(2, 700.0, "f"), (9, 3000.0, "f"), (1, 420.0, "f"), (4, 1500.0, "f")], False),
+        ("a rare failure: other times", [(1, 3700.0, "f"), (1, 700.0, "f"), (1, 4000.0, "f"), (1, 900.0, "f")], False),
+    ],
+)  # fmt: skip
+def test_a_script_that_only_fails_anew_ends_although_its_files_change(
+    why: str, lives: list[tuple[int, float, str]], is_over: bool
+) -> None:
+    ended = scripts_attempts(lives)
+    newest = ended[-1]
+    now = newest.ended_at or 0.0
+    running = replace(newest, cause=None, root=Root(), last_step=None, ended_at=None)
+
+    num = num_alike([*ended[:-1], running], newest.root, newest.last_step or 0, now=now)
+    decision = decide_next(Situation(cause=Cause.WORKER_CRASHED, num_alike=num), RestartSpec())
+
+    assert (decision.next == Next.NOTHING) == is_over, why
+    assert ("attempts in a row failed in the same way, each after as many saves" in decision.why) == is_over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,9 @@ def conclude_attempt(context: JobContext, attempt: int, outcome: Outcome) -> Con
         num_without_progress=requeue.num_without_progress(evidence.attempts, newest_step, cause),
         without_progress=context.workload.without_progress,
         fails_again=poisoned if is_without_progress else "",
+        num_alike=requeue.num_alike(evidence.attempts, root, newest_step, now=time.time())
+        if context.workload.counts_files
+        else 0,
         differs_as=evidence.differs_as,
         has_no_report=explained is None,
         is_on_slurm=context.allocation is not None,

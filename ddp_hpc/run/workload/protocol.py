@@ -63,6 +63,11 @@ class Workload(ABC):
         """What attempts have in common that made no progress, as a text: `ended without a new checkpoint`."""
 
     @property
+    def counts_files(self) -> bool:
+        """Whether files that change are progress, also where an attempt starts over and saves the same again."""
+        return False
+
+    @property
     def hash_seed(self) -> int | None:
         """The seed of Python's hashes, on which the order of sets depends, where nothing else sets PYTHONHASHSEED; None: leave it open."""
         return None

@@ -66,6 +66,11 @@ class ScriptWorkload(Workload):
         return None if self.spec.script.progress is None and not count else count
 
     @property
+    def counts_files(self) -> bool:
+        """Whether the user names files."""
+        return self.spec.script.progress is not None
+
+    @property
     def without_progress(self) -> str:
         """Name the key by which ddp-hpc sees what a script saves."""
         pattern = self.spec.script.progress
