@@ -251,6 +251,10 @@ MISTAKES = {
         "resources.workers_per_node=2 -- torchrun --nproc-per-node=2 train.py",
         "torchrun of its own",
     ),
+    "torchruns that meet": (
+        "resources.workers_per_node=2 -- torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=node1:29400 train.py",
+        "torchrun of its own",
+    ),
     "the same as a module": (
         "resources.workers_per_node=2 -- python -m torch.distributed.run train.py",
         "torchrun of its own",
@@ -507,16 +511,16 @@ def test_a_submission_from_within_a_job_says_how_to_use_that_job(
 
 
 @pytest.mark.parametrize(
-    ("workers", "command"),
+    ("nodes", "workers", "command"),
     [
-        (1, "torchrun --nproc-per-node=2 train.py"),
-        (2, "torchrun --nnodes=2 --rdzv-endpoint=here:29400 train.py"),
-        (2, "python train.py"),
+        (1, 1, "torchrun --nproc-per-node=2 train.py"),
+        (2, 1, "torchrun --nnodes=2 --rdzv-endpoint=here:29400 train.py"),
+        (1, 2, "python train.py"),
     ],
 )
-def test_torchrun_as_one_worker_or_with_a_meeting_place_is_taken(workers: int, command: str) -> None:
-    script = ScriptSpec(command=tuple(command.split()))
-    refuse_several_torchruns(RunSpec(name="net", script=script, resources=ResourcesSpec(workers_per_node=workers)))
+def test_torchrun_as_the_one_worker_of_a_node_is_taken(nodes: int, workers: int, command: str) -> None:
+    script, resources = ScriptSpec(command=tuple(command.split())), ResourcesSpec(nodes=nodes, workers_per_node=workers)
+    refuse_several_torchruns(RunSpec(name="net", script=script, resources=resources))
 
 
 @pytest.mark.parametrize(

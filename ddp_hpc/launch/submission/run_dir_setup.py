@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shlex
 import shutil
 import stat
@@ -76,15 +75,15 @@ def check_settings(spec: RunSpec, path: Path, environ: Mapping[str, str]) -> lis
 
 
 def refuse_several_torchruns(spec: RunSpec) -> None:
-    """Refuse several workers a node that would each start a torchrun of its own, and so train apart from each other."""
+    """Refuse several workers a node that would each start a torchrun of its own, so also where all of these meet at one place."""
     if not spec.script.is_set or spec.resources.local_world_size == 1:
         return
     program = spec.script.program
     is_torchrun = program.name == "torchrun" or program.module in {"torch.distributed.run", "torch.distributed.launch"}
-    if is_torchrun and not any(re.match(r"--(nnodes|rdzv)", word) for word in program.arguments):
+    if is_torchrun:
         raise ConfigError(
             f"`script.command` starts torchrun, and `resources.workers_per_node` is {spec.resources.local_world_size}: each worker would start a "
-            "torchrun of its own, which trains apart from the others. Name the script alone (`-- python train.py`), as its workers get "
+            "torchrun of its own with ranks of its own. Name the script alone (`-- python train.py`), as its workers get "
             "torchrun's variables; or set `resources.workers_per_node=1`."
         )
 
