@@ -57,9 +57,9 @@ time limits never will. A script that asks to be started again counts for the sa
 
 CONTINUATIONS: Mapping[Next, str] = {
     Next.IN_PLACE: "ddp-hpc starts the workers again",
-    Next.REQUEUE: "the job goes back into the queue, and the run continues when it starts again",
+    Next.REQUEUE: "the job goes back into the queue, and the next attempt begins when it starts again",
     Next.SUCCESSOR: "the run continues in a new job, which starts after this one",
-    Next.SLURM: "Slurm has put the job back into the queue, and the run continues when it starts again",
+    Next.SLURM: "Slurm has put the job back into the queue, and the next attempt begins when it starts again",
 }
 """What follows an attempt -> what the job's log says of it, behind the reason for the attempt's end."""
 

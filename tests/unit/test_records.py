@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -84,14 +84,16 @@ def test_progress_that_is_none_is_no_error(text: str, is_readable: bool, tmp_pat
         ({"saves": 0, "last_checkpoint": 7}, True),  # the script has said so
     ],
 )
+@pytest.mark.parametrize(("then", "to_do"), [("end", "stop"), ("requeue", "go back into Slurm's queue")])
 def test_a_stop_promises_only_what_is_known_to_be_saved(
-    known: dict[str, Any] | None, is_promised: bool, tmp_path: Path
+    then: Literal["end", "requeue"], to_do: str, known: dict[str, Any] | None, is_promised: bool, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path)
     if known is not None:
         write_progress(run, progress(**{"last_checkpoint": None, **known}))
 
-    said = resume_text(run)
+    said = resume_text(run, then=then)
 
-    assert ("continue from what it has saved" in said) == is_promised
+    assert said.startswith(f"{run.name} was asked to {'save and ' if is_promised else ''}{to_do}. ")
+    assert said.endswith("from what it has saved.") == is_promised
     assert ("`script.progress`" in said) != is_promised

@@ -428,6 +428,4 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
         )
         raise ConfigError(f"{run.name} is not running, so there is nothing to stop. {to_do}")
     ask_to_stop(run, then=then)
-    if then == "requeue":
-        return f"{run.name} was asked to save and go back into Slurm's queue."
-    return resume_text(run)
+    return resume_text(run, then=then)

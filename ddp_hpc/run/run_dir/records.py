@@ -105,14 +105,16 @@ def ask_to_stop(
     replace_text(run.stop_request, json.dumps({"by": by, "then": then}), durable=False)
 
 
-def resume_text(run: RunDir) -> str:
+def resume_text(run: RunDir, *, then: Literal["end", "requeue"] = "end") -> str:
     """Say what a run that was asked to stop continues from, as far as that is known: a script may save nothing."""
-    progress = read_progress(run)
+    progress, to_do = read_progress(run), "stop" if then == "end" else "go back into Slurm's queue"
     if progress is None or progress.saves is None or progress.saves or newest_committed(run):
-        return f"{run.name} was asked to save and stop. Submit it again to continue from what it has saved."
+        how = "Submit it again to continue" if then == "end" else "When its job starts again, the run continues"
+        return f"{run.name} was asked to save and {to_do}. {how} from what it has saved."
+    how = "submit it again" if then == "end" else "watch the log (`ddp-hpc logs`) when its job starts again"
     return (
-        f"{run.name} was asked to stop. So far, ddp-hpc has seen no save of its script (it looks now and then for the files that "
-        "`script.progress` names), so submit it again to see whether the script continues or starts over."
+        f"{run.name} was asked to {to_do}. So far, ddp-hpc has seen no save of its script (it looks now and then for the files that "
+        f"`script.progress` names), so {how} to see whether the script continues or starts over."
     )
 
 

@@ -23,7 +23,7 @@ MOST_LOGS = 256
 """Of more ranks, only the logs of those that have an error report, and of the first, are read."""
 _ENDED = "ended: "
 """What the supervisor prints before the reason why the run ended; after that of an attempt that another one follows, what follows."""
-_FOLLOWS = tuple(f"; {text}" for text in CONTINUATIONS.values())
+_FOLLOWS = tuple(f"; {text.partition(',')[0]}" for text in CONTINUATIONS.values())  # older logs go on in other words
 
 
 def chosen_attempt(run: RunDir, ledger: Ledger, number: int | None) -> Attempt:
@@ -66,7 +66,7 @@ def _of_attempt(lines: Sequence[LogLine], ledger: Ledger, attempt: Attempt) -> S
     parts: list[list[LogLine]] = [[]]
     for line in lines:
         parts[-1].append(line)
-        if line.text.startswith(_ENDED) or line.text.endswith(_FOLLOWS):
+        if line.text.startswith(_ENDED) or any(text in line.text for text in _FOLLOWS):
             parts.append([])
     ended = [one.attempt for one in ledger.attempts if one.ending is not None]
     *whole, rest = parts
