@@ -116,6 +116,11 @@ def test_every_class_says_what_to_do_with_keys_and_commands_that_exist() -> None
     assert set(re.findall(r"ddp-hpc (\w+)", text)) - {*VERBS} == set()
 
 
+def test_a_port_in_use_may_be_that_of_ranks_that_each_worker_starts() -> None:
+    assert "If the script starts ranks of its own" in REGISTRY["port"].to_do
+    assert "`resources.workers_per_node=1`" in REGISTRY["port"].to_do
+
+
 def test_the_page_in_docs_is_that_of_the_registry() -> None:
     """Where this fails, put the output of `python docs/tools/failures.py` between the two markers."""
     _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition("<!-- failures: begin -->\n")

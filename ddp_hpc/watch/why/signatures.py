@@ -131,8 +131,7 @@ REGISTRY: Mapping[str, FailureClass] = {
     "port": FailureClass(
         title="a port is in use",
         means="Another process on the node listens at the port where the ranks were to meet, or at one that the code binds.",
-        to_do="Do not set MASTER_PORT, so that a free port is chosen, or end the process that listens: "
-        "`ss -ltnp` shows it.",
+        to_do="If the script starts ranks of its own (`mp.spawn`, or torchrun in a shell script), start it without them, or set `resources.workers_per_node=1` and `resources.nodes=1`: else each worker starts its own ranks at the same port. Otherwise, do not set MASTER_PORT, so that a free port is chosen, or end the process that listens: `ss -ltnp` shows it.",
         patterns=[
             _on_exception(_ERROR + r"The server socket has failed to listen.*EADDRINUSE"),
             _on_any_exception("[Errno 98]"),
