@@ -169,13 +169,11 @@ def refuse_misplaced(spec: LaunchSpec, *, is_for_slurm: bool) -> None:
     if runtime == "docker" and is_for_slurm:
         raise ConfigError(
             "`container.runtime` is docker, but users cannot run Docker on the nodes of a Slurm cluster. Convert the image to "
-            "a file (`apptainer build image.sif docker-daemon:NAME:TAG`), set `container.image=image.sif`, and leave "
-            "`container.runtime` out."
+            "a file (`apptainer build image.sif docker-daemon:NAME:TAG`), set `container.image=image.sif`, and leave `container.runtime` out."
         )
     if runtime == "pyxis" and not is_for_slurm:
         raise ConfigError(
-            "`container.runtime` is pyxis, which is a plugin of Slurm's srun, but this run does not use Slurm. Set "
-            "`container.runtime` to apptainer or docker."
+            "`container.runtime` is pyxis, which is a plugin of Slurm's srun, but this run does not use Slurm. Set `container.runtime` to apptainer or docker."
         )
 
 
@@ -288,8 +286,7 @@ def _apptainer(inside: ContainerSetup, python: str, *, program: RuntimeName) -> 
     if cleaning:
         raise ConfigError(
             f"`container.options` has {cleaning[0]!r}, which removes environment variables, but workers get their ranks, the "
-            "address of rank zero and `env` from these. Remove the option; to hide one variable from the image, set it to "
-            "the empty string with `env.NAME=`."
+            "address of rank zero and `env` from these. Remove the option; to hide one variable from the image, set it to the empty string with `env.NAME=`."
         )
     gpus = {"nvidia": ["--nv"], "rocm": ["--rocm"], "none": []}[inside.gpus]
     mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind))]

@@ -80,8 +80,7 @@ def stage(spec: LaunchSpec, run: RunDir, allocation: Allocation | None, environ:
     slowest = max(nodes, key=lambda name: nodes[name]["seconds"])
     gigabytes = nodes[slowest]["num_bytes"] / 1e9
     sys.stderr.write(
-        f"copied {source} ({gigabytes:.2f} GB) to {folder} on {num_nodes} nodes in {nodes[slowest]['seconds']:.1f} s "
-        f"(the slowest was {slowest})\n"
+        f"copied {source} ({gigabytes:.2f} GB) to {folder} on {num_nodes} nodes in {nodes[slowest]['seconds']:.1f} s (the slowest was {slowest})\n"
     )
     return staged
 
@@ -100,8 +99,7 @@ def _staging_folder(asked: str, run: RunDir, allocation: Allocation, environ: Ma
         place = Path(Template(asked).substitute(environ))
     except ValueError as error:
         raise ConfigError(
-            f"`stage.dir` is {asked!r}, but it has a `$` that no variable's name follows. Write `$$` for a plain `$`, or `$NAME` "
-            "for a variable."
+            f"`stage.dir` is {asked!r}, but it has a `$` that no variable's name follows. Write `$$` for a plain `$`, or `$NAME` for a variable."
         ) from error
     except KeyError as error:
         raise ConfigError(
@@ -125,14 +123,12 @@ def job_command_wrapper(
     refuse_misplaced(spec, is_for_slurm=is_for_slurm)
     if not is_name(spec) and not Path(inside.image).exists():
         raise ConfigError(
-            f"`container.image` is {inside.image}, but there is no such file or directory on this node. Put the image on a "
-            "file system that all nodes share."
+            f"`container.image` is {inside.image}, but there is no such file or directory on this node. Put the image on a file system that all nodes share."
         )
     missing = missing_sources(inside)
     if missing:
         raise ConfigError(
-            f"The container has to mount {', '.join(missing)}, but this node has no such path. Mount it on the node, or "
-            "change `container.binds`."
+            f"The container has to mount {', '.join(missing)}, but this node has no such path. Mount it on the node, or change `container.binds`."
         )
     runtime = find_runtime(spec, environ)
     sys.stderr.write(f"the workers run in the image {inside.image}, started by {runtime}\n")

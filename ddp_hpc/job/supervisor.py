@@ -271,8 +271,7 @@ def _lock_run(run: RunDir, job: SlurmJob | None) -> list[int]:
     if newest is None or job is None or newest.job_id != job.job_id:
         raise ConfigError(ownership.busy_message(run))
     sys.stderr.write(
-        f"note: attempt {newest.attempt} is still running on {newest.host}; this start of the job replaces it, and the old "
-        "one can write no more checkpoints\n"
+        f"note: attempt {newest.attempt} is still running on {newest.host}; this start of the job replaces it, and the old one can write no more checkpoints\n"
     )
     return []
 

@@ -103,8 +103,7 @@ def quote(value: object) -> str:
     text = os.fspath(value) if isinstance(value, Path) else str(value)
     if "\0" in text or text.splitlines() not in ([], [text]):
         raise ConfigError(
-            f"The configuration has the value {text!r}, which goes into one line of the job script, but it has a line break. "
-            "Remove the line break."
+            f"The configuration has the value {text!r}, which goes into one line of the job script, but it has a line break. Remove the line break."
         )
     return shlex.quote(text)
 

@@ -174,10 +174,7 @@ def why_last(situation: Situation, policy: RestartSpec) -> str:
     if not TABLE[situation.cause].is_failure or count < policy.max_no_progress:
         return ""
     attempts = "1 attempt" if count == 1 else f"{count} attempts in a row"
-    return (
-        f"{attempts} {situation.without_progress}, so the run ends (`restart.max_no_progress`); correct the cause, and submit "
-        "the run again"
-    )
+    return f"{attempts} {situation.without_progress}, so the run ends (`restart.max_no_progress`); correct the cause, and submit the run again"
 
 
 def reserve_s(lead_s: float) -> float:
@@ -203,8 +200,7 @@ def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float |
     if time_limit_min is not None and time_limit_min * 60 <= lead_s + SLURMS_SLOP_S:
         return (
             f"`resources.time_limit_min` is {time_limit_min:g}, but the run is asked to stop {lead_s:g} s before the limit, and "
-            f"Slurm may ask {SLURMS_SLOP_S:g} s earlier: this leaves no time to train. Lower `slurm.signal_lead_s`, or ask for "
-            "more time."
+            f"Slurm may ask {SLURMS_SLOP_S:g} s earlier: this leaves no time to train. Lower `slurm.signal_lead_s`, or ask for more time."
         )
     return None
 
@@ -216,8 +212,7 @@ def stop_within_problem(*, stop_within_s: float, lead_s: float) -> str | None:
         return None
     return (
         f"`script.stop_within_s` is {stop_within_s:g}, but before the time limit the script has only {left_s:g} s to save, because "
-        f"`slurm.signal_lead_s` is {lead_s:g}. If it may need longer, set that to {stop_within_s + _RESERVE_S:g}; otherwise lower "
-        "`script.stop_within_s`."
+        f"`slurm.signal_lead_s` is {lead_s:g}. If it may need longer, set that to {stop_within_s + _RESERVE_S:g}; otherwise lower `script.stop_within_s`."
     )
 
 
@@ -272,13 +267,9 @@ def num_alike(attempts: Sequence[Attempt], root: Root, newest_step: int, *, now:
     for one in attempts[-2::-1]:
         times.append((one.ended_at or now) - one.started_at)
         is_alike = one.root.fingerprint == root.fingerprint and (one.last_step or 0) - one.first_step == num_saves
-        if not (is_alike and max(times) <= 2 * min(times) + _START_VARIES_S):
+        if not (is_alike and max(times) <= 2 * min(times) + 30.0):  # a busy file system alone may take that
             return len(times) - 1
     return len(times)
-
-
-_START_VARIES_S = 30.0
-"""By how much the starts of two attempts may differ, as file systems and other jobs are busy or not."""
 
 
 def _avoided(attempt: Attempt) -> bool:

@@ -254,10 +254,7 @@ def _rank_rule(step: StepTask) -> str:
     rule = "the task's number in the step"
     if step.rank == step.block_rank:
         return rule
-    return (
-        f"{rule}; with `--distribution={step.distribution}` ranks of a node are not consecutive "
-        f"(`--distribution=block` would make it {step.block_rank})"
-    )
+    return f"{rule}; with `--distribution={step.distribution}` ranks of a node are not consecutive (`--distribution=block` would make it {step.block_rank})"
 
 
 def ranks_of_shell(allocation: Allocation) -> dict[str, Fact]:

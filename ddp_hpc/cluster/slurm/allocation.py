@@ -281,8 +281,7 @@ def shape_problem(allocation: Allocation, asked: World) -> str | None:
     fewest = min(allocation.tasks_per_node)
     if fewest < tasks_per_node:
         return (
-            f"The run needs {tasks_per_node} workers on each node, but job {allocation.job_id} has a node with room for only "
-            f"{fewest}. "
+            f"The run needs {tasks_per_node} workers on each node, but job {allocation.job_id} has a node with room for only {fewest}. "
             f"Submit the run again with `ddp-hpc submit`, or start a job with `--ntasks-per-node={tasks_per_node}`."
         )
     return None

@@ -148,8 +148,7 @@ def _run(
         printed = Answer(argv, 1, "", error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else "")
         if _BUSY.search(printed.stderr):
             raise SlurmBusyError(
-                f"Slurm accepts no job at the moment: `{argv[0]}` prints {_line(printed, _BUSY)!r}, and did not end within "
-                f"{timeout_s:.0f} s. Try again later."
+                f"Slurm accepts no job at the moment: `{argv[0]}` prints {_line(printed, _BUSY)!r}, and did not end within {timeout_s:.0f} s. Try again later."
             ) from error
         late = late or f"Slurm does not answer: `{argv[0]}` did not end within {timeout_s:.0f} s. Try again later."
         raise SlurmUnavailableError(late) from error

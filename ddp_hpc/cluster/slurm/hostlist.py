@@ -95,6 +95,5 @@ def _numbered(before: str, ranges: str, after: str, most: int, text: str) -> lis
 
 def _refused(text: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{text!r} is not a Slurm host list: {why}. Correct it in `slurm.nodelist` or `slurm.exclude`; "
-        "`scontrol show hostnames` expands a valid one."
+        f"{text!r} is not a Slurm host list: {why}. Correct it in `slurm.nodelist` or `slurm.exclude`; `scontrol show hostnames` expands a valid one."
     )

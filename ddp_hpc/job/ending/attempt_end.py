@@ -20,10 +20,7 @@ from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, silent_end_messag
 from ddp_hpc.run.run_dir.ledger import Cause, End, record_end
 from ddp_hpc.run.run_dir.records import read_remarks, write_done
 
-_EARLY_STOP_MESSAGE = (
-    "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "
-    "or srun did because one task failed"
-)
+_EARLY_STOP_MESSAGE = "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, or srun did because one task failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +48,7 @@ def conclude_attempt(context: JobContext, attempt: int, outcome: Outcome) -> Con
     root = blame.root_failure(cause, evidence.failures, hosts=context.nodes)
     poisoned = requeue.repeated_sample(evidence.attempts, root, newest_step)
     is_without_progress = poisoned and context.workload.progress_on_disk(context.run) == newest_step
+    num_alike = requeue.num_alike(evidence.attempts, root, newest_step, now=time.time())
     situation = Situation(
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
@@ -58,9 +56,7 @@ def conclude_attempt(context: JobContext, attempt: int, outcome: Outcome) -> Con
         num_without_progress=requeue.num_without_progress(evidence.attempts, newest_step, cause),
         without_progress=context.workload.without_progress,
         fails_again=poisoned if is_without_progress else "",
-        num_alike=requeue.num_alike(evidence.attempts, root, newest_step, now=time.time())
-        if context.workload.counts_files
-        else 0,
+        num_alike=num_alike if context.workload.counts_files else 0,
         differs_as=evidence.differs_as,
         has_no_report=explained is None,
         is_on_slurm=context.allocation is not None,

@@ -21,8 +21,7 @@ _UNEXPLAINED_CAUSES = (Cause.WORKER_CRASHED, Cause.UNEXPLAINED)
 task whose Python has not installed its handlers yet is killed by it, which looks like an early stop signal."""
 _CAN_START = "ddp-hpc-can-start"
 _PROBE_CODE = (
-    "import importlib, os, sys; from ddp_hpc.job.node.python_environ import make_users_code_importable; "
-    "make_users_code_importable(os.environ); "
+    "import importlib, os, sys; from ddp_hpc.job.node.python_environ import make_users_code_importable; make_users_code_importable(os.environ); "
     f"importlib.import_module(sys.argv[2]).preload(sys.argv[1]); print('\\n{_CAN_START}')"
 )
 

@@ -19,11 +19,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import Program, RunSpec, ScriptSpec
 
 _UNBUFFERED_OPTION = "-u"
-_COPY_RUNNER = (
-    "import runpy, sys; folder, module = sys.argv[1:3]; del sys.argv[1:3]; "
-    "sys.path[:1] = [folder] if sys.path[:1] == [''] else sys.path[:1]; "
-    "runpy._run_module_as_main(module)"
-)
+_COPY_RUNNER = "import runpy, sys; folder, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path[:1] = [folder] if sys.path[:1] == [''] else sys.path[:1]; runpy._run_module_as_main(module)"
 """What `python -m` does, with another directory in place of the working directory. Python 3.10 and older have no option for it
 (`-P`), and a variable (PYTHONSAFEPATH) would count for all programs that the script starts."""
 
@@ -106,8 +102,7 @@ def make_script_plan(spec: ScriptSpec, code: Path | None, environ: Mapping[str, 
     source = path or _module_file(folders, str(program.module))
     if source is not None and source.is_dir() and not (source / "__main__.py").is_file():
         raise ConfigError(
-            f"`script.command` starts the script {program.script!r}, but {source} is a directory without a `__main__.py`. Name the "
-            "script's file."
+            f"`script.command` starts the script {program.script!r}, but {source} is a directory without a `__main__.py`. Name the script's file."
         )
     text = _read_source(source) if source is not None and source.is_file() else None
     why = why or (why_not_fork(text) if text else "")
@@ -156,8 +151,7 @@ def _plan_other_program(program: Program, code: Path | None, environ: Mapping[st
         if found.is_dir() or not os.access(found, os.X_OK):
             how = f"`python {word}`" if found.suffix == ".py" else f"`bash {word}`"
             raise ConfigError(
-                f"`script.command` starts {word!r}, but {found} is not an executable file. Make it executable with "
-                f"`chmod +x`, or name the program that runs it: {how}."
+                f"`script.command` starts {word!r}, but {found} is not an executable file. Make it executable with `chmod +x`, or name the program that runs it: {how}."
             )
     elif (on_path := shutil.which(word, path=environ.get("PATH"))) is not None:
         found = Path(on_path)

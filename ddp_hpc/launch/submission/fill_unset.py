@@ -107,8 +107,7 @@ def _with_trained_precision(resolved: Resolved, before: RunSpec | None, environ:
     if not newest_committed(RunDir(resolved.spec.path)):
         return resolved
     sys.stderr.write(
-        f"note: `train.matmul_precision` stays {precision!r}, as the run's checkpoint was trained; a value in the file or on the command "
-        "line changes it\n"
+        f"note: `train.matmul_precision` stays {precision!r}, as the run's checkpoint was trained; a value in the file or on the command line changes it\n"
     )
     return Overlay(resolved, environ).resolve({"train": {"matmul_precision": precision}}, _FIRST_SOURCE)
 

@@ -239,8 +239,7 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
                 return None
         if not is_guarded and entry is None:
             raise RunBusyError(
-                f"The run in {run.path} could not be started. {last_words(run)}\n"
-                "Correct that, and submit the run again."
+                f"The run in {run.path} could not be started. {last_words(run)}\nCorrect that, and submit the run again."
             )
         if not is_guarded and entry is not None and not entry.is_alive_on(processes.host_name()):
             raise WorkerError(_unknown_end_message(run, entry.attempt))

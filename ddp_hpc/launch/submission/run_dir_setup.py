@@ -51,8 +51,7 @@ def refuse_unusable_place(run: RunDir) -> None:
             return  # the code that opens the path reports why it fails
         if not stat.S_ISDIR(mode):
             raise ConfigError(
-                f"`runs_dir` and `name` put the run at {run.path}, but {place} is a file, not a directory. "
-                "Choose another directory with `runs_dir=...`."
+                f"`runs_dir` and `name` put the run at {run.path}, but {place} is a file, not a directory. Choose another directory with `runs_dir=...`."
             )
         if place != run.path and not os.access(place, os.W_OK | os.X_OK):
             raise _unwritable_error(run, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), is_new=True)
@@ -68,8 +67,7 @@ def check_settings(spec: RunSpec, path: Path, environ: Mapping[str, str]) -> lis
     program, search_path = next(iter(spec.notify.command), None), spec.env.get("PATH", environ.get("PATH"))
     if program is not None and shutil.which(program, path=search_path) is None:
         notes.append(
-            f"note: `notify.command` starts {program!r}, and this host has no such program. Correct the name, unless the host that runs the "
-            "supervisor has it."
+            f"note: `notify.command` starts {program!r}, and this host has no such program. Correct the name, unless the host that runs the supervisor has it."
         )
     return notes
 
@@ -117,8 +115,7 @@ def _make_locked(run: RunDir, resolved_text: str) -> int:
             if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
                 raise ConfigError(
                     f"The run's directory {run.path} exists, but its configuration file was not visible a moment ago. Another "
-                    "submission made it meanwhile, or its file system was slow to show it: submit again. Where it holds no run, "
-                    "choose another `name=...`."
+                    "submission made it meanwhile, or its file system was slow to show it: submit again. Where it holds no run, choose another `name=...`."
                 ) from error
             raise
     except OSError as error:
@@ -240,8 +237,7 @@ def _unwritable_error(run: RunDir, error: OSError, *, is_new: bool) -> ConfigErr
     """Return the refusal; a run that exists would begin at step 0 in another directory."""
     other = ", or choose another directory with `runs_dir=...`" if is_new else ""
     return ConfigError(
-        f"The run's directory {run.path} cannot be written: {error.strerror or error}. Free space there, or make it writable{other}; "
-        "then submit again."
+        f"The run's directory {run.path} cannot be written: {error.strerror or error}. Free space there, or make it writable{other}; then submit again."
     )
 
 

@@ -265,7 +265,7 @@ def job_import_paths(request: SubmitRequest) -> list[Path]:
     if not spec.snapshot.enabled:
         return [code.directory]
     top = code_top(code.directory)
-    others = [path for path in _other_dirs(request) if path.is_relative_to(top)]
+    others = [path for path in editable_dirs({**request.environ, **spec.environ}) if path.is_relative_to(top)]
     return list(dict.fromkeys(path_in_snapshot(request.run, top, path) for path in [code.directory, *others]))
 
 
@@ -275,16 +275,11 @@ def _users_code(request: SubmitRequest) -> UsersCode | None:
     code, first = workload.users_code(request.import_paths), next(iter(request.import_paths), None)
     if code is not None or first is None:
         return code
-    code = workload.users_code(_other_dirs(request))
+    code = workload.users_code(editable_dirs({**request.environ, **request.spec.environ}))
     if code is None or not code.directory.is_relative_to(code_top(first)):
         return None
     # Python looks in the first path before.
     return UsersCode(first, code.needed and Path(os.path.relpath(code.directory / code.needed, first)))
-
-
-def _other_dirs(request: SubmitRequest) -> Sequence[Path]:
-    """Return further directories that the job's Python imports from, whose code the user may edit."""
-    return editable_dirs({**request.environ, **request.spec.environ})
 
 
 def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
@@ -292,8 +287,9 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
     spec, code = request.spec, _users_code(request)
     if not spec.snapshot.enabled:
         return []
+    editable = editable_dirs({**request.environ, **spec.environ})
     if code is None:
-        elsewhere = workload_of(spec).users_code(_other_dirs(request))
+        elsewhere = workload_of(spec).users_code(editable)
         return [] if elsewhere is None else [note_on_live_code([elsewhere.directory])]
     saved: list[Path] = []
     notes: list[str] = []
@@ -311,7 +307,7 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
     snapshot = take_snapshot(
         code.directory, run, max_bytes=spec.snapshot.max_mb * 10**6, needed=code.needed, outputs=saved
     )
-    outside = [path for path in _other_dirs(request) if not path.is_relative_to(snapshot.source)]
+    outside = [path for path in editable if not path.is_relative_to(snapshot.source)]
     return [
         f"code: copied {snapshot.num_files} files of {snapshot.source}, {snapshot.num_bytes / 1e6:.1f} MB",
         *notes_on_copy(snapshot, run, outside),

@@ -104,8 +104,7 @@ def take_snapshot(
         beside.replace(run.snapshot)
     except OSError as error:
         raise ConfigError(
-            f"The code in {source} cannot be copied for the job: {error}. Correct that, or set "
-            "`snapshot.enabled=false`, so that the job imports the code from there."
+            f"The code in {source} cannot be copied for the job: {error}. Correct that, or set `snapshot.enabled=false`, so that the job imports the code from there."
         ) from error
     size = sum(file["size"] for file in files)
     return Snapshot(target, source, len(files), size, commit, written, not_shown, sources)
@@ -297,8 +296,7 @@ def _refuse_large(source: Path, names: Sequence[str], max_bytes: int) -> None:
     told = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in biggest)
     raise ConfigError(
         f"The code in {source} is {total / 1e6:.1f} MB, and `snapshot.max_mb` is {max_bytes // 10**6}. The largest: {told}. "
-        "Add what is not code to `.gitignore`, raise `snapshot.max_mb`, or set `snapshot.enabled=false`, so that the job "
-        "imports the code from its own directory."
+        "Add what is not code to `.gitignore`, raise `snapshot.max_mb`, or set `snapshot.enabled=false`, so that the job imports the code from its own directory."
     )
 
 

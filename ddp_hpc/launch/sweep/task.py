@@ -80,8 +80,7 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
                 end = End(ending=Ending.CANCELLED, exit_code=-9, reason="its sweep was cancelled")
                 record_end(run, newest.attempt, end)
         sys.stderr.write(
-            f"note: {point} of {sweep_dir.name} is not started: the sweep was cancelled. `ddp-hpc sweep continue {sweep_dir.word}` submits it "
-            "again\n"
+            f"note: {point} of {sweep_dir.name} is not started: the sweep was cancelled. `ddp-hpc sweep continue {sweep_dir.word}` submits it again\n"
         )
         return None
     if has_it:

@@ -157,8 +157,7 @@ def parse_header(path: Path, header: memoryview | bytes, size: int) -> list[Tens
     length = 8 + int.from_bytes(header[:8], "little")
     if size < 8 or length > size:  # bytes that are not a header say some absurd length
         raise CorruptCheckpointError(
-            f"{path} is not a safetensors file: its first 8 bytes say that its header ends at byte {length}, but the file has "
-            f"{size} bytes."
+            f"{path} is not a safetensors file: its first 8 bytes say that its header ends at byte {length}, but the file has {size} bytes."
         )
     try:
         table = json.loads(bytes(header[8:]))

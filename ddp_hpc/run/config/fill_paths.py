@@ -55,13 +55,11 @@ def _fill_text(text: str, setting: Setting, environ: Mapping[str, str]) -> str:
         full = Template(text).substitute(environ)
     except KeyError as error:
         raise ConfigError(
-            f"`{setting.key}` is {text!r} ({setting.origin}), but the environment variable {error.args[0]} is not set. "
-            "Set it, or correct the value."
+            f"`{setting.key}` is {text!r} ({setting.origin}), but the environment variable {error.args[0]} is not set. Set it, or correct the value."
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"`{setting.key}` is {text!r} ({setting.origin}), but a `$` must be followed by a variable's name. "
-            "Write `$$` for a plain `$`."
+            f"`{setting.key}` is {text!r} ({setting.origin}), but a `$` must be followed by a variable's name. Write `$$` for a plain `$`."
         ) from error
     refuse_unknown_home(full, f"`{setting.key}` is {text!r} ({setting.origin})")
     if "HOME" in environ:

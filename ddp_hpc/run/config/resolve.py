@@ -125,8 +125,7 @@ def _load(path: Path, *, is_known: bool) -> RunSpec:
 def removed_key_notes(path: Path) -> list[str]:
     """Return a line for each key that is removed, but that the configuration of a run sets to something else than its default then."""
     return [
-        f"note: `{name}` is {value!r} in {path}, but since {REMOVED_KEYS[name].since} it is no longer a key, and it has no effect. "
-        f"{REMOVED_KEYS[name].instead}"
+        f"note: `{name}` is {value!r} in {path}, but since {REMOVED_KEYS[name].since} it is no longer a key, and it has no effect. {REMOVED_KEYS[name].instead}"
         for name, value in drop_removed(read_mapping(path)).items()
     ]
 

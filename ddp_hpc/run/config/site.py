@@ -121,8 +121,7 @@ def _named(name: str, why: str, environ: Mapping[str, str]) -> tuple[Path, str]:
     known = known_profiles(environ)
     if name not in known:
         raise ConfigError(
-            f"There is no site profile {name!r} ({why}). Name one of {', '.join(sorted(known))}, or make one "
-            "with `ddp-hpc site init`."
+            f"There is no site profile {name!r} ({why}). Name one of {', '.join(sorted(known))}, or make one with `ddp-hpc site init`."
         )
     return known[name], why
 

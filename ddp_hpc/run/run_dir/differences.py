@@ -119,8 +119,7 @@ class Difference:
             kinds = few(list(dict.fromkeys(self.processors)), _MOST_NAMED)
             return (
                 f"ranks on the same kind of processor are equal, and there are several kinds ({kinds}), which may round "
-                "differently: ask for one kind (`resources.gpu_type`, `slurm.constraint`), or switch the comparison off with "
-                "`integrity.every_steps=null`"
+                "differently: ask for one kind (`resources.gpu_type`, `slurm.constraint`), or switch the comparison off with `integrity.every_steps=null`"
             )
         num, groups = len(self.digests), len(set(self.digests))
         return (

@@ -240,10 +240,7 @@ def read_progress(run: RunDir) -> Progress | None:
 
 def failed_save(error: str) -> str:
     """Return what a save that has failed means for its run, which trains on."""
-    return (
-        f"the newest save failed: {error}; the training goes on, each save tries again, and the run ends if all saves of "
-        "`checkpoint.max_failing_s` seconds fail"
-    )
+    return f"the newest save failed: {error}; the training goes on, each save tries again, and the run ends if all saves of `checkpoint.max_failing_s` seconds fail"
 
 
 REPORTED_FIELDS = ("step", "loss", "samples_per_s", "metrics", "last_checkpoint", "last_checkpoint_at")

@@ -123,8 +123,7 @@ def newest_environment(run: RunDir, *, before: int | None = None) -> tuple[int, 
         return None
     if (found := read_environment(run, newest)) is None:
         raise ConfigError(
-            f"The file {run.environment(newest)}, which records an attempt's environment, cannot be read. Check its permissions, or "
-            "delete it if it is damaged."
+            f"The file {run.environment(newest)}, which records an attempt's environment, cannot be read. Check its permissions, or delete it if it is damaged."
         )
     return newest, found
 

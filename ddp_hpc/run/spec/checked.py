@@ -65,6 +65,5 @@ def require_one_line(section: str, **values: object) -> None:
         texts = map(str, value if isinstance(value, tuple) else [value])
         require(
             not any("\n" in text or "\0" in text for text in texts),
-            f"`{section}.{key}` is {value!r}, but it must be one line: a line break in it would start "
-            "a new line in the job script.",
+            f"`{section}.{key}` is {value!r}, but it must be one line: a line break in it would start a new line in the job script.",
         )

@@ -142,8 +142,7 @@ class SlurmSpec(Checked, section="slurm"):
         for flag in self.extra:
             require(
                 _FLAG_PATTERN.fullmatch(str(flag)) is not None,
-                f"`slurm.extra` has {flag!r}, but a flag of sbatch has only letters, digits and `-`. "
-                "Write it without the leading dashes (`switches`).",
+                f"`slurm.extra` has {flag!r}, but a flag of sbatch has only letters, digits and `-`. Write it without the leading dashes (`switches`).",
             )
             require(
                 str(flag) not in {"clusters", "M"},

@@ -57,8 +57,7 @@ class RunSpec(TrainingSpec, ScriptedSpec, LaunchSpec):
         nearest = f"{below} or {above}" if below else str(above)
         raise ConfigError(
             f"`train.global_batch_size` is {asked}, but {self.resources.world_size} workers "
-            f"(`resources.nodes` {self.resources.nodes} x `resources.workers_per_node` "
-            f"{self.resources.local_world_size}){micro} "
+            f"(`resources.nodes` {self.resources.nodes} x `resources.workers_per_node` {self.resources.local_world_size}){micro} "
             f"need a multiple of {share}. Set `train.global_batch_size` to {nearest}."
         )
 

@@ -29,8 +29,7 @@ class RecipeSpec(Checked, section="recipe"):
         module, _, function = self.target.partition(":")
         require(
             all(part.isidentifier() for part in module.split(".")) and (not function or function.isidentifier()),
-            f"`recipe.target` is {self.target!r}, but it must be `module:function` "
-            "or the name of a built-in recipe: `image_classification`.",
+            f"`recipe.target` is {self.target!r}, but it must be `module:function` or the name of a built-in recipe: `image_classification`.",
         )
 
 
@@ -212,8 +211,7 @@ class CheckpointSpec(
         )
         require(
             self.keep_best == 0 or self.best_metric == "loss" or self.best_is is not None,
-            f"`checkpoint.best_metric` is {self.best_metric!r}, but `checkpoint.best_is` is not set. "
-            "Set `checkpoint.best_is` to `highest` or `lowest`.",
+            f"`checkpoint.best_metric` is {self.best_metric!r}, but `checkpoint.best_is` is not set. Set `checkpoint.best_is` to `highest` or `lowest`.",
         )
 
 

@@ -85,13 +85,10 @@ class ScriptWorkload(Workload):
         """
         program = self.spec.script.program
         if program.module is not None:
-            parts = program.module.split(".")
-            for path in import_paths:
-                files = (Path(*parts).with_suffix(".py"), Path(*parts, "__main__.py"))
-                needed = next((file for file in files if (path / file).is_file()), None)
-                if needed is not None:
-                    return UsersCode(path.absolute(), needed)
-            return None
+            module = Path(*program.module.split("."))
+            files = (module.with_suffix(".py"), module / "__main__.py")
+            found = ((path, file) for path in import_paths for file in files if (path / file).is_file())
+            return next((UsersCode(path.absolute(), file) for path, file in found), None)
         word = program.script or program.words[0]
         is_path = program.script is not None or "/" in word
         if not is_path or not import_paths or not (file := import_paths[0] / word).is_file():
