@@ -90,9 +90,8 @@ def take_snapshot(
         commit = (_git(source, "rev-parse", "HEAD", may_fail=True) or "").strip() or None
         _publish(source, files, target, {"source": str(source), "commit": commit})
         if needed is not None:
-            copied = os.path.normpath(
-                target / code_dir.resolve().relative_to(source) / needed
-            )  # it may begin with `..`
+            # It may begin with `..`, and the copy may not have the directory that this leads out of.
+            copied = os.path.normpath(target / code_dir.resolve().relative_to(source) / needed)
             _require_copied(Path(copied), code_dir / needed)
         names = [file["name"] for file in files]
         written = _link_earlier_outputs(run.snapshot, target, names)
