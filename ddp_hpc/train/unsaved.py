@@ -39,9 +39,8 @@ memory. Of any other tensor, the count of its changes is compared; any other arr
 _NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, np.generic)
 _RAW = (bytearray, array, ctypes.Array, ctypes._SimpleCData)  # noqa: SLF001  the latter two may be shared by processes
 _OF_PASS = hash("a result of a pass, as a loss takes from a layer")
-_KEPT_FROM_PASS = hash(
-    "a larger one, which the next pass reads if it has the place of a tensor, as a recurrent state does"
-)
+_KEPT_FROM_PASS = hash("a larger one; a recurrent state, if it has the place of a tensor")
+_MARKS = (_KEPT_FROM_PASS, _OF_PASS)
 _FLAT = {*_NUMBERS_AND_TEXTS, type(None)}
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -93,9 +92,7 @@ class Watch:
         """Return the places of what has changed, each once."""
         now = self._numbers_now()
         found = [place for place in changed(self._before, now) if place not in self._named_before]
-        self._named_before.update(
-            found, (place for place, number in now.items() if number in (_OF_PASS, _KEPT_FROM_PASS))
-        )
+        self._named_before.update(found, (place for place, number in now.items() if number in _MARKS))
         self._before = {**now, **self._before}
         return found
 
@@ -153,9 +150,8 @@ def unsaved(
     except Exception as error:  # noqa: BLE001  a user's object may raise anything where it is looked at
         log.info("ddp-hpc cannot check for values that no checkpoint holds: %s: %s", type(error).__name__, error)
         return {}
-    marks = (_KEPT_FROM_PASS, _OF_PASS)
     return {
-        place: next((one for one in marks if one in leaves), hash(tuple(leaves)))
+        place: next((one for one in _MARKS if one in leaves), hash(tuple(leaves)))
         for place, leaves in walk.found.items()
     }
 
