@@ -313,7 +313,8 @@ def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", len(one)) for key, one in hooks.items())
         yield ".forward", getattr(value.forward, "__qualname__", "")
     if isinstance(value, nn.Parameter):
-        yield from ((f".{key}", [*(getattr(value, key) or {}).values()]) for key in _HOOKS if hasattr(value, key))
+        hooks = {key: getattr(value, key) for key in _HOOKS if hasattr(value, key)}
+        yield from ((f".{key}", [*one.values()] if one else 0) for key, one in hooks.items())
         yield ".requires_grad", value.requires_grad
     if not is_librarys:
         yield ".__class__", type(value)
