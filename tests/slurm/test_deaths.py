@@ -261,7 +261,7 @@ def test_nodes_that_are_left_out_are_let_in_again_where_others_are_lost(cluster:
 
     lost = attempts(place, "short")[1].nodes[0]
     cluster.kill(lost)  # with the supervisor, who would have seen to it
-    cluster.wait_for(lambda: "--now` allows" in place.status("short")["reason"], 240)
+    cluster.wait_for(lambda: "to allow those that it needs" in place.status("short")["reason"], 240)
     asked_for = place.type("requeue", "short", "--now")
     slow.unlink()
     await_done(place, "short")

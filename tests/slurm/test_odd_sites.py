@@ -86,7 +86,7 @@ def test_a_job_for_drained_nodes_of_a_hidden_partition_waits_in_the_queue_and_it
         cluster.run("scontrol", "update", f"nodename={nodes}", "state=resume", user="root")
         cluster.run("scontrol", "update", "partitionname=batch", "hidden=no", user="root")
 
-    assert "If nodes are down or drained, the job waits for them" in sent.stderr, sent.stderr
+    assert "If it could with nodes that are down or drained, the job waits for them" in sent.stderr, sent.stderr
     assert "waiting" in waiting.stdout, waiting.stdout
     assert refused.returncode != 0, refused.stdout
     assert "`resources.nodes` is 9, but partition batch has 4 nodes" in too_many.stderr, too_many.stderr

@@ -51,12 +51,12 @@ def test_one_run_by_all_keys_that_are_handed_on(cluster: Cluster, login: LoginNo
 
 REFUSED = {
     "slurm.constraint=none-has-it": "`slurm.constraint` is 'none-has-it', but no node has that",
-    "slurm.extra.reservation=nobodys": "`slurm.extra.reservation` is 'nobodys'",
-    "slurm.nodelist=nod1": "`slurm.nodelist` is 'nod1'",
+    "slurm.extra.reservation=nobodys": "`slurm.extra.reservation=nobodys`",
+    "slurm.nodelist=nod1": "`slurm.nodelist` ('nod1')",
     "slurm.partition=bacth": "`slurm.partition` is 'bacth'; the cluster has batch (4 nodes)",
     "slurm.qos=hihg": "`slurm.qos` 'hihg'; you may use lab (QOS high",
     "slurm.account=nobodys": "`slurm.account` is 'nobodys'",
-    "slurm.extra.mem_per_cup=4G": "`slurm.extra` has mem_per_cup",
+    "slurm.extra.mem_per_cup=4G": "`slurm.extra`: mem_per_cup",
     "resources.gpus_per_node=8": "`resources.gpus_per_node` is 8, but a node of partition batch has at most 4 GPUs",
     "runs_dir=/usr/runs": "The run's directory /usr/runs/refused cannot be written: Permission denied",
 }
