@@ -85,10 +85,8 @@ class SeededFetch(Dataset[Any]):
                 return Fetched(wanted.indices, self._dataset[rows])
             tensors = self._dataset.tensors  # type: ignore[attr-defined]
             return Fetched(wanted.indices, tuple([one.index_select(0, rows) for one in tensors]))
-        look = None
-        if (
-            self._num_watched < 2 and getattr(get_worker_info(), "id", 0) == 0
-        ):  # the first may make what the second changes
+        look = None  # at two batches, as the first may make what the second changes
+        if self._num_watched < 2 and getattr(get_worker_info(), "id", 0) == 0:
             roots = {"train_data" if wanted.epoch >= 0 else "eval_data": self._dataset, "collate_fn": self._collate}
             look = partial(unsaved.unsaved, roots, sees_files=self._num_watched == 0)
         before = look() if look else {}

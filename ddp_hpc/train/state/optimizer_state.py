@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,14 +89,13 @@ def _unsavable_error(place: str, value: Any) -> ConfigError:
     )
 
 
-def _outside_error(keys: Sequence[Any], state: Any) -> ConfigError:
-    for key in keys:
-        if isinstance(key, Tensor):
-            return ConfigError(
-                f"The optimizer keeps state of a tensor of shape {tuple(key.shape)} that is not, or no longer, a parameter of the model, so no "
-                "checkpoint would hold it. Let the model keep the parameters that it has when the recipe is built, and the optimizer keep state of these."
-            )
-    return _unsavable_error(f"state[{keys[0]!r}]" if keys and isinstance(keys[0], str) else "state", state)
+def _outside_error(key: Any, state: Any) -> ConfigError:
+    if isinstance(key, Tensor):
+        return ConfigError(
+            f"The optimizer keeps state of a tensor of shape {tuple(key.shape)} that is not, or no longer, a parameter of the model, so no "
+            "checkpoint would hold it. Let the model keep the parameters that it has when the recipe is built, and the optimizer keep state of these."
+        )
+    return _unsavable_error(f"state[{key!r}]" if isinstance(key, str) else "state", state)
 
 
 def kept_by_optimizer(model: nn.Module, optimizer: Optimizer, made: Attributes) -> KeptByOptimizer:
@@ -105,7 +104,7 @@ def kept_by_optimizer(model: nn.Module, optimizer: Optimizer, made: Attributes) 
     ids = {*map(id, named.values())}
     outside = [key for key in dict[Any, Any](optimizer.state) if id(key) not in ids]
     if outside or optimizer.state is not optimizer.state:  # a property that makes it anew
-        raise _outside_error(outside[:1], optimizer.state)
+        raise _outside_error(next(iter(outside), None), optimizer.state)
     group_of = _groups(optimizer)
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
