@@ -163,6 +163,37 @@ def test_a_script_gets_its_own_signal_where_slurm_and_ddp_hpc_have_another(
     assert logs == ["signalled; my child runs\n"] * 2
 
 
+PLAIN = """
+import pathlib, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+while True:
+    dist.all_reduce(torch.ones(1))
+    pathlib.Path(f"ready-{rank}").touch()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["agent", "srun", "torchrun"])
+def test_a_script_without_handlers_is_stopped_and_not_failed_though_its_ranks_lose_each_other(
+    launcher: str, cluster: Cluster, login: LoginNode
+) -> None:
+    (login.folder / "obeys.py").write_text(PLAIN)
+    keys = ["name=obeys", f"launcher={launcher}", "resources.cpus_per_worker=1", *world(2, 1)]
+    done = login.type("submit", "--cluster", "slurm", *keys, "--", "python", "obeys.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cluster.wait_for(lambda: all((login.folder / f"ready-{rank}").exists() for rank in range(2)), 180)
+
+    stopped = login.type("stop", "obeys")
+    await_first_end(login, "obeys")
+
+    [only] = attempts(login, "obeys")
+    assert (only.cause, only.next, only.ending) == ("stop asked", "", "stopped"), only.reason
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert "probes the network" not in login.console("obeys")
+
+
 @pytest.mark.long
 def test_rank_zero_may_work_alone_for_longer_than_a_minute_after_the_other_ranks_have_ended(login: LoginNode) -> None:
     (login.folder / "alone.py").write_text(

@@ -122,7 +122,7 @@ def refuses(one: Supervised, *, rank: int = 1, host: str = "node2") -> None:
     one.conclude(attempt, Outcome(code=exit_codes.REFUSED))
 
 
-def test_a_rank_that_the_stop_ended_first_is_named_as_why_another_lost_its_connection(supervised: Make) -> None:
+def test_a_script_obeys_a_stop_though_its_ranks_lose_each_other_as_they_end(supervised: Make) -> None:
     one = supervised()
     attempt = one.begin()
     ask_to_stop(one.run)
@@ -130,7 +130,7 @@ def test_a_rank_that_the_stop_ended_first_is_named_as_why_another_lost_its_conne
 
     conclude_attempt(one.context, attempt, CRASHED)
 
-    assert one.last.cause == "stop asked"
+    assert (one.last.ending, one.last.cause, one.last.next) == ("stopped", "stop asked", "")
     assert one.last.reason.startswith("rank 1 on node1 lost its connection to a rank that stopped earlier; submit")
 
 

@@ -19,6 +19,7 @@ from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang, write_hang_rec
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import ask_to_stop
 from ddp_hpc.run.world import World
 from tests.distributed import stands_for_srun
 from tests.made_run import add_failure
@@ -175,6 +176,16 @@ def test_an_end_that_no_network_explains_costs_no_probe(supervised: Make, outcom
     attempt = one.begin()
 
     assert network_probe.explain_by_network(one.context, attempt, outcome) is outcome
+
+
+def test_ranks_that_lose_each_other_as_they_obey_a_stop_cost_no_probe(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    ask_to_stop(one.run)
+    add_failure(one.run, attempt, exception="Connection closed by peer", is_secondary=True)
+    crashed = Outcome(code=exit_codes.FAILED, met_at="10.2.0.1")
+
+    assert network_probe.explain_by_network(one.context, attempt, crashed) is crashed
 
 
 def test_a_job_whose_time_is_nearly_over_is_not_kept_by_a_probe(supervised: Make) -> None:

@@ -52,7 +52,7 @@ def conclude_attempt(context: JobContext, attempt: int, outcome: Outcome) -> Con
     situation = Situation(
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
-        has_obeyed=outcome.code in _STOPPED_CODES,
+        has_obeyed=outcome.code in _STOPPED_CODES or _was_left_by_others(failure),
         num_without_progress=requeue.num_without_progress(evidence.attempts, newest_step, cause),
         without_progress=context.workload.without_progress,
         fails_again=poisoned if is_without_progress else "",
@@ -136,11 +136,16 @@ _WORKERS_CAUSES = {
 """Causes that a worker's report explains best."""
 
 
+def _was_left_by_others(failure: WorkerFailure | None) -> bool:
+    """Tell whether a script failed only as another of its ranks had ended, which needs to report nothing to obey a stop."""
+    return failure is not None and failure.is_secondary and failure.of_script
+
+
 def _reason_of_end(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
     if cause == Cause.FINISHED or (cause == Cause.STOP_ASKED and outcome.code in _STOPPED_CODES):
         return ""
     if cause in _WORKERS_CAUSES and failure is not None:
-        if failure.is_secondary and cause == Cause.STOP_ASKED and failure.of_script:
+        if cause == Cause.STOP_ASKED and _was_left_by_others(failure):
             return (
                 f"rank {failure.rank} on {failure.host} lost its connection to a rank that stopped earlier; submit the run again: it goes on "
                 "from the script's last save. If the script saves when it is stopped, have all ranks stop after the same step"

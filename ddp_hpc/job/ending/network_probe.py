@@ -25,6 +25,7 @@ from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.network import NetworkFindings, write_network
+from ddp_hpc.run.run_dir.records import read_stop_request
 
 READY_TIMEOUT_S = 20.0
 """How long the nodes may take to start Python and to listen."""
@@ -62,8 +63,8 @@ def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
     """Tell whether an attempt failed in a way that a broken network can cause."""
     if outcome.code in {*exit_codes.GOOD, exit_codes.FENCED} or outcome.was_suspended or not outcome.met_at:
         return False
-    if outcome.lost_nodes:
-        return False  # srun would wait for them, and it is known which nodes failed
+    if outcome.lost_nodes or read_stop_request(context.run) is not None:
+        return False  # srun would wait for lost nodes; ranks that obey a stop at different times lose each other
     if outcome.reason or outcome.was_signalled or outcome.is_out_of_time or processes.is_stop_pending():
         return False
     if outcome.is_unresponsive:
