@@ -238,6 +238,17 @@ def test_states_of_which_only_a_part_was_compared_are_not_said_to_be_the_same(en
     assert "is not known whether the resume is right" in said or "would not be found" in said
 
 
+def test_an_unseeded_script_whose_states_cannot_be_read_is_not_called_exact() -> None:
+    one, two, mine = ({"state.npz": Contents(kind="bytes", digest=end)} for end in ("one", "two", "mine"))
+    baseline = baseline_of(lines_of(1, 10), saves=[Save(path="state.npz", num_lines=4, at=4.0)], final=one)
+    record = faulty(then=lines_of(5, 10), final=mine, later=LOADED)
+
+    finding = found("kill-at-random", record, replace(baseline, second=replace(baseline.record, final=two)))
+
+    assert finding.verdict == "comes back"
+    assert any("two undisturbed runs differ" in note for note in finding.notes)
+
+
 # --- exports beside the state (6) --------------------------------------------------------------------------------------
 
 

@@ -60,11 +60,17 @@ class Baseline:
 
     @property
     def is_deterministic(self) -> bool | None:
-        """Whether two undisturbed runs print the same losses and save the same tensors; None if there was only one run."""
+        """Whether two undisturbed runs print the same losses and save the same tensors; None if there was only one run.
+
+        Of a saved state that cannot be read, its bytes count.
+        """
         if self.second is None:
             return None
         same_losses = losses(self.second.attempts[-1].lines, self.scale) == losses(self.attempt.lines, self.scale)
-        return same_losses and not any(one.here.startswith("tensor") for one in self._own_differences)
+        final = self.record.final
+        unread = {file for file in final if final[file].kind == "bytes" and kind_of(file) in self.kinds}
+        others = (one for one in self._own_differences if one.undisturbed != NO_FILE != one.here)
+        return same_losses and not any(one.here.startswith("tensor") or one.file in unread for one in others)
 
     @cached_property
     def checkpoint(self) -> Contents | None:
